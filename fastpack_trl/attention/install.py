@@ -34,6 +34,7 @@ from fastpack_trl.model.facts import (
 from fastpack_trl.model.patches import attribute_set, shared
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.chunks import chunks_of
+from fastpack_trl.recurrent import fla
 from fastpack_trl.recurrent.seams import KEYWORD, recurrent_layers
 from fastpack_trl.run import PADDED_ROWS, Choice
 
@@ -167,7 +168,7 @@ def _fed(model: nn.Module, backend: Backend, features: ModelFeatures, batch_chec
     Of several `packed_attention` on one model (a trainer made during the run of another) the latest prepares.
     """
     base = text_model(model)
-    prepare = _Prepare(backend, features, base.config.get_text_config(), batch_check)
+    prepare = _Prepare(backend, features, base.config.get_text_config(), batch_check, fla.is_chosen(features))
     with shared(base, "_fastpack_feed", lambda: _hooked(base)) as prepares:
         prepares.append(prepare)
         try:
@@ -204,6 +205,7 @@ class _Prepare:
     features: ModelFeatures
     config: Any
     batch_check: BatchCheck
+    by_fla: bool
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = kwargs.pop("packed_batch", None)
@@ -227,6 +229,8 @@ class _Prepare:
         kwargs["packed_layer"] = self.backend.layer(batch, self.features, device)
         if self.features.mixers:
             kwargs[KEYWORD] = chunks_of(batch)
+            if self.by_fla and not batch.is_static:
+                kwargs[fla.KEYWORD] = fla.fla_row(batch)
             kwargs["use_cache"] = False  # of which document the last state is, nobody could say
         # A 4-D mask is returned by transformers as it is: no mask is made and no device is asked.
         kwargs["attention_mask"] = batch.derive(

@@ -12,6 +12,7 @@ from torch import Tensor
 from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.packing.buckets import BLOCK_COST, Bucket
 from fastpack_trl.packing.packed_batch import PackedBatch
+from fastpack_trl.recurrent import fla
 
 
 class AttentionCall(NamedTuple):
@@ -121,7 +122,7 @@ def described(features: ModelFeatures) -> str:
     """Return what a model has beside causal attention: ``window 128, sinks``, ``gated delta rule over chunks``."""
     parts = [f"window {window}" for window in sorted(features.windows)]
     parts += ["sinks"] * features.sinks + ["softcap"] * features.softcap
-    parts += [f"{mixer} over chunks" for mixer in sorted(features.mixers)]
+    parts += [fla.described(mixer, features) for mixer in sorted(features.mixers)]
     return ", ".join(parts) or "plain causal"
 
 

@@ -25,6 +25,7 @@ from fastpack_trl.recipe.paths import add_json, json_file
 EXTRAS = {
     "qlora": ("bitsandbytes", "4-bit and 8-bit base weights (load_in_4bit, load_in_8bit)"),
     "fa4": ("flash_attn.cute", "packed_attention='flash_attention_4' on Hopper and Blackwell"),
+    "fla": ("fla", "the gated delta rule of Qwen3-Next, Qwen3.5 and OLMo hybrid on CUDA"),
     "xformers": ("xformers", "packed_attention='xformers'"),
     "liger": ("liger_kernel", "use_liger_kernel"),
     "plots": ("matplotlib", "plots of training and benchmark figures"),

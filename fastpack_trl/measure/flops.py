@@ -15,7 +15,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fastpack_trl.model.facts import attention_modules, inside_peft, layer_value, layer_values, text_model, window_of
+from fastpack_trl.model.mixers import SCANS, mixers, scan_of
 from fastpack_trl.model.upstream import Conv1D, GradientCheckpointingLayer
+from fastpack_trl.packing.chunks import CHUNK
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
 # Products whose input is made by other products of the same block; the others read the input of the block.
@@ -65,9 +67,10 @@ class ModelFlops:
 
     Counted exactly: every ``Linear`` (bitsandbytes' 4-bit ones by their features; PEFT's LoRA pair, only the active
     adapters; of `modules_to_save` the copy in use), GPT-2's ``Conv1D``, routers, experts (tokens x top-k), attention
-    (both products, query heads, so that grouped keys count as torch counts them) and the head. Embeddings are
-    look-ups and count nothing. In the backward pass a weight's gradient counts where the weight is trainable, an
-    input's where something before it is, or where ``enable_input_require_grads`` says so.
+    (both products, query heads, so that grouped keys count as torch counts them), convolution and scan of the recurrent
+    layers that pack (`model/mixers.py`), and the head. Embeddings are look-ups and count nothing. In the backward pass
+    a weight's gradient counts where the weight is trainable, an input's where something before it is, or where
+    ``enable_input_require_grads`` says so.
 
     The head of TRL's chunked loss is three products where it is trained: logits, gradient of the hidden states,
     gradient of the weight; the logits are made again in the backward pass (`StepFlops.head_recompute`), unless
@@ -75,8 +78,8 @@ class ModelFlops:
 
     Not exact:
 
-    - Attention outside of transformers' interface, convolutions and state-space mixers: only their ``Linear`` layers
-      are counted; `inexact` names them.
+    - Attention outside of transformers' interface, other convolutions and state-space mixers: only their ``Linear``
+      layers are counted; `inexact` names them.
     - LoRA on expert parameters: the low-rank products, not the dense ``W + B A`` that PEFT builds. DoRA: as LoRA.
     - Experts that compute every token (llama4): still by top-k.
     - Dropped or padded slots of an expert-parallel run, merged adapters switched on and off during the run.
@@ -84,7 +87,7 @@ class ModelFlops:
       projections and norms; elsewhere it does not depend on names.
     - Recompute: a whole checkpointed layer but its last product, where torch stops early (`use_reentrant=False`).
       Layers that checkpoint in another way than by transformers' `gradient_checkpointing` count no recompute.
-    - Attention kernels: their own recompute of the scores (flash: half a forward) counts in neither figure.
+    - Attention kernels and scans: their own recompute (flash: half a forward, scans: a whole) counts in neither figure.
     """
 
     tokens: _Cost = field(default_factory=_Cost)
@@ -153,6 +156,7 @@ class _Reader:
         self.base = base
         self.config = base.config.get_text_config()
         self.attentions = {id(module) for module in attention_modules(base)}
+        self.mixers = mixers(base)
         self.head = base.get_output_embeddings()
         self.out = ModelFlops()
         self.inexact: dict[str, None] = {}
@@ -195,6 +199,8 @@ class _Reader:
         elif id(module) in self.attentions:
             self.attention(module, flow)
             self.block(module, flow)
+        elif module in self.mixers:
+            self.mixer(module, flow)
         else:
             self.block(module, flow)
         return flow or _trains(module)
@@ -298,6 +304,23 @@ class _Reader:
         # dQ and dK at the width of a key; dP and dV at that of a value.
         cost.backward += 2.0 * heads * (key * (query_grad + key_grad) + value * ((query_grad or key_grad) + value_grad))
         cost.recompute += forward if self.checkpointed else 0.0
+
+    def mixer(self, module: Any, flow: bool) -> None:
+        """Add a recurrent layer: its projections, and the convolution and the scan between them."""
+        children = list(module.named_children())
+        moves = flow or any(_trains(child) for name, child in children if name not in _SECOND)
+        for name, child in children:
+            if isinstance(child, nn.Conv1d):
+                self.product(math.prod(_shape(child.weight)), child.weight.requires_grad, moves, self.out.tokens)
+            else:
+                self.visit(name, child, moves if name in _SECOND else flow)
+        if scan := scan_of(module, self.mixers[module]):
+            forward = float(scan.flops(CHUNK))
+            self.out.tokens.forward += forward
+            self.out.tokens.backward += 2 * forward * moves
+            self.out.tokens.recompute += forward * self.checkpointed
+        elif set(self.mixers[module].functions) & SCANS.keys():
+            self.inexact[f"the scan of {type(module).__name__}: its sizes are not known"] = None
 
     @staticmethod
     def operand(module: Any, letter: str, flow: bool) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from fastpack_trl.model.mixers import mixers
+from fastpack_trl.model.mixers import Scan, mixers, scan_of
 from fastpack_trl.model.source import hands_on_kwargs, source_tree
 from fastpack_trl.model.upstream import lacks
 
@@ -82,6 +82,8 @@ class ModelFeatures:
     """Heads of key and value; None: as many as of the query."""
     mixers: frozenset[str] = frozenset()
     """Kinds of its recurrent layers, whose functions are replaced for packed rows (`model/mixers.py`)."""
+    scans: frozenset[Scan] = frozenset()
+    """Of these layers."""
 
 
 class _AttentionCall(NamedTuple):
@@ -236,7 +238,7 @@ def read_features(model: nn.Module, compute_dtype: torch.dtype | None = None) ->
 
 
 def _attention_facts(model: nn.Module, base: Any, config: Any) -> dict[str, Any]:
-    attentions = attention_modules(base)
+    attentions, known = attention_modules(base), mixers(base)
     calls = [call for module in attentions if (call := _attention_call(module.__class__)) is not None]
     heads = [int(count or 1) for count in layer_values(config, "num_attention_heads")]
     kv_heads = min(int(count or max(heads)) for count in layer_values(config, "num_key_value_heads"))
@@ -249,7 +251,8 @@ def _attention_facts(model: nn.Module, base: Any, config: Any) -> dict[str, Any]
         "num_heads": max(heads),
         "kv_heads": kv_heads if max(heads) % kv_heads == 0 else None,
         "head_dim": _head_dim(config, min(heads)),
-        "mixers": frozenset(mixer.kind for mixer in mixers(base).values()),
+        "mixers": frozenset(mixer.kind for mixer in known.values()),
+        "scans": frozenset(scan for layer, mixer in known.items() if (scan := scan_of(layer, mixer)) is not None),
         "gap": next(_gaps(model, base, config, attentions), ""),
     }
 

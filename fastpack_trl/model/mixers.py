@@ -52,6 +52,53 @@ class Mixer(NamedTuple):
     home: ModuleType
 
 
+class Scan(NamedTuple):
+    """What the scan of a recurrent layer computes: ``Scan("gated delta rule", 16, 32, 128, 128)``.
+
+    Attributes:
+        kind: as of `Mixer`.
+        key_heads: of a query and a key; the groups of Mamba-2.
+        heads: of a value.
+        size: of a key; of a state of Mamba-2.
+        width: of a value.
+    """
+
+    kind: str
+    key_heads: int
+    heads: int
+    size: int
+    width: int
+
+    def flops(self, chunk: int) -> int:
+        """Return the operations of a forward pass per token, in chunks of `chunk` tokens: products of matrices alone.
+
+        A delta rule's are those of keys and queries with keys, those with the inverse, the inverse, and three with a
+        state; Mamba-2's of its two matrices with each other, with values, and two with a state.
+        """
+        if self.kind == SCANS["mamba2_chunk_scan"]:
+            inside, with_state = self.key_heads * self.size + self.heads * self.width, 2
+        else:
+            inside, with_state = 2 * self.key_heads * self.size, 3
+            inside += self.heads * (chunk // 3 + self.size + 2 * self.width)
+        return 2 * (chunk * inside + with_state * self.heads * self.size * self.width)
+
+
+_SIZES = (
+    ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim"),
+    ("n_groups", "num_heads", "ssm_state_size", "head_dim"),
+    ("num_heads", "num_heads", "head_dim", "head_dim"),
+)
+"""What transformers' layers call the sizes of their scan, the most telling first."""
+
+
+def scan_of(module: Any, mixer: Mixer) -> Scan | None:
+    """Return the scan of a layer; None if it has none, or its sizes have other names."""
+    found = next((names for names in _SIZES if all(hasattr(module, name) for name in names)), None)
+    if found is None or mixer.kind == SHORT_CONV:
+        return None
+    return Scan(mixer.kind, *(int(getattr(module, name)) for name in found))
+
+
 def mixers(model: nn.Module) -> dict[nn.Module, Mixer]:
     """Return the recurrent layers of a model whose functions can be replaced, and that are given the keywords."""
     found: dict[nn.Module, Mixer] = {}

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastpack_trl.kernels.operators import arguments_of, differentiable, operator
+from fastpack_trl.model.mixers import Scan
 from fastpack_trl.packing.chunks import CHUNK, Chunks
 from fastpack_trl.recurrent.delta import ScalarDecay, Tokens
 from fastpack_trl.recurrent.kimi import ChannelDecay
@@ -77,28 +78,26 @@ def _of(arguments: tuple[Any, ...]) -> _Rule:
     return _Rule(arguments[:5], arguments[5], Chunks(*arguments[6:]))
 
 
-def _like_value(query: Tensor, _key: Tensor, value: Tensor, *_: Any) -> Tensor:
+def like_value(query: Tensor, _key: Tensor, value: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(value, dtype=query.dtype, memory_format=torch.contiguous_format)
 
 
-def _like_row(_grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def like_row(_grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(part, memory_format=torch.contiguous_format) for part in arguments[:5])
 
 
-def _flops(query: Tensor, _key: Tensor, value: Tensor, *_: Any, **_keywords: Any) -> int:
-    """Count the products of a forward: with themselves, with the inverse, with a state."""
+def delta_flops(query: Tensor, _key: Tensor, value: Tensor, *_: Any, **_keywords: Any) -> int:
     size, width = query.shape[-1], value.shape[-1]
-    inside = query.shape[1] * 2 * size + value.shape[1] * (CHUNK // 3 + size + 2 * width)
-    return int(2 * query.shape[0] * (CHUNK * inside + value.shape[1] * 3 * size * width))
+    return int(query.shape[0] * Scan("delta rule", query.shape[1], value.shape[1], size, width).flops(CHUNK))
 
 
-def _backward_flops(_grad: Tensor, *arguments: Any, **_keywords: Any) -> int:
-    return 3 * _flops(*arguments)  # once to make it again
+def delta_gradient_flops(_grad: Tensor, *arguments: Any, **_keywords: Any) -> int:
+    return 3 * delta_flops(*arguments)  # once to make it again
 
 
-_forward = operator(delta_rule_forward, fake=_like_value, flops=_flops, signature=f"({_ROW}) -> Tensor")
+_forward = operator(delta_rule_forward, fake=like_value, flops=delta_flops, signature=f"({_ROW}) -> Tensor")
 _backward = operator(
-    delta_rule_backward, fake=_like_row, flops=_backward_flops,
+    delta_rule_backward, fake=like_row, flops=delta_gradient_flops,
     signature=f"(Tensor grad, {_ROW}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )  # fmt: skip
 

@@ -21,6 +21,7 @@ from fastpack_trl.model.mixers import CONV, FUNCTIONS, FUSED, mixers
 from fastpack_trl.model.patches import attribute_set, shared
 from fastpack_trl.packing.chunks import Chunks
 from fastpack_trl.recurrent.conv import packed_conv
+from fastpack_trl.recurrent.fla import FlaRow, fla_delta
 from fastpack_trl.recurrent.rules import packed_delta
 from fastpack_trl.recurrent.ssd import packed_ssd
 
@@ -78,11 +79,13 @@ def _activation(name: str) -> Callable[[Tensor], Tensor]:
 def _delta_rule(
     chunks: Chunks, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,
     initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
-    **_ignored: Any,
+    packed_fla: FlaRow | None = None, **_ignored: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Run the delta rule of a family; as stock's function in all that it takes and returns but a state."""
     _check(query.shape[0], query.shape[1], chunks, initial_state is not None or output_final_state)
     row = (query[0], key[0], value[0], g[0], beta[0])
+    if packed_fla is not None:
+        return fla_delta(*row, packed_fla, normalise=use_qk_l2norm_in_kernel)[None], None
     return packed_delta(*row, chunks, normalise=use_qk_l2norm_in_kernel)[None], None
 
 

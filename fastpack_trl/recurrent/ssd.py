@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastpack_trl.kernels.operators import arguments_of, differentiable, operator
+from fastpack_trl.model.mixers import Scan
 from fastpack_trl.packing.chunks import CHUNK, Chunks
 from fastpack_trl.recurrent.decay import differences, log_decay, log_decay_gradient, masked_exp
 from fastpack_trl.recurrent.precision import no_autocast, rounds_anyway, tensor_cores
@@ -136,9 +137,8 @@ def _like_row(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _flops(x: Tensor, _step: Tensor, _a: Tensor, b: Tensor, *_: Any, **_keywords: Any) -> int:
-    """Count the products of a forward: with themselves, with the states; those over chunks are few."""
-    heads, width, size = x.shape[1], x.shape[2], b.shape[2]
-    return int(2 * x.shape[0] * (CHUNK * (b.shape[1] * size + heads * width) + 2 * heads * size * width))
+    """Count the products of a forward; those over chunks are few."""
+    return int(x.shape[0] * Scan("Mamba-2", b.shape[1], x.shape[1], b.shape[2], x.shape[2]).flops(CHUNK))
 
 
 def _backward_flops(_grad: Tensor, *arguments: Any, **_keywords: Any) -> int:

@@ -1,0 +1,187 @@
+"""fla's kernels where they are installed: chosen after a trial, given the batch's own tensors; refused by name.
+
+They need a GPU. On the CPU a package of the same name stands for them, which reads the documents as they do.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attention_material import packed
+from compile_material import Counting, one_step
+from hybrid_material import hybrid_model
+
+from fastpack_trl.attention.install import packed_attention
+from fastpack_trl.compile.layers import compiled_layers
+from fastpack_trl.model.facts import ModelFeatures, read_features
+from fastpack_trl.packing.packed_batch import PackedBatch
+from fastpack_trl.recurrent import fla
+from fastpack_trl.testing import count_host_syncs, gradients
+
+LENGTHS = (150, 1, 14, 64, 66)
+PACKAGE = """
+import torch
+from fastpack_trl.packing.chunks import chunks_of
+from fastpack_trl.packing.packed_batch import PackedBatch
+from fastpack_trl.recurrent.rules import packed_delta
+
+seen = []
+
+def chunk_gated_delta_rule(
+    q, k, v, g, beta, *, use_qk_l2norm_in_kernel=False, cu_seqlens=None, chunk_indices=None, **kwargs
+):
+    seen.append((cu_seqlens, chunk_indices))
+    lengths = [int((chunk_indices[:, 0] == i).sum()) for i in range(len(cu_seqlens) - 1)]
+    ends = cu_seqlens.tolist()
+    assert lengths == [-(-(end - start) // 64) for start, end in zip(ends, ends[1:])]
+    assert chunk_indices[:, 1].tolist() == [chunk for count in lengths for chunk in range(count)]
+    outs = []
+    for start, end in zip(ends, ends[1:]):
+        row = [x[0, start:end] for x in (q, k, v, g, beta)]
+        outs.append(packed_delta(
+            *row, chunks_of(PackedBatch.from_lengths((end - start,))), normalise=use_qk_l2norm_in_kernel
+        ))
+    out = torch.cat(outs)
+    return out[None], None
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Install a package of this source as ``fla.ops.gated_delta_rule``, for models on the CPU in any dtype."""
+
+    def forget() -> None:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
+            del sys.modules[name]
+        fla.refusal.cache_clear()
+        fla._function.cache_clear()
+
+    def install(source: str) -> None:
+        folder = tmp_path / "fla" / "ops" / "gated_delta_rule"
+        folder.mkdir(parents=True)
+        for part in (tmp_path / "fla", tmp_path / "fla" / "ops"):
+            (part / "__init__.py").touch()
+        (folder / "__init__.py").write_text(source, encoding="utf-8")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setattr(fla, "_DEVICES", ("cpu",))
+        forget()
+
+    yield install
+    forget()
+
+
+def features_of(family: str = "qwen3_5_text", **changes: Any) -> ModelFeatures:
+    return replace(read_features(hybrid_model(family)), **{"compute_dtype": torch.bfloat16, **changes})
+
+
+def row() -> tuple[torch.Tensor, PackedBatch]:
+    ids = torch.randint(3, 96, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
+    return ids, PackedBatch.from_lengths(LENGTHS, labels=ids)
+
+
+@pytest.mark.parametrize("lengths", [(1,), (64,), (70, 58), (5, 1, 200, 64), LENGTHS], ids=str)
+@pytest.mark.parametrize("num_padding", [0, 65])
+def test_chunks_begin_with_each_document(lengths: tuple[int, ...], num_padding: int) -> None:
+    batch = PackedBatch.from_lengths(lengths, num_padding=num_padding)
+    with count_host_syncs() as syncs:
+        found = fla.fla_row(batch)
+    assert syncs.total == 0, syncs.entries
+    expected = [[n, c] for n, length in enumerate(batch.segment_lengths) for c in range(-(-length // 64))]
+    assert found.chunk_indices.tolist() == expected
+    assert found.chunk_indices.dtype == found.cu_seqlens.dtype == torch.int32
+    assert found.cu_seqlens is batch.cu_seqlens
+
+
+def test_every_layer_is_given_the_same_tensors_and_the_run_is_that_of_plain_torch(installed: Any) -> None:
+    model, (ids, batch) = hybrid_model("qwen3_5_text", num_hidden_layers=3, layer_types=[
+        "linear_attention", "linear_attention", "full_attention"]).bfloat16(), row()  # fmt: skip
+    with packed_attention(model) as attention:
+        assert "gated delta rule over chunks" in attention.choice.reason
+        expected = packed(model, ids, batch)
+        expected.backward()
+    plain = gradients(model)
+    model.zero_grad()
+    batch.clear_derived()
+    installed(PACKAGE)
+    with packed_attention(model) as attention:
+        assert "gated delta rule by fla" in attention.choice.reason
+        seen = sys.modules["fla.ops.gated_delta_rule"].seen
+        seen.clear()  # of the trial
+        loss = packed(model, ids, batch)
+        loss.backward()
+    assert len(seen) == 4  # of two layers, forward and again in backward
+    assert all(ends is batch.cu_seqlens and chunks is seen[0][1] for ends, chunks in seen)
+    torch.testing.assert_close(loss, expected, rtol=1e-2, atol=0)
+    for name, gradient in gradients(model).items():
+        assert float((gradient - plain[name]).norm()) <= 0.03 * float(plain[name].norm()) + 1e-5, name
+
+
+@pytest.mark.slow
+def test_a_compiled_layer_holds_it_as_an_operator(installed: Any) -> None:
+    installed(PACKAGE)
+    model, backend = hybrid_model("qwen3_5_text").bfloat16(), Counting(differentiate=True)
+    with packed_attention(model) as attention, compiled_layers(model, verbose=False, _backend=backend) as layers:
+        assert "by fla" in attention.choice.reason
+        sys.modules["fla.ops.gated_delta_rule"].seen.clear()
+        for _ in range(2):
+            one_step(model, *row())
+        assert sys.modules["fla.ops.gated_delta_rule"].seen
+    assert layers.path == "compiled", layers.reason
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("raise OSError('no libcuda')", "OSError: no libcuda"),
+        ("", "there is no fla.ops.gated_delta_rule.chunk_gated_delta_rule"),
+        (PACKAGE.replace("torch.cat(outs)", "torch.cat(outs) * 1.1"), "its output is 10.0% off that of plain torch"),
+        (PACKAGE.replace("x[0, start:end]", "x[0, start:end].detach()"), "does not require grad"),
+        (PACKAGE.replace("(q, k, v, g, beta)]", "(q, k, v, g + g.detach() - g, beta)]"), "gradient of g is"),
+        (PACKAGE.replace("torch.cat(outs)", "torch.cat(outs) * float('nan')"), "its output is nan% off"),
+    ],
+    ids=["import", "moved", "output", "no gradient", "one gradient", "nan"],
+)  # fmt: skip
+def test_a_broken_package_is_named_and_plain_torch_runs(
+    installed: Any, source: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    installed(source)
+    model, (ids, batch) = hybrid_model("qwen3_5_text").bfloat16(), row()
+    with packed_attention(model) as attention:
+        assert attention.path == "per_document"
+        assert "over chunks (fla failed its trial" in attention.choice.reason
+        assert reason in attention.choice.reason
+        assert packed(model, ids, batch).isfinite()
+    assert sum("fla failed its trial" in record.message for record in caplog.records) == 1
+
+
+def test_what_it_does_not_have_is_refused_before_a_trial(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed("raise AssertionError('tried')")
+    hopper = features_of(device_type="cuda", capability=(9, 0))
+    monkeypatch.setattr(fla, "_DEVICES", ("cuda",))
+    assert "fla needs CUDA" in fla.refusal(features_of())
+    assert "fla computes in 16 bits, this run in float32" in fla.refusal(replace(hopper, compute_dtype=torch.float32))
+    for triton, refused in (("3.3.1", False), ("3.4.0", True), ("3.6.0", True), ("3.7.1", False)):
+        fla.refusal.cache_clear()
+        monkeypatch.setattr(fla, "version", lambda _package, triton=triton: triton)
+        monkeypatch.setattr(fla, "_try", lambda *_: "tried")
+        wrong = fla.refusal(hopper)
+        assert (f"on Hopper with Triton {triton} (fla issue 640)" in wrong) == refused, wrong
+        assert ("tried" in wrong) != refused
+    assert "Triton" not in fla.refusal(replace(hopper, capability=(8, 0)))
+    assert not fla.is_chosen(features_of("falcon_h1"))
+    assert not fla.is_chosen(features_of("kimi_linear"))
+
+
+@pytest.mark.cuda
+def test_a_device_takes_it_or_names_the_reason() -> None:
+    pytest.importorskip("fla")
+    fla.refusal.cache_clear()
+    features = features_of(device_type="cuda", capability=torch.cuda.get_device_capability())
+    why = fla.refusal(features)
+    assert not why or "fla issue 640" in why or "failed its trial" in why
