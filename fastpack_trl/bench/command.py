@@ -92,7 +92,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add(
         "--ablate", action="store_true", help="each feature over none, or over the ones that it needs, and all together"
     )
-    add("--profile", metavar="DIR", help="a Chrome trace of one step per side into DIR, and the largest gaps")
+    add("--profile", metavar="DIR", help="a Chrome trace of one step per side into DIR, and its longest operators")
     add("--gate-steps", metavar="N", type=int, help="steps in which losses must agree before (default: 2; 0: no gate)")
     add("--warmup", metavar="N", type=int, help="steps of each side that are not timed (default: 2)")
     add(
