@@ -30,7 +30,7 @@ _OPTIONS = (
     "--again", "--report", "--config",
 )  # fmt: skip
 """Of ``fastpack-trl bench``, for a wrong one."""
-_WITH_CONFIG = ("baseline", "isolate", "ablate", "profile", "gate_steps", "warmup", "save")
+_WITH_CONFIG = ("baseline", "isolate", "ablate", "profile", "gate_steps", "warmup")
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _PRIVATE = ("token", "output_dir", "logging_dir", "env", "run_name", "hub_model_id")
 """Parts of names whose values stay out of a record."""
@@ -93,12 +93,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     add(
         "--ablate", action="store_true", help="each feature over none, or over the ones that it needs, and all together"
     )
-    add("--profile", metavar="DIR", help="a Chrome trace of one step per side into DIR, and the largest gaps")
+    add("--profile", metavar="DIR", help="a Chrome trace of one step per side into DIR, and its longest operators")
     add("--gate-steps", metavar="N", type=int, help="steps in which losses must agree before (default: 2; 0: no gate)")
     add("--warmup", metavar="N", type=int, help="steps of each side that are not timed (default: 2)")
-    add(
-        "--save", action="store_true", help="write the JSON under its default name, into the checkout's results or here"
-    )
     parser.set_defaults(more=[])  # what `fastpack-trl sft` takes is parsed by its own parser
 
 
@@ -143,7 +140,7 @@ def _run_config(args: Namespace) -> int:
     _check(args)
     from fastpack_trl.bench.environment import limited_threads
     from fastpack_trl.bench.result_file import ResultFile
-    from fastpack_trl.measure.record import check_writable, write_json
+    from fastpack_trl.measure.record import check_writable
     from fastpack_trl.measure.tables import fact_lines
 
     file = ResultFile(check_writable(args.json), again=args.again) if args.json else None
@@ -157,10 +154,6 @@ def _run_config(args: Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder, threads:
         record = _record(args, folder, file)
     print("\n".join([f"{record['case']}: {Path(args.config).name}", *fact_lines(record), *_lines(record)]))
-    if args.save:
-        target = default_file(record)
-        write_json(target, record)
-        print(f"\nwritten to {target}")
     return 0 if record["complete"] else EXIT_INTERRUPTED
 
 
@@ -298,15 +291,3 @@ def _without_folders(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _without_folders(item) for key, item in value.items()}
     return [_without_folders(item) for item in value] if isinstance(value, list) else value
-
-
-def default_file(record: Mapping[str, Any]) -> Path:
-    """Return ``benchmarks/results/config_cpu_2026-11-20.json`` in a checkout, the same name here elsewhere.
-
-    A file that exists is kept: the next gets ``_2`` behind its name.
-    """
-    results = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-    folder = results if record["source"]["commit"] is not None and results.is_dir() else Path.cwd()
-    stem = f"{record['case']}_{record['machine']['device']}_{record['date'][:10]}"
-    names = [f"{stem}.json", *(f"{stem}_{number}.json" for number in range(2, 1000))]
-    return next(folder / name for name in names if not (folder / name).exists())

@@ -72,7 +72,7 @@ def compare(
             warm-up: a schedule that begins at a rate of 0 changes no weight in its first step.
         seed: of the random numbers when a side is built, and at its first step.
         sides: two or more of ``stock``, ``tuned``, ``rebuild``, ``fastpack`` and ``fastpack_plan`` (`recipe_of`).
-        profile: a folder that gets a Chrome trace of one step per side; the record then has the largest gaps.
+        profile: a folder that gets a Chrome trace of one step per side; the record then has its longest operators.
         peak_flops: operations per second of the device, for MFU and HFU; default: what TRL knows of it.
         progress: show a progress bar.
 

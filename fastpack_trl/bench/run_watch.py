@@ -10,7 +10,7 @@ import torch
 from torch.autograd import DeviceType
 from transformers import TrainerCallback
 
-from fastpack_trl.bench.gaps import busy_seconds, device_events
+from fastpack_trl.bench.profiles import busy_seconds, device_events
 
 _LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphL")
 

@@ -13,8 +13,8 @@ from transformers import set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from fastpack_trl.bench.baselines import SideRecipe
-from fastpack_trl.bench.gaps import step_profile
 from fastpack_trl.bench.parity import GRADIENT_NORM
+from fastpack_trl.bench.profiles import step_profile
 from fastpack_trl.bench.step_watch import StepFigures, StepWatch
 from fastpack_trl.bench.turns import Training
 from fastpack_trl.errors import UserError

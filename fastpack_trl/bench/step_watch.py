@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from fastpack_trl.bench.gaps import LABEL
+from fastpack_trl.bench.profiles import LABEL
 from fastpack_trl.measure.timing import Clock
 from fastpack_trl.measure.tokens import TokenCounter
 from fastpack_trl.model.patches import attribute_set

@@ -106,7 +106,7 @@ def transposed(values: Tensor) -> Tensor:
     return values.t().contiguous()
 
 
-def scaled_product(a: Quantised, b: Quantised, dtype: torch.dtype, *, fast: bool = True) -> Tensor:
+def scaled_product(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
     """Return ``a b^T``: FP8 products on CUDA, elsewhere the reference.
 
     Shapes: a (rows, inner), b (columns, inner), inner and columns multiples of 16; returns (rows, columns) in `dtype`.
@@ -115,13 +115,13 @@ def scaled_product(a: Quantised, b: Quantised, dtype: torch.dtype, *, fast: bool
         a, b: with scales per row, per tensor, or a per group of 128 columns and b per block of 128 x 128; blocks want
             inner to be a multiple of 512, CUDA 12.9 and a device of compute capability 9.
         dtype: of the result, ``bfloat16`` or ``float16`` on CUDA.
-        fast: let the device sum in fewer bits than fp32, which is far below the error of FP8 values.
     """
     if not a.values.is_cuda:
         return scaled_product_torch(a, b, dtype)
     rows = a.values.shape[0]
-    if b.scales.dim() == 2 and b.scales.shape[1] > 1:
-        a, fast = padded(a), False  # scales change along the contraction: sums are in fp32
+    fast = b.scales.dim() < 2 or b.scales.shape[1] == 1  # in fewer bits than fp32, far below the error of FP8 values
+    if not fast:  # scales change along the contraction: sums are in fp32
+        a = padded(a)
     out = torch._scaled_mm(
         a.values, b.values.t(), scale_a=a.scales, scale_b=b.scales.t(), out_dtype=dtype, use_fast_accum=fast
     )

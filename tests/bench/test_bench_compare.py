@@ -20,6 +20,7 @@ from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl.bench.compare import compare, table
 from fastpack_trl.bench.parity import GRADIENT_NORM, LossParityError, check_step, tolerance, without_dropout
+from fastpack_trl.bench.profiles import covered
 from fastpack_trl.bench.step_watch import PHASES
 from fastpack_trl.bench.turns import Training
 from fastpack_trl.errors import UserError
@@ -89,16 +90,14 @@ def test_the_record_is_json_and_a_table(record: dict[str, Any]) -> None:
     assert "2 micro-batches of 48 tokens per step" in text
     assert "fastpack is" in text
     assert "capacity: every position, padding included" in text
-    assert max(len(line) for line in text.partition("largest gaps")[0].splitlines() if "   " in line) <= 100
-    assert "largest gaps in the timeline of one step" in text
+    assert max(len(line) for line in text.partition("the timeline of one step")[0].splitlines() if "   " in line) <= 100
+    assert "the timeline of one step is in fastpack.json" in text
 
 
-def test_a_trace_of_each_side_is_written_with_its_gaps(record: dict[str, Any]) -> None:
+def test_a_trace_of_each_side_is_written_with_its_operators(record: dict[str, Any]) -> None:
     for name, side in record["rows"][0]["sides"].items():
         profile = side["profile"]
         assert profile["trace"] == f"{name}.json"
-        assert profile["gaps"][0]["length"] > 0
-        assert any(label.startswith("step: ") for gap in profile["gaps"] for label, _ in gap["host"])
         assert profile["operators"][0]["microseconds"] > 0
 
 
@@ -289,7 +288,7 @@ def test_on_a_gpu_memory_kernels_and_idle_time_are_there(tmp_path: Path) -> None
         assert side["launches"]["kernels"] > 50
         assert 0 <= side["idle_share"] < 1
         assert side["host_syncs"]["backend"] == "cuda"
-        assert side["profile"]["gaps"]
+        assert side["profile"]["operators"]
         assert (tmp_path / f"{name}.json").stat().st_size > 1000
     assert row["sides"]["fastpack"]["host_syncs"]["per_step"] < row["sides"]["stock"]["host_syncs"]["per_step"]
 
@@ -304,3 +303,8 @@ def test_rows_with_shared_prefixes_have_the_tokens_of_stock_and_say_how_many_ran
     assert f"fastpack: tokens computed: {share} of the documents' tokens" in table(found)
     done = {name: side["mfu"] * side["seconds"]["median"] for name, side in sides.items()}
     assert done["fastpack"] < 0.9 * done["stock"], "what is shared is needed once"
+
+
+def test_a_moment_in_which_several_kernels_run_counts_once() -> None:
+    assert covered([(5, 6), (0, 2), (1, 3), (1, 2)]) == 4
+    assert covered([]) == 0

@@ -12,7 +12,7 @@ from sft_material import Material
 from fastpack_trl.bench import ablation, command
 from fastpack_trl.bench.ablation import ALL, NEEDS, ablate, ablation_lines, features
 from fastpack_trl.bench.baselines import OURS
-from fastpack_trl.bench.command import default_file, settings_of
+from fastpack_trl.bench.command import settings_of
 from fastpack_trl.bench.compare_tables import table
 from fastpack_trl.bench.isolation import isolated, measure_side, yaml_build
 from fastpack_trl.bench.parity import LossParityError
@@ -186,19 +186,3 @@ def test_a_record_names_no_path_and_no_token(tmp_path: Path) -> None:
         "dataset_name": "trl-lib/Capybara",
         "packing": "true",
     }
-
-
-def test_the_default_file_keeps_what_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    record = {
-        "case": "config",
-        "machine": {"device": "cpu"},
-        "date": "2026-11-20T10:00:00+00:00",
-        "source": {"commit": None},
-    }
-    first = default_file(record)
-    assert first == tmp_path / "config_cpu_2026-11-20.json"
-    first.touch()
-    assert default_file(record).name == "config_cpu_2026-11-20_2.json"
-    in_checkout = default_file({**record, "source": {"commit": "0" * 40}})
-    assert in_checkout.parent == Path(__file__).parents[2] / "benchmarks" / "results"

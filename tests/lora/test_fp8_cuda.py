@@ -54,12 +54,11 @@ def in_fp8(model: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("rows", [1, 7, 512])
-def test_the_product_of_the_device_is_that_of_the_reference(rows: int, fast: bool) -> None:
+def test_the_product_of_the_device_is_that_of_the_reference(rows: int) -> None:
     x, weight = (torch.randn(count, 4096, device="cuda").bfloat16() for count in (rows, 256))
     a, b = quantise_rows(x), quantise_rows(weight)
-    found, true = scaled_product(a, b, torch.bfloat16, fast=fast), a.dense().double() @ b.dense().double().t()
+    found, true = scaled_product(a, b, torch.bfloat16), a.dense().double() @ b.dense().double().t()
     # Rounding to bf16 alone: 2**-9 at most; sums in fewer bits than fp32 may add as much again.
     assert (found.double() - true).norm() / true.norm() < 2**-8
 
