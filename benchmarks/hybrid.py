@@ -127,7 +127,8 @@ def _model(run: Run, name: str) -> Any:
 
     family, fields = MODELS[name]
     torch.manual_seed(run.seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields))
+    with torch.device(run.device):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields))
     if run.device != "cuda":
         return model.float().train()
     from peft import LoraConfig, get_peft_model
