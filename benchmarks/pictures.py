@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks import first_screen
+
 FOLDER = "docs/figures"
 """In the repository."""
 KINDS = {
@@ -49,6 +51,9 @@ def write_pictures(results: Mapping[str, Mapping[str, Any]], source: Path, folde
         assert figure is not None, name
         save(figure, folder / picture, source_of(source / name))
         written.append(folder / picture)
+    if (screen := first_screen.figure(results)) is not None:
+        save(screen, folder / first_screen.PICTURE, _sources(results, source))
+        written.append(folder / first_screen.PICTURE)
     for file in set(folder.glob("*.png")) - set(written):
         file.unlink()
     return written
@@ -62,12 +67,22 @@ def stale_pictures(results: Mapping[str, Mapping[str, Any]], source: Path, folde
     names = picture_names(results)
     for name, picture in names.items():
         file = folder / picture
-        if not file.is_file():
-            found.append(f"{picture} is missing")
-        elif source_of(source / name).items() - text_of(file).items():
+        if file.is_file() and source_of(source / name).items() - text_of(file).items():
             found.append(f"{picture} was drawn from another version of {name}")
-    found += [f"{file.name} has no file" for file in sorted(folder.glob("*.png")) if file.name not in names.values()]
+    screen = folder / first_screen.PICTURE
+    if screen.is_file() and _sources(results, source).items() - text_of(screen).items():
+        found.append(f"{screen.name} was drawn from other records")
+    drawn = {*names.values(), *([screen.name] if first_screen.lines(results) else [])}
+    found += [f"{name} is missing" for name in sorted(drawn) if not (folder / name).is_file()]
+    found += [f"{file.name} has no file" for file in sorted(folder.glob("*.png")) if file.name not in drawn]
     return found
+
+
+def _sources(results: Mapping[str, Mapping[str, Any]], source: Path) -> dict[str, str]:
+    """Return the hash of each record that the picture of the README shows."""
+    from fastpack_trl.bench.report import HASH_KEY, source_of
+
+    return {line.file: source_of(source / line.file)[HASH_KEY] for line in first_screen.lines(results)}
 
 
 def text_of(png: Path) -> dict[str, str]:

@@ -28,10 +28,11 @@ from benchmarks.case_tables import (
     host_overhead_table,
     moe_table,
 )
+from benchmarks.first_screen import glance
 from benchmarks.open_list import open_list
 from benchmarks.pictures import FOLDER, picture_names, write_pictures
 from benchmarks.readme_cells import between, grid, made_by
-from benchmarks.readme_runs import first_step_table, glance, memory_caps_table, of_case
+from benchmarks.readme_runs import first_step_table, memory_caps_table, of_case
 from benchmarks.results_folder import RESULTS, load_results
 from fastpack_trl.bench.views import device_of, no_gain
 

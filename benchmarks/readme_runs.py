@@ -1,16 +1,13 @@
-"""Tables of whole runs: steps and first steps beside stock, largest rows under a cap, 4-bit LoRA at equal memory."""
+"""Tables of whole runs: first steps beside stock, largest rows under a cap, 4-bit LoRA at equal memory."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.first_step import WallTimes, wall_times
 from benchmarks.memory_caps import largest_of, sides_of
-from benchmarks.readme_cells import grid, made_by, record_of
-from benchmarks.side_table import cells, peak_cell, times, work
-from benchmarks.training_rows import FIRST
+from benchmarks.readme_cells import grid, made_by
 from fastpack_trl.bench.views import device_of
 
 WORK = {
@@ -19,87 +16,7 @@ WORK = {
     "gpt-oss-20b experts 4096": "gpt-oss-20b (4 of its layers), LoRA on experts, packed rows of 4,096 tokens",
 }
 """By row of the case ``first_step``."""
-GLANCE = (*FIRST[1:2], *FIRST[3:], FIRST[2], "qwen3-0.6b lora 2x4")
-"""Rows of `benchmarks.side_by_side` in the README, in its order."""
 _LONG = ("fastpack", "cold", True)
-
-
-def glance(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the few rows at the top of the README: packed rows side by side, and the others of ``first_step``."""
-    shown: set[str] = set()
-    lines: list[str] = []
-    for name, record in of_case(results, "side_by_side"):
-        lines += _tokens_glance(name, record, shown)
-    for name, record in of_case(results, "first_step"):
-        lines += _steps_glance(name, record, shown)
-    return "\n".join(lines).strip() or "Open."
-
-
-def _tokens_glance(name: str, record: Mapping[str, Any], shown: set[str]) -> list[str]:
-    """Return tokens per second of the rows of `GLANCE` that stock and fastpack have run; add them to `shown`."""
-    lines: list[list[str]] = []
-    beside: list[list[str]] = []
-    found = cells(record)
-    for row, sides in ((row, found[row]) for row in GLANCE if row in found):
-        ours, stock = sides.get("fastpack"), sides.get("stock")
-        if ours is None or stock is None or (ratio := times(row, sides, "stock", ours)) is None:
-            continue
-        shown.add(row)
-        compiled = times(row, sides, "stock compiled", ours)
-        rate = "-" if compiled is None else f"{sides['stock compiled'].rate:,.0f}"
-        over = f"**{ratio:.1f}x**" + ("" if compiled is None else f", {compiled:.1f}x compiled")
-        lines.append([work(record, row), f"{stock.rate:,.0f}", rate, f"{ours.rate:,.0f} ({over})"])
-        whole = "-" if compiled is None else f"{ours.whole / sides['stock compiled'].whole:.1f}x"
-        peaks = [f"{peak_cell(side.runs)} GiB" for side in (stock, ours)]
-        beside.append([work(record, row).partition(", ")[0], f"{ours.whole / stock.whole:.1f}x", whole, *peaks])
-    if not lines:
-        return []
-    note = (
-        f"{device_of(record)}, torch {record['versions']['torch']}, transformers {record['versions']['transformers']}; "
-        "LoRA of rank 16, real text, random weights, each side at its defaults in a process of its own. *stock*: "
-        "`trl.SFTTrainer` as installed, with gradient checkpointing; *stock compiled*: its layers compiled by "
-        f"accelerate. Tokens per second of the median of {_timed(record)} steps after the first {_warm(record)}, which "
-        f"have the compiling. Stock lets documents of gpt-oss see each other and so trains on another loss."
-    )
-    more = (
-        "fastpack keeps activations in free memory, where stock computes them again. It decides here as in a long run "
-        f"and still records CUDA graphs in some of the {_timed(record)} steps, which are slow then. *peak*: the most "
-        "that tensors took at a time (`max_memory_allocated`), + what CUDA graphs held beside it. "
-        f"`python -m benchmarks.side_by_side`, {record_of(name, record)}."
-    )
-    rates = grid("training, tokens/s | >stock | >stock compiled | >fastpack", lines)
-    columns = "the same steps, all together | >over stock | >over stock compiled | >peak, stock | >peak, fastpack"
-    return [rates, "", note, "", grid(columns, beside), "", more, ""]
-
-
-def _timed(record: Mapping[str, Any]) -> int:
-    return max(len(run["step_seconds"]) for run in record["rows"] if "step_seconds" in run)
-
-
-def _warm(record: Mapping[str, Any]) -> int:
-    return max(int(run["warmup_steps"]) for run in record["rows"] if "step_seconds" in run)
-
-
-def _steps_glance(name: str, record: Mapping[str, Any], shown: set[str]) -> list[str]:
-    """Return milliseconds of a step of the rows that are not in `shown`."""
-    lines = []
-    for row in record["rows"]:
-        if row["row"] in shown:
-            continue
-        stock, ours = _run(row, ("stock", "cold", False)), _run(row, _LONG)
-        ratio = stock["step_seconds"] / ours["step_seconds"]
-        walls = {(wall.side, wall.cache): wall.measured.get(100) for wall in wall_times(row["runs"], [100])}
-        begun = " / ".join(f"{walls[side, 'cold'] or math.nan:.0f} s" for side in ("stock", "fastpack"))
-        steps = [_ms(stock), "not measured yet", _ms(ours), f"{ratio:.1f}x"]
-        peaks = " / ".join(peak_cell([run]) for run in (stock, ours))
-        lines.append([WORK[row["row"]], *steps, begun, f"{peaks} GiB"])
-    note = (
-        f"{device_of(record)}, sides as above. A step is the mean of steps 51 to 100 of a long run, with "
-        "layers compiled and steps replayed as CUDA graphs. *100 steps*: a run of just these, from `train()` to its "
-        f"end, with empty compile caches. {record_of(name, record)}."
-    )
-    columns = "one optimizer step | >stock | >stock compiled | >fastpack | >over stock | >100 steps | >peak"
-    return [grid(columns, lines), "", note, ""] if lines else []
 
 
 def first_step_table(name: str, record: Mapping[str, Any]) -> str:
@@ -226,7 +143,3 @@ def of_case(results: Mapping[str, Mapping[str, Any]], case: str) -> Iterator[tup
 def _run(row: Mapping[str, Any], key: tuple[str, str, bool]) -> Mapping[str, Any]:
     found: Mapping[str, Any] = next(run for run in row["runs"] if (run["side"], run["cache"], run["long"]) == key)
     return found
-
-
-def _ms(run: Mapping[str, Any]) -> str:
-    return f"{1000 * run['step_seconds']:,.0f} ms"

@@ -85,11 +85,11 @@ def peak_cell(runs: Sequence[Mapping[str, Any]]) -> str:
         reserved = max((run["reserved_gib"] for run in runs if run["reserved_gib"] is not None), default=None)
         return "-" if reserved is None else f"{reserved:.1f}"
     peak = max((run["peak_gib"] for run in runs if run["peak_gib"] is not None), default=None)
-    graphs = max(map(_graphs_gib, runs), default=0.0)
+    graphs = max(map(graphs_gib, runs), default=0.0)
     return "-" if peak is None else f"{peak:.1f}{f' + {graphs:.1f}' if graphs else ''}"
 
 
-def _graphs_gib(run: Mapping[str, Any]) -> float:
+def graphs_gib(run: Mapping[str, Any]) -> float:
     """Return the GiB of CUDA graphs, which torch's count of allocations lacks; a record has them in its report only."""
     graphs = ((run.get("report") or {}).get("features") or {}).get("cuda_graph") or {}
     found = re.search(r"graphs? of ([\d.]+) GiB", str(graphs.get("reason")))

@@ -78,11 +78,14 @@ def test_a_notebook_is_stored_without_progress_paths_and_exceptions() -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=NAMES)
-def test_a_notebook_opens_in_colab_and_installs_from_the_repository_or_a_checkout(file: Path) -> None:
+def test_a_notebook_names_the_repository_once_there_is_one(file: Path) -> None:
     title, install = map(source, read(file)["cells"][:2])
     page = f"{REPOSITORY.removeprefix('https://')}/blob/main/notebooks/{file.name}"
-    assert f"(https://colab.research.google.com/{page.replace('github.com', 'github', 1)})" in title
-    assert f'REPOSITORY = "{REPOSITORY}"' in install
+    badge = f"(https://colab.research.google.com/{page.replace('github.com', 'github', 1)})"
+    found = (badge in title, f"git+{REPOSITORY}" in install)
+    there = "/OWNER/" not in REPOSITORY
+    assert found == (there, there), f"{file.name}: a badge {badge}, and git+ where there is no checkout: {there}"
+    assert "OWNER" not in file.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("file", FILES, ids=NAMES)

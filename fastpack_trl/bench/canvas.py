@@ -107,11 +107,11 @@ def lines_of_labels(
     return figure, axes, places
 
 
-def legend(figure: Figure, shown: Mapping[str, Any]) -> None:
-    """Write the meaning of colours and marks on a line of its own, below the two at the top."""
+def legend(figure: Figure, shown: Mapping[str, Any], top: float = _TITLES) -> None:
+    """Write the meaning of colours and marks on a line of its own, `top` inches below the edge: under two lines."""
     figure.legend(
         list(shown.values()), list(shown), loc="upper left", ncols=min(6, len(shown)), frameon=False, fontsize=8,
-        bbox_to_anchor=(0.01, 1 - _TITLES / float(figure.get_figheight())), borderaxespad=0.0, borderpad=0.0,
+        bbox_to_anchor=(0.01, 1 - top / float(figure.get_figheight())), borderaxespad=0.0, borderpad=0.0,
         columnspacing=1.4,
     )  # fmt: skip
 

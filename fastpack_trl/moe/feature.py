@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from accelerate.logging import get_logger
@@ -25,20 +25,8 @@ logger = get_logger(__name__)
 Training = Literal["lora", "frozen", "full"]
 
 
-class Gain(NamedTuple):
-    """One measurement: ``Gain(1.06, "qwen3_moe-small at 512")``."""
-
-    least: float
-    """Stock's time over ours, forward and backward of whole decoders: the lowest end of an interval."""
-    rows: str
-    """Shapes and tokens per row."""
-
-
-MEASURED: dict[tuple[str, Training], Gain] = {
-    ("cpu", "lora"): Gain(1.21, "gpt_oss-small and qwen3_moe-small at 512 and 2,048 tokens"),
-    ("cuda", "lora"): Gain(2.11, "gpt-oss-20b at 2,048 tokens"),
-}
-"""Per device type and what trains, from the decoder rows of ``benchmarks/results/moe_*.json``."""
+MEASURED: frozenset[tuple[str, Training]] = frozenset({("cpu", "lora"), ("cuda", "lora")})
+"""Device type and what trains, of the decoder rows of ``benchmarks/results/moe_*.json``: there ours is the faster."""
 
 
 def what_trains(model: nn.Module) -> Training:
@@ -49,13 +37,11 @@ def what_trains(model: nn.Module) -> Training:
     return "full" if any(parameter.requires_grad for parameter in stacks) else "frozen"
 
 
-def measured(device_type: str, training: Training) -> str:
-    """Return what the report says of our speed; where nothing is measured, less is kept for backward all the same."""
-    gain = MEASURED.get((device_type, training))
+def unmeasured(device_type: str, training: Training) -> str:
+    """Return that our speed is not known, where it is not: less is kept for backward all the same."""
     experts = "LoRA on experts" if training == "lora" else f"{training} experts"
-    if gain is None:
-        return f"{experts}: speed not measured on {device_type}, moe='off' is stock"
-    return f"{experts}: measured {gain.least:.2f} times stock's speed or more on {device_type} ({gain.rows})"
+    known = (device_type, training) in MEASURED
+    return "" if known else f"{experts}: speed not measured on {device_type}, moe='off' is stock"
 
 
 def _reading_sizes(run: Run, dtypes: set[torch.dtype]) -> str:
@@ -93,7 +79,7 @@ def moe(run: Run) -> Iterator[None]:
         why = SHARDED
     elif asked is not None and setting != "on":
         why = f"experts_implementation={asked!r} was chosen"
-    note = measured(run.device.type, what_trains(model)) if present else ""
+    note = unmeasured(run.device.type, what_trains(model)) if present else ""
     if present and run.device.type == "cuda" and not is_supported(run.device):
         note = "its kernels need compute capability 8.0; moe='on' runs it in plain torch"
         why = why or (note if setting == "auto" and not quantised else "")

@@ -230,6 +230,7 @@ def paths(arguments: Arguments, model: Any, features: Any, attention: str, preci
     from fastpack_trl.kernels.grouped import reads_offsets
     from fastpack_trl.lora.report import has_lora
     from fastpack_trl.moe.layout import experts_modules
+    from fastpack_trl.packing.buckets import Bucket
 
     device, settings = torch.device("cuda", 0), arguments.training
     old = "" if is_supported(device) else "needs compute capability 8.0"
@@ -252,7 +253,9 @@ def paths(arguments: Arguments, model: Any, features: Any, attention: str, preci
         [
             settings.cuda_graph == "off" and "switched off",
             unavailable(device),
-            backend is None and "padded rows have another shape for every batch",
+            "padded rows have another shape for every batch"
+            if backend is None
+            else backend.refuses_static(Bucket(1, 1, 1, 1), features),
             precision == "fp16" and "the loss scaler of fp16 asks the device",
             reads and "grouped products read their sizes on the host",
         ]

@@ -10,8 +10,20 @@ from typing import Any
 import pytest
 
 from benchmarks import row_profile, side_by_side, unsloth_run
-from benchmarks.kernel_kinds import ATTENTION, BASE, EXPERTS, GLUE, HEAD, OPTIMIZER, THIN, Facts, by_kind, launches_of
-from benchmarks.readme_runs import GLANCE, glance
+from benchmarks.first_screen import ROWS as FIRST_SCREEN
+from benchmarks.first_screen import glance
+from benchmarks.kernel_kinds import (
+    ATTENTION,
+    BASE,
+    EXPERTS,
+    GLUE,
+    HEAD,
+    OPTIMIZER,
+    THIN,
+    Facts,
+    by_kind,
+    launches_of,
+)
 from benchmarks.row_profile import ENOUGH, profile_of
 from benchmarks.side_by_side import COMMAND
 from benchmarks.side_table import LOSS_BUDGET, Cell, believed, cells, slower, table, work
@@ -163,20 +175,30 @@ def test_the_file_grows_run_by_run_and_a_failing_side_is_an_entry(
         COMMAND.main([SMALL.name, "--sides", "unsloth"])
 
 
-def test_pages_show_what_stock_and_ours_have_run_and_what_is_slower() -> None:
-    first, second = GLANCE[:2]
-    times = {"fastpack": 0.5, "stock compiled": 0.4, "stock": 1.0}
+def test_the_first_screen_has_the_rows_that_stock_and_ours_have_run_from_the_newest_record() -> None:
+    first, second = FIRST_SCREEN[-1], FIRST_SCREEN[-2]
+    times = {"fastpack": 0.5, "fastpack (same memory)": 0.8, "stock compiled": 0.4, "stock": 1.0}
     entries = [entry(side, seconds, row=first) for side, seconds in times.items()] + [entry("stock", 1.0, row=second)]
     record = {**record_of([{**one, "layers": "4 of 36"} for one in entries]), "versions": dict.fromkeys(PACKAGES, "1")}
     text = glance({"sides.json": record})
-    assert (
-        "| Qwen3-0.6B (4 of its layers) LoRA, rows of 8,192 tokens | 100 | 250 | 200 (**2.0x**, 0.8x compiled) |"
-        in text
-    )
-    assert "| Qwen3-0.6B (4 of its layers) LoRA | 2.0x | 0.8x | 1.0 GiB | 1.0 GiB |" in text
+    named = "| Qwen3-0.6B (4 of its layers) LoRA, rows of 8,192 tokens |"
+    assert f"{named} **2.0x** | 0.8x | 1.0 GiB | 1.0 GiB | 1.0 GiB |" in text
     assert work(record, second) not in text
-    assert slower(record) == [f"| {first} (4 of 36 layers), X | stock compiled | fastpack | 0.80 | slower |"]
-    assert list(cells(record)[first]) == ["stock", "stock compiled", "fastpack"]
+    newer = {
+        **record,
+        "date": "2026-01-02",
+        "rows": [entry("fastpack", 0.1, row=first), entry("stock", 1.0, row=first)],
+    }
+    assert "LoRA, rows of 8,192 tokens | **10.0x** | not measured yet | 1.0 GiB | - | 1.0 GiB |" in glance(
+        {"a.json": newer, "b.json": record}
+    )
+    differs = [entry("stock", 1.0, row=first), entry("fastpack", 0.5, 3.0, row=first)]
+    assert glance({"sides.json": {**record, "rows": differs}}) == "Open."
+    below = {"fastpack (same memory)": "0.50", "fastpack": "0.80"}
+    assert slower(record) == [
+        f"| {first} (4 of 36 layers), X | stock compiled | {side} | {ratio} | slower |" for side, ratio in below.items()
+    ]
+    assert list(cells(record)[first]) == ["stock", "stock compiled", "fastpack (same memory)", "fastpack"]
 
 
 UNSLOTH = """

@@ -16,7 +16,7 @@ from trl import SFTTrainer
 
 from benchmarks.results_folder import load_results
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.moe.feature import MEASURED, Gain
+from fastpack_trl.moe.feature import MEASURED
 from fastpack_trl.step.load_balancing import load_balancing_losses
 
 NO_NUM_EXPERTS = ("deepseek_v3", "glm4_moe", "granitemoe")
@@ -138,19 +138,15 @@ def test_experts_whose_speed_is_not_measured_are_said_to_be(tmp_path: Path) -> N
     assert "full experts: speed not measured on cpu" in ours.fastpack_report["moe"].reason
 
 
-def test_the_table_of_gains_is_that_of_the_recorded_measurements() -> None:
-    found: dict[tuple[str, str], list[Any]] = {}
+def test_what_is_said_to_be_measured_is_recorded_and_faster() -> None:
+    found: dict[tuple[str, str], list[float]] = {}
     for record in load_results().values():
         for row in record["rows"] if record["case"] == "moe" else []:
             if row["part"] == "decoder" and row.get("ratios"):
-                found.setdefault((record["machine"]["device"], row["mode"]), []).append(row)
-    assert found.keys() == MEASURED.keys()
-    for where, rows in found.items():
-        least = min(row["ratios"]["stock"]["seconds"]["low"] for row in rows)
-        models, tokens = (sorted({row[key] for row in rows}) for key in ("model", "tokens"))
-        on = f"{' and '.join(models)} at {' and '.join(f'{length:,}' for length in tokens)} tokens"
-        assert MEASURED[where] == Gain(round(least, 2), on)
-        assert least > 1.0, "auto takes our path everywhere: it must not be slower"
+                where = (record["machine"]["device"], row["mode"])
+                found.setdefault(where, []).append(row["ratios"]["stock"]["seconds"]["low"])
+    assert found.keys() == MEASURED
+    assert min(map(min, found.values())) > 1.0, "auto takes our path everywhere: it must not be slower"
 
 
 def test_experts_implementation_given_for_a_model_by_name_is_respected(tmp_path: Path) -> None:

@@ -8,16 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import yaml
-from transformers import AutoConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from shape_material import arguments_of
 
 from benchmarks.caps_side import DOCUMENT
-from benchmarks.model_shapes import shape_of
 from fastpack_trl.checkpointing.plan import Level
 from fastpack_trl.recipe.forecast import CONTEXT_GIB, Forecast, predict
 from fastpack_trl.recipe.gpus import Gpu
-from fastpack_trl.recipe.make_trainer import short_run_arguments
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
@@ -32,21 +28,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss-20b-nf4": ("gpt-oss-20b", {"lora_target_modules": PROJECTIONS, "moe_quantize_experts": "on"}),
 }
 """By the row of the record: its shape, and the settings of its adapters."""
-
-
-def arguments_of(folder: Path, shape: str, layers: int | None = None, **settings: Any) -> Any:
-    """Return the arguments of a YAML for a model of public shape, of which there is a config and nothing else."""
-    of = shape_of(shape).cut_to(layers or int(shape_of(shape).fields["num_hidden_layers"]))
-    config = AutoConfig.for_model(of.model_type, **of.fields)
-    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[of.model_type]]
-    config.save_pretrained(folder / shape)
-    given = {  # the adapters of the records have no dropout
-        "model_name_or_path": str(folder / shape), "dataset_name": "unused", "dtype": "bfloat16", "packing": True,
-        "use_peft": True, "lora_r": 16, "lora_dropout": 0.0, "max_length": 2048, "per_device_train_batch_size": 1,
-        **settings,
-    }  # fmt: skip
-    (folder / "run.yaml").write_text(yaml.safe_dump(given))
-    return short_run_arguments(str(folder / "run.yaml"), str(folder / "out"), "--bf16", "False")
 
 
 class Recorded(NamedTuple):

@@ -1,0 +1,144 @@
+"""The tables in `docs/hardware.md` and `docs/models.md`; run as a script, they are written again."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from shape_material import arguments_for, arguments_of
+
+from benchmarks.readme_cells import between, grid
+from fastpack_trl.attention.backends import choose
+from fastpack_trl.attention.flash_attention_4 import has_device
+from fastpack_trl.attention.per_document import has_grouped_kernel
+from fastpack_trl.model.facts import read_features
+from fastpack_trl.recipe.forecast import attention_of, model_of, paths, predict
+from fastpack_trl.recipe.gpus import GPUS, Gpu, as_if_on
+from fastpack_trl.testing import FAMILIES, tiny_model
+
+DOCS = Path(__file__).parents[2] / "docs"
+MARKS = {name: (f"<!-- {name} -->", f"<!-- /{name} -->") for name in ("paths", "rows", "families")}
+PAGES = {"paths": "hardware.md", "rows": "hardware.md", "families": "models.md"}
+ALL, PROJECTIONS = "all-linear", ["q_proj", "k_proj", "v_proj", "o_proj"]
+NF4 = {"load_in_4bit": True, "use_bnb_nested_quant": True}
+LORA: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("qwen3-0.6b", {"lora_target_modules": ALL}),
+    "4-bit": ("qwen3-0.6b", {"lora_target_modules": ALL, **NF4}),
+    "experts": ("gpt-oss-20b", {"lora_target_modules": PROJECTIONS}),
+}
+ROWS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3-0.6B, all weights": ("qwen3-0.6b", {"use_peft": False}),
+    "Llama-3.2-1B LoRA": ("llama-3.2-1b", {"lora_target_modules": ALL}),
+    "Qwen3-8B LoRA": ("qwen3-8b", {"lora_target_modules": ALL}),
+    "Qwen3-8B QLoRA": ("qwen3-8b", {"lora_target_modules": ALL, **NF4}),
+    "Qwen3-14B QLoRA": ("qwen3-14b", {"lora_target_modules": ALL, **NF4}),
+    "gpt-oss-20b LoRA, experts in four bits": (
+        "gpt-oss-20b", {"lora_target_modules": PROJECTIONS, "moe_quantize_experts": "on"},
+    ),
+}  # fmt: skip
+CARDS = ("T4", "4090", "A100-40", "H100")
+
+
+def kinds() -> dict[tuple[int, int], list[Gpu]]:
+    """Return the known GPUs by compute capability, from the oldest on."""
+    found: dict[tuple[int, int], list[Gpu]] = {}
+    for gpu in sorted(GPUS.values(), key=lambda gpu: gpu.capability):
+        found.setdefault(gpu.capability, []).append(gpu)
+    return found
+
+
+def precision_of(gpu: Gpu) -> str:
+    return "bf16" if gpu.has_bf16 else "fp16"
+
+
+def taken(gpu: Gpu, arguments: Any) -> dict[str, str]:
+    """Return the path of each feature on a kind of GPU, by the package's own rules with its capability forced."""
+    model, precision = model_of(arguments).module, precision_of(gpu)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+    with as_if_on(gpu.capability):
+        features, attention = attention_of(model, gpu, dtype)
+        found = paths(arguments, model, features, attention, precision)
+        found["repeated"] = "" if has_grouped_kernel(features) else "heads repeated"
+        found["flash_attention_4"] = "where installed" if has_device(features) else "off"
+    return found
+
+
+def paths_table(folder: Path) -> str:
+    """Return a column per compute capability, a row per feature."""
+    made = {name: arguments_of(folder, shape, 2, **settings) for name, (shape, settings) in LORA.items()}
+    columns, cells = [], []
+    for capability, gpus in kinds().items():
+        found = {name: taken(gpus[0], arguments) for name, arguments in made.items()}
+        dense, experts = found["dense"], found["experts"]
+        repeats = f", {dense['repeated']}" if dense["packed_attention"] == "per_document" and dense["repeated"] else ""
+        columns.append(f"{', '.join(gpu.name for gpu in gpus)} ({'.'.join(map(str, capability))})")
+        cells.append([
+            precision_of(gpus[0]), dense["packed_attention"] + repeats, experts["packed_attention"],
+            dense["flash_attention_4"], dense["lora"], found["4-bit"]["lora"], _short(experts["moe"]),
+            _short(dense["layer_compile"]), _short(dense["cuda_graph"]), _short(experts["cuda_graph"]),
+        ])  # fmt: skip
+    names = (
+        "computes in", "`packed_attention`", "the same, windows and sinks (gpt-oss)", "`flash_attention_4`", "`lora`",
+        "`lora` over 4 bits", "`moe`", "`layer_compile`", "`cuda_graph`", "`cuda_graph`, experts",
+    )  # fmt: skip
+    return grid(" | ".join(["feature", *columns]), list(zip(names, *cells, strict=True)))
+
+
+def _short(path: str) -> str:
+    """Return ``on``, ``stock`` or ``off``: the reason is below the table."""
+    return path.partition(",")[0].partition(":")[0]
+
+
+def rows_table(folder: Path) -> str:
+    """Return the longest packed row that `doctor --gpu` promises, per model and card."""
+    lines = []
+    for name, (shape, settings) in ROWS.items():
+        arguments, seen = arguments_of(folder, shape, **settings), dict[Any, Any]()
+        made = [predict(arguments, gpu, precision_of(gpu), seen) for gpu in map(GPUS.__getitem__, CARDS)]
+        assert not any(one.unknown for one in made), name
+        cells = [f"{longest:,}" if (longest := one.longest_row()) else "does not fit" for one in made]
+        lines.append([name, *cells])
+    head = [f">{card}, {GPUS[card].gib:g} GiB" for card in CARDS]
+    return grid(" | ".join(["tokens of a row", *head]), lines)
+
+
+def families_table(folder: Path) -> str:
+    """Return a row per model type: which features it gets on a GPU of capability 9.0, and on a CPU."""
+    return grid(
+        "model type | packed attention, GPU | CPU | `lora` | `moe` | `layer_compile` | `cuda_graph`",
+        list(_families(folder)),
+    )
+
+
+def _families(folder: Path) -> Iterator[list[str]]:
+    for family in FAMILIES:
+        model = tiny_model(family)
+        arguments = arguments_for(folder / family, model.config, lora_target_modules=ALL)
+        found = taken(GPUS["H100"], arguments)
+        cells = [
+            found["packed_attention"],
+            choose("auto", read_features(model)).path,
+            found["lora"],
+            found.get("moe", "-"),
+        ]
+        yield [f"`{family}`", *cells, *(_short(found[name]) for name in ("layer_compile", "cuda_graph"))]
+
+
+TABLES = {"paths": paths_table, "rows": rows_table, "families": families_table}
+
+
+def page_with(name: str, text: str) -> str:
+    """Return the text of a page with one of its tables made anew."""
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return between(text, *MARKS[name], TABLES[name](Path(folder)))
+
+
+if __name__ == "__main__":
+    for table, page in PAGES.items():
+        file = DOCS / page
+        file.write_text(page_with(table, file.read_text(encoding="utf-8")), encoding="utf-8")
