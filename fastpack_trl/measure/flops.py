@@ -316,9 +316,10 @@ class _Reader:
                 self.visit(name, child, moves if name in _SECOND else flow)
         if scan := scan_of(module, self.mixers[module]):
             forward = float(scan.flops(CHUNK))
-            self.out.tokens.forward += forward
-            self.out.tokens.backward += 2 * forward * moves
-            self.out.tokens.recompute += forward * self.checkpointed
+            cost: _Cost = self.out.tokens
+            cost.forward += forward
+            cost.backward += 2 * forward * moves
+            cost.recompute += forward * self.checkpointed
         elif set(self.mixers[module].functions) & SCANS.keys():
             self.inexact[f"the scan of {type(module).__name__}: its sizes are not known"] = None
 
