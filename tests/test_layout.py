@@ -59,7 +59,7 @@ BUDGETS = {
     "compile": 900,
     "kernels": 1500,
     "lora": 2000,
-    "measure": 1450,
+    "measure": 1500,
     "model": 2150,
     "moe": 1500,
     "packing": 3500,

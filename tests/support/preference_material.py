@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ def build(
     if name in ("GRPO", "RLOO"):
         given["reward_funcs"] = even_words
         if not lora and getattr(args, "beta", 0.0):
-            name_on_disk(made, folder)
+            name_on_disk(made, folder / os.environ.get("RANK", ""))  # several ranks would write one file at a time
     elif name in ("DPO", "KTO") and not lora and not args.precompute_ref_log_probs:
         given["ref_model"] = tiny_model(family)
     cls = getattr(fastpack_trl, f"Fast{name}Trainer") if fast else getattr(trl, f"{name}Trainer")
