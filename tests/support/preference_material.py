@@ -105,7 +105,9 @@ def build(
 
 def name_on_disk(model: Any, folder: Path) -> None:
     """Save a model where a trainer finds it that loads its reference from where the model came from."""
-    model.save_pretrained(folder / "model")
+    model.save_pretrained(folder / "model")  # of several processes the first one writes
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
     model.config._name_or_path = str(folder / "model")
 
 
