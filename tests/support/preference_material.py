@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,7 +93,7 @@ def build(
     if name in ("GRPO", "RLOO"):
         given["reward_funcs"] = even_words
         if not lora and getattr(args, "beta", 0.0):
-            name_on_disk(made, folder / os.environ.get("RANK", ""))  # several ranks would write one file at a time
+            name_on_disk(made, folder)
     elif name in ("DPO", "KTO") and not lora and not args.precompute_ref_log_probs:
         given["ref_model"] = tiny_model(family)
     cls = getattr(fastpack_trl, f"Fast{name}Trainer") if fast else getattr(trl, f"{name}Trainer")
@@ -106,7 +105,9 @@ def build(
 
 def name_on_disk(model: Any, folder: Path) -> None:
     """Save a model where a trainer finds it that loads its reference from where the model came from."""
-    model.save_pretrained(folder / "model")
+    model.save_pretrained(folder / "model")  # of several processes the first one writes
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
     model.config._name_or_path = str(folder / "model")
 
 
