@@ -29,6 +29,7 @@ from benchmarks.case_tables import (
     moe_table,
 )
 from benchmarks.first_screen import glance
+from benchmarks.losers import other_losers, several_gpus_table
 from benchmarks.open_list import open_list
 from benchmarks.pictures import FOLDER, picture_names, write_pictures
 from benchmarks.readme_cells import between, grid, made_by
@@ -38,11 +39,21 @@ from fastpack_trl.bench.views import device_of, no_gain
 
 BEGIN, END = "<!-- numbers -->", "<!-- /numbers -->"
 GLANCE = ("<!-- glance -->", "<!-- /glance -->")
-GLOSSARY = (
-    "A ratio is the median of stock's time over ours, pair by pair, so it is not the quotient of two columns; behind "
-    "it its interval, with the probability that it covers the median where that is under 95 %. *stock*: "
-    "`trl.SFTTrainer` as installed (sdpa), unless a table says otherwise."
-)
+GLOSSARY = """**What the words mean**, in every table unless it says otherwise:
+
+- *stock*: `trl.SFTTrainer` as installed: sdpa attention, gradient checkpointing.
+- *stock compiled*: the same, its layers compiled by accelerate (`torch_compile` by regions).
+- *fastpack*: `FastSFTTrainer` at its defaults. *fastpack (same memory)*: it recomputes what stock recomputes.
+- *over stock*, *over compiled*: that side's time over ours for the same tokens; above 1 fastpack is faster. Where
+  sides took turns it is the median of the ratios pair by pair, so not the quotient of two columns; behind it its
+  interval, with the probability that it covers the median where that is under 95 %.
+- *tokens/s*: tokens without padding, of the median step after the warm-up. *all steps*, *whole run*: of all steps
+  together.
+- *peak*: GiB of device memory. What torch reserved; in older records what tensors took, + what CUDA graphs held
+  beside it.
+- *loss from stock's*: the largest relative difference of a logged loss of the same step. *launches*: of kernels, a
+  step.
+"""
 ROOT = Path(__file__).parents[1]
 PAGE = "docs/benchmarks.md"
 
@@ -56,7 +67,7 @@ _OF_PAGE = {"metadata": "metadata", "reload": "reloads"}
 
 def numbers(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the Markdown between the marks: tables and pictures per case, the published table, what does not help."""
-    parts = [GLOSSARY]
+    parts = [GLOSSARY.strip()]
     for case, table in _TABLES.items():
         for name, record in results.items():
             if record["case"] == case:
@@ -111,9 +122,13 @@ def without_gain(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
         for row, ratio in no_gain(record)
     ]
     lines += [line for record in results.values() for line in side_table.slower(record)]
+    lines += list(other_losers(results))
     if not lines:
         return []
-    head = "**Where it does not help.** Every row above whose interval does not lie above 1."
+    head = (
+        "**Where it does not help.** Every row above whose interval does not lie above 1, cases of several GPUs whose "
+        "steps overlap, and rows whose CUDA graphs were given back ([docs/captured-step.md](captured-step.md))."
+    )
     return [
         "\n".join(
             [head, "", "| row | beside | side of ours | ratio | so it is |", "| --- | --- | --- | ---: | --- |", *lines]
@@ -146,6 +161,7 @@ def _made(table: Callable[[Mapping[str, Any]], str]) -> Callable[[str, Mapping[s
 
 _TABLES: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
     "side_by_side": _made(side_table.table),
+    "several_gpus": _made(several_gpus_table),
     "row_profile": _made(row_profile.table),
     "activation_memory": activation_table,
     "first_step": first_step_table,
