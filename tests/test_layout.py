@@ -56,7 +56,7 @@ BUDGETS = {
     "capture": 1550,
     "checkpointing": 2200,
     "cli": 1250,
-    "compile": 900,
+    "compile": 950,
     "kernels": 1500,
     "lora": 2000,
     "measure": 1500,
@@ -71,7 +71,7 @@ BUDGETS = {
     "trainers": 1100,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 36200, "benchmarks": 7750, "tests": 38150}
+TOTALS = {"fastpack_trl": 36250, "benchmarks": 7750, "tests": 38400}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",

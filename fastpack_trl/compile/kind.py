@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from fastpack_trl.compile.cached import keep, note_of, was_compiled
 from fastpack_trl.compile.graph import (
     CompiledLayer,
     LayerCall,
@@ -43,9 +45,10 @@ COMPILE_SECONDS = 8.0
 """Seconds that one kind of layer is taken to compile, before it is known.
 
 On an H200 7 to 9 s were measured for dense layers, 13 s while other processes had its host; 10 and 6 s for the two
-kinds of gpt-oss; a fifth of that where Inductor's cache has the graph. That it has is known only afterwards: its key is
-made of the traced graph.
+kinds of gpt-oss.
 """
+CACHED_SHARE = 0.2
+"""Share of it where Inductor's cache has the graph: tracing and loading, measured there."""
 _ROUNDS = 5
 MOST_SAVED = 0.4
 """Share of an eager layer step that compiling is taken to save, before it is known; 0.2 to 0.42 were measured there."""
@@ -166,14 +169,16 @@ class LayerKind:
         except FAILURES as error:  # the compiled step will tell
             close_frames(error)
             return True
-        left = self._options.left()
-        cost = StartUpCost(COMPILE_SECONDS, MOST_SAVED * eager * len(self.members) * left.rows)
+        left, cached = self._options.left(), was_compiled(self._note(call))
+        seconds = COMPILE_SECONDS * (CACHED_SHARE if cached else 1)
+        cost = StartUpCost(seconds, MOST_SAVED * eager * len(self.members) * left.rows)
         if cost.pays(left.steps):
             return True
         self.path, self.unpaid = "eager", True
         self.reason = (
-            f"{self.name} x {len(self.members)} not compiled: {left.steps:,} steps left, {COMPILE_SECONDS:.0f} s would "
-            f"pay from {math.ceil(cost.steps):,} on; eager {1000 * eager:.2f} ms {_per_row(call)}"
+            f"{self.name} x {len(self.members)} not compiled: {left.steps:,} steps left, {seconds:.0f} s"
+            f"{' with the cache of an earlier run' if cached else ''} would pay from {math.ceil(cost.steps):,} on; "
+            f"eager {1000 * eager:.2f} ms {_per_row(call)}"
         )
         self._options.say(f"layer_compile: {self.reason}")
         return False
@@ -192,10 +197,18 @@ class LayerKind:
             options.say("stopped")
             raise
         options.say(f"{seconds:.1f} s")
+        keep(self._note(call))
         self.seconds += seconds
         self.path = options.backend if isinstance(options.backend, str) else "compiled"
         self.reason = f"{self.name} x {len(self.members)} compiled in {self.seconds:.1f} s"
         return True
+
+    def _note(self, call: LayerCall) -> Path | None:
+        """Return the file by which a later run knows that this was compiled."""
+        if self._options.backend != "inductor":
+            return None
+        at, half = call.hidden, torch.is_autocast_enabled(call.hidden.device.type)
+        return note_of(call.layer, (call.place, call.names, call.hooks_outside, *sorted(call.kwargs), at.dtype, half))
 
     def _choose(self, paths: dict[str, LayerRun], call: LayerCall) -> None:
         """Take the fastest."""

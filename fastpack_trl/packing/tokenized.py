@@ -107,8 +107,8 @@ class TokenizedRows:
                 texts[row] += self.eos
             elif completions and not completions[row].endswith(self.eos):
                 completions[row] += self.eos
-        changed = {self.text_field: texts} if texts else {}
-        changed |= {"completion": completions} if completions else {}
+        changed = {"completion": completions} if completions else {}
+        changed |= {self.text_field: texts} if texts else {}
         columns.update(changed)
         return changed
 
@@ -245,7 +245,8 @@ def _reasons(dataset: Dataset, tokenizer: Any, formatting: Any, stock: Stock) ->
     yield not isinstance(tokenizer.eos_token, str) and "the tokenizer has no eos_token: set one"
     formatted = dataset.format["type"] is not None or set(dataset.format["columns"]) != set(dataset.column_names)
     yield formatted and "the data set is formatted: reset_format() gives it back as it is stored"
-    yield "labels" in dataset.column_names and "the data set has a column 'labels' beside text: rename it"
+    made = sorted({"labels", "completion_mask", "assistant_masks"}.intersection(dataset.column_names))
+    yield made and f"the data set has a column {made[0]!r} beside text, which stock would read: rename it"
     keywords = dataset.features.get("chat_template_kwargs", {})
     yield not isinstance(keywords, dict) and "chat_template_kwargs has keys of its own in each row: give all the same"
     odd = sorted(_OF_TOKENIZING.intersection(keywords))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,10 @@ import datasets
 import pytest
 from datasets import Dataset
 from datasets.fingerprint import Hasher
+from preparation_material import assert_equal, make_trainer, prepared
 from tokenizers.pre_tokenizers import PreTokenizer
-from trainer_material import WORDS, make_tokenizer, sentences, settings
-from trl import SFTConfig, SFTTrainer
+from trainer_material import WORDS, make_tokenizer, sentences
+from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.packing import tokenized
@@ -70,29 +70,7 @@ TOOLS = "{{ (tools[0].function.name if tools else 'w5') + ' ' + (loud or 'w6') +
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    args = SFTConfig(**settings(tmp_path_factory.mktemp("out"), eval_strategy="no"))
-    tokenizer = make_tokenizer()
-    rows = Dataset.from_dict({"text": SECOND[:8]})
-    return FastSFTTrainer(tiny_model("qwen3"), args=args, processing_class=tokenizer, train_dataset=rows)
-
-
-def prepared(trainer: Any, rows: Any, *, tokenizer: Any = None, packing: bool = False, formatting: Any = None,
-             stock: bool = False, **changes: Any) -> Dataset:  # fmt: skip
-    """What the trainer, or stock by the same trainer, makes of a data set."""
-    args = copy.copy(trainer.args)
-    only = changes.pop("completion_only_loss", True)
-    for name, value in changes.items():
-        setattr(args, name, value)
-    tokenizer = trainer.processing_class if tokenizer is None else tokenizer
-    given = (rows, tokenizer, args, packing, formatting, "train")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "completion_only_loss", only)
-        patch.setattr(trainer, "_tokenizer", tokenizer)
-        patch.setattr(trainer.fastpack_run, "facts", None)
-        done = SFTTrainer._prepare_dataset(trainer, *given) if stock else trainer._prepare_dataset(*given)
-        trainer.seen = trainer.fastpack_run.facts
-    assert isinstance(done, Dataset)
-    return done
+    return make_trainer(tmp_path_factory.mktemp("out"))
 
 
 @pytest.fixture
@@ -108,13 +86,6 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(TokenizedRows, "__call__", call)
     return sizes
-
-
-def assert_equal(ours: Dataset, stock: Dataset) -> None:
-    assert ours.features == stock.features
-    assert ours.column_names == stock.column_names
-    assert len(ours) == len(stock) > 0
-    assert ours.with_format("arrow")[:].equals(stock.with_format("arrow")[:])
 
 
 @pytest.mark.parametrize("how", [
