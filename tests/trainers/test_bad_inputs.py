@@ -168,11 +168,12 @@ def test_dropout_is_not_shared_but_packed_and_evaluation_shares(tmp_path: Path) 
     assert on_rows(ours)
 
 
-def test_evaluation_with_metrics_has_stocks_logits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["DPO", "KTO"])
+def test_evaluation_with_metrics_has_stocks_logits(name: str, tmp_path: Path) -> None:
     def width(prediction: Any) -> dict[str, float]:
         return {"width": float(prediction.predictions.shape[1])}
 
-    ours, stock = both("DPO", tmp_path, trainer={"compute_metrics": width}, **SHORT)
+    ours, stock = both(name, tmp_path, trainer={"compute_metrics": width}, **SHORT)
     assert on_rows(ours)
     assert_same(ours, stock)
 
@@ -273,13 +274,14 @@ def test_a_trainer_leaves_the_model_and_trl_as_they_were(tmp_path: Path) -> None
     assert ours._fastpack_rows.ran == count
 
 
-def test_a_run_resumes_where_stock_resumes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["DPO", "KTO", "Reward", "GRPO"])
+def test_a_run_resumes_where_stock_resumes(name: str, tmp_path: Path) -> None:
     made = []
     for fast in (True, False):
         folder = tmp_path / str(fast)
-        first = build("DPO", folder, fast=fast, max_steps=2, save_strategy="steps", save_steps=1, eval_strategy="no")
+        first = build(name, folder, fast=fast, max_steps=2, save_strategy="steps", save_steps=1, eval_strategy="no")
         first.train()
-        again = build("DPO", folder, fast=fast, max_steps=2, save_strategy="no", eval_strategy="no")
+        again = build(name, folder, fast=fast, max_steps=2, save_strategy="no", eval_strategy="no")
         again.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
         made.append(again)
     assert_same(*made)
@@ -310,6 +312,13 @@ def test_a_reference_that_cannot_share_has_prompts_repeated_for_both(tmp_path: P
         runner.train()
         runs.append(runner)
     ours, stock = runs
+    line = ours.fastpack_report["share_prefixes"]
+    assert (line.status, line.reason) == ("off", "layers with a state go through a row once")
+    assert_same(ours, stock, atol=2e-5)
+
+
+def test_a_policy_with_layers_that_have_a_state_has_prompts_repeated(tmp_path: Path) -> None:
+    ours, stock = both("DPO", tmp_path, family="qwen3_next", lora=False, **SHORT)
     line = ours.fastpack_report["share_prefixes"]
     assert (line.status, line.reason) == ("off", "layers with a state go through a row once")
     assert_same(ours, stock, atol=2e-5)
