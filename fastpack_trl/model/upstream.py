@@ -129,7 +129,7 @@ TABLE: tuple[Upstream, ...] = (
         "_dynamo_weak_dynamic_indices", "compile", "a second trace where a float changed; sizes marked again"),
     _used("torch._inductor.async_compile: maybe_warm_pool", "compile",
         "the processes that compile kernels start when the first graph is traced"),
-    _used("torch._inductor.runtime.cache_dir_utils: cache_dir", "compile",
+    _used("torch._inductor.runtime.cache_dir_utils: cache_dir; torch._inductor.config: force_disable_caches", "compile",
         "layers that an earlier run has compiled are taken to cost what they cost without a cache"),
     _used("torch._dynamo.exc: TorchDynamoException; torch._dynamo: maybe_mark_dynamic mark_static; torch.nn.Module: "
         "_compiled_call_impl", "checkpointing compile", "layers run eager, named as unreadable"),
