@@ -3,10 +3,10 @@
     python -m benchmarks.several_gpus --json several_gpus.json
 
 Each side of each case is a launch of its own, trained by its own `train()` on the same rows in the same order; compiled
-is accelerate's regional compilation, by its flags. A step time is the median of the last steps, after all compiling. A
-case that resumes saves in the middle of a run, goes on from there with another model, and loads the result in one
-process. A case of which a side failed is run again by the same command. ``--device cpu`` runs tiny shapes under gloo
-(DDP only: accelerate starts no FSDP on a CPU).
+is accelerate's regional compilation, by its flags, eager is ours without CUDA graphs. A step time is the median of the
+last steps, after all compiling. A case that resumes saves in the middle of a run, goes on from there with another
+model, and loads the result in one process. A case of which a side failed is run again by the same command. ``--device
+cpu`` runs tiny shapes under gloo (DDP only: accelerate starts no FSDP on a CPU).
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from fastpack_trl.errors import UserError
 SIDES = ("stock", "fastpack")
 """Of which the losses are compared."""
 COMPILED = "stock compiled"
+EAGER = "eager"
+"""Ours without CUDA graphs, where a case has them."""
 STEPS = 14
 LAST = 6
 """Steps at the end whose median is taken: ours measures in the second and compiles in the third."""
@@ -65,11 +67,17 @@ class Case:
     """Of an optimizer step."""
     checkpoints: str = ""
     """``full`` or ``sharded``: ours saves, resumes and is loaded in one process; no other side runs."""
+    steps: int = STEPS
+    graphs: bool = False
+    """Ours records CUDA graphs, from its first settled step on, and runs without them too. Elsewhere they are off: by
+    default they are compared for dozens of steps."""
 
     @property
     def sides(self) -> tuple[str, ...]:
         """Return the sides that run."""
-        return (SIDES[1],) if self.checkpoints else (SIDES[0], COMPILED, SIDES[1])
+        if self.checkpoints:
+            return (SIDES[1],)
+        return (SIDES[0], EAGER if self.graphs else COMPILED, SIDES[1])
 
 
 CASES = (
@@ -77,6 +85,7 @@ CASES = (
     Case("fsdp2 8b lora", "qwen3-8b", 4096, "linear", fsdp=True, budget=ROUNDED, layers=12, bf16=True),
     Case("fsdp2 full checkpoints", "qwen3-0.6b", 1024, "none", fsdp=True, budget=ROUNDED, layers=4, checkpoints="full"),
     Case("ddp lora", "qwen3-0.6b", 4096, "linear", budget=1e-3),
+    Case("ddp lora captured", "qwen3-0.6b", 4096, "linear", budget=1e-3, steps=40, graphs=True),
     Case("ddp full", "qwen3-0.6b", 4096, "none", budget=1e-3),
     Case("ddp gpt-oss", "gpt-oss-20b", 4096, "experts", layers=4),
     Case("ddp 8b lora", "qwen3-8b", 4096, "linear", budget=5e-3, layers=12, bf16=True),
@@ -120,7 +129,7 @@ def train(row: Mapping[str, Any], side: str, *, device: str, folder: str) -> dic
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     faulthandler.dump_traceback_later(_STUCK_AFTER, exit=False)  # to the log, which a failed side keeps the end of
-    watch = RunWatch(warmup=1, timed=STEPS - 1, peaks_from=1)
+    watch = RunWatch(warmup=1, timed=case.steps - 1, peaks_from=1)
     trainer = _trainer(case, side, device, {"output_dir": f"{folder}/run", "max_steps": LONG_RUN}, [watch])
     watch.begin()
     trainer.train()
@@ -162,15 +171,16 @@ def _trainer(
     if case.bf16 and device == "cuda":
         shape = replace(shape, weights=torch.bfloat16)
     vocabulary = min(TOKENIZER_VOCABULARY, int(shape.fields["vocab_size"]))
-    rows = PROCESSES * case.micro_batches * (STEPS + 4)
+    rows = PROCESSES * case.micro_batches * (case.steps + 4)
     tokenizer, documents = definitions(case.tokens * rows, vocabulary, case.tokens)
     model = build_model(shape, positions=case.tokens, seed=seed, device=device)
-    config, trainer_class = (FastSFTConfig, FastSFTTrainer) if side == SIDES[1] else (SFTConfig, SFTTrainer)
+    config, trainer_class = (SFTConfig, SFTTrainer) if side in (SIDES[0], COMPILED) else (FastSFTConfig, FastSFTTrainer)
+    ours = {"cuda_graph": "on" if case.graphs and side == SIDES[1] else "off"} if config is FastSFTConfig else {}
     args = config(
         max_length=case.tokens, packing=True, per_device_train_batch_size=1, logging_steps=1, bf16=device == "cuda",
         gradient_accumulation_steps=case.micro_batches, use_cpu=device == "cpu", report_to="none", disable_tqdm=True,
         seed=0, learning_rate=2e-5 if case.lora == "none" else 2e-4,
-        **({"save_strategy": "no"} | options),
+        **({"save_strategy": "no"} | ours | options),
     )  # fmt: skip
     return trainer_class(
         model=model, args=args, train_dataset=documents, processing_class=tokenizer, peft_config=_lora(case),
@@ -255,10 +265,10 @@ def launch(case: Case, side: str, device: str, limit: float) -> dict[str, Any]:
 def judge(case: Case, row: dict[str, Any]) -> None:
     """Write how far the losses are apart into `row`, how much faster the steps are, and whether the case passed."""
     stock, ours = (row.get(side, {}) for side in SIDES)
-    for side in (SIDES[0], COMPILED):
+    for side in (SIDES[0], COMPILED, EAGER):
         if "last_step_ms" in row.get(side, {}) and "last_step_ms" in ours:
             row[f"times_{side.replace(' ', '_')}"] = row[side]["last_step_ms"] / ours["last_step_ms"]
-    finished = "losses" in ours and len(ours["losses"]) == STEPS
+    finished = "losses" in ours and len(ours["losses"]) == case.steps
     row["largest_difference"] = None
     if case.checkpoints:
         apart = ours.get("checkpoints", {}).values()
@@ -314,7 +324,7 @@ def table(record: Mapping[str, Any]) -> str:
 
 def _lines(row: Mapping[str, Any]) -> Iterator[str]:
     name = row["name"]
-    for side in (SIDES[0], COMPILED, SIDES[1]):
+    for side in (SIDES[0], COMPILED, EAGER, SIDES[1]):
         found = row.get(side, {})
         if why := found.get("failed") or found.get("error"):
             yield f"{name} / {side}: {why}, {found['seconds']:.0f} s in all"

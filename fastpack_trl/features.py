@@ -15,6 +15,7 @@ from fastpack_trl.attention.feature import install_attention, plan_rows_again
 from fastpack_trl.attention.share_prefixes import share_prefixes
 from fastpack_trl.callbacks.resumed_data import resumed_data
 from fastpack_trl.callbacks.save_report import save_report
+from fastpack_trl.capture.ddp import reduce_apart
 from fastpack_trl.capture.feature import cuda_graph
 from fastpack_trl.capture.graphs import capture
 from fastpack_trl.checkpointing.activation_memory import activation_memory
@@ -111,6 +112,7 @@ FEATURES: tuple[Feature, ...] = (
 STEP: tuple[Callable[[Run, MicroStep, Any, Any, Any], Tensor], ...] = (
     settle,  # needs no walk over the model; the logged loss is that of all that follows
     merge,  # waits for the last micro-batch of a row
+    reduce_apart,  # after the last micro-batch of a step, and all that was undone of it
     retry,  # undoes a micro-batch, or a row of them
     capture,  # replays what is left
 )

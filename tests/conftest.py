@@ -35,6 +35,7 @@ import torch
 
 # A process that sees several GPUs is given `nn.DataParallel` by transformers, which SFTTrainer refuses.
 if (gpus := torch.cuda.device_count()) > 1:
+    os.environ["FASTPACK_TEST_GPUS"] = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
     os.environ["CUDA_VISIBLE_DEVICES"] = str(int((worker or "gw0")[2:]) % gpus)
 
 # A machine that only runs the tests of a device may lack what the others need.

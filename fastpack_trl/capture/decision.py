@@ -56,7 +56,7 @@ class GraphDecision(TrainerCallback, abc.ABC):
     def __init__(self, run: Run, device: CudaGraphs, *, asked: bool) -> None:
         self._run, self._device, self._asked = run, device, asked
         self._first_step: int | None = None
-        self._turns = None if asked else StepTurns(device)
+        self._turns = None if asked else StepTurns(device, apart=run.ranks.count > 1)
         self._pays = asked  # to record, as far as it is known before; then `_turns` compares
         self._kept = False
         self._again: int | None = None

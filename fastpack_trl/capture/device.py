@@ -132,6 +132,10 @@ class CudaGraphs:
             for hook in hooks:
                 hook.remove()
 
+    def wait(self) -> None:
+        """Wait until the device has nothing left to do."""
+        torch.cuda.synchronize(self.device)
+
     def mark(self) -> CudaMark:
         """Mark the present end of the queue."""
         return CudaMark()

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 
+from fastpack_trl.capture.ddp import reduced_apart, too_large
 from fastpack_trl.capture.decision import EAGER_STEPS, FEATURE, GraphDecision
 from fastpack_trl.capture.device import CudaGraphs
 from fastpack_trl.capture.graphs import StepGraphs
@@ -38,7 +39,11 @@ def cuda_graph(run: Run) -> Iterator[None]:
     large models more than graphs gain, and beside a small one there is mostly room for both.
     """
     reasons = partial(why_not, run)
-    with _graphs(run, lambda device, asked: StepGraphs(run, device, reasons, asked=asked), reasons):
+
+    def make(device: CudaGraphs, asked: bool) -> StepGraphs:
+        return StepGraphs(run, device, reasons, asked=asked)
+
+    with _graphs(run, make, reasons) as graphs, reduced_apart(run, graphs):
         yield
 
 
@@ -55,8 +60,9 @@ def row_graphs(run: Run, rows: Rows, dropout: str, draw: Callable[[], list[RowSi
 
     def reasons() -> str:
         stock = not run.packs and "stock's batches have no packed metadata"
+        several = _is_several(run) and "several processes reduce their gradients inside of the micro-step"
         drawn = dropout and f"{dropout} is drawn in the forward and again in a recompute"
-        return first_reason(chain(_switch(run), (stock, drawn), _reasons_of_layers(run)))
+        return first_reason(chain(_switch(run), (several, stock, drawn), _reasons_of_layers(run)))
 
     def make(device: CudaGraphs, asked: bool) -> RowGraphs:
         return RowGraphs(run, device, reasons, draw, asked=asked)
@@ -70,7 +76,7 @@ def _graphs(
     run: Run, make: Callable[[CudaGraphs, bool], _Graphs], why_not: Callable[[], str]
 ) -> Iterator[_Graphs | None]:
     """Record and replay by what `make` returns while the model trains; None where that cannot be, which is said."""
-    why = "" if not run.training else unavailable(run.device) or why_not()
+    why = "" if not run.training else run.ranks.first_reason(lambda: unavailable(run.device) or why_not())
     if why or not run.training:
         if why:
             run.say(FEATURE, "off", "eager", why)
@@ -127,25 +133,28 @@ def _switch(run: Run) -> Iterator[object]:
     yield run.settings.cuda_graph == "off" and "switched off"
 
 
+def _is_several(run: Run) -> bool:
+    return bool(run.trainer.accelerator.num_processes > 1)
+
+
 def _reasons_of_step(run: Run) -> Iterator[object]:
     """Yield why the loss and metrics of SFT's step are not recorded."""
     trainer = run.trainer
     yield not run.loss_is_ours and "a loss over all logits reads sizes on the host (sync_free)"
     mean = not trainer.model_accepts_loss_kwargs or getattr(trainer, "loss_is_scaled_for_ga", None) is False
     yield mean and "the loss is a mean per micro-batch"
+    yield _is_several(run) and too_large(run)
     replaced = replaced_methods(trainer, BATCH_METHODS)
     yield replaced and f"{replaced} may look into the micro-step"
 
 
 def _reasons_of_layers(run: Run) -> Iterator[object]:
     """Yield why forward and backward of the layers of a model are not recorded, whatever its trainer."""
-    trainer, args, model = run.trainer, run.args, run.model
+    args, model = run.args, run.model
     checkpointing = args.gradient_checkpointing_kwargs or {}
     yield run.refuses_static(Bucket(1, 1, 1, 1))
     yield run.is_sharded and SHARDED
     yield run.is_deepspeed and DEEPSPEED
-    several = trainer.accelerator.num_processes > 1
-    yield several and "several processes reduce their gradients inside of the micro-step"
     yield args.n_gpu > 1 and "several devices in one process"
     yield args.fp16 and "the loss scaler of fp16 asks the device"
     offloads = run.step.offloads or getattr(args, "activation_offloading", False) or checkpointing.get("offload")

@@ -23,6 +23,7 @@ from fastpack_trl.errors import PackingError
 from fastpack_trl.lora.report import LoraReport
 from fastpack_trl.model.hooks import BATCH_METHODS, HookWatch, hook_on_a_gradient, replaced_methods, trained_parameters
 from fastpack_trl.packing.buckets import Bucket, RowSize
+from fastpack_trl.packing.packed_inputs import PackedInputs
 from fastpack_trl.packing.static_batch import StaticInputs, copy_into, is_as_collated
 from fastpack_trl.run import MicroStep, Run
 from fastpack_trl.step.sync_free import SyncFreeStep
@@ -176,7 +177,7 @@ class StepGraphs(GraphDecision):
         adding_up = nullcontext() if adapters is None else adapters.adding_up()
         try:
             with adding_up, self._step.static_loss(self._accumulation) as figures:
-                loss = stock(model, dict(slot.inputs.keywords), self._items)
+                loss = stock(model, PackedInputs(slot.inputs.keywords), self._items)
         finally:
             slot.inputs.batch.clear_derived()  # made inside of a recording that failed, it is in memory that is gone
         return loss, figures.table

@@ -85,14 +85,16 @@ class StepTurns:
     began, and that counts; or `MOST_EAGER`, where it is the device that sets the pace.
 
     Args:
-        device: whose queue is marked; nothing waits for it.
+        device: whose queue is marked; nothing waits for it, unless `apart`.
+        apart: steps end with what other processes have to come to, whose turns are others. While steps are compared,
+            each begins on an idle device, and its time ends with its last micro-batch: it is that of this process.
 
     Attributes:
         compares: steps are eager and captured in turn.
     """
 
-    def __init__(self, device: CudaGraphs) -> None:
-        self._device = device
+    def __init__(self, device: CudaGraphs, *, apart: bool = False) -> None:
+        self._device, self._apart = device, apart
         self.compares = False
         self._forget()
 
@@ -130,6 +132,8 @@ class StepTurns:
             replayed: replays of the run so far.
             prepared: rows so far that ran in static shapes to be recorded, or fit no bucket, and recordings.
         """
+        if self._apart and self.compares:
+            self._device.wait()
         idle = self._end is not None and self._end.until(self._end) is not None
         now = self.end(replayed, prepared)
         self._start, self._before, self._was_idle = now, (replayed, prepared), idle
@@ -137,10 +141,11 @@ class StepTurns:
     def end(self, replayed: int, prepared: int) -> CudaMark:
         """End the present step now, where what follows is of another kind (a generation); return the mark."""
         now = self._device.mark()
+        end = self._end if self._apart and self.compares and self._end is not None else now
         if self._start is not None:
             replays, others = replayed - self._before[0], prepared - self._before[1]
             kind = "" if others else "captured" if replays else "eager"
-            self._ended(_Step(self._start, now, kind, self._tokens))
+            self._ended(_Step(self._start, end, kind, self._tokens))
         self._start, self._tokens = None, 0
         return now
 

@@ -78,7 +78,7 @@ def run_again(run: Run, attempt: Callable[[], Tensor], less: Callable[[], bool])
     """Run a micro-batch; after an out-of-memory, undo it, free, and run it again. No batch is lost, no result changes.
 
     Args:
-        run: of one process: others would wait for the gradients of the first attempt.
+        run: whose micro-steps wait for no other process: it would wait for the gradients of the first attempt.
         attempt: the micro-batch, forward and backward.
         less: makes the next attempt need less memory; False where nothing is left to try.
 
@@ -108,7 +108,8 @@ def retry(run: Run, following: MicroStep, model: Any, inputs: Any, num_items_in_
     memory, trainer = run.part(ActivationMemory), run.trainer
     if not run.training:  # switched off as a whole
         return following(model, inputs, num_items_in_batch)
-    if trainer.accelerator.num_processes > 1:
+    merged = getattr(inputs.get("packed_batch"), "parts", None)
+    if trainer.accelerator.num_processes > 1 and (merged or not run.step.reduces_apart):
         try:
             with memory.around_step() if memory is not None else contextlib.nullcontext():
                 return following(model, inputs, num_items_in_batch)
@@ -116,7 +117,7 @@ def retry(run: Run, following: MicroStep, model: Any, inputs: Any, num_items_in_
             error.add_note(f"rank {trainer.accelerator.process_index}: {_OF_SEVERAL}")
             raise
     # A merged row is split by what merged it.
-    if (memory is None and not run.step.memory_reclaimers) or getattr(inputs.get("packed_batch"), "parts", None):
+    if (memory is None and not run.step.memory_reclaimers) or merged:
         return following(model, inputs, num_items_in_batch)
     less = run.step.reclaim_memory if memory is None else memory.go_deeper
     return run_again(run, lambda: following(model, copy.copy(inputs), num_items_in_batch), less)

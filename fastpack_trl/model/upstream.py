@@ -193,6 +193,8 @@ TABLE: tuple[Upstream, ...] = (
         "vision data and losses that shift are not told from others"),
     _used("peft.tuners.tuners_utils: BaseTunerLayer; torch: _foreach_copy_ _foreach_zero_", "capture packing",
         "micro-steps run eager", "cuda_graph"),
+    _used("torch.nn.parallel.DistributedDataParallel: _sync_buffers _get_ddp_logging_data", "capture",
+        "captured steps of several processes stop with an error: cuda_graph='off' runs them eager"),
     _used("torch._C: _cuda_endAllocateToPool _cuda_releasePool", "capture",
         "after a recording that failed, cached memory is not given back: a step that lacks it stops with an error"),
     _used("trl.kernels.chunked_logprob: _forward_tile _backward_tile _forward_kernel _backward_kernel _use_triton "

@@ -25,6 +25,7 @@ class StepServices:
             CUDA graphs.
         activation_bytes: what activations take in a step by that plan: a CUDA graph holds as much once more.
         offloads: layer inputs go to host memory.
+        reduces_apart: gradients of several processes are reduced between micro-steps: one may run again by itself.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class StepServices:
         self.seconds: dict[str, float] = {}
         self.activations_left: int | None = None
         self.activation_bytes = 0
-        self.offloads = False
+        self.offloads = self.reduces_apart = False
 
     def reclaim_memory(self) -> bool:
         """Free memory that is worth less than what any layer keeps; False where there is none."""

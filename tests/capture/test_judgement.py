@@ -82,6 +82,10 @@ class Queue:
         self.host += host
         self.done = max(self.done, self.host) + device
 
+    def wait(self) -> None:
+        """Until the device is idle."""
+        self.host = max(self.host, self.done)
+
     def mark(self) -> Any:
         return Passed(self, max(self.host, self.done))
 
@@ -127,6 +131,31 @@ def test_a_host_that_is_ahead_hides_nothing(eager: Any, captured: Any, least: fl
     assert verdict.eager == pytest.approx(max(eager[0] + 0.002, eager[1]), rel=0.1)
     assert verdict.captured == pytest.approx(captured[1], rel=0.1)
     assert steps <= 8 * verdict.pairs + 8
+
+
+@pytest.mark.parametrize("slow", [0.0, 0.3], ids=["alone", "behind"])
+@pytest.mark.parametrize(
+    ("eager", "captured", "pays"), [((0.120, 0.073), (0.010, 0.076), True), ((0.050, 0.255), (0.015, 0.256), False)]
+)
+def test_the_time_of_another_process_is_none_of_a_step(eager: Any, captured: Any, pays: bool, slow: float) -> None:
+    """Micro-steps of two processes under DDP, of which the other's take longer, in turns of its own."""
+    queue, draw = Queue(), random.Random(5)
+    turns = StepTurns(queue, apart=True)  # type: ignore[arg-type]
+    turns.compare()
+    replayed, verdict = 0, None
+    turns.begin(0, 0)
+    while verdict is None:
+        begin = queue.done
+        (queue.eager if turns.is_eager else queue.captured)(*(captured, eager)[turns.is_eager])
+        replayed += not turns.is_eager
+        turns.worked(100)
+        queue.done = max(queue.done, begin + slow * draw.choice((0.5, 1.0)))  # the reduction, and what waits in it
+        queue.host += 0.002
+        turns.begin(replayed, 0)
+        verdict = turns.verdict(0.05)
+    assert verdict.pays == pays, verdict
+    assert verdict.eager == pytest.approx(max(eager), rel=0.05)
+    assert verdict.captured == pytest.approx(sum(captured), rel=0.05)
 
 
 def test_the_last_step_of_each_block_counts() -> None:

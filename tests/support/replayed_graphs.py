@@ -116,6 +116,9 @@ class TapeDevice:
         yield
         self.log.append(f"leave {type(optimizer).__name__}")
 
+    def wait(self) -> None:
+        self.log.append("wait")
+
     def mark(self) -> Instant:
         return Instant(self.now, self.late)
 

@@ -1,0 +1,172 @@
+"""Gradients of several processes under DDP, reduced at once after the last micro-step of an optimizer step.
+
+DDP reduces inside of the backward pass: a recording would hold the reductions, and all processes would have to replay
+at the same time. Here each micro-step, eager, recorded or replayed, runs under ``model.no_sync()``, from a step on that
+all processes agree on; then one all-reduce per dtype follows. So how a process runs its rows is its own affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainerCallback
+
+from fastpack_trl.capture.decision import EAGER_STEPS, GraphDecision
+from fastpack_trl.errors import first_reason
+from fastpack_trl.model.callbacks import callbacks_added
+from fastpack_trl.run import MicroStep, Run
+
+_MOST_BYTES = 512 << 20
+"""Of gradients. Adapters have less (168 MB for all projections of 8B at rank 16); their all-reduce takes some 2 ms over
+NVLink at most. Those of a whole model are better reduced beside the backward pass, as DDP does."""
+
+
+class _Flat:
+    """The gradients of one dtype in one tensor, to be reduced.
+
+    Args:
+        parameters: in the same order in every process.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        sizes = [parameter.numel() for parameter in parameters]
+        self._whole = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
+        parts = self._whole.split(sizes)
+        self._parts = [part.view_as(one) for part, one in zip(parts, parameters, strict=True)]
+
+    @torch.no_grad()
+    def reduce(self, group: Any) -> None:
+        """Set each gradient to its mean over the processes; one that is missing here counts as zeros."""
+        gradients = [parameter.grad for parameter in self._parameters]
+        if any(own is None for own in gradients):
+            self._whole.zero_()
+        there = [(part, own) for part, own in zip(self._parts, gradients, strict=True) if own is not None]
+        torch._foreach_copy_([part for part, _ in there], [own for _, own in there])
+        self._whole.mul_(1 / group.size())  # before the sum, as DDP does
+        distributed.all_reduce(self._whole, group=group)
+        torch._foreach_copy_([own for _, own in there], [part for part, _ in there])
+        for parameter, part in zip(self._parameters, self._parts, strict=True):
+            if parameter.grad is None and parameter.requires_grad:  # not one that was frozen since
+                parameter.grad = part.clone()
+
+
+class FlatReduce(TrainerCallback):
+    """Reduces the gradients of a model under DDP between its micro-steps, once all processes agree to.
+
+    Args:
+        run: of several processes.
+        graphs: of this process; disabled where the processes do not agree.
+    """
+
+    def __init__(self, run: Run, graphs: GraphDecision) -> None:
+        self._run, self._graphs = run, graphs
+        self._begin(0)
+
+    def _begin(self, step: int) -> None:
+        self._first, self.is_pending = step, True
+        self._flats: list[_Flat] = []
+        self._run.step.reduces_apart = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin with DDP's own reduction: the model may be wrapped anew."""
+        self._begin(state.global_step)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Agree with the other processes at the end of the last step before any is recorded: gradients are there."""
+        if not self.is_pending or state.global_step - self._first < EAGER_STEPS - 1:
+            return
+        self.is_pending = False
+        model = self._run.trainer.model_wrapped
+        why = self._run.ranks.first_reason(lambda: self._why_not(model))
+        if why:
+            self._graphs.disable(why)
+            return
+        trained = sorted(_trained(model), key=lambda parameter: str(parameter.dtype))  # stable: in the model's order
+        self._flats = [_Flat(list(alike)) for _, alike in groupby(trained, key=lambda parameter: parameter.dtype)]
+        self._run.step.reduces_apart = True
+
+    def _why_not(self, model: nn.Module) -> str:
+        return "micro-steps run eager" if self._graphs.has_ended else first_reason(_refusals(model))
+
+    def run(self, following: MicroStep, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
+        """Run a micro-batch by `following`, and reduce the gradients where DDP would have in its backward pass."""
+        if not self._flats:
+            return following(model, inputs, num_items_in_batch)
+        if model.require_forward_param_sync:  # the first micro-batch of a step: the forward of a replay is not DDP's
+            if model.will_sync_module_buffers():
+                model._sync_buffers()
+            model.require_forward_param_sync = False
+        is_last = model.require_backward_grad_sync
+        with model.no_sync():
+            loss = following(model, inputs, num_items_in_batch)
+        if is_last:
+            for flat in self._flats:
+                flat.reduce(model.process_group)
+            model.require_forward_param_sync = True
+        return loss
+
+
+def _trained(model: DistributedDataParallel) -> list[nn.Parameter]:
+    """Return the parameters that DDP reduces."""
+    ignored = set(model.parameters_to_ignore)
+    named = model.module.named_parameters()
+    return [parameter for name, parameter in named if parameter.requires_grad and name not in ignored]
+
+
+def _refusals(model: nn.Module) -> Iterator[object]:
+    """Yield why gradients of a model that training has wrapped are not reduced apart from its backward pass."""
+    if not isinstance(model, DistributedDataParallel):
+        yield f"{type(model).__name__}, not DDP, reduces the gradients"
+        return
+    hook = model._get_ddp_logging_data().get("comm_hook") or hasattr(model, "buffer_hook")
+    yield hook and "DDP has a communication hook, which reduces the gradients bucket by bucket"
+    yield model.static_graph and "ddp_static_graph: DDP counts the backward passes"
+    yield model.gradient_as_bucket_view and "gradient_as_bucket_view: gradients are pieces of DDP's buckets"
+    yield model.mixed_precision is not None and "DDP casts the parameters itself"
+    names = {parameter: name for name, parameter in model.module.named_parameters()}
+    for parameter in _trained(model):
+        own = parameter.grad
+        yield own is None and f"{names[parameter]} has no gradient in this process"
+        unlike = own is not None and (own.layout != torch.strided or own.dtype != parameter.dtype)
+        yield unlike and f"the gradient of {names[parameter]} is sparse, or of another dtype"
+
+
+def too_large(run: Run) -> str:
+    """Return why the gradients of a run are not reduced after its backward pass; empty where they may be."""
+    size = sum(parameter.nbytes for parameter in run.model.parameters() if parameter.requires_grad)
+    if size <= _MOST_BYTES:
+        return ""
+    return (
+        f"gradients of {size / 2**30:.1f} GiB are reduced beside the backward pass, which graphs cannot wait in: train "
+        "adapters (LoRA), or in one process"
+    )
+
+
+@contextmanager
+def reduced_apart(run: Run, graphs: GraphDecision | None) -> Iterator[None]:
+    """Let the gradients of several processes be reduced between micro-steps, where there are graphs."""
+    if graphs is None or run.ranks.count == 1:
+        yield
+        return
+    reduce = FlatReduce(run, graphs)
+    pending = run.step.waiting_for(lambda: reduce.is_pending)
+    with callbacks_added(run.trainer, reduce), run.keeping(reduce), pending:
+        try:
+            yield
+        finally:
+            run.step.reduces_apart = False
+
+
+def reduce_apart(run: Run, following: MicroStep, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
+    """Reduce the gradients of several processes after a micro-batch, as the feature ``cuda_graph`` decides."""
+    reduce = run.part(FlatReduce)
+    if reduce is None:
+        return following(model, inputs, num_items_in_batch)
+    return reduce.run(following, model, inputs, num_items_in_batch)

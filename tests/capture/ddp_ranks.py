@@ -1,0 +1,294 @@
+"""Captured micro-steps on two ranks under DDP, for `test_ddp.py`: whole runs of `train`, replays by the host."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import trainer_material
+from accelerate.utils import DDPCommunicationHookType
+from captured_material import At, assert_same_run, build, weights
+from peft import LoraConfig
+from ranks import leave
+from replayed_graphs import TapeDevice
+from trainer_material import make_dataset
+from transformers import TrainerCallback
+
+from fastpack_trl import FastSFTTrainer
+from fastpack_trl.attention.varlen import Varlen
+from fastpack_trl.capture import ddp, feature, graphs
+from fastpack_trl.capture.decision import EAGER_STEPS
+from fastpack_trl.testing import tiny_model
+
+FOLDER, RANK = Path(sys.argv[1]), int(os.environ["RANK"])
+LORA = {"init_lora_weights": False}
+STEPS = 8
+
+
+@contextmanager
+def devices(**options: Any) -> Iterator[SimpleNamespace]:
+    """Let runs on the CPU be captured; the fixture of the other tests, for a process without pytest."""
+    made: list[TapeDevice] = []
+    pending = dict(options)
+
+    def make(_device: torch.device) -> TapeDevice:
+        made.append(TapeDevice(**pending))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Varlen, "refuses", lambda self, features: "")
+        patch.setattr(feature, "unavailable", lambda device: "")
+        patch.setattr(feature, "CudaGraphs", make)
+        yield SimpleNamespace(made=made, options=pending)
+
+
+def run(setting: str, *, device: Any = None, lora: Any = LORA, prepare: Callable[[Any], None] | None = None,
+        callbacks: Callable[[], Any] = tuple, fast: Any = None, **more: Any) -> Any:  # fmt: skip
+    """Train with graphs ``on`` or ``off``; the trainer, with the log of its device."""
+    options = {"data": make_dataset("text", 90), "per_device_train_batch_size": 1, "max_steps": STEPS, **more}
+    with devices(**(device or {})) as fakes:
+        torch.manual_seed(0)  # of the adapters
+        given = {"cuda_graph": setting, **(fast or {})}
+        trainer = build(
+            FastSFTTrainer, FOLDER / setting, fakes, lora=lora, fast=given, callbacks=callbacks(), **options
+        )
+        if prepare is not None:
+            prepare(trainer)
+        trainer.train()
+    trainer.device_log = fakes.made[0].log if fakes.made else []
+    return trainer
+
+
+def assert_alike(trainer: Any) -> None:
+    """The ranks have the same weights, to the bit."""
+    for name, weight in weights(trainer).items():
+        first = weight.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, weight), name
+
+
+def both(**options: Any) -> tuple[Any, Any]:
+    """Both runs, equal, of ranks with equal weights."""
+    ours, eager = (run(setting, **options) for setting in ("on", "off"))
+    assert_same_run(ours, eager)
+    assert_alike(ours)
+    return ours, eager
+
+
+def line(trainer: Any) -> Any:
+    return trainer.fastpack_report["cuda_graph"]
+
+
+def captured() -> None:
+    evaluated = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 5}
+    accumulated = {"gradient_accumulation_steps": 3, "max_steps": 7}
+    for options in (
+        {},
+        accumulated | {"fast": {"merge_accumulation": "off"}} | evaluated,
+        accumulated | {"fast": {"merge_accumulation": "on"}},
+        {"family": "qwen3_moe", "fast": {"merge_accumulation": "off"}, "gradient_accumulation_steps": 2},
+        {"ddp_find_unused_parameters": False, "max_steps": -1, "num_train_epochs": 1, **accumulated},
+        {"lora": False},  # gradients of all weights, which are few here
+    ):
+        ours, _ = both(**options)
+        replays = ours.device_log.count("replay")
+        assert replays >= ours.state.global_step - EAGER_STEPS - 3, ours.device_log
+        assert line(ours).path == "captured", line(ours)
+
+
+class Collectives(TrainerCallback):
+    """Profiles the steps from `first` on: the collectives of each, with the elements that they have."""
+
+    def __init__(self, first: int) -> None:
+        self.first, self.steps = first, []  # type: ignore[var-annotated]
+        self._profile: Any = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= self.first:
+            self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True)
+            self._profile.start()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._profile is None:
+            return
+        self._profile.stop()
+        events = [event for event in self._profile.events() if event.name.startswith("gloo:")]
+        events.sort(key=lambda event: event.time_range.start)
+        self.steps.append([(event.name, str(event.input_shapes)) for event in events])
+        self._profile = None
+
+
+def order() -> None:
+    """From the third step on one broadcast of buffers, as DDP's, and one all-reduce; whatever a rank runs, and records.
+
+    The map of used parameters goes with DDP's own reduction.
+    """
+    counts = {}
+    for setting in ("off", "on"):
+        seen = Collectives(1)
+        fail = {"fail": (lambda number: RuntimeError("no graph")) if RANK else lambda number: None}
+        trainer = run(setting, callbacks=lambda seen=seen: [seen], gradient_accumulation_steps=2, device=fail)
+        size = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
+        assert len(seen.steps) == STEPS - 1
+        expected = [("gloo:broadcast", "[[8]]"), ("gloo:all_reduce", f"[[{size}]]")]
+        counts[setting] = [step == expected for step in seen.steps]
+        assert all(set(expected) <= set(step) for step in seen.steps), seen.steps
+        trained = weights(trainer)
+    assert counts == {"off": [False] * (STEPS - 1), "on": [False] + [True] * (STEPS - 2)}, counts
+    assert ("replay" in trainer.device_log) == (RANK == 0)
+    assert_alike(trainer)
+    assert trained
+
+
+def one_fails() -> None:
+    """A rank whose recording fails runs eager from there on, the other one replays: gradients are those of DDP."""
+    fails = RANK == 1
+    for options in ({}, {"gradient_accumulation_steps": 2, "fast": {"merge_accumulation": "off"}}):
+        device = {"fail": lambda number: RuntimeError("an operation is not permitted") if fails else None}
+        ours, _ = both(device=device, **options)
+        said = line(ours)
+        assert (said.path == "eager") == fails, said
+        assert not fails or "an operation is not permitted" in said.reason
+        assert ("replay" in ours.device_log) != fails
+
+
+def one_lacks_memory() -> None:
+    """A micro-step of one rank runs out of memory, before or with the last of a step, and is run again there."""
+    for failing in (2, 3):
+        left = [failing if RANK else -1]
+
+        def after_replay(_: Any, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                raise torch.OutOfMemoryError("no memory is left")
+
+        options = {"gradient_accumulation_steps": 2, "fast": {"merge_accumulation": "off"}}
+        ours, _ = both(device={"after_replay": after_replay}, **options)
+        said = line(ours)
+        assert (said.path == "eager") == bool(RANK), said
+        assert not RANK or "a step ran out of memory beside the graphs" in said.reason
+
+
+def hook_of(rank: int) -> Callable[..., None]:
+    def add(model: Any, **_: Any) -> None:
+        if rank == RANK:
+            model.get_decoder().layers[0].register_forward_hook(lambda *_: None)
+
+    return add
+
+
+def one_changes() -> None:
+    """A hook that one rank gets: before the ranks agree all stay with DDP, later that rank alone runs eager."""
+    ours, _ = both(callbacks=lambda: [At(1, hook_of(1))])
+    assert line(ours).path == "eager"
+    reason = "hook" if RANK else "rank 1: micro-steps run eager"
+    assert reason in line(ours).reason, line(ours)
+    assert "replay" not in ours.device_log
+    ours, _ = both(callbacks=lambda: [At(5, hook_of(0))])
+    assert "replay" in ours.device_log
+    assert line(ours).path == ("captured" if RANK else "eager")
+
+
+def buffers() -> None:
+    """Buffers are those of the first rank in each step, as under DDP; none where that is switched off."""
+
+    def edit(model: Any, **_: Any) -> None:
+        model.get_decoder().rotary_emb.inv_freq.mul_(1 + RANK)
+
+    logs = []
+    for options in ({}, {"ddp_broadcast_buffers": False}):
+        ours, _ = both(callbacks=lambda: [At(5, edit)], **options)
+        assert "replay" in ours.device_log
+        logs.append([entry["loss"] for entry in ours.state.log_history if "loss" in entry])
+    assert logs[0][:5] == pytest.approx(logs[1][:5])
+    assert logs[0][5:] != pytest.approx(logs[1][5:])
+
+
+def refused() -> None:
+    """What does not fit is named, in every rank, and DDP reduces as ever."""
+
+    def of_ddp(name: str, value: Any) -> Callable[[Any], None]:
+        return lambda trainer: setattr(trainer.accelerator.ddp_handler, name, value)
+
+    def unused(trainer: Any) -> None:
+        trainer.model.base_model.model.unused = torch.nn.Parameter(torch.ones(3))
+
+    for prepare, options, reason in (
+        (of_ddp("comm_hook", DDPCommunicationHookType.FP16), {}, "DDP has a communication hook"),
+        (of_ddp("gradient_as_bucket_view", True), {}, "gradient_as_bucket_view"),
+        (None, {"ddp_static_graph": True, "ddp_find_unused_parameters": False}, "ddp_static_graph"),
+        (unused, {}, "base_model.model.unused has no gradient"),
+    ):
+        ours, _ = both(prepare=prepare, **options)
+        assert reason in line(ours).reason, line(ours)
+        assert line(ours).path == "eager"
+        assert "replay" not in ours.device_log
+    for prepare, reason in (
+        (lambda trainer: hook_of(0)(trainer.model), "hook" if RANK == 0 else "rank 0: "),
+        (lambda trainer: None, "gradients of 0.0 GiB are reduced beside the backward pass"),
+    ):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match=reason):
+            patch.setattr(ddp, "_MOST_BYTES", 0 if "GiB" in reason else 1 << 30)
+            run("on", prepare=prepare)
+
+
+def _on_device(folder: Path, setting: str) -> tuple[Any, list[float], dict[str, torch.Tensor]]:
+    """Train in bf16 on the device of this rank; the trainer, its losses and the gradients of its last step."""
+    gradients: dict[str, torch.Tensor] = {}
+
+    class Last(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+            named = model.named_parameters()
+            gradients.update((name, one.grad.clone()) for name, one in named if one.grad is not None)
+
+    torch.manual_seed(0)
+    options = {"packing": True, "eval_strategy": "no", "use_cpu": False, "bf16": True, "max_steps": 30}
+    given = {"peft_config": LoraConfig(r=4, target_modules="all-linear", **LORA), "callbacks": [Last()]}
+    trainer = trainer_material.build(
+        FastSFTTrainer, folder, model=tiny_model("qwen3"), data=make_dataset("text", 400), trainer=given,
+        fast={"cuda_graph": setting}, gradient_accumulation_steps=2, per_device_train_batch_size=2, **options,
+    )  # fmt: skip
+    trainer.train()
+    return trainer, [row["loss"] for row in trainer.state.log_history if "loss" in row], gradients
+
+
+def on_devices() -> None:
+    """Captured steps under NCCL differ from eager ones of the same shapes as two of these do; DDP's own are near."""
+    captured = _on_device(FOLDER / "captured", "on")
+    assert line(captured[0]).path == "captured", line(captured[0])
+    assert_alike(captured[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "WARM_ROWS", 10**9)  # nothing is recorded
+        first, second = (_on_device(FOLDER / name, "on") for name in ("first", "second"))
+    by_ddp = _on_device(FOLDER / "ddp", "off")
+
+    def apart(one: Any, other: Any) -> tuple[float, float]:
+        losses = max(abs(a - b) for a, b in zip(one[1], other[1], strict=True))
+        scale = max(float(gradient.abs().max()) for gradient in other[2].values())
+        return losses, max(float((one[2][name] - own).abs().max()) for name, own in other[2].items()) / scale
+
+    assert captured[2].keys() == first[2].keys() == by_ddp[2].keys()
+    found, budget, stock = apart(captured, first), apart(first, second), apart(captured, by_ddp)
+    assert found[0] <= 2 * budget[0] + 2e-3, (found, budget)
+    assert found[1] <= 2 * budget[1] + 2e-2, (found, budget)
+    assert stock[0] <= 2e-2, stock
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "captured": captured, "order": order, "one fails": one_fails, "one lacks memory": one_lacks_memory,
+    "one changes": one_changes, "buffers": buffers, "refused": refused,
+    "on devices": on_devices,
+}  # fmt: skip
+
+if __name__ == "__main__":
+    for case in sys.argv[2].split(","):
+        CASES[case]()
+    leave()
