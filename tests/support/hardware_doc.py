@@ -1,4 +1,4 @@
-"""Tables of `docs/hardware.md` and `docs/models.md`, a print of `docs/usage.md`; run as a script, they are made anew."""
+"""Tables of `docs/hardware.md` and `docs/models.md`, a print of `docs/usage.md`; run as a script, they are made new."""
 
 from __future__ import annotations
 
