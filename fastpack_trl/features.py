@@ -16,7 +16,7 @@ from fastpack_trl.attention.share_prefixes import share_prefixes
 from fastpack_trl.callbacks.resumed_data import resumed_data
 from fastpack_trl.callbacks.save_report import save_report
 from fastpack_trl.capture.ddp import reduce_apart
-from fastpack_trl.capture.feature import cuda_graph
+from fastpack_trl.capture.feature import cuda_graph, side_stream
 from fastpack_trl.capture.graphs import capture
 from fastpack_trl.checkpointing.activation_memory import activation_memory
 from fastpack_trl.checkpointing.checkpoint_offload import checkpoint_offload
@@ -88,6 +88,7 @@ def _cpu_packing(run: Run) -> AbstractContextManager[None]:
 FEATURES: tuple[Feature, ...] = (
     Feature(_cpu_packing, "any", falls_back=False),
     Feature(first_step, "any", "training", falls_back=False),  # times all that follows
+    Feature(side_stream, "any", "training", falls_back=False),  # also of what the proof and the plan leave behind
     Feature(short_data, "sft", "training", falls_back=False),
     Feature(plan_rows_again, "any", falls_back=False),
     Feature(start_workers, "any", "training", falls_back=False),  # they get ready beside the proof and the plan

@@ -1,4 +1,4 @@
-"""docs/hardware.md and docs/models.md: their tables are what the package's rules say, with the capability forced."""
+"""docs/hardware.md, models.md, usage.md: their tables are what the package's rules say, with the capability forced."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from hardware_doc import DOCS, PAGES, kinds, page_with
 from fastpack_trl.recipe.gpus import GPUS
 
 
-@pytest.mark.parametrize("table", [pytest.param(name, marks=[pytest.mark.slow] * (name == "rows")) for name in PAGES])
+@pytest.mark.parametrize(
+    "table", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("rows", "doctor"))) for name in PAGES]
+)
 def test_tables_are_what_the_rules_of_the_features_say(table: str) -> None:
     text = (DOCS / PAGES[table]).read_text(encoding="utf-8")
     assert page_with(table, text) == text, f"run: python {hardware_doc.__file__}"

@@ -53,7 +53,7 @@ BUDGETS = {
     "attention": 3950,
     "bench": 3550,
     "callbacks": 550,
-    "capture": 1750,
+    "capture": 1800,
     "checkpointing": 2200,
     "cli": 1250,
     "compile": 950,
@@ -71,7 +71,7 @@ BUDGETS = {
     "trainers": 1100,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 36450, "benchmarks": 7750, "tests": 38750}
+TOTALS = {"fastpack_trl": 36550, "benchmarks": 7750, "tests": 38850}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -145,6 +146,7 @@ COMMANDS = [
     Misuse("convert {yaml}", "this is no YAML of Axolotl, LLaMA-Factory, Unsloth"),
     Misuse("convert {yaml} --output sft.yaml", "sft.yaml is there already: --force replaces it, --output names"),
     Misuse("merge", "no model: name the folder that a run has written"),
+    Misuse("merge adapters", "lies in 'adapters'; did you mean 'adapters/checkpoint-10'?"),
     Misuse("merge {model}", "is a whole model: nothing is left to merge"),
     Misuse("generate {model}", "give --prompt TEXT or --file FILE"),
     Misuse("generate ./gone --prompt a", "the model './gone' is not a folder"),
@@ -212,6 +214,10 @@ def line_of(
             (here := Path("here", name)).parent.mkdir(parents=True, exist_ok=True)
             here.write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}', encoding="utf-8")
         Path("here/data").mkdir(exist_ok=True)
+        for step in (9, 10):  # what a run has left that was ended
+            (saved := Path(f"adapters/checkpoint-{step}")).mkdir(parents=True, exist_ok=True)
+            (saved / "adapter_config.json").write_text("{}", encoding="utf-8")
+            os.utime(saved / "adapter_config.json", (step, step))
         keys = {line.partition(":")[0]: ... for line in misuse.yaml.splitlines()}
         places = {
             "yaml": material.yaml(text=misuse.yaml + "\n", **keys), "model": material.model,

@@ -438,6 +438,9 @@ def test_report_names_fill_truncation_and_proof(tmp_path: Path, capsys: pytest.C
     assert report.banner() in printed
     assert set(report.to_dict()) == {"features", "facts"}
     assert ours.fastpack_proof is not None
+    rows = make_trainer(tmp_path, make_dataset("tokens"), max_length=16)
+    assert "cut by max_length=16; max_length=" in rows.fastpack_report.facts["truncated tokens"]
+    assert "packing_strategy" not in rows.fastpack_report.facts["truncated tokens"], "nothing is packed"
 
 
 def test_a_failed_proof_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import TypeVar
@@ -28,6 +29,28 @@ from fastpack_trl.step.token_logps import Rows
 LEAST_CAPABILITY = (8, 0)
 
 _Graphs = TypeVar("_Graphs", bound=GraphDecision)
+
+
+@dataclass(frozen=True, slots=True)
+class _Apart:
+    """What a run that trains on a stream of its own records with."""
+
+    device: CudaGraphs
+
+
+@contextmanager
+def side_stream(run: Run) -> Iterator[None]:
+    """Train on a stream of its own where steps may be captured, whether or not they are.
+
+    From the beginning on: autograd's nodes that add to gradients belong to the stream that they were made on, and DDP
+    keeps them from its making to its end. One of another stream ends a recording (cudaErrorStreamCaptureIsolation).
+    """
+    if not run.training or any(_switch(run)) or unavailable(run.device) or run.is_sharded or run.is_deepspeed:
+        yield
+        return
+    device = CudaGraphs(run.device)
+    with device.run_apart(), _steps_in_order(run, device), run.keeping(_Apart(device)):
+        yield
 
 
 @contextmanager
@@ -82,7 +105,9 @@ def _graphs(
             run.say(FEATURE, "off", "eager", why)
         yield None
         return
-    device = CudaGraphs(run.device)
+    apart = run.part(_Apart)
+    assert apart is not None, "entered before"
+    device = apart.device
     asked = run.settings.cuda_graph == "on"
     graphs = make(device, asked)
     weighed = "" if asked else ", if the device waits for the host there"
@@ -90,9 +115,7 @@ def _graphs(
     # First: graphs are made again in a second, all else that is dropped stays away.
     run.step.memory_reclaimers.insert(0, graphs.reclaim)
     try:
-        with (
-            callbacks_added(run.trainer, graphs), device.run_apart(), run.keeping(graphs), _steps_in_order(run, device)
-        ):  # fmt: skip
+        with callbacks_added(run.trainer, graphs), run.keeping(graphs):
             yield graphs
     finally:
         run.step.memory_reclaimers.remove(graphs.reclaim)

@@ -41,7 +41,7 @@ def run(args: Namespace) -> int:
     given = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "seed": args.seed}
     for row in answers(find_trained(args), prompts, template=not args.raw, **given):
         rows.append(row)
-        print("\n".join(f"{name}: {text.strip()}" for name, text in row.items()), end="\n\n", flush=True)
+        print("\n".join(f"{name}: {text.strip() or '(no text)'}" for name, text in row.items()), end="\n\n", flush=True)
     if file is not None:
         write_json(file, {"rows": rows, **given})
     return 0

@@ -27,19 +27,18 @@ def merged_inverse(lower: Tensor) -> Tensor:
     """Return what `chunk_inverse` says, by blocks on any device."""
     size = lower.shape[-1]
     flat = lower.reshape(-1, size, size)
-    inverse = _block_inverse(_diagonal(flat, _BLOCK))
+    inverse = torch.zeros_like(flat)
+    blocks = _diagonal(inverse, _BLOCK)
+    blocks.copy_(_block_inverse(_diagonal(flat, _BLOCK).reshape(-1, _BLOCK, _BLOCK)).view(blocks.shape))
     width = _BLOCK
     while width < size:
         # (A 0; C B)^-1 = (A^-1 0; -B^-1 C A^-1 B^-1)
-        pairs = inverse.unflatten(1, (-1, 2))
-        upper, under = pairs[:, :, 0], pairs[:, :, 1]
+        pairs = _diagonal(inverse, 2 * width)
+        upper, under = pairs[..., :width, :width], pairs[..., width:, width:]
         corner = _diagonal(flat, 2 * width)[..., width:, :width]
-        merged = inverse.new_zeros(*upper.shape[:2], 2 * width, 2 * width)
-        merged[..., :width, :width] = upper
-        merged[..., width:, width:] = under
-        merged[..., width:, :width] = (under @ (corner @ upper)).neg_()
-        inverse, width = merged, 2 * width
-    return inverse.reshape(lower.shape)
+        torch.neg(under @ (corner @ upper), out=pairs[..., width:, :width])
+        width *= 2
+    return inverse.view(lower.shape)
 
 
 def _diagonal(flat: Tensor, width: int) -> Tensor:
@@ -51,7 +50,6 @@ def _diagonal(flat: Tensor, width: int) -> Tensor:
 def _block_inverse(lower: Tensor) -> Tensor:
     # (I - L)(I + L^2)(I + L^4): exact, for L^8 is zero.
     square = lower @ lower
-    eye = torch.eye(_BLOCK, dtype=lower.dtype, device=lower.device)
-    inverse = eye - lower
-    inverse = inverse + inverse @ square
-    return inverse + inverse @ (square @ square)
+    inverse = torch.eye(_BLOCK, dtype=lower.dtype, device=lower.device) - lower
+    inverse = torch.baddbmm(inverse, inverse, square)
+    return torch.baddbmm(inverse, inverse, square @ square)

@@ -1,4 +1,8 @@
-"""The pass of a delta rule's state over the chunks of a row, in torch: a few small products per chunk, one by one."""
+"""The pass of a delta rule's state over the chunks of a row, in torch: chunk by chunk, or by doubling.
+
+Chunk by chunk is the least arithmetic, in a few small operations per chunk: for a CPU. Doubling is a few large ones,
+whatever the row: for a device, on which a small one takes as long as its launch.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,34 @@ def state_pass(
             (chunks - 1 - step, chunks - step, chunks - 1 - step) if reverse else (step, step, step + 1)
         )
         torch.baddbmm(base[chunk], left[chunk], states[entering], out=inner[chunk])
-        torch.mul(states[entering], through[chunk], out=states[leaving]).baddbmm_(right[chunk].mT, inner[chunk])
-        if added is not None:
-            states[leaving].add_(added[chunk])
+        if added is None:
+            kept = torch.mul(states[entering], through[chunk], out=states[leaving])
+        else:
+            kept = torch.addcmul(added[chunk], states[entering], through[chunk], out=states[leaving])
+        kept.baddbmm_(right[chunk].mT, inner[chunk])
     return states[1:] if reverse else states[:-1], inner
+
+
+def state_doubling(step: Tensor, states: Tensor, leaving: Tensor | None, reach: int) -> None:
+    """Add to what one chunk makes of nothing what it makes of the state that enters it, in place.
+
+    ``states[n+1] += step_n states[n]`` from the first chunk on, ``leaving[n-1] += step_n^T leaving[n]`` from the last
+    one back: both read the same products of steps, over 1, 2, 4, ... chunks.
+
+    Args:
+        step: (chunks, heads, k, k).
+        states: (chunks, heads, k, v), what enters each chunk; zeros in the first. Contiguous as all of them.
+        leaving: the same from the other end; zeros in the last.
+        reach: the product of more steps in a row is zero.
+    """
+    over = step[1:-1]  # nothing enters the first chunk, and nothing comes after the last
+    for level in range((min(reach, len(step) - 1) - 1).bit_length() if reach > 1 else 0):
+        width = 1 << level
+        if level:
+            over = over[width // 2 :] @ over[: -(width // 2)]
+        # Copies: what is read is written too.
+        before = states[1:-width].clone().flatten(0, 1)
+        states[1 + width :].flatten(0, 1).baddbmm_(over.flatten(0, 1), before)
+        if leaving is not None:
+            after = leaving[width:-1].clone().flatten(0, 1)
+            leaving[: -1 - width].flatten(0, 1).baddbmm_(over.mT.flatten(0, 1), after)

@@ -22,7 +22,7 @@ _NOBODY = -1  # the document of the tokens that fill up the last chunk
 
 
 class Chunks(NamedTuple):
-    """Masks of a packed row in chunks of `CHUNK` tokens; tensors alone, which cross a layer boundary.
+    """Masks of a packed row in chunks of `CHUNK` tokens: tensors and an int of few values cross a layer boundary.
 
     ``seq_lengths=(70, 58)``: two chunks. ``carry_in`` is false in the first and true for the first 6 tokens of the
     second; ``to_end`` is true in the first and false for these 6; ``causal[1, 5]`` is true for its first 6 tokens and
@@ -37,6 +37,7 @@ class Chunks(NamedTuple):
         to_end: (chunks, CHUNK) bool, the token is of the document with which its own chunk ends.
         chain: (chunks, chunks) bool, ``[n, m]``: chunk m is before n and ends with the document that chunk n-1 ends
             with. Its state then reaches chunk n.
+        longest: tokens of the longest document, or a few more: `PackedBatch.bucketed_max_seqlen`.
     """
 
     positions: Tensor
@@ -45,6 +46,12 @@ class Chunks(NamedTuple):
     carry_in: Tensor
     to_end: Tensor
     chain: Tensor
+    longest: int
+
+    @property
+    def reach(self) -> int:
+        """Chunks whose states a later one may need: all of its document's but the last; 70 tokens may lie in three."""
+        return (self.longest - 2) // CHUNK + 1
 
     @property
     def total_tokens(self) -> int:
@@ -81,4 +88,5 @@ def _build(batch: PackedBatch) -> Chunks:
         carry_in=documents == before[:, None],
         to_end=documents == ends[:, None],
         chain=(before[:, None] == ends[None, :]).tril(-1),
+        longest=batch.bucketed_max_seqlen,
     )

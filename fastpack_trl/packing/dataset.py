@@ -63,10 +63,11 @@ class DatasetFacts:
             out["packing fill"] = f"{self.fill:.1%} of {self.rows:,} rows x {max_length} tokens"
         cut = f"none (longest document {self.longest:,} tokens, max_length {max_length})"
         if self.truncated_tokens:
+            split = " or packing_strategy='bfd_split'" if self.fill is not None else ""  # no strategy without packing
             cut = (
                 f"{self.truncated_tokens:,} tokens ({self.truncated_tokens / self.tokens:.1%}) of "
-                f"{self.truncated_documents:,} documents cut by max_length={max_length}; max_length={self.longest} or "
-                "packing_strategy='bfd_split' keeps them"
+                f"{self.truncated_documents:,} documents cut by max_length={max_length}; "
+                f"max_length={self.longest}{split} keeps them"
             )
         out["truncated tokens"] = cut
         if self.row_by_row:

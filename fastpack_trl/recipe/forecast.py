@@ -170,6 +170,7 @@ def predict(arguments: Arguments, gpu: Gpu, precision: str = "bf16", seen: dict[
     """Return the model of `arguments` on one kind of GPU; `seen` keeps what other kinds have alike."""
     import torch
 
+    from fastpack_trl.attention.backends import BACKENDS
     from fastpack_trl.recipe import probe
 
     seen = {} if seen is None else seen
@@ -180,6 +181,8 @@ def predict(arguments: Arguments, gpu: Gpu, precision: str = "bf16", seen: dict[
     with as_if_on(gpu.capability):
         features, path = attention_of(model.module, gpu, dtype, arguments.training.packed_attention)
         found = Forecast(gpu, model, fixed, path, features=paths(arguments, model.module, features, path, precision))
+        if arguments.training.packed_attention == "auto" and path in ("per_document", "dense"):
+            found.features["packed_attention"] = f"{path}: {BACKENDS['varlen'].refuses(features)}"
         if path == "padded_rows":
             found.unknown = f"documents run as padded rows ({features.gap or 'no backend takes them'})"
             return found

@@ -103,6 +103,9 @@ def find_trained(args: Namespace) -> Trained:
         )
     path = Path(folder).expanduser()
     if not (path / _ADAPTER).is_file():
+        inside = sorted(path.glob(f"*/{_ADAPTER}"), key=lambda file: file.stat().st_mtime)
+        if inside and not (path / "config.json").is_file():  # of a run that was ended: its newest checkpoint
+            raise UserError(f"no adapter or model lies in {shown(folder)}; did you mean '{inside[-1].parent}'?")
         return Trained(model_folder("the model", folder), None, options)
     about = json.loads((path / _ADAPTER).read_text(encoding="utf-8"))
     base = model_folder("--base", base or about["base_model_name_or_path"])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastpack_trl.kernels.inverse import chunk_inverse
-from fastpack_trl.kernels.state_pass import state_pass
+from fastpack_trl.kernels.state_pass import state_doubling, state_pass
 from fastpack_trl.recurrent.precision import tensor_cores
 
 
@@ -34,7 +34,7 @@ class Products(NamedTuple):
     through: Tensor
 
 
-def output(products: Products, tf32: bool) -> Tensor:
+def output(products: Products, reach: int, tf32: bool) -> Tensor:
     """Return the output, (chunks, heads, CHUNK, value size).
 
     With ``T = (I + weights below the diagonal)^-1``, what the tokens of a chunk write into a state S that enters is
@@ -42,23 +42,20 @@ def output(products: Products, tf32: bool) -> Tensor:
 
     Args:
         products: of the row.
+        reach: `Chunks.reach`.
         tf32: products may round what they multiply to TF32.
     """
-    states, fresh = _solved(products, tf32)[2:]
+    _, erased, written = _solved(products, tf32)
     with tensor_cores(tf32):
-        inside = products.scores @ fresh
-        return torch.baddbmm(*(part.flatten(0, 1) for part in (inside, products.read, states))).view_as(inside)
+        states, fresh, *_ = _passes(products, erased, written, None, reach)
+        return _sum(products.scores @ fresh, products.read, states)
 
 
-def gradients(products: Products, grad: Tensor, tf32: bool) -> Products:
+def gradients(products: Products, grad: Tensor, reach: int, tf32: bool) -> Products:
     """Return the gradients of `output`, that of ``through`` for each channel of the key."""
-    inverse, erased, states, fresh = _solved(products, tf32)
+    inverse, erased, written = _solved(products, tf32)
     with tensor_cores(tf32):
-        # What leaves a chunk is what enters the next: the same pass from the other end.
-        leaving, to_fresh = state_pass(
-            products.scores.mT @ grad, products.kept, erased, products.through, products.read.mT @ grad,
-            reverse=True,
-        )  # fmt: skip
+        states, fresh, leaving, to_fresh = _passes(products, erased, written, grad, reach)
         write = inverse.mT @ to_fresh
         return Products(
             # dT^-1 = -T^T dT T^T, with dT = dfresh (write + erase S)^T
@@ -67,8 +64,49 @@ def gradients(products: Products, grad: Tensor, tf32: bool) -> Products:
         )  # fmt: skip
 
 
-def _solved(products: Products, tf32: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _solved(products: Products, tf32: bool) -> tuple[Tensor, Tensor, Tensor]:
     inverse = chunk_inverse(products.weights.tril(-1))
     with tensor_cores(tf32):
-        erased, written = inverse @ products.erase, inverse @ products.write
-        return inverse, erased, *state_pass(written, erased, products.kept, products.through)
+        return inverse, inverse @ products.erase, inverse @ products.write
+
+
+def one_by_one(device: torch.device) -> bool:
+    """Return whether chunks go one by one, which is the least arithmetic: not where each operation is a launch."""
+    return device.type == "cpu"
+
+
+def _passes(
+    products: Products, erased: Tensor, written: Tensor, grad: Tensor | None, reach: int
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return the state that enters each chunk, and ``fresh``; with `grad` the gradients of what leaves, and of it."""
+    if not one_by_one(erased.device):
+        return _doubled(products, erased, written, grad, reach)
+    forth = state_pass(written, erased, products.kept, products.through)
+    if grad is None:
+        return forth
+    # What leaves a chunk is what enters the next: the same pass from the other end.
+    ends, added = (products.kept, erased, products.through), products.read.mT @ grad
+    return (*forth, *state_pass(products.scores.mT @ grad, *ends, added, reverse=True))
+
+
+def _doubled(
+    products: Products, erased: Tensor, written: Tensor, grad: Tensor | None, reach: int
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return what `_passes` says, of ``S_(n+1) = step_n S_n + kept_n^T written_n``."""
+    kept, step = products.kept, products.kept.mT @ erased
+    step.diagonal(dim1=-2, dim2=-1).add_(products.through[..., 0])
+    states = written.new_zeros(*step.shape[:3], written.shape[-1])
+    torch.bmm(*(part[:-1].flatten(0, 1) for part in (kept.mT, written)), out=states[1:].flatten(0, 1))
+    if grad is None:
+        state_doubling(step, states, None, reach)
+        return states, _sum(written, erased, states)
+    to_written, leaving = products.scores.mT @ grad, torch.zeros_like(states)
+    added = (products.read.mT @ grad, erased.mT, to_written)
+    torch.baddbmm(*(part[1:].flatten(0, 1) for part in added), out=leaving[:-1].flatten(0, 1))
+    state_doubling(step, states, leaving, reach)
+    return states, _sum(written, erased, states), leaving, _sum(to_written, kept, leaving)
+
+
+def _sum(base: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Return ``base + left @ right``."""
+    return torch.baddbmm(*(part.flatten(0, 1) for part in (base, left, right))).view_as(base)

@@ -36,7 +36,7 @@ class _Rule:
         self.form = form(self.tokens, chunks, self.tf32)
 
     def gradients(self, grad: Tensor) -> Tokens:
-        found = gradients(self.form.products, self.chunks.split(grad, self.dtype), self.tf32)
+        found = gradients(self.form.products, self.chunks.split(grad, self.dtype), self.chunks.reach, self.tf32)
         tokens = self.form.gradients(found)
         query, key = (norm.gradient(part) for norm, part in zip(self._norms, tokens, strict=False))
         join = self.chunks.join
@@ -65,7 +65,8 @@ _ROW = "Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, bool norm
 def delta_rule_forward(*arguments: Any) -> Tensor:
     with no_autocast(arguments[0]):
         rule = _of(arguments)
-        return rule.chunks.join(output(rule.form.products, rule.tf32)).to(arguments[0].dtype)
+        out = output(rule.form.products, rule.chunks.reach, rule.tf32)
+        return rule.chunks.join(out).to(arguments[0].dtype)
 
 
 def delta_rule_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
@@ -105,9 +106,8 @@ _backward = operator(
 class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        tensors = (*arguments[:5], *arguments[6:])
-        ctx.save_for_backward(*tensors)
-        ctx.normalise = arguments[5]
+        ctx.save_for_backward(*arguments[:5], *arguments[6:-1])
+        ctx.normalise, ctx.longest = arguments[5], arguments[-1]
         out: Tensor = _forward(*arguments)
         return out
 
@@ -115,8 +115,8 @@ class _DeltaRule(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        found = _backward(grad, *saved[:5], ctx.normalise, *saved[5:])
-        return (*found, None, *(None for _ in saved[5:]))
+        found = _backward(grad, *saved[:5], ctx.normalise, *saved[5:], ctx.longest)
+        return (*found, None, *(None for _ in Chunks._fields))
 
 
 _delta_rule = differentiable("delta_rule", f"({_ROW}) -> Tensor", _DeltaRule)

@@ -155,7 +155,8 @@ _backward = operator(
 class _Mamba2(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        ctx.save_for_backward(*arguments)
+        ctx.save_for_backward(*arguments[:-1])
+        ctx.longest = arguments[-1]
         out: Tensor = _forward(*arguments)
         return out
 
@@ -163,9 +164,9 @@ class _Mamba2(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        found = _backward(grad, *saved)
+        found = _backward(grad, *saved, ctx.longest)
         skip = None if saved[_GIVEN - 1] is None else found[-1]
-        return (*found[:-1], skip, *(None for _ in saved[_GIVEN:]))
+        return (*found[:-1], skip, *(None for _ in Chunks._fields))
 
 
 _mamba2 = differentiable("mamba2", f"({_ROW}) -> Tensor", _Mamba2)

@@ -210,6 +210,18 @@ def test_options_of_sft_override_the_config_of_a_forecast(material: Material) ->
     assert (long, more > few) == (2 * short, True)
 
 
+def test_a_forecast_says_why_rows_do_not_run_in_one_call(
+    material: Material, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--config", material.yaml(), "--gpu", "H100") == 0
+    said = "packed_attention  per_document: varlen needs bf16 or fp16, this run computes in float32 (bf16=False?)"
+    assert said in capsys.readouterr().out
+    assert run("--config", material.yaml(), "--gpu", "H100", "T4", "--bf16", True) == 0
+    fast, old = capsys.readouterr().out.split("\nT4\n")
+    assert "packed_attention  varlen\n" in fast
+    assert "packed_attention  per_document: varlen needs compute capability 8.0, this device has 7.5\n" in old
+
+
 def test_a_gpu_that_is_not_known_is_one_line(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--config", material.yaml(), "--gpu", "H10") == 2
     assert "--gpu 'H10' is not known; did you mean 'H100'?" in capsys.readouterr().err

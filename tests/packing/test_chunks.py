@@ -31,6 +31,15 @@ def test_masks_say_which_document_a_token_is_of(lengths: tuple[int, ...], paddin
     assert torch.equal(chunks.positions, batch.position_ids[0])
 
 
+@pytest.mark.parametrize("length", [1, 2, 64, 65, 66, 128, 129, 130, 700])
+def test_a_state_reaches_no_more_chunks_than_said(length: int) -> None:
+    """Wherever the longest document begins, and no fewer: what is not multiplied is not read."""
+    chunks = chunks_of(PackedBatch.from_lengths((length,)))
+    assert chunks.longest >= length
+    entered = [(start + length - 1) // CHUNK - start // CHUNK for start in range(CHUNK)]
+    assert chunks._replace(longest=length).reach == max(entered)
+
+
 def test_split_and_join_are_inverse() -> None:
     chunks = chunks_of(PackedBatch.from_lengths((70, 30)))
     tokens = torch.randn(100, 2, 3)

@@ -112,6 +112,16 @@ def test_a_seed_gives_the_same_sample_and_raw_prompts_have_no_template(material:
     assert answer("--raw") != answer()
 
 
+def test_an_answer_without_text_is_said(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
+    silent = load(material.model)
+    torch.nn.init.zeros_(silent.lm_head.weight)  # all logits alike: the first token, which pads
+    silent.save_pretrained(material.folder / "silent")
+    make_tokenizer(pad_token="<pad>", eos_token="<eos>").save_pretrained(material.folder / "silent")
+    words = ["--prompt", "the quick", "--max_new_tokens", "2"]
+    assert main(["generate", str(material.folder / "silent"), *words]) == 0
+    assert "prompt: the quick\nmodel: (no text)\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

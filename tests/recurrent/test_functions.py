@@ -22,14 +22,16 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from fastpack_trl.errors import PackingError
 from fastpack_trl.kernels.inverse import chunk_inverse, merged_inverse
+from fastpack_trl.model.mixers import CONV
 from fastpack_trl.packing.chunks import CHUNK, chunks_of
 from fastpack_trl.packing.packed_batch import PackedBatch
+from fastpack_trl.recurrent import products
 from fastpack_trl.recurrent.reference import by_document, conv_reference, delta_reference, ssd_reference
 from fastpack_trl.recurrent.seams import OURS
 
 LENGTHS = (
     (1,), (2,), (CHUNK,), (CHUNK, CHUNK), (5, 1, 1, 1, 1, 1), (70, 58), (63, 1, 64, 65, 1), (200, 1, 63, 64, 65, 30),
-    (300, 129), (1, 700), (129, 127, 3),
+    (300, 129), (1, 700), (129, 127, 3), (640,),
 )  # fmt: skip
 KEY_HEADS, HEADS, KEY, VALUE = 2, 4, 16, 8
 
@@ -115,7 +117,7 @@ CASES = {
     "chunk_kimi_delta_attention": Case(KIMI["chunk_kimi_delta_attention"], delta, delta_exact,
                                        partial(delta_arguments, kimi=True)),
     "mamba2_chunk_scan": Case(FALCON["mamba2_chunk_scan"], mamba, mamba_exact, mamba_arguments),
-    "causal_conv1d_fn": Case(NEXT["causal_conv1d_fn"], conv, conv_exact, lambda tokens: [torch.randn(tokens, 6)]),
+    CONV: Case(NEXT[CONV], conv, conv_exact, lambda tokens: [torch.randn(tokens, 6)]),
 }  # fmt: skip
 
 
@@ -139,9 +141,23 @@ def distance(actual: Tensor, exact: Tensor) -> float:
     return float((actual.double() - exact).norm() / exact.norm().clamp_min(1e-12))
 
 
+@pytest.fixture(params=["cpu", "device"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What runs: on a CPU, or on a device, whose form of a delta rule takes other steps to the same."""
+    if request.param == "device":
+        monkeypatch.setattr(products, "one_by_one", lambda device: False)
+        monkeypatch.setattr(products, "chunk_inverse", merged_inverse)
+    return str(request.param)
+
+
+_FORMS = [(name, form) for name in CASES for form in ("cpu", "device") if form == "cpu" or "delta" in name]
+FORMS = pytest.mark.parametrize(("name", "form"), _FORMS, indirect=["form"])
+SCANS = pytest.mark.parametrize(("name", "form"), [pair for pair in _FORMS if pair[0] != CONV], indirect=["form"])
+
+
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("name", CASES)
-def test_packed_equals_separate_documents_token_by_token(name: str, lengths: tuple[int, ...]) -> None:
+@FORMS
+def test_packed_equals_separate_documents_token_by_token(name: str, form: str, lengths: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     case = CASES[name]
     arguments = case.arguments(sum(lengths))
@@ -155,8 +171,8 @@ def test_packed_equals_separate_documents_token_by_token(name: str, lengths: tup
         assert distance(own, right) <= 2 * distance(theirs, right) + 3e-7
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_no_document_depends_on_another_not_even_by_rounding(name: str) -> None:
+@FORMS
+def test_no_document_depends_on_another_not_even_by_rounding(name: str, form: str) -> None:
     torch.manual_seed(0)
     case, lengths = CASES[name], (70, 1, 200, 58, 64)
     ours = partial(case.ours, partial(OURS[name], chunks_of(PackedBatch.from_lengths(lengths))))
@@ -200,13 +216,13 @@ def test_a_state_or_another_row_is_refused_by_name() -> None:
         rule(*(tensor[:, :4] for tensor in arguments))
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "causal_conv1d_fn"])
-def test_what_is_kept_for_backward_is_what_the_layer_gave(name: str) -> None:
+@SCANS
+def test_what_is_kept_for_backward_is_what_the_layer_gave(name: str, form: str) -> None:
     """Not a tenth of what autograd would keep: the masks of a row belong to the row, all else is made again."""
     torch.manual_seed(0)
     case, chunks = CASES[name], chunks_of(PackedBatch.from_lengths((200, 56)))
     leaves = [argument.requires_grad_() for argument in case.arguments(chunks.total_tokens)]
-    masks, kept = {part.data_ptr() for part in chunks}, {}
+    masks, kept = {part.data_ptr() for part in chunks if isinstance(part, Tensor)}, {}
 
     def pack(tensor: Tensor) -> Tensor:
         if tensor.data_ptr() not in masks:
@@ -242,8 +258,8 @@ class Tf32(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "causal_conv1d_fn"])
-def test_tf32_in_a_bf16_layer_is_within_twice_stocks_own_error(name: str) -> None:
+@SCANS
+def test_tf32_in_a_bf16_layer_is_within_twice_stocks_own_error(name: str, form: str) -> None:
     """The device's rounding, simulated; outside of 16-bit layers nothing is rounded."""
     torch.manual_seed(0)
     case, lengths = CASES[name], (70, 1, 200, 58, 64)
@@ -288,7 +304,7 @@ def test_the_operators_pass_torchs_own_checks(name: str, dtype: torch.dtype) -> 
     chunks, ops = chunks_of(PackedBatch.from_lengths((70, 1, 30))), torch.ops.fastpack
     tokens = chunks.total_tokens
     rest: tuple[Any, ...] = tuple(chunks)
-    if name == "causal_conv1d_fn":
+    if name == CONV:
         x, weight = torch.randn(tokens, 6, dtype=dtype), WEIGHT.to(dtype)
         checked = [(ops.short_conv, (x, weight, weight[:, 0].clone(), chunks.positions, True))]
         checked.append((ops.short_conv_backward, (torch.randn_like(x), *checked[0][1])))

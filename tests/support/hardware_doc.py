@@ -1,10 +1,12 @@
-"""The tables in `docs/hardware.md` and `docs/models.md`; run as a script, they are written again."""
+"""Tables of `docs/hardware.md` and `docs/models.md`, a print of `docs/usage.md`; run as a script, they are made new."""
 
 from __future__ import annotations
 
+import io
 import tempfile
 import warnings
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,15 @@ from benchmarks.readme_cells import between, grid
 from fastpack_trl.attention.backends import choose
 from fastpack_trl.attention.flash_attention_4 import has_device
 from fastpack_trl.attention.per_document import has_grouped_kernel
+from fastpack_trl.cli.main import main
 from fastpack_trl.model.facts import read_features
 from fastpack_trl.recipe.forecast import attention_of, model_of, paths, predict
 from fastpack_trl.recipe.gpus import GPUS, Gpu, as_if_on
 from fastpack_trl.testing import FAMILIES, tiny_model
 
 DOCS = Path(__file__).parents[2] / "docs"
-MARKS = {name: (f"<!-- {name} -->", f"<!-- /{name} -->") for name in ("paths", "rows", "families")}
-PAGES = {"paths": "hardware.md", "rows": "hardware.md", "families": "models.md"}
+MARKS = {name: (f"<!-- {name} -->", f"<!-- /{name} -->") for name in ("paths", "rows", "families", "doctor")}
+PAGES = {"paths": "hardware.md", "rows": "hardware.md", "families": "models.md", "doctor": "usage.md"}
 ALL, PROJECTIONS = "all-linear", ["q_proj", "k_proj", "v_proj", "o_proj"]
 NF4 = {"load_in_4bit": True, "use_bnb_nested_quant": True}
 LORA: dict[str, tuple[str, dict[str, Any]]] = {
@@ -40,6 +43,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt-oss-20b", {"lora_target_modules": PROJECTIONS, "moe_quantize_experts": "on"},
     ),
 }  # fmt: skip
+SHOWN = ("T4", "4090", "H100")
 CARDS = ("T4", "4090", "A100-40", "H100")
 
 
@@ -128,7 +132,18 @@ def _families(folder: Path) -> Iterator[list[str]]:
         yield [f"`{family}`", *cells, *(_short(found[name]) for name in ("layer_compile", "cuda_graph"))]
 
 
-TABLES = {"paths": paths_table, "rows": rows_table, "families": families_table}
+def doctor_block(folder: Path) -> str:
+    """Return what `doctor --gpu` prints for a shipped config, as a terminal shows it."""
+    config, printed = DOCS.parent / "configs" / "qwen3-8b-lora-8k.yaml", io.StringIO()
+    arguments_of(folder, "qwen3-8b")  # writes the model's config: nothing is downloaded
+    words = ["doctor", "--config", str(config), "--gpu", *SHOWN]
+    with redirect_stdout(printed):
+        assert main([*words, "--model_name_or_path", str(folder / "qwen3-8b")]) == 0
+    shown = f"$ fastpack-trl doctor --config configs/{config.name} --gpu {' '.join(SHOWN)}"
+    return f"```text\n{shown}\n{printed.getvalue().strip()}\n```"
+
+
+TABLES = {"paths": paths_table, "rows": rows_table, "families": families_table, "doctor": doctor_block}
 
 
 def page_with(name: str, text: str) -> str:
