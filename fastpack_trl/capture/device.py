@@ -89,7 +89,12 @@ class CudaGraphs:
 
     @contextlib.contextmanager
     def run_apart(self) -> Iterator[None]:
-        """Make a side stream the current one: the default stream cannot be recorded."""
+        """Make a side stream the current one.
+
+        Autograd's nodes that add to gradients belong to the stream that they were made on, and live as long as a graph
+        of an earlier step; one on the default stream would end a recording in backward
+        (cudaErrorStreamCaptureImplicit).
+        """
         outer = torch.cuda.current_stream(self.device)
         side = torch.cuda.Stream(self.device)
         side.wait_stream(outer)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import TypeVar
@@ -31,25 +30,28 @@ LEAST_CAPABILITY = (8, 0)
 _Graphs = TypeVar("_Graphs", bound=GraphDecision)
 
 
-@dataclass(frozen=True, slots=True)
 class _Apart:
-    """What a run that trains on a stream of its own records with."""
-
-    device: CudaGraphs
+    """Kept while a run trains on a stream of its own from its beginning on."""
 
 
 @contextmanager
 def side_stream(run: Run) -> Iterator[None]:
-    """Train on a stream of its own where steps may be captured, whether or not they are.
+    """Make several processes train on a stream of their own where steps may be captured, before DDP is made.
 
-    From the beginning on: autograd's nodes that add to gradients belong to the stream that they were made on, and DDP
-    keeps them from its making to its end. One of another stream ends a recording (cudaErrorStreamCaptureIsolation).
+    Autograd's nodes that add to gradients belong to the stream that they were made on, and DDP keeps those that it finds
+    or makes; one of another stream ends a recording in backward (cudaErrorStreamCaptureIsolation).
     """
-    if not run.training or any(_switch(run)) or unavailable(run.device) or run.is_sharded or run.is_deepspeed:
+    alone = run.trainer.accelerator.num_processes == 1 or run.is_sharded or run.is_deepspeed
+    if alone or not run.training or any(_switch(run)) or unavailable(run.device):
         yield
         return
-    device = CudaGraphs(run.device)
-    with device.run_apart(), _steps_in_order(run, device), run.keeping(_Apart(device)):
+    with _apart(run, CudaGraphs(run.device)), run.keeping(_Apart()):
+        yield
+
+
+@contextmanager
+def _apart(run: Run, device: CudaGraphs) -> Iterator[None]:
+    with device.run_apart(), _steps_in_order(run, device):
         yield
 
 
@@ -105,9 +107,7 @@ def _graphs(
             run.say(FEATURE, "off", "eager", why)
         yield None
         return
-    apart = run.part(_Apart)
-    assert apart is not None, "entered before"
-    device = apart.device
+    device = CudaGraphs(run.device)
     asked = run.settings.cuda_graph == "on"
     graphs = make(device, asked)
     weighed = "" if asked else ", if the device waits for the host there"
@@ -115,7 +115,8 @@ def _graphs(
     # First: graphs are made again in a second, all else that is dropped stays away.
     run.step.memory_reclaimers.insert(0, graphs.reclaim)
     try:
-        with callbacks_added(run.trainer, graphs), run.keeping(graphs):
+        apart: AbstractContextManager[None] = nullcontext() if run.part(_Apart) else _apart(run, device)
+        with callbacks_added(run.trainer, graphs), apart, run.keeping(graphs):
             yield graphs
     finally:
         run.step.memory_reclaimers.remove(graphs.reclaim)
@@ -149,7 +150,8 @@ def unavailable(device: torch.device) -> str:
 
 def why_not(run: Run) -> str:
     """Return why micro-steps of this run are not captured; empty where they may be."""
-    return first_reason(chain(_switch(run), _reasons_of_step(run), _reasons_of_layers(run)))
+    whole = _is_several(run) and too_large(run)
+    return first_reason(chain(_switch(run), _reasons_of_step(run), _reasons_of_layers(run), (whole,)))
 
 
 def _switch(run: Run) -> Iterator[object]:
@@ -166,7 +168,6 @@ def _reasons_of_step(run: Run) -> Iterator[object]:
     yield not run.loss_is_ours and "a loss over all logits reads sizes on the host (sync_free)"
     mean = not trainer.model_accepts_loss_kwargs or getattr(trainer, "loss_is_scaled_for_ga", None) is False
     yield mean and "the loss is a mean per micro-batch"
-    yield _is_several(run) and too_large(run)
     replaced = replaced_methods(trainer, BATCH_METHODS)
     yield replaced and f"{replaced} may look into the micro-step"
 

@@ -63,7 +63,7 @@ def run(setting: str, *, device: Any = None, lora: Any = LORA, prepare: Callable
         if prepare is not None:
             prepare(trainer)
         trainer.train()
-    trainer.device_log = fakes.made[0].log if fakes.made else []
+    trainer.device_log = fakes.made[-1].log if fakes.made else []
     return trainer
 
 
