@@ -70,7 +70,7 @@ class FlatReduce(TrainerCallback):
         self._begin(0)
 
     def _begin(self, step: int) -> None:
-        self._first, self.is_pending = step, True
+        self._first, self.is_pending, self._is_first = step, True, False
         self._flats: list[_Flat] = []
         self._run.step.reduces_apart = False
 
@@ -99,17 +99,16 @@ class FlatReduce(TrainerCallback):
         """Run a micro-batch by `following`, and reduce the gradients where DDP would have in its backward pass."""
         if not self._flats:
             return following(model, inputs, num_items_in_batch)
-        if model.require_forward_param_sync:  # the first micro-batch of a step: the forward of a replay is not DDP's
-            if model.will_sync_module_buffers():
-                model._sync_buffers()
-            model.require_forward_param_sync = False
+        # DDP's forward does that only where its own backward has reduced before, and a replay has none.
+        if self._is_first and model.broadcast_buffers and model.modules_buffers:
+            model._sync_buffers()
         is_last = model.require_backward_grad_sync
         with model.no_sync():
             loss = following(model, inputs, num_items_in_batch)
         if is_last:
             for flat in self._flats:
                 flat.reduce(model.process_group)
-            model.require_forward_param_sync = True
+        self._is_first = is_last
         return loss
 
 

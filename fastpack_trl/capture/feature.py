@@ -38,8 +38,8 @@ class _Apart:
 def side_stream(run: Run) -> Iterator[None]:
     """Make several processes train on a stream of their own where steps may be captured, before DDP is made.
 
-    Autograd's nodes that add to gradients belong to the stream that they were made on, and DDP keeps those that it finds
-    or makes; one of another stream ends a recording in backward (cudaErrorStreamCaptureIsolation).
+    Autograd's nodes that add to gradients belong to the stream that they were made on, and DDP keeps those that it
+    finds or makes; one of another stream ends a recording in backward (cudaErrorStreamCaptureIsolation).
     """
     alone = run.trainer.accelerator.num_processes == 1 or run.is_sharded or run.is_deepspeed
     if alone or not run.training or any(_switch(run)) or unavailable(run.device):
