@@ -165,9 +165,11 @@ def test_rows_with_shared_prefixes_are_captured(
 ) -> None:
     options = {"data": prefixed(count=400), "max_length": 256, "gradient_accumulation_steps": 2}
     options["fast"] = {"share_prefixes": "on"}
+    if family in ("qwen3_moe", "gpt_oss"):
+        options["learning_rate"] = 1e-6  # else eager runs alone route tokens apart, by the order of additions
     captured = run(tmp_path / "a", family, kind, **options)
     assert captured[2].path == "captured", captured[2]
-    with monkeypatch.context() as patch:  # the same static shapes: others round otherwise, which moves routed tokens
+    with monkeypatch.context() as patch:  # the same static shapes: others round otherwise
         patch.setattr(graphs, "WARM_ROWS", 10**9)
         eager = [run(tmp_path / name, family, kind, **options) for name in "bcd"]
     assert eager[0][2].path == "eager"
