@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -20,10 +21,10 @@ from torch import Tensor
 
 from benchmarks.cases import Run, seconds_of
 from benchmarks.command import CaseCommand, Record
-from benchmarks.readme_cells import ratio_cell
+from benchmarks.readme_cells import grid, ratio_cell
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.bench.result_file import ResultFile, RowTask
-from fastpack_trl.compile.layers import compiled_layers
+from fastpack_trl.compile.layers import CompiledLayers, compiled_layers
 from fastpack_trl.measure.intervals import ratio_summary, summary
 from fastpack_trl.measure.rounds import take_turns
 from fastpack_trl.packing.chunks import chunks_of
@@ -31,6 +32,7 @@ from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwarg
 from fastpack_trl.recurrent.rules import packed_delta
 
 STOCK, STOCK_COMPILED, OURS, OURS_COMPILED = "stock, padded", "stock, padded, compiled", "packed", "packed, compiled"
+SIDES = (STOCK, STOCK_COMPILED, OURS, OURS_COMPILED)
 _SMALL = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096, "pad_token_id": 0, "bos_token_id": 1,
@@ -88,7 +90,7 @@ def measure(run: Run, rows: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[s
     return run.record("hybrid", tasks, {"models": {name: MODELS[name][0] for name in MODELS}})
 
 
-def _row(run: Run, name: str, lengths: tuple[int, ...], compiled: bool, _seconds: float) -> dict[str, Any]:
+def _row(run: Run, name: str, lengths: tuple[int, ...], compiled: bool, seconds: float) -> dict[str, Any]:
     model = _model(run, name)
     ids = torch.randint(3, 500, (1, sum(lengths)), generator=torch.Generator().manual_seed(run.seed)).to(run.device)
     batch = PackedBatch.from_lengths(lengths).to(run.device)
@@ -102,19 +104,19 @@ def _row(run: Run, name: str, lengths: tuple[int, ...], compiled: bool, _seconds
             for layer in theirs.get_submodule("model.layers"):
                 layer.compile()
             stack.enter_context(packed_attention(ours))
-            stack.enter_context(compiled_layers(ours, verbose=False))
+            layers = stack.enter_context(compiled_layers(ours, verbose=False))
             sides[STOCK_COMPILED] = partial(_padded_pass, theirs, ids, lengths)
-            sides[OURS_COMPILED] = partial(_packed_pass, ours, ids, batch)
-        calls = {side: partial(seconds_of, call, run.device) for side, call in sides.items()}
-        found = take_turns(calls, rounds=run.rounds, warmup=2)
-        seconds = found.results
+            sides[OURS_COMPILED] = partial(_compiled_pass, layers, ours, ids, batch)
+        calls = {side: partial(_timed, side, call, run.device) for side, call in sides.items()}
+        found = take_turns(calls, rounds=run.rounds, warmup=2, seconds=seconds)
+        values = found.results
         result: dict[str, Any] = {
-            "sides": {side: {"seconds": summary(values)} for side, values in seconds.items()},
+            "sides": {side: {"seconds": summary(each)} for side, each in values.items()},
             "failed": found.failed,
             "ratios": {
-                f"{other} / {own}": ratio_summary(seconds[other], seconds[own])
+                f"{other} / {own}": ratio_summary(values[other], values[own])
                 for own in (OURS, OURS_COMPILED) for other in (STOCK, STOCK_COMPILED)
-                if own in seconds and other in seconds
+                if own in values and other in values
             },
         }  # fmt: skip
         if run.device == "cuda":
@@ -136,6 +138,19 @@ def _model(run: Run, name: str) -> Any:
     model = model.to(run.device, torch.bfloat16).train()
     lora = LoraConfig(r=16, target_modules=r".*\.(in_proj\w*|out_proj|[qkvo]_proj|\w+_proj)")
     return get_peft_model(model, lora).base_model.model
+
+
+def _timed(side: str, call: Callable[[], Any], device: str) -> float:
+    """Return the seconds of a pass, and say them: some sides take minutes, stock's Mamba-2 one a pass."""
+    took = seconds_of(call, device)
+    print(f"  {side}: {took:.2f} s", file=sys.stderr, flush=True)
+    return took
+
+
+def _compiled_pass(layers: CompiledLayers, model: Any, ids: Tensor, batch: PackedBatch) -> None:
+    _packed_pass(model, ids, batch)
+    if "eager" in layers.path:  # what cannot be compiled runs, and would be timed under a wrong name
+        raise RuntimeError(f"ran eager: {layers.reason}")
 
 
 def _packed_pass(model: Any, ids: Tensor, batch: PackedBatch) -> None:
@@ -194,6 +209,25 @@ def _errors(lengths: tuple[int, ...], device: str) -> dict[str, float]:
 def table(record: Record) -> str:
     """Return a few lines per row: milliseconds of each side, and how much faster ours are."""
     return "\n".join(line for row in record["rows"] for line in _lines(row))
+
+
+def markdown(record: Record) -> str:
+    """Return the record for a page."""
+    compared = (STOCK, OURS), (STOCK, OURS_COMPILED), (STOCK_COMPILED, OURS_COMPILED)
+    pairs = [f"{other} / {own}" for other, own in compared]
+    rows = []
+    for row in (row for row in record["rows"] if not row.get("skipped")):
+        sides, ratios = row["sides"], row["ratios"]
+        ms = (f"{sides[side]['seconds']['median'] * 1e3:,.0f}" if side in sides else "-" for side in SIDES)
+        over = (ratio_cell(ratios[pair]) if pair in ratios else "-" for pair in pairs)
+        rows.append([row["setting"], f"{row['padding_factor']:.2f}", *ms, *over])
+    said = (
+        "**Hybrid models**: milliseconds of a forward and a backward pass, stock's padded batch beside the packed row "
+        "of the same documents; *delta*: a small Qwen3.5, *mamba2*: a small Granite hybrid, *qwen3.5-4b*: four layers "
+        "of its shape, LoRA, bf16. *padding*: tokens of stock's batch by those of the documents."
+    )
+    head = "documents | >padding | >stock | >stock, compiled | >packed | >packed, compiled | >packed over stock"
+    return f"{said}\n\n{grid(head + ' | >compiled over stock | >compiled over compiled', rows)}"
 
 
 def _lines(row: Mapping[str, Any]) -> list[str]:

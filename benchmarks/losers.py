@@ -7,7 +7,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from benchmarks.readme_cells import grid
-from benchmarks.several_gpus import COMPILED, LAST, SIDES, STEPS, cases_of
+from benchmarks.several_gpus import COMPILED, EAGER, LAST, SIDES, STEPS, cases_of
 from benchmarks.side_table import KINDS, MODELS
 from fastpack_trl.bench.views import device_of
 
@@ -28,11 +28,17 @@ def several_gpus_table(record: Record) -> str:
             lines.append([_what(row), *shown, *times, memory, "-" if apart is None else f"{apart:.1e}"])
     head = (
         f"**{record['settings']['processes']} GPUs, {device_of(record)}.** Milliseconds of a step, the median of the "
-        f"last {LAST} of {STEPS}; a packed row of 4,096 tokens per GPU. FSDP 2 hands out losses in bf16. Stock lets "
-        "documents of gpt-oss see each other. ZeRO is tested on two processes of a CPU and has not run on GPUs."
+        f"last {LAST} of {_steps_in_all(record)}; a packed row of 4,096 tokens per GPU. FSDP 2 hands out losses in "
+        "bf16. Stock lets documents of gpt-oss see each other. ZeRO is tested on two processes of a CPU and has "
+        "not run on GPUs."
     )
     columns = "case | >stock | >stock compiled | >fastpack | >over stock | >over compiled | >GiB, stock / fastpack"
     return f"{head}\n\n{grid(columns + ' | >loss from stock', lines)}"
+
+
+def _steps_in_all(record: Record) -> int:
+    sides = (side for row in record["rows"] for side in row.values() if isinstance(side, Mapping))
+    return max((1 + len(side["step_ms"]) for side in sides if side.get("step_ms")), default=STEPS)
 
 
 def _steps(row: Record) -> dict[str, list[float]]:
@@ -45,7 +51,9 @@ def _what(row: Record) -> str:
     case = cases_of("cuda")[row["name"]]
     engine = "FSDP 2" if case.fsdp else "DDP"
     layers = f" ({case.layers} of its layers)" if case.layers else ""
-    return f"{engine}, {MODELS.get(case.shape, case.shape)}{layers} {KINDS[_TRAINS[case.lora]]}"
+    eager = row.get(EAGER, {}).get("step_ms")
+    captured = f", steps captured ({median(eager[-LAST:]):,.0f} ms eager)" if eager else ""
+    return f"{engine}, {MODELS.get(case.shape, case.shape)}{layers} {KINDS[_TRAINS[case.lora]]}{captured}"
 
 
 def _gib(side: Record) -> float:

@@ -15,6 +15,7 @@ from benchmarks import (
     equal_memory,
     fp8_accuracy,
     fp8_steps,
+    hybrid,
     row_profile,
     shared_prefixes,
     side_table,
@@ -172,6 +173,7 @@ _TABLES: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
     "host_overhead": host_overhead_table,
     "collator": collator_table,
     "shared_prefixes": _made(shared_prefixes.markdown),
+    "hybrid": _made(hybrid.markdown),
     "cuda_tests": cuda_tests.said,
 }
 
