@@ -45,6 +45,11 @@ def _sides(record: Record) -> str:
     return _listed(f'"{row["side"]}"' for row in record["rows"])
 
 
+def _settings(record: Record) -> str:
+    rows = _listed(f'"{row["setting"]}"' for row in record["rows"])
+    return f"--rows {rows} --rounds {record['settings']['rounds']}"
+
+
 def _moe(record: Record) -> str:
     return f"--rows {_models(record)} --rounds {record['settings']['rounds']}"
 
@@ -76,6 +81,8 @@ def _seconds(record: Record) -> str:
 
 _OPTIONS: dict[str, Callable[[Record], str]] = {
     "moe": _moe,
+    "hybrid": _settings,
+    "preference": lambda record: f"--rows {_rows(record)} --rounds {record['settings']['rounds']}",
     "by_itself": lambda record: f"{record['settings']['optimisation']}{_seconds(record)}",
     "first_step": lambda record: f"{_rows(record)} --steps {' '.join(map(str, record['settings']['steps']))}",
     "memory_caps": _memory_caps,

@@ -33,7 +33,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "activation_memory": ("attention", "checkpointing", "kernels", "model", "packing"),
     "by_itself": ("attention", "checkpointing", "kernels", "model", "moe", "packing"),
     "collator": ("packing",),
+    "hybrid": ("attention", "compile", "kernels", "model", "packing", "recurrent"),
     "moe": ("attention", "kernels", "model", "moe", "packing"),
+    "preference": (*TRAINING, "trainers"),
     "preparation": ("packing",),
 }
 """Rooms of the package by case; a case that is not here uses all."""
