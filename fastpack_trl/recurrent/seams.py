@@ -56,7 +56,7 @@ def _knowing(stock: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..
             return stock(*args, **kwargs)
         return ours(packed_chunks, *args, **kwargs)
 
-    return update_wrapper(either, stock)
+    return update_wrapper(either, stock, updated=())  # a module of `kernels` has its state there
 
 
 def _conv(
