@@ -141,13 +141,14 @@ def test_a_compiled_layer_holds_it_as_an_operator(installed: Any) -> None:
     ("source", "reason"),
     [
         ("raise OSError('no libcuda')", "OSError: no libcuda"),
+        (PACKAGE.replace("outs = []", "raise RuntimeError('no kernel image')"), "RuntimeError: no kernel image"),
         ("", "there is no fla.ops.gated_delta_rule.chunk_gated_delta_rule"),
         (PACKAGE.replace("torch.cat(outs)", "torch.cat(outs) * 1.1"), "its output is 10.0% off that of plain torch"),
         (PACKAGE.replace("x[0, start:end]", "x[0, start:end].detach()"), "does not require grad"),
         (PACKAGE.replace("(q, k, v, g, beta)]", "(q, k, v, g + g.detach() - g, beta)]"), "gradient of g is"),
         (PACKAGE.replace("torch.cat(outs)", "torch.cat(outs) * float('nan')"), "its output is nan% off"),
     ],
-    ids=["import", "moved", "output", "no gradient", "one gradient", "nan"],
+    ids=["import", "call", "moved", "output", "no gradient", "one gradient", "nan"],
 )  # fmt: skip
 def test_a_broken_package_is_named_and_plain_torch_runs(
     installed: Any, source: str, reason: str, caplog: pytest.LogCaptureFixture
