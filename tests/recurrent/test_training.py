@@ -56,7 +56,7 @@ def test_the_log_of_a_run_is_stocks(family: str, lora: bool, tmp_path: Path) -> 
     assert_same_log(ours, stock, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "olmo_hybrid", "kimi_linear", "bamba", "lfm2"])
 def test_packed_rows_are_proven_and_run_without_a_wait_per_step(family: str, tmp_path: Path) -> None:
     if not reached(family):
         pytest.skip("in padded rows with this transformers")
