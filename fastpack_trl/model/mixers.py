@@ -128,19 +128,14 @@ def _mixer(cls: Any) -> Mixer | None:
     own = [(name, passes) for name, passes in calls if _is_of(home, name) and name not in _APART]
     names = {name for name, _ in own}
     scans = names & SCANS.keys()
-    if not own or CONV not in names or not names <= set(FUNCTIONS) or len(scans) > 1:
-        return None
-    if not all(passes for _, passes in own):
+    if CONV not in names or not names <= set(FUNCTIONS) or len(scans) > 1 or not all(passes for _, passes in own):
         return None
     repeats = any(isinstance(node, ast.Attribute) and node.attr == "repeat_interleave" for node in ast.walk(tree))
     return Mixer(SCANS[scans.pop()] if scans else SHORT_CONV, tuple(sorted(names)), home, repeats)
 
 
 def _is_of(home: ModuleType, name: str) -> bool:
-    """Return whether a module of Python defines a function of this name, wrapped or not.
-
-    Where the package `kernels` is installed, it makes an `nn.Module` of each function that a kernel of the hub may replace.
-    """
+    """Return whether a module of Python defines a function of this name; the package `kernels` makes a module of it."""
     function = vars(home).get(name)
     own = inspect.isroutine(function) and getattr(function, "__module__", None) == home.__name__
     return own or isinstance(function, nn.Module)

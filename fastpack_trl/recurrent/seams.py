@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.facts import text_model
@@ -66,14 +67,10 @@ def _conv(
     _check(hidden_states.shape[0], hidden_states.shape[2], chunks)
     silu = activation in ("silu", "swish")
     out = packed_conv(hidden_states, weight, bias, chunks, silu=silu)
-    return out if silu or activation is None else _activation(activation)(out)
-
-
-def _activation(name: str) -> Callable[[Tensor], Tensor]:
-    from transformers.activations import ACT2FN
-
-    function: Callable[[Tensor], Tensor] = ACT2FN[name]
-    return function
+    if silu or activation is None:
+        return out
+    activated: Tensor = ACT2FN[activation](out)
+    return activated
 
 
 def _delta_rule(
