@@ -14,7 +14,6 @@ from typing import Any
 
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.facts import text_model
@@ -69,6 +68,8 @@ def _conv(
     out = packed_conv(hidden_states, weight, bias, chunks, silu=silu)
     if silu or activation is None:
         return out
+    from transformers.activations import ACT2FN
+
     activated: Tensor = ACT2FN[activation](out)
     return activated
 
