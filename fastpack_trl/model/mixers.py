@@ -45,15 +45,17 @@ class Mixer(NamedTuple):
         kind: for people.
         functions: that its forward calls, of `FUNCTIONS`.
         home: the module of Python whose names these are.
+        repeats: the forward repeats the heads of keys before it calls them, as transformers 5.17 does.
     """
 
     kind: str
     functions: tuple[str, ...]
     home: ModuleType
+    repeats: bool = False
 
 
 class Scan(NamedTuple):
-    """What the scan of a recurrent layer computes: ``Scan("gated delta rule", 16, 32, 128, 128)``.
+    """What the scan of a recurrent layer is given: ``Scan("gated delta rule", 16, 32, 128, 128)``.
 
     Attributes:
         kind: as of `Mixer`.
@@ -96,7 +98,8 @@ def scan_of(module: Any, mixer: Mixer) -> Scan | None:
     found = next((names for names in _SIZES if all(hasattr(module, name) for name in names)), None)
     if found is None or mixer.kind == SHORT_CONV:
         return None
-    return Scan(mixer.kind, *(int(getattr(module, name)) for name in found))
+    key_heads, heads, size, width = (int(getattr(module, name)) for name in found)
+    return Scan(mixer.kind, heads if mixer.repeats else key_heads, heads, size, width)
 
 
 def mixers(model: nn.Module) -> dict[nn.Module, Mixer]:
@@ -125,14 +128,14 @@ def _mixer(cls: Any) -> Mixer | None:
     own = [(name, passes) for name, passes in calls if _is_of(home, name) and name not in _APART]
     names = {name for name, _ in own}
     scans = names & SCANS.keys()
-    if not own or CONV not in names or not names <= set(FUNCTIONS) or len(scans) > 1:
+    if CONV not in names or not names <= set(FUNCTIONS) or len(scans) > 1 or not all(passes for _, passes in own):
         return None
-    if not all(passes for _, passes in own):
-        return None
-    return Mixer(SCANS[scans.pop()] if scans else SHORT_CONV, tuple(sorted(names)), home)
+    repeats = any(isinstance(node, ast.Attribute) and node.attr == "repeat_interleave" for node in ast.walk(tree))
+    return Mixer(SCANS[scans.pop()] if scans else SHORT_CONV, tuple(sorted(names)), home, repeats)
 
 
 def _is_of(home: ModuleType, name: str) -> bool:
-    """Return whether a module of Python defines a function of this name, wrapped or not."""
+    """Return whether a module of Python defines a function of this name; the package `kernels` makes a module of it."""
     function = vars(home).get(name)
-    return inspect.isroutine(function) and getattr(function, "__module__", None) == home.__name__
+    own = inspect.isroutine(function) and getattr(function, "__module__", None) == home.__name__
+    return own or isinstance(function, nn.Module)

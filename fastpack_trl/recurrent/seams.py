@@ -56,7 +56,7 @@ def _knowing(stock: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..
             return stock(*args, **kwargs)
         return ours(packed_chunks, *args, **kwargs)
 
-    return update_wrapper(either, stock)
+    return update_wrapper(either, stock, updated=())  # a module of `kernels` has its state there
 
 
 def _conv(
@@ -66,14 +66,12 @@ def _conv(
     _check(hidden_states.shape[0], hidden_states.shape[2], chunks)
     silu = activation in ("silu", "swish")
     out = packed_conv(hidden_states, weight, bias, chunks, silu=silu)
-    return out if silu or activation is None else _activation(activation)(out)
-
-
-def _activation(name: str) -> Callable[[Tensor], Tensor]:
+    if silu or activation is None:
+        return out
     from transformers.activations import ACT2FN
 
-    function: Callable[[Tensor], Tensor] = ACT2FN[name]
-    return function
+    activated: Tensor = ACT2FN[activation](out)
+    return activated
 
 
 def _delta_rule(

@@ -36,7 +36,7 @@ seen = []
 def chunk_gated_delta_rule(
     q, k, v, g, beta, *, use_qk_l2norm_in_kernel=False, cu_seqlens=None, chunk_indices=None, **kwargs
 ):
-    seen.append((cu_seqlens, chunk_indices))
+    seen.append((cu_seqlens, chunk_indices, q.shape[2:]))
     lengths = [int((chunk_indices[:, 0] == i).sum()) for i in range(len(cu_seqlens) - 1)]
     ends = cu_seqlens.tolist()
     assert lengths == [-(-(end - start) // 64) for start, end in zip(ends, ends[1:])]
@@ -112,11 +112,13 @@ def test_every_layer_is_given_the_same_tensors_and_the_run_is_that_of_plain_torc
     with packed_attention(model) as attention:
         assert "gated delta rule by fla" in attention.choice.reason
         seen = sys.modules["fla.ops.gated_delta_rule"].seen
-        seen.clear()  # of the trial
+        tried = {heads for *_, heads in seen}
+        seen.clear()
         loss = packed(model, ids, batch)
         loss.backward()
     assert len(seen) == 4  # of two layers, forward and again in backward
-    assert all(ends is batch.cu_seqlens and chunks is seen[0][1] for ends, chunks in seen)
+    assert all(ends is batch.cu_seqlens and chunks is seen[0][1] for ends, chunks, _ in seen)
+    assert tried == {heads for *_, heads in seen}  # transformers 5.17 repeats those of keys before
     torch.testing.assert_close(loss, expected, rtol=1e-2, atol=0)
     for name, gradient in gradients(model).items():
         assert float((gradient - plain[name]).norm()) <= 0.03 * float(plain[name].norm()) + 1e-5, name
@@ -139,13 +141,14 @@ def test_a_compiled_layer_holds_it_as_an_operator(installed: Any) -> None:
     ("source", "reason"),
     [
         ("raise OSError('no libcuda')", "OSError: no libcuda"),
+        (PACKAGE.replace("outs = []", "raise RuntimeError('no kernel image')"), "RuntimeError: no kernel image"),
         ("", "there is no fla.ops.gated_delta_rule.chunk_gated_delta_rule"),
         (PACKAGE.replace("torch.cat(outs)", "torch.cat(outs) * 1.1"), "its output is 10.0% off that of plain torch"),
         (PACKAGE.replace("x[0, start:end]", "x[0, start:end].detach()"), "does not require grad"),
         (PACKAGE.replace("(q, k, v, g, beta)]", "(q, k, v, g + g.detach() - g, beta)]"), "gradient of g is"),
         (PACKAGE.replace("torch.cat(outs)", "torch.cat(outs) * float('nan')"), "its output is nan% off"),
     ],
-    ids=["import", "moved", "output", "no gradient", "one gradient", "nan"],
+    ids=["import", "call", "moved", "output", "no gradient", "one gradient", "nan"],
 )  # fmt: skip
 def test_a_broken_package_is_named_and_plain_torch_runs(
     installed: Any, source: str, reason: str, caplog: pytest.LogCaptureFixture

@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from attention_material import packed
-from hybrid_material import HYBRIDS, hybrid_model, reached
+from hybrid_material import HYBRIDS, composite_model, hybrid_model, reached
 from torch import Tensor
 
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.attention.proof import verify_packing
 from fastpack_trl.errors import NonFiniteError, PackingError
 from fastpack_trl.model.facts import read_features
-from fastpack_trl.model.mixers import FUNCTIONS
+from fastpack_trl.model.mixers import FUNCTIONS, _mixer
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.testing import gradients, tiny_model
 
@@ -148,21 +148,85 @@ def test_an_evaluation_of_a_packed_row_makes_no_cache() -> None:
 
 @pytest.mark.parametrize("kind", ["a class of its own", "hub kernels"])
 def test_layers_whose_functions_are_not_called_run_in_padded_rows(kind: str) -> None:
-    model = hybrid_model("qwen3_next")
+    model, (ids, batch), calls = hybrid_model("qwen3_next"), make_row(), []
     layer = model.model.layers[0].linear_attn
     if kind == "a class of its own":
 
         class Own(type(layer)):  # type: ignore[misc]
             def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-                return super().forward(hidden_states, *args, **kwargs)
+                calls.append(hidden_states.shape)
+                return 2 * super().forward(hidden_states, *args, **kwargs)
 
         layer.__class__ = Own
     else:
         model._use_kernels = True
+    expected = separate(model, ids, LENGTHS)[0]
+    calls.clear()
     with packed_attention(model) as attention:
         assert attention.path == "padded_rows"
         why = "linear_attention layers" if kind == "a class of its own" else "use_kernels=True"
         assert why in attention.choice.reason
+        assert abs(packed(model, ids, batch).item() - expected) <= 1e-5
+    assert bool(calls) == (kind == "a class of its own")
+
+
+def test_a_subclass_with_stocks_forward_packs() -> None:
+    model = hybrid_model("qwen3_next")
+    layer = model.model.layers[0].linear_attn
+    layer.__class__ = type("Own", (type(layer),), {})
+    assert read_features(model).mixers == {"gated delta rule"}
+    assert verify_packing(model).proven
+
+
+def test_a_forward_of_the_users_that_drops_the_keyword_is_found_by_the_proof() -> None:
+    model = hybrid_model("qwen3_next")
+    layer = model.model.layers[0].linear_attn
+    stock = layer.forward
+    layer.forward = lambda hidden_states, **keywords: stock(hidden_states, **keywords)
+    assert verify_packing(model).proven
+    layer.forward = lambda hidden_states, **_dropped: stock(hidden_states)
+    assert verify_packing(model).leaks
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "falcon_h1"])
+def test_functions_that_the_package_kernels_has_wrapped_are_replaced(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is installed, these are modules, for the case that a kernel of the hub is asked for."""
+
+    class Func(torch.nn.Module):
+        def __init__(self, function: Any) -> None:
+            super().__init__()
+            self.function = (function,)  # no part of it, if the package is there and has made a module of it
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.function[0](*args, **kwargs)
+
+    model, (ids, batch) = hybrid_model(family), make_row()
+    home = vars(sys.modules[type(model).__module__])
+    for name in FUNCTIONS:
+        if name in home:
+            monkeypatch.setitem(home, name, Func(home[name]))
+    _mixer.cache_clear()
+    expected = separate(model, ids, LENGTHS)[0]
+    with packed_attention(model) as attention:
+        assert attention.path == "per_document"
+        assert abs(packed(model, ids, batch).item() - expected) <= 1e-5
+
+
+@pytest.mark.parametrize("lengths", [(1,), (200,), (64, 64)], ids=str)
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "falcon_h1", "lfm2"])
+def test_rows_of_one_document_and_rows_cut_where_a_chunk_ends(family: str, lengths: tuple[int, ...]) -> None:
+    if not reached(family):
+        pytest.skip("in padded rows with this transformers")
+    model, (ids, batch) = hybrid_model(family), make_row(lengths)
+    expected = [model(input_ids=document[None], use_cache=False).logits for document in ids[0].split(lengths)]
+    with packed_attention(model):
+        keywords = to_transformers_kwargs(batch)
+        actual = model(input_ids=ids, packed_batch=batch, use_cache=False, **keywords).logits
+        actual.sum().backward()
+    torch.testing.assert_close(actual, torch.cat(expected, 1), rtol=1e-4, atol=1e-5)
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients(model).values())
 
 
 @pytest.mark.parametrize("family", ["mamba2", "mamba", "jamba", "recurrent_gemma"])
@@ -230,16 +294,7 @@ def test_a_model_in_16_bits_is_as_near_as_stock(family: str, dtype: torch.dtype)
 
 def test_the_text_of_a_composite_model_packs() -> None:
     """Its positions are expanded to four rows, of which the rotary embedding reads three."""
-    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
-
-    text = {
-        **hybrid_model("qwen3_5_text").config.to_dict(),
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0],
-                            "partial_rotary_factor": 0.5, "mrope_interleaved": True},
-    }  # fmt: skip
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
-    torch.manual_seed(0)
-    model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=vision)).float().train()
+    model = composite_model()
     ids, batch = make_row()
     expected, stock = separate(model, ids, LENGTHS)
     model.zero_grad()

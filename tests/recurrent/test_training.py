@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +12,11 @@ import pytest
 import torch
 from compile_material import Counting, loss_of, one_step
 from datasets import Dataset
-from hybrid_material import hybrid_model, reached
+from hybrid_material import composite_model, hybrid_model, reached
 from torch import Tensor
-from trainer_material import assert_same_log, both, sentences, train
+from trainer_material import assert_same_log, both, figures, sentences, train
+from transformers import TrainerCallback
+from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention.install import packed_attention
@@ -51,7 +56,7 @@ def test_the_log_of_a_run_is_stocks(family: str, lora: bool, tmp_path: Path) -> 
     assert_same_log(ours, stock, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "bamba", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "olmo_hybrid", "kimi_linear", "bamba", "lfm2"])
 def test_packed_rows_are_proven_and_run_without_a_wait_per_step(family: str, tmp_path: Path) -> None:
     if not reached(family):
         pytest.skip("in padded rows with this transformers")
@@ -64,6 +69,98 @@ def test_packed_rows_are_proven_and_run_without_a_wait_per_step(family: str, tmp
     with packed_attention(model), count_host_syncs() as syncs:
         loss_of(model, ids, batch).backward()
     assert syncs.total == 0, syncs.entries
+
+
+class Generates(TrainerCallback):
+    """Generates after each step, from prompts with padding on the left."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
+        ids = torch.randint(5, 90, (2, 70), generator=torch.Generator().manual_seed(3))
+        mask = torch.ones_like(ids)
+        mask[0, :30] = 0
+        model.eval()
+        with torch.no_grad():
+            found = model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        self.seen.append(found.tolist())
+        model.train()
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "kimi_linear", "falcon_h1"])
+def test_generating_in_the_middle_of_a_run_is_stocks(family: str, tmp_path: Path) -> None:
+    runs, texts = [], []
+    for name in ("ours", "stock"):
+        callback = Generates()
+        runs.append(
+            train(FastSFTTrainer if name == "ours" else SFTTrainer, tmp_path / name, model=hybrid_model(family),
+                  data=documents(), trainer={"callbacks": [callback]}, **LONG)
+        )  # fmt: skip
+        texts.append(callback.seen)
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 4
+    assert_same_log(*runs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_composite_model_trains_on_text_as_stock_does(tmp_path: Path) -> None:
+    ours, stock = both(tmp_path, model=composite_model(), data=documents(), **LONG)
+    assert ours.fastpack_report["packed_attention"].path == "per_document"
+    assert_same_log(ours, stock, rtol=1e-5, atol=1e-6)
+
+
+# In a process where the packages are installed: stock decides on import which of their functions it calls.
+BROKEN_RUN = """
+import sys
+from pathlib import Path
+from hybrid_material import hybrid_model
+from test_training import LONG, documents
+from trainer_material import build, figures
+from fastpack_trl import FastSFTTrainer
+
+for family in ("qwen3_5_text", "falcon_h1"):
+    for proof in ("auto", "off"):
+        runner = build(
+            FastSFTTrainer, Path(sys.argv[1], family), model=hybrid_model(family), data=documents(),
+            fast={"verify_packing": proof}, **LONG,
+        )
+        try:
+            runner.train()
+            print("losses:", *(row["loss"] for row in figures(runner) if "loss" in row))
+        except RuntimeError as error:
+            print("raised:", error, "|", runner.fastpack_report["batches"].reason)
+"""
+PACKAGES = {
+    "causal_conv1d": "causal_conv1d_fn", "fla.ops.gated_delta_rule": "chunk_gated_delta_rule",
+    "mamba_ssm.ops.triton.ssd_combined": "mamba_chunk_scan_combined",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", ["import", "call"])
+def test_packages_that_are_broken_are_named_and_do_not_matter_to_packed_rows(broken: str, tmp_path: Path) -> None:
+    """Where a call raises, stock runs no batch, and the proof, which compares with it, names the package."""
+    for package, name in PACKAGES.items():
+        folder = tmp_path / "site" / package.replace(".", "/")
+        folder.mkdir(parents=True)
+        source = f"def {name}(*args, **kwargs): raise RuntimeError('{package} is broken')"
+        (folder / "__init__.py").write_text("raise OSError('undefined symbol')" if broken == "import" else source)
+    path = os.pathsep.join([str(tmp_path / "site"), str(Path(__file__).parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", BROKEN_RUN, str(tmp_path)], env={**os.environ, "PYTHONPATH": path},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("raised: ", "losses: "))]
+    for family, (proven, unproven) in zip(("qwen3_5_text", "falcon_h1"), (lines[:2], lines[2:]), strict=True):
+        whole = train(FastSFTTrainer, tmp_path / family, model=hybrid_model(family), data=documents(), **LONG)
+        losses = pytest.approx([row["loss"] for row in figures(whole) if "loss" in row], rel=1e-6)
+        assert [float(loss) for loss in unproven.split()[1:]] == losses
+        if broken == "import":
+            assert [float(loss) for loss in proven.split()[1:]] == losses
+        else:
+            assert proven.startswith("raised: causal_conv1d is broken | ")
+            assert "the proof cannot run on this model: RuntimeError: causal_conv1d is broken" in proven
 
 
 def row(lengths: tuple[int, ...]) -> tuple[Tensor, PackedBatch]:

@@ -89,6 +89,20 @@ def hybrid_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
     return model.train()
 
 
+def composite_model() -> Any:
+    """Return a model with a vision tower around the text model of Qwen3.5, in training mode."""
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    text = {
+        **hybrid_model("qwen3_5_text").config.to_dict(),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0],
+                            "partial_rotary_factor": 0.5, "mrope_interleaved": True},
+    }  # fmt: skip
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    torch.manual_seed(0)
+    return Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=vision)).float().train()
+
+
 BY_SEQ_IDX = ("lfm2", "lfm2_moe")
 """Families that hand the documents to their convolution as `seq_idx` alone in transformers 5.17."""
 
