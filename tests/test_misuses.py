@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from sft_material import Material
+from trainer_material import TEMPLATE
 from transformers import TrainerCallback
 
 from fastpack_trl.cli.main import main
@@ -80,6 +81,11 @@ COMMANDS = [
     Misuse("sft --config {yaml} data.jsonl", "unexpected argument 'data.jsonl': options start with --"),
     Misuse("sft --config {yaml} --num_processes", "'--num_processes' needs a value"),
     # sft: keys, types, files
+    Misuse(
+        "sft --config {yaml} --assistant_only_loss true",
+        "some conversation has nothing of the assistant: drop such",
+        "dataset_name: a.jsonl\nchat_template_path: marked.jinja",
+    ),
     Misuse("sft --config {yaml}", "did you mean 'packed_attention'?", "packed_atention: auto"),
     Misuse("sft --config {yaml}", "'sequence_len'; did you mean 'max_length'?", "sequence_len: 64"),
     Misuse("sft --config {yaml}", "'abc' is not an integer", "max_length: abc"),
@@ -228,6 +234,8 @@ def line_of(
             (saved := Path(f"adapters/checkpoint-{step}")).mkdir(parents=True, exist_ok=True)
             (saved / "adapter_config.json").write_text("{}", encoding="utf-8")
             os.utime(saved / "adapter_config.json", (step, step))
+        Path("a.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}', encoding="utf-8")
+        Path("marked.jinja").write_text(TEMPLATE, encoding="utf-8")
         for name, about in (("left", '{"base_model_name_or_path": "./moved"}'), ("cut", "{")):
             Path(name).mkdir(exist_ok=True)
             Path(name, "adapter_config.json").write_text(about, encoding="utf-8")
