@@ -97,22 +97,22 @@ def glance(results: Results) -> str:
         return "Open."
     table = [
         [line.what, f"**{line.times(OURS):.1f}x**",
-         f"{line.times(OURS, 'stock compiled'):.1f}x" if "stock compiled" in line.runs else "not measured yet",
+         f"{line.times(OURS, 'stock compiled'):.1f}x" if "stock compiled" in line.runs else "-",
          *(f"{line.runs[side].gib:.1f} GiB" if side in line.runs else "-" for side in (SHOWN[0], *SHOWN[2:]))]
         for line in shown
     ]  # fmt: skip
     used = list(dict.fromkeys(line.file for line in shown))
     devices = ", ".join(dict.fromkeys(device_of(results[file]) for file in used))
     note = (
-        f"{devices}; all steps of a run together, start-up as far as its record has it; LoRA of rank 16, real text, "
-        "random weights, every side at its defaults in a process of its own. *stock*: `trl.SFTTrainer` as installed, "
-        "which checkpoints; *stock compiled*: its layers compiled by accelerate; *same memory*: fastpack recomputes "
-        "as stock does. fastpack takes free memory to be faster, as far as there is some. Stock lets documents of "
-        "gpt-oss see each other and so trains on another loss. "
+        f"{devices}; all steps of a run together, the slow first ones too where its record has them; LoRA of rank 16, "
+        "real text, random weights, every side at its defaults in its own process; -: not measured. *stock*: "
+        "`trl.SFTTrainer` as installed, which checkpoints; *stock compiled*: its layers compiled by accelerate; "
+        "*same memory*: fastpack recomputes as stock does. fastpack takes free memory to be faster. "
+        "Stock lets documents of gpt-oss see each other and so trains on another loss. "
         + "; ".join(record_of(file, results[file]) for file in used)
         + "."
     )
-    columns = "training | >over stock | >over stock compiled | >memory: stock | >same memory | >fastpack"
+    columns = "training | >over stock | >over stock compiled | >memory: stock | >fastpack (same memory) | >fastpack"
     picture = f"![time and memory beside stock TRL](docs/figures/{PICTURE})"
     return "\n\n".join([picture, *_why(results), grid(columns, table), note])
 
@@ -137,7 +137,7 @@ def _launched(cell: Cell) -> tuple[float, float]:
     return run["profile"]["launches"], max(0.0, 1 - run["profile"]["busy_seconds"] / median(run["step_seconds"]))
 
 
-_BAR, _HEADING, _TOP, _LOW, _WIDTH = 0.118, 1.25, 0.5, 0.42, 8.4  # inches; the heading in bars
+_BAR, _HEADING, _TOP, _LOW, _WIDTH = 0.118, 1.25, 0.6, 0.22, 8.4  # inches; the heading in bars
 
 
 def figure(results: Results) -> Figure | None:
@@ -172,9 +172,10 @@ def figure(results: Results) -> Figure | None:
             at += 1
         at += 0.4 + _HEADING * 0.2
     most = max(run.gib for line in shown for run in line.runs.values())
-    for axes, room, label in zip(panels, (1.08, most * 1.2), ("time, stock = 1", "peak memory, GiB"), strict=True):
-        axes.set(ylim=(at - 0.6, -0.8), xlim=(0, room), xlabel=label, yticks=[])
-        axes.xaxis.label.set_size(7.8)
+    said = ("time, stock = 1 (shorter is faster)", "peak memory, GiB")
+    for axes, room, label in zip(panels, (1.08, most * 1.2), said, strict=True):
+        axes.set(ylim=(at - 0.6, -0.8), xlim=(0, room), yticks=[])
+        axes.set_title(label, loc="left", fontsize=7.8, pad=3)
         axes.tick_params(labelsize=7.2)
         axes.grid(visible=False, axis="y")
     made.subplots_adjust(0.016, _LOW / height, 0.99, 1 - _TOP / height, wspace=0.04)

@@ -335,7 +335,7 @@ def plot(record: Mapping[str, Any], source: str = "") -> Figure:
         losses.set_ylabel(f"model {row['model']}")
         errors.set_ylim(bottom=0)
         errors.locator_params(axis="x", integer=True)
-    titles = ("held-out loss", "loss less that over bf16", "gradients off fp32's, %")
+    titles = ("held-out loss", "held-out loss minus bf16's", "gradient error against fp32, %")
     for axes, title in zip(grid[0], titles, strict=True):
         axes.set_title(title, fontsize=9)
     for axes, label in zip(grid[-1], ("step", "step", "layer"), strict=True):

@@ -27,9 +27,9 @@ LEAKS = ("gpt-oss",)
 """Models whose packed documents see each other under stock: their losses differ."""
 MODELS = {
     "qwen3-0.6b": "Qwen3-0.6B", "llama-3.2-1b": "Llama-3.2-1B", "qwen3-8b": "Qwen3-8B", "qwen3-14b": "Qwen3-14B",
-    "qwen3-30b-a3b": "Qwen3-30B-A3B", "qwen3-32b": "Qwen3-32B",
+    "qwen3-30b-a3b": "Qwen3-30B-A3B", "qwen3-32b": "Qwen3-32B", "small": "small Qwen3",
 }  # fmt: skip
-KINDS = {"lora": "LoRA", "nf4": "QLoRA", "full": "all weights", "experts": "LoRA on experts"}
+KINDS = {"lora": "LoRA", "nf4": "QLoRA", "full": "full fine-tuning", "experts": "LoRA on experts"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +244,7 @@ def figure(record: Mapping[str, Any], source: str = "") -> Figure:
         for side, cell in sides.items():
             good = bool(cell.runs) and (side == "stock" or believed(row, sides["stock"], cell))
             times = cell.rate / sides["stock"].rate if good else 0.0
-            label = f"{times:.1f}x   {cell.rate:,.0f} tokens/s" if good else _reason(cell)
+            label = f"{times:.1f}x   {cell.rate:,.0f} tokens/s" if good else f"{side}: {_reason(cell)}"
             shown[side] = axes.barh(at, times, 0.85, color=COLOURS[side])
             text = axes.annotate(label, (times, at), (4, 0), textcoords="offset points", va="center", fontsize=8)
             text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.3})  # over a line of the grid
@@ -258,7 +258,9 @@ def figure(record: Mapping[str, Any], source: str = "") -> Figure:
     beside = f"fastpack trains at {span} times the speed of stock TRL" if ours else "Training beside stock TRL"
     legend(made, shown)
     return headed(
-        made, f"{beside}, {device_of(record)}", "Tokens per second of whole training steps, padding not counted"
+        made,
+        f"{beside}, {device_of(record)}",
+        "Tokens per second of the median step after the warm-up, padding not counted",
     )
 
 
@@ -269,4 +271,4 @@ def _place(row: str) -> int:
 
 def _reason(cell: Cell) -> str:
     """Return why a side has no bar, in a few words: the name of its error; the table has all of it."""
-    return f"failed: {cell.failed.partition(':')[0][:_SHOWN]}" if cell.failed else "losses differ"
+    return cell.failed.partition(":")[0][:_SHOWN] or "losses differ"

@@ -55,7 +55,7 @@ BUDGETS = {
     "callbacks": 550,
     "capture": 1800,
     "checkpointing": 2200,
-    "cli": 1250,
+    "cli": 1300,
     "compile": 950,
     "kernels": 1500,
     "lora": 2000,
@@ -65,13 +65,13 @@ BUDGETS = {
     "packing": 3500,
     "quickstart": 950,
     "recurrent": 1200,
-    "recipe": 3100,
+    "recipe": 3150,
     "run": 500,
     "step": 2500,
     "trainers": 1100,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 36550, "benchmarks": 7800, "tests": 39100}
+TOTALS = {"fastpack_trl": 36650, "benchmarks": 7800, "tests": 39150}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",

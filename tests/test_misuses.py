@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 from sft_material import Material
+from trainer_material import TEMPLATE
 from transformers import TrainerCallback
 
 from fastpack_trl.cli.main import main
@@ -79,6 +81,11 @@ COMMANDS = [
     Misuse("sft --config {yaml} data.jsonl", "unexpected argument 'data.jsonl': options start with --"),
     Misuse("sft --config {yaml} --num_processes", "'--num_processes' needs a value"),
     # sft: keys, types, files
+    Misuse(
+        "sft --config {yaml} --assistant_only_loss true",
+        "some conversation has nothing of the assistant: drop such",
+        "dataset_name: a.jsonl\nchat_template_path: marked.jinja",
+    ),
     Misuse("sft --config {yaml}", "did you mean 'packed_attention'?", "packed_atention: auto"),
     Misuse("sft --config {yaml}", "'sequence_len'; did you mean 'max_length'?", "sequence_len: 64"),
     Misuse("sft --config {yaml}", "'abc' is not an integer", "max_length: abc"),
@@ -150,6 +157,15 @@ COMMANDS = [
     Misuse("merge {model}", "is a whole model: nothing is left to merge"),
     Misuse("generate {model}", "give --prompt TEXT or --file FILE"),
     Misuse("generate ./gone --prompt a", "the model './gone' is not a folder"),
+    Misuse("generate {yaml} --prompt a", "sft.yaml is no model; did you mean --config"),
+    Misuse("generate {model} --prompt a --dtype bf17", "--dtype: invalid choice: 'bf17' (choose from 'auto'"),
+    Misuse("generate here/model --prompt a", "the model 'here/model' cannot be loaded: it holds no weights"),
+    Misuse("generate left --prompt a", "the adapter's model (--base names another) './moved' is not a folder"),
+    Misuse("merge left --base {model}", "the adapter 'left' cannot be loaded: it holds no weights"),
+    Misuse("generate cut --prompt a", "the adapter 'cut' cannot be loaded: adapter_config.json is cut short"),
+    Misuse("merge adapters/checkpoint-9", "names no model: name the one that it is for with --base DIR"),
+    Misuse("generate mute --prompt a", "the tokenizer of 'mute' gives no tokens for any text"),
+    Misuse("sft --config {yaml} --model_name_or_path left", "or the folder that `fastpack-trl merge left` writes"),
     Misuse("generate {model} --prompt a --max_new_tokens 0", "--max_new_tokens 0 is below 1"),
     Misuse("doctor --gpu H100", "--gpu says what a config would hold: give --config FILE"),
     Misuse("doctor --config {yaml} --gpu H10", "did you mean 'H100'?"),
@@ -218,6 +234,13 @@ def line_of(
             (saved := Path(f"adapters/checkpoint-{step}")).mkdir(parents=True, exist_ok=True)
             (saved / "adapter_config.json").write_text("{}", encoding="utf-8")
             os.utime(saved / "adapter_config.json", (step, step))
+        Path("a.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}', encoding="utf-8")
+        Path("marked.jinja").write_text(TEMPLATE, encoding="utf-8")
+        for name, about in (("left", '{"base_model_name_or_path": "./moved"}'), ("cut", "{")):
+            Path(name).mkdir(exist_ok=True)
+            Path(name, "adapter_config.json").write_text(about, encoding="utf-8")
+            Path(name, "training_args.bin").touch()
+        shutil.copytree(material.model, "mute", ignore=shutil.ignore_patterns("token*", "chat*"), dirs_exist_ok=True)
         keys = {line.partition(":")[0]: ... for line in misuse.yaml.splitlines()}
         places = {
             "yaml": material.yaml(text=misuse.yaml + "\n", **keys), "model": material.model,

@@ -119,9 +119,7 @@ def ratios(record: Mapping[str, Any], source: str = "") -> Figure | None:
     axes.margins(x=0.12)  # for the figures behind the intervals
     coverage = min(ratio.coverage for ratio in drawn)
     name = rows[0].named(drawn[0].by) if alone else "ours"
-    axes.set_xlabel(
-        f"seconds of the other side / seconds of {name}, median of the rounds' with {coverage:.0%} interval"
-    )
+    axes.set_xlabel(f"seconds of the other side / seconds of {name}: median of the rounds, {coverage:.0%} interval")
     legend(figure, shown)
     return titled(figure, record, "Times as fast: above 1 fastpack is faster")
 

@@ -154,8 +154,8 @@ def _work(record: Mapping[str, Any], rows: list[RowView]) -> str:
         adapter = "" if not config.get("use_peft") else " QLoRA" if config.get("load_in_4bit") else " LoRA"
         name = f"{str(config['model_name_or_path']).rpartition('/')[2]}{adapter}"
     else:
-        models = {str(row["model"]) for row in record["rows"] if row.get("model")}
-        name = models.pop() if len(models) == 1 else str(record["case"]).replace("_", " ")
+        models = sorted({str(row["model"]) for row in record["rows"] if row.get("model") and row.get("sides")})
+        name = " and ".join(models) if 1 <= len(models) <= 2 else str(record["case"]).replace("_", " ")
         if " LoRA" not in name and all(" LoRA" in row.setting for row in rows):
             name += " LoRA"
     lengths = sorted({row.tokens for row in rows})

@@ -7,13 +7,14 @@ be a local file, and settings and data are checked before the model is loaded.
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from fastpack_trl.errors import UserError, preparing
-from fastpack_trl.recipe.arguments import Arguments, make_parser, parse
+from fastpack_trl.recipe.arguments import Arguments, make_parser, parse, split_off
 from fastpack_trl.recipe.checks import check_settings
 from fastpack_trl.recipe.help import write_help
 from fastpack_trl.recipe.methods import SFT, Method
@@ -50,8 +51,22 @@ def main(argv: Sequence[str], method: Method = SFT) -> int:
         unused = " ".join(arguments.launch)
         note = f"fastpack-trl {method.command}: note: a launcher has started this process; not used: {unused}"
         print(note, file=sys.stderr)
-    train_parsed(arguments)
+    if train_parsed(arguments).is_world_process_zero() and (commands := _what_next(arguments)):
+        print(f"next: {commands}")
     return 0
+
+
+def _what_next(arguments: Arguments) -> str:
+    """Return the commands that load what a run has saved; empty where it is nothing that they can."""
+    folder = Path(str(arguments.training.output_dir))
+    config, _ = split_off("config", arguments.own)
+    words = [str(folder)]
+    if arguments.model.load_in_4bit:  # merged into the base as it was in training
+        words += ["--config", *config] if config else ["--load_in_4bit"]
+    adapter, whole = ((folder / f"{name}config.json").is_file() for name in ("adapter_", ""))
+    answers = arguments.method.command != "reward" and (adapter or whole)
+    commands = ["fastpack-trl generate {} --prompt 'Hello'"] * answers + ["fastpack-trl merge {}"] * adapter
+    return " or ".join(commands).replace("{}", shlex.join(words))
 
 
 def under_launcher() -> bool:

@@ -138,13 +138,11 @@ def _device(name: str) -> str:
 def _load(args: Namespace) -> Any:
     from transformers import AutoModelForCausalLM
 
-    from fastpack_trl.model.preflight import check_weights
-    from fastpack_trl.recipe.checks import check_architecture
+    from fastpack_trl.recipe.checks import check_model
 
     trust = {"trust_remote_code": args.trust_remote_code}
-    check_architecture(args.model, trust, "--model")
     with preparing():
-        check_weights(args.model, trust, "--model")
+        check_model(args.model, trust, "--model")
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype, **trust)
     if not args.adapter:
         return model

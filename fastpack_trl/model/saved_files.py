@@ -68,9 +68,9 @@ def checkpoint_fault(folder: Path) -> str:
 
     Reads the small files and the headers of the large ones.
     """
-    if fault := _json_fault(folder / _STATE) or weights_fault(folder):
+    if fault := json_fault(folder / _STATE) or weights_fault(folder):
         return fault
-    if (folder / "config.json").is_file() and (fault := _json_fault(folder / "config.json")):
+    if (folder / "config.json").is_file() and (fault := json_fault(folder / "config.json")):
         return fault
     if not _weights(folder) and not any(any(folder.glob(name)) for name in _SHARDED_FOLDERS):
         return _NONE
@@ -85,11 +85,12 @@ def weights_fault(folder: Path, *, needed: bool = False) -> str:
         needed: that there are none is wrong too; files of other names pass, since config.json may name them.
     """
     found = _weights(folder)
-    if needed and not found and not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir()):
+    others = {file.name for file in folder.iterdir() if file.suffix in (".safetensors", ".bin")}
+    if needed and not found and not others - {"training_args.bin"}:
         return _NONE
     for file in found:
         is_index = file.name in _SHARDED
-        if fault := _json_fault(file) if is_index else _file_fault(file):
+        if fault := json_fault(file) if is_index else _file_fault(file):
             return fault
         shards = json.loads(file.read_text(encoding="utf-8")).get("weight_map", {}) if is_index else {}
         for name in sorted(set(shards.values())):
@@ -107,7 +108,8 @@ def _weights(folder: Path) -> list[Path]:
     return [child / name for child in children for name in _ADAPTERS if (child / name).is_file()]
 
 
-def _json_fault(file: Path) -> str:
+def json_fault(file: Path) -> str:
+    """Return what is wrong with a file that holds one JSON object; empty where nothing is."""
     if not file.is_file():
         return f"{file.name} is missing"
     with suppress(ValueError, RecursionError):  # also bytes that are no text

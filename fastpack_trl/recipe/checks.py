@@ -34,8 +34,6 @@ def check_settings(arguments: Arguments, *, weights: bool = True) -> dict[str, A
     Raises:
         UserError: names the setting, its value and the remedy.
     """
-    from fastpack_trl.model.preflight import check_weights
-
     training, model = arguments.training, arguments.model
     _check_paths(training)
     if fault := first_reason(_faults(arguments)):
@@ -55,9 +53,7 @@ def check_settings(arguments: Arguments, *, weights: bool = True) -> dict[str, A
     if "quantization_config" in init:
         init["quantization_config"] = _quantization(init["quantization_config"])
     _check_attention(init["attn_implementation"])
-    check_architecture(model.model_name_or_path, init, method=arguments.method)
-    if weights:
-        check_weights(model.model_name_or_path, init, "model_name_or_path")
+    check_model(model.model_name_or_path, init, method=arguments.method, weights=weights)
     return init
 
 
@@ -118,8 +114,13 @@ def _check_paths(training: Any) -> None:
     choose_checkpoint(resume, str(output))  # the choice is reported when training starts
 
 
-def check_architecture(
-    name: str, init: Mapping[str, Any], option: str = "model_name_or_path", method: Method = SFT
+def check_model(
+    name: str,
+    init: Mapping[str, Any],
+    option: str = "model_name_or_path",
+    method: Method = SFT,
+    *,
+    weights: bool = True,
 ) -> None:
     """Check by its ``config.json`` that the checkpoint is a causal language model; for rewards, or a classifier.
 
@@ -127,9 +128,16 @@ def check_architecture(
         name: folder or hub name.
         init: keywords with which the model is loaded.
         option: what the user gave the name to, for the message.
+        weights: also that the weights of a folder are there.
+
+    Raises:
+        UserError: it is none.
+        ValueError: they are not.
     """
     import transformers
     from transformers.models.auto import modeling_auto
+
+    from fastpack_trl.model.preflight import check_weights
 
     try:
         config = transformers.AutoConfig.from_pretrained(
@@ -163,6 +171,8 @@ def check_architecture(
             f"model {name!r} is a {architecture} (model_type {config.model_type!r}): a causal language model "
             f"(...ForCausalLM) is needed for {method.what}"
         )
+    if weights:
+        check_weights(name, init, option)
 
 
 def _check_attention(name: object) -> None:

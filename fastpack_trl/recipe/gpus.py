@@ -37,9 +37,14 @@ COMMON = ("T4", "4090", "A100-40", "H100", "H200")
 
 
 def gpu_of(text: str) -> Gpu:
-    """Return a GPU by its name, or by memory and capability: ``"24GiB,8.9"``; raise `UserError` for others."""
+    """Return a GPU by its name (``"h100"``, ``"RTX 4090"``), or by memory and capability: ``"24GiB,8.9"``.
+
+    Raises:
+        UserError: it is neither.
+    """
     known = {name.lower(): gpu for name, gpu in GPUS.items()}
-    if (found := known.get(text.lower())) is not None:
+    name = re.sub(r"^(nvidia|geforce|rtx|[ _-])+|[ _-]?80(gb)?$|gb$", "", text.lower())
+    if (found := known.get(name)) is not None:
         return found
     given = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:GiB|GB|G)?,\s*(\d+)\.(\d)", text, re.IGNORECASE)
     if given is None:

@@ -121,6 +121,13 @@ def naming_data(named: str) -> Iterator[None]:
             f"data {shown(named)}: the chat template cannot render a conversation: {describe(error)}: correct the "
             "messages or the template (chat_template_path names another)"
         ) from error
+    except RuntimeError as error:  # TRL's, of a row; it blames the template
+        if "assistant_only_loss" not in str(error):
+            raise
+        raise UserError(
+            f"data {shown(named)}: assistant_only_loss=True, but some conversation has nothing of the assistant: "
+            "drop such rows, or let the chat template mark what it writes with {% generation %}"
+        ) from error
 
 
 @contextmanager

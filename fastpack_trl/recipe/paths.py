@@ -77,7 +77,7 @@ def did_you_mean_path(name: str) -> str:
         near = _nearest(Path(name).expanduser())
     except OSError:  # a folder that may not be listed
         near = None
-    return "" if near is None else f"; did you mean {str(near)!r}?"
+    return "" if near in (None, Path(name).expanduser()) else f"; did you mean {str(near)!r}?"
 
 
 def _nearest(path: Path) -> Path | None:
@@ -109,6 +109,8 @@ def model_folder(option: str, name: str, needs: str = "config.json") -> str:
         raise UserError(f"{option} {shown(name)} has no {needs}; did you mean {inside[0]!r}, which has one?")
     remedy = "name a folder that has one, or a hub name"
     if (folder / "adapter_config.json").is_file():
-        also = "give this folder to --adapter" if option == "--model" else "merge the adapter into it"
-        remedy = f"it is a PEFT adapter: name its base model, and {also}"
+        also = "and give this folder to --adapter"
+        if option != "--model":
+            also = f"or the folder that `fastpack-trl merge {name}` writes"
+        remedy = f"it is a PEFT adapter: name its base model, {also}"
     raise UserError(f"{option} {shown(name)} has no {needs}: {remedy}")

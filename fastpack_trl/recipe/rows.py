@@ -49,12 +49,8 @@ def check_rows(split: Any, name: str, training: Any, processing_class: Any, meth
             check_columns(split, read, name)
     kinds = set(read.values())
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
-    if kinds != {TOKENS} and not tokenizer("text", add_special_tokens=False)["input_ids"]:
-        # transformers makes an empty tokenizer for some families (Qwen, GPT-2) where the files are missing.
-        raise UserError(
-            f"the tokenizer of {tokenizer.name_or_path!r} gives no tokens for any text (vocabulary of "
-            f"{len(tokenizer)}): its files are missing there; save it beside the model"
-        )
+    if kinds != {TOKENS}:
+        check_vocabulary(tokenizer)
     if kinds & CONVERSATIONS:
         given = getattr(training, "chat_template_path", None)
         if not any((given, processing_class.chat_template, tokenizer.chat_template)):
@@ -66,6 +62,19 @@ def check_rows(split: Any, name: str, training: Any, processing_class: Any, meth
             )
     elif kinds == {TEXT} and getattr(training, "eos_token", None) is None and tokenizer.eos_token is None:
         raise UserError("the tokenizer has no end-of-sequence token: set eos_token to a token of its vocabulary")
+
+
+def check_vocabulary(tokenizer: Any) -> None:
+    """Check that a tokenizer has tokens: transformers makes an empty one for some families where its files are missing.
+
+    Raises:
+        UserError: it has none.
+    """
+    if not tokenizer("text", add_special_tokens=False)["input_ids"]:
+        raise UserError(
+            f"the tokenizer of {tokenizer.name_or_path!r} gives no tokens for any text (vocabulary of "
+            f"{len(tokenizer)}): its files are missing there; save it beside the model"
+        )
 
 
 @contextmanager

@@ -11,9 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from fastpack_trl.errors import UserError, preparing, shown
+from fastpack_trl.model.preflight import check_weights
+from fastpack_trl.model.saved_files import json_fault
 from fastpack_trl.recipe.arguments import parse
+from fastpack_trl.recipe.checks import check_model
 from fastpack_trl.recipe.make_trainer import method_of_run
+from fastpack_trl.recipe.methods import METHODS, SFT
 from fastpack_trl.recipe.paths import model_folder
+from fastpack_trl.recipe.rows import check_vocabulary
 
 _ADAPTER = "adapter_config.json"
 
@@ -36,7 +41,11 @@ class Trained:
         from transformers import AutoTokenizer
 
         there = (Path(self.folder) / "tokenizer_config.json").is_file() or self.base is None
-        return AutoTokenizer.from_pretrained(self.folder if there else self.base, **_of_code(self.options))
+        code = self.options["trust_remote_code"]
+        with preparing():
+            tokenizer = AutoTokenizer.from_pretrained(self.folder if there else self.base, trust_remote_code=code)
+        check_vocabulary(tokenizer)
+        return tokenizer
 
     def load(self, *, dequantised: bool) -> Any:
         """Return the model, in evaluation mode; an adapter over its base.
@@ -69,7 +78,8 @@ def add_trained(parser: ArgumentParser) -> None:
     add("--config", metavar="FILE", help="the YAML of that run: its output_dir, model and quantisation")
     add("--base", metavar="DIR", help="the model of the adapter (default: the one that the adapter names)")
     add("--load_in_4bit", action="store_true", help="the adapter was trained over a base in NF4 (--config knows it)")
-    add("--dtype", default="auto", help="of the weights (default: that of the checkpoint)")
+    dtypes = ("auto", "float32", "bfloat16", "float16")
+    add("--dtype", choices=dtypes, default="auto", help="of the weights (default: that of the checkpoint)")
     add("--trust_remote_code", action="store_true", help="run code that comes with the checkpoint (default: never)")
 
 
@@ -101,15 +111,28 @@ def find_trained(args: Namespace) -> Trained:
         quantization = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
         )
+    if folder.endswith((".yaml", ".yml")):
+        raise UserError(f"{folder} is no model; did you mean --config {folder}?")
     path = Path(folder).expanduser()
     if not (path / _ADAPTER).is_file():
         inside = sorted(path.glob(f"*/{_ADAPTER}"), key=lambda file: file.stat().st_mtime)
         if inside and not (path / "config.json").is_file():  # of a run that was ended: its newest checkpoint
             raise UserError(f"no adapter or model lies in {shown(folder)}; did you mean '{inside[-1].parent}'?")
-        return Trained(model_folder("the model", folder), None, options)
+        name = model_folder("the model", folder)
+        with preparing():
+            check_model(name, options, "the model")
+        return Trained(name, None, options)
+    if fault := json_fault(path / _ADAPTER):
+        raise UserError(f"the adapter {shown(folder)} cannot be loaded: {fault}; copy or download it again")
     about = json.loads((path / _ADAPTER).read_text(encoding="utf-8"))
-    base = model_folder("--base", base or about["base_model_name_or_path"])
-    return Trained(str(path), base, options, quantization, about.get("task_type") == "SEQ_CLS")
+    if not (name := base or about.get("base_model_name_or_path")):
+        raise UserError(f"the adapter {shown(folder)} names no model: name the one that it is for with --base DIR")
+    option = "--base" if base else "the adapter's model (--base names another)"
+    name, classifies = model_folder(option, name), about.get("task_type") == "SEQ_CLS"
+    with preparing():
+        check_model(name, options, option, METHODS["reward"] if classifies else SFT)
+        check_weights(str(path), {}, "the adapter")
+    return Trained(str(path), name, options, quantization, classifies)
 
 
 def merge(found: Trained, output: Path) -> str:
@@ -120,11 +143,10 @@ def merge(found: Trained, output: Path) -> str:
     """
     if found.base is None:
         raise UserError(f"{found.folder} is a whole model: nothing is left to merge")
-    model = found.load(dequantised=True)
+    model, tokenizer = found.load(dequantised=True), found.tokenizer()
     with preparing():
-        merged = model.merge_and_unload(safe_merge=True)
-        merged.save_pretrained(output)
-        found.tokenizer().save_pretrained(output)
+        model.merge_and_unload(safe_merge=True).save_pretrained(output)
+        tokenizer.save_pretrained(output)
     return f"{found.base}{' as it was in training: quantised, then made dense' if found.quantization else ''}"
 
 
@@ -141,7 +163,9 @@ def answers(
     import torch
     from transformers import set_seed
 
-    tokenizer, model = found.tokenizer(), found.load(dequantised=False)
+    if found.classifies:
+        raise UserError(f"{found.folder} is of a reward model, which scores a text and writes none")
+    model, tokenizer = found.load(dequantised=False), found.tokenizer()
     if torch.cuda.is_available() and found.quantization is None:
         model = model.to("cuda")
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
@@ -162,7 +186,3 @@ def answers(
                 out = model.generate(**tokens, max_new_tokens=max_new_tokens, pad_token_id=pad, **sampling)
             row[side] = tokenizer.decode(out[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True)
         yield row
-
-
-def _of_code(options: dict[str, Any]) -> dict[str, Any]:
-    return {"trust_remote_code": options["trust_remote_code"]}

@@ -189,7 +189,7 @@ def test_the_first_screen_has_the_rows_that_stock_and_ours_have_run_from_the_new
         "date": "2026-01-02",
         "rows": [entry("fastpack", 0.1, row=first), entry("stock", 1.0, row=first)],
     }
-    assert "LoRA, rows of 8,192 tokens | **10.0x** | not measured yet | 1.0 GiB | - | 1.0 GiB |" in glance(
+    assert "LoRA, rows of 8,192 tokens | **10.0x** | - | 1.0 GiB | - | 1.0 GiB |" in glance(
         {"a.json": newer, "b.json": record}
     )
     differs = [entry("stock", 1.0, row=first), entry("fastpack", 0.5, 3.0, row=first)]

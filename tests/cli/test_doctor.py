@@ -19,6 +19,7 @@ from sft_material import Material, write_jsonl
 
 from fastpack_trl.cli import doctor
 from fastpack_trl.cli import main as cli
+from fastpack_trl.recipe.gpus import GPUS, gpu_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -220,6 +221,20 @@ def test_a_forecast_says_why_rows_do_not_run_in_one_call(
     fast, old = capsys.readouterr().out.split("\nT4\n")
     assert "packed_attention  varlen\n" in fast
     assert "packed_attention  per_document: varlen needs compute capability 8.0, this device has 7.5\n" in old
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("h100", "H100"),
+        ("RTX 4090", "4090"),
+        ("NVIDIA H100 80GB", "H100"),
+        ("A100-80", "A100"),
+        ("A100-40GB", "A100-40"),
+    ],
+)
+def test_a_gpu_is_known_by_the_names_that_people_write(text: str, name: str) -> None:
+    assert gpu_of(text) is GPUS[name]
 
 
 def test_a_gpu_that_is_not_known_is_one_line(material: Material, capsys: pytest.CaptureFixture[str]) -> None:

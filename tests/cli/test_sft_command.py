@@ -18,6 +18,9 @@ from sft_material import TEXT_ROWS, Material, settings, write_jsonl, write_yaml
 
 from fastpack_trl.cli.doctor import _of_each
 from fastpack_trl.cli.main import main
+from fastpack_trl.cli.train import _what_next
+from fastpack_trl.recipe.arguments import parse
+from fastpack_trl.recipe.methods import METHODS
 
 
 def run(*argv: object) -> Any:
@@ -79,6 +82,46 @@ def test_a_run_ends_with_its_speed_what_fell_back_and_where_the_report_is(
     monkeypatch.setenv("FASTPACK_DISABLE", "1")
     run("--config", material.yaml(output_dir=str(material.out) + "3"))
     assert "tokens/s" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_the_command_says_what_comes_next_and_that_runs(
+    material: Material, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the command alone: `train` in another program does not name it."""
+    monkeypatch.chdir(material.folder)
+    path = str(material.yaml(use_peft=True, lora_r=4, output_dir="my out"))
+    run("--config", path)
+    assert "next: " not in capsys.readouterr().out
+    assert main(["sft", "--config", path]) == 0
+    said = capsys.readouterr().out
+    assert said.endswith("\nnext: fastpack-trl generate 'my out' --prompt 'Hello' or fastpack-trl merge 'my out'\n")
+    for command in said.splitlines()[-1].removeprefix("next: ").split(" or "):
+        assert main(shlex.split(command)[1:]) == 0
+    assert main(["sft", "--config", str(material.yaml())]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"next: fastpack-trl generate {material.out} --prompt 'Hello'"
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "says"),
+    [
+        ("sft", "--config four.yaml", "fastpack-trl merge out --config four.yaml"),
+        ("sft", "--load_in_4bit true", "fastpack-trl merge out --load_in_4bit"),
+        ("reward", "", "fastpack-trl merge out"),
+    ],
+)
+def test_what_comes_next_knows_quantised_bases_and_scores(
+    material: Material, monkeypatch: pytest.MonkeyPatch, command: str, flags: str, says: str
+) -> None:
+    monkeypatch.chdir(material.folder)
+    Path("four.yaml").write_text("load_in_4bit: true", encoding="utf-8")
+    words = f"{flags} --model_name_or_path m --dataset_name d --output_dir out --use_cpu true --bf16 false".split()
+    arguments = parse(words, METHODS[command])
+    assert _what_next(arguments) == "", "nothing is saved"
+    Path("out").mkdir()
+    Path("out/adapter_config.json").touch()
+    assert _what_next(arguments).split(" or ")[-1] == says
+    assert ("generate" in _what_next(arguments)) == (command == "sft")
 
 
 def test_lora_saves_an_adapter(material: Material) -> None:

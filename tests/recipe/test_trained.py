@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from sft_material import TEMPLATE, Material, make_tokenizer, write_jsonl
 
 from fastpack_trl.cli.main import main
@@ -126,13 +128,11 @@ def test_an_answer_without_text_is_said(material: Material, capsys: pytest.Captu
     ("words", "says"),
     [
         ("merge", "no model: name the folder that a run has written, or give its YAML with --config FILE"),
-        ("merge {model}", "is a whole model: nothing is left to merge"),
+        ("generate {scores} --prompt a", "is of a reward model, which scores a text and writes none"),
         ("merge ./absent", "the model './absent' is not a folder"),
         ("merge {adapter} --output {model}", "is not empty: name another folder"),
         ("merge {adapter} --base ./absent", "--base './absent' is not a folder"),
-        ("generate {model}", "give --prompt TEXT or --file FILE"),
         ("generate {model} --prompt a --file b", "give --prompt TEXT or --file FILE"),
-        ("generate {model} --prompt a --max_new_tokens 0", "--max_new_tokens 0 is below 1"),
         ("generate {model} --prompt a --temperature -1", "--temperature -1.0 is below 0"),
         ("generate {model} --file absent.txt", "--file absent.txt cannot be read"),
         ("generate {model} --file {folder}/empty.txt", "has no prompts: write one per line"),
@@ -147,7 +147,10 @@ def test_a_misuse_is_one_line(material: Material, capsys: pytest.CaptureFixture[
     adapter.mkdir()
     about = {"base_model_name_or_path": str(material.model), "peft_type": "LORA", "task_type": "CAUSAL_LM"}
     (adapter / "adapter_config.json").write_text(json.dumps(about), encoding="utf-8")
-    given = {"model": material.model, "adapter": adapter, "folder": material.folder}
+    save_file({"weight": IDS}, adapter / "adapter_model.safetensors")
+    scores = shutil.copytree(adapter, material.folder / "scores")
+    (scores / "adapter_config.json").write_text(json.dumps(about | {"task_type": "SEQ_CLS"}), encoding="utf-8")
+    given = {"model": material.model, "adapter": adapter, "folder": material.folder, "scores": scores}
     assert main(words.format(**given).split()) == 2
     err = capsys.readouterr().err.splitlines()[-1]
     assert says in err
