@@ -191,6 +191,7 @@ def uneven() -> None:
         ours, _ = both(**options)
         assert line(ours).path == "captured", (options, line(ours))
         assert ours.device_log.count("replay") > 1, (options, ours.device_log)
+    assert "replay" in ours.device_log[ours.device_log.index("reset") :], "recorded anew where the weights are now"
 
 
 def hook_of(rank: int) -> Callable[..., None]:
