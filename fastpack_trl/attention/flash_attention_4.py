@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from importlib.util import find_spec
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +19,9 @@ from fastpack_trl.attention.operators import gather_keys, tokens_of
 from fastpack_trl.attention.per_document import FLASH_DTYPES
 from fastpack_trl.attention.reference import NO_SOFTCAP, NO_WINDOW
 from fastpack_trl.attention.whole_row import MAX_HEAD_DIM, RowInputs, check_call, reason_for, row_operator
-from fastpack_trl.errors import first_reason
+from fastpack_trl.errors import describe, first_reason
 from fastpack_trl.measure.payback import StartUpCost
-from fastpack_trl.model.facts import ModelFeatures
-from fastpack_trl.model.upstream import found
+from fastpack_trl.model.facts import UNREADABLE, ModelFeatures
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.packed_batch import PackedBatch, rounded_length
 
@@ -33,8 +32,13 @@ SAVED_PER_ELEMENT = 12e-12
 """Seconds less than torch's kernel, forward and backward, per element of the query of a row of many documents: 0.20 ms
 of 16/8 heads of 128 over 8,192 tokens, and of 32/8 over 4,096 (H200)."""
 _CAPABILITIES = (9, 10, 11, 12)
-_FORWARD, _BACKWARD = (f"flash_attn.cute.interface._flash_attn_{way}" for way in ("fwd", "bwd"))
-_function = cache(found)
+_INTERFACE = "flash_attn.cute.interface"
+_FORWARD, _BACKWARD = "_flash_attn_fwd", "_flash_attn_bwd"
+
+
+@cache
+def _function(name: str) -> Any:
+    return getattr(import_module(_INTERFACE), name)
 
 
 def _in_kernel(row: RowInputs) -> dict[str, Any]:
@@ -109,7 +113,7 @@ class FlashAttention4(Backend):
         yield features.device_type != "cuda" and f"{NAME} needs CUDA, the model is on {features.device_type}"
         if not has_device(features):
             has = ".".join(map(str, features.capability or ()))
-            yield f"{NAME} needs compute capability 9.0 or higher, this device has {has}"
+            yield f"{NAME} needs compute capability 9.0 or higher, below 13, this device has {has}"
         yield (
             features.compute_dtype not in FLASH_DTYPES
             and f"{NAME} needs bf16 or fp16, this run computes in {str(features.compute_dtype).removeprefix('torch.')}"
@@ -117,9 +121,7 @@ class FlashAttention4(Backend):
         too_wide = features.head_dim > MAX_HEAD_DIM
         yield too_wide and f"head_dim {features.head_dim} is over {NAME}'s limit of {MAX_HEAD_DIM}"
         yield features.dropout and f"{NAME} has no dropout, the model's is {features.dropout}"
-        yield not _is_installed() and f"{NAME} is not installed: pip install --pre 'fastpack-trl[fa4]'"
-        missing = [path for path in (_FORWARD, _BACKWARD) if found(path) is None]
-        yield missing and f"the installed flash-attn-4 has no {', '.join(missing)}, or cannot be imported"
+        yield _why_absent()
 
     def considered(self, features: ModelFeatures) -> bool:
         return has_device(features)
@@ -150,5 +152,13 @@ def has_device(features: ModelFeatures) -> bool:
     return features.device_type == "cuda" and (features.capability or (0, 0))[0] in _CAPABILITIES
 
 
-def _is_installed() -> bool:
-    return find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None
+def _why_absent() -> str:
+    """Return why the functions cannot be called; empty where they can. Takes seconds the first time."""
+    try:
+        interface = import_module(_INTERFACE)
+    except (ImportError, OSError, *UNREADABLE) as error:  # its libraries raise OSError, RuntimeError too
+        if isinstance(error, ModuleNotFoundError) and error.name in ("flash_attn", "flash_attn.cute"):
+            return f"{NAME} is not installed: pip install --pre 'fastpack-trl[fa4]'"
+        return f"the installed flash-attn-4 cannot be imported: {describe(error)}"
+    missing = [f"{_INTERFACE}.{name}" for name in (_FORWARD, _BACKWARD) if not hasattr(interface, name)]
+    return f"the installed flash-attn-4 has no {', '.join(missing)}" if missing else ""

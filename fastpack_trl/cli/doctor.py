@@ -248,13 +248,19 @@ def _missing() -> list[dict[str, str]]:
     """List what could be installed, what needs it, and the command; packages outside of their range come first."""
     rows = _out_of_range()
     for extra, (module, needed_for) in EXTRAS.items():
-        parent, _, child = module.partition(".")
-        if find_spec(parent) is None or (child and find_spec(module) is None):
+        if not _is_there(module):
             rows.append({"name": module, "needed_for": needed_for, "install": f"pip install 'fastpack-trl[{extra}]'"})
     if find_spec("triton") is None:
         needed_for = "our Triton kernels; without it their torch twins run"
         rows.append({"name": "triton", "needed_for": needed_for, "install": "pip install triton"})
     return rows
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ImportError, OSError, RuntimeError):  # it imports the package around a module: absent here, or broken
+        return False
 
 
 def _upstream(record: dict[str, Any]) -> dict[str, str]:

@@ -3,28 +3,119 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import flash4_interface
 import pytest
 import torch
-from attention_material import HOPPER, PLAIN, assert_as_near_as_dense, attend, prepared
+from attention_material import (
+    HOPPER,
+    PLAIN,
+    assert_as_near_as_dense,
+    attend,
+    dense_attention,
+    make_inputs,
+    prepared,
+    run,
+)
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from shared_material import trees
 from trainer_material import train
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.attention import flash_attention_4
-from fastpack_trl.attention.backends import choose
+from fastpack_trl.attention import backends, flash_attention_4, whole_row
+from fastpack_trl.attention.backends import BACKENDS, choose, failure
+from fastpack_trl.cli import doctor
 from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.packing.buckets import RowSize, choose_buckets
 from fastpack_trl.packing.packed_batch import PackedBatch
 
+INTERFACE = "flash_attn.cute.interface"
+
+
+def put_in(patch: pytest.MonkeyPatch, interface: Any) -> None:
+    """Let an import find `interface` as flash-attn-4's."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
+        patch.delitem(sys.modules, name)
+    patch.setitem(sys.modules, INTERFACE, interface)
+    flash_attention_4._function.cache_clear()
+
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Both functions are there, as far as the choice asks; none is called."""
-    monkeypatch.setattr(flash_attention_4, "_is_installed", lambda: True)
-    monkeypatch.setattr(flash_attention_4, "found", lambda path: path)
+    put_in(monkeypatch, flash4_interface)
+    yield
+    flash_attention_4._function.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def in_place_of_the_twin() -> Iterator[None]:
+    """The operator runs what it runs on CUDA, over a loop in plain torch that takes the kernel's arguments."""
+    with pytest.MonkeyPatch.context() as patch:
+        put_in(patch, flash4_interface)
+        patch.setattr(whole_row, "_twin", flash_attention_4.flash4_attention)
+        patch.setattr(whole_row, "_twin_backward", flash_attention_4.flash4_attention_backward)
+        yield
+    flash_attention_4._function.cache_clear()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tree=trees(), padding=st.integers(0, 2), window=st.sampled_from([None, 1, 4]), sinks=st.booleans(),
+    softcap=st.sampled_from([None, 2.0]), value_dim=st.sampled_from([8, 4, 12]),
+)  # fmt: skip
+@example(tree=([120, 5, 100], [-1, 0, 0]), padding=1, window=None, sinks=True, softcap=None, value_dim=8)
+def test_what_the_kernel_is_told_gives_output_and_gradients_of_a_dense_mask(
+    in_place_of_the_twin: None, tree: Any, padding: int, window: int | None, sinks: bool, softcap: float | None,
+    value_dim: int,
+) -> None:  # fmt: skip
+    """Segments, longest lengths, windows, sinks, softcap and scale, with shared prefixes and without; in float64."""
+    for batch in (
+        PackedBatch.from_segments(*tree, num_padding=padding), PackedBatch.from_lengths(tree[0], num_padding=padding)
+    ):  # fmt: skip
+        inputs = make_inputs(batch, torch.float64, sinks=sinks, value_dim=value_dim)
+        expected = run(lambda tensors, batch=batch: dense_attention(batch, tensors, window, softcap), inputs)
+        layer = prepared("flash_attention_4", batch, *([window] if window else []))
+        for one, other in zip(run(attend(layer, window, softcap), inputs), expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+
+
+def test_a_version_that_takes_or_means_something_else_fails_its_trial(
+    in_place_of_the_twin: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, right = BACKENDS["flash_attention_4"], flash4_interface._flash_attn_fwd
+    features = replace(PLAIN, head_dim=16, kv_heads=2, windows=frozenset({5}), sinks=True)
+
+    def without_sinks(*args: Any, learnable_sink: Any, **more: Any) -> Any:
+        assert learnable_sink is not None
+        return right(*args, **more)
+
+    def one_further(*args: Any, window_size_left: int, **more: Any) -> Any:
+        return right(*args, window_size_left=window_size_left + 1, **more)
+
+    def renamed(q: Any, k: Any, v: Any, *, sink: Any = None) -> Any:
+        raise AssertionError("called by other names")
+
+    for changed, reason in (
+        (right, ""),
+        (without_sinks, "% off those of plain torch)"),
+        (one_further, "(a query sees other tokens than those before it in its document and window)"),
+        (renamed, "got an unexpected keyword argument 'return_lse'"),
+    ):
+        backends._failure.cache_clear()
+        flash_attention_4._function.cache_clear()
+        monkeypatch.setattr(flash4_interface, "_flash_attn_fwd", changed)
+        said = failure(backend, features)
+        assert (reason in said) if reason else not said, said
+    backends._failure.cache_clear()
+    flash_attention_4._function.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -60,17 +151,53 @@ def test_where_it_fails_its_trial_varlen_runs_and_the_reason_is_named(installed:
 
 
 def test_a_version_whose_functions_moved_is_refused_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash_attention_4, "_is_installed", lambda: True)
-    monkeypatch.setattr(flash_attention_4, "found", lambda path: None if path.endswith("bwd") else path)
+    moved = ModuleType(INTERFACE)
+    moved._flash_attn_fwd = flash4_interface._flash_attn_fwd  # type: ignore[attr-defined]
+    put_in(monkeypatch, moved)
     choice = choose("auto", HOPPER)
     assert choice.path == "varlen"
-    assert "flash-attn-4 has no flash_attn.cute.interface._flash_attn_bwd, or cannot be imported" in choice.reason
+    assert "the installed flash-attn-4 has no flash_attn.cute.interface._flash_attn_bwd" in choice.reason
 
 
-def test_not_installed_is_said_where_the_device_could_run_it() -> None:
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ("cute", "ImportError('libtvm_ffi_testing.so: cannot open shared object file')"),
+        ("cute", "OSError('libtvm_ffi.so: cannot open shared object file')"),
+        ("cute", "RuntimeError('No CTK flavor installed: try pip install nvidia-cutlass-dsl')"),
+        ("cute", "ModuleNotFoundError('No module named cutlass', name='cutlass')"),
+        ("", "ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c10')"),
+    ],
+)
+def test_installed_without_its_libraries_varlen_runs_and_the_reason_is_named(
+    place: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What 4.0.0b36 raised without a file of theirs; the last is flash-attn 2, of another torch, in the same folder."""
+    (tmp_path / "flash_attn/cute").mkdir(parents=True)
+    (tmp_path / "flash_attn/cute/interface.py").touch()
+    (tmp_path / "flash_attn" / place / "__init__.py").write_text(f"raise {error}")
+    put_in(monkeypatch, flash4_interface)
+    monkeypatch.delitem(sys.modules, INTERFACE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    choice = choose("auto", HOPPER)
+    said = error.partition("'")[2].partition("'")[0]
+    assert choice.path == "varlen"
+    assert f"the installed flash-attn-4 cannot be imported: {said}" in choice.reason
+    with pytest.raises(ValueError, match=r"cannot be imported: .*; use packed_attention='auto'"):
+        choose("flash_attention_4", HOPPER)
+    if not place:
+        assert not doctor._is_there("flash_attn.cute")
+
+
+def test_not_installed_is_said_where_the_device_could_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_in(monkeypatch, None)
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    monkeypatch.delitem(sys.modules, INTERFACE)
     assert "pip install --pre 'fastpack-trl[fa4]'" in choose("auto", HOPPER).reason
-    for features in (PLAIN, replace(HOPPER, capability=(8, 9))):
+    for features in (PLAIN, replace(HOPPER, capability=(8, 9)), replace(HOPPER, capability=(13, 0))):
         assert "flash_attention_4" not in choose("auto", features).reason
+    with pytest.raises(ValueError, match=r"9\.0 or higher, below 13, this device has 13\.0"):
+        choose("flash_attention_4", replace(HOPPER, capability=(13, 0)))
 
 
 def test_one_bucket_serves_rows_for_which_torchs_kernel_needs_two() -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import trainer_material
 from accelerate.utils import DDPCommunicationHookType
-from captured_material import At, assert_same_run, build, weights
+from captured_material import At, assert_same_run, build, swap_data, weights
 from peft import LoraConfig
 from ranks import leave
 from replayed_graphs import TapeDevice
@@ -177,6 +177,33 @@ def one_lacks_memory() -> None:
         assert not RANK or "a step ran out of memory beside the graphs" in said.reason
 
 
+def uneven() -> None:
+    """Rows without a loss on one rank, a last step of fewer rows, weights that are moved in the middle of a run."""
+    documents: Any = make_dataset("prompt_completion", 60)
+    long = {"prompt": "a cat saw the dog " * 12}  # more than a row holds: nothing of the completion is left
+    empty = documents.map(lambda row, place: row | (long if place % 2 else {}), with_indices=True)
+    accumulated = {"gradient_accumulation_steps": 3, "fast": {"merge_accumulation": "off"}}
+    for options in (
+        {"data": empty},
+        {"data": empty, "max_steps": -1, "num_train_epochs": 1, **accumulated},
+        {"callbacks": lambda: [At(5, swap_data)]},
+    ):
+        ours, _ = both(**options)
+        assert line(ours).path == "captured", (options, line(ours))
+        assert ours.device_log.count("replay") > 1, (options, ours.device_log)
+    assert "replay" in ours.device_log[ours.device_log.index("reset") :], "recorded anew where the weights are now"
+    there, here_only, frozen = (torch.nn.Parameter(torch.ones(size)) for size in (3, 4, 2))
+    flat = ddp._Flat([there, here_only, frozen])
+    frozen.requires_grad_(False)
+    for _ in range(2):  # what one process lacks is zeros there, and it gets the mean as under DDP
+        there.grad = torch.full((3,), 1.0 + RANK)
+        here_only.grad = None if RANK else torch.full((4,), 3.0)
+        flat.reduce(dist.group.WORLD)
+        assert [one.grad if one.grad is None else one.grad.unique().tolist() for one in (there, here_only, frozen)] == [
+            [1.5], [1.5], None
+        ]  # fmt: skip
+
+
 def hook_of(rank: int) -> Callable[..., None]:
     def add(model: Any, **_: Any) -> None:
         if rank == RANK:
@@ -284,7 +311,7 @@ def on_devices() -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     "captured": captured, "order": order, "one fails": one_fails, "one lacks memory": one_lacks_memory,
-    "one changes": one_changes, "buffers": buffers, "refused": refused,
+    "one changes": one_changes, "buffers": buffers, "refused": refused, "uneven": uneven,
     "on devices": on_devices,
 }  # fmt: skip
 
