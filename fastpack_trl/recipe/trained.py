@@ -125,7 +125,12 @@ def find_trained(args: Namespace) -> Trained:
     if fault := json_fault(path / _ADAPTER):
         raise UserError(f"the adapter {shown(folder)} cannot be loaded: {fault}; copy or download it again")
     about = json.loads((path / _ADAPTER).read_text(encoding="utf-8"))
-    if not (name := base or about.get("base_model_name_or_path")):
+    named = about.get("base_model_name_or_path")
+    if named and base and not args.base and _are_apart(named, base):  # the run's command line had another one
+        raise UserError(
+            f"the adapter {shown(folder)} is for '{named}', {args.config} names '{base}': say which with --base DIR"
+        )
+    if not (name := base or named):
         raise UserError(f"the adapter {shown(folder)} names no model: name the one that it is for with --base DIR")
     option = "--base" if base else "the adapter's model (--base names another)"
     name, classifies = model_folder(option, name), about.get("task_type") == "SEQ_CLS"
@@ -133,6 +138,12 @@ def find_trained(args: Namespace) -> Trained:
         check_model(name, options, option, METHODS["reward"] if classifies else SFT)
         check_weights(str(path), {}, "the adapter")
     return Trained(str(path), name, options, quantization, classifies)
+
+
+def _are_apart(named: str, other: str) -> bool:
+    """Return whether two names are surely of two models; a folder that is gone may have moved to the other."""
+    there = [Path(each).is_dir() for each in (named, other)]
+    return not Path(named).samefile(other) if all(there) else not any(there) and named != other
 
 
 def merge(found: Trained, output: Path) -> str:

@@ -100,6 +100,21 @@ def test_answers_of_an_adapter_stand_beside_those_of_its_base(
     assert [row["model"] for row in alone] == [row["base"] for row in rows]
 
 
+def test_a_base_that_was_not_trained_on_is_not_merged_into(
+    material: Material, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = shutil.copytree(material.model, material.folder / "own")
+    path = trained(material, model_name_or_path=str(own))
+    path.write_text(path.read_text(encoding="utf-8").replace(str(own), str(material.model)), encoding="utf-8")
+    words = ["merge", "--config", str(path), "--output", str(material.folder / "merged")]
+    assert main(words) == 2
+    assert f"is for '{own}', {path} names '{material.model}': say which with --base DIR" in capsys.readouterr().err
+    assert main([*words, "--base", str(material.model)]) == 0
+    shutil.rmtree(material.folder / "merged")
+    shutil.rmtree(own)  # it may have moved to the other
+    assert main(words) == 0
+
+
 def test_a_seed_gives_the_same_sample_and_raw_prompts_have_no_template(material: Material) -> None:
     record = material.folder / "answers.json"
 
