@@ -103,7 +103,8 @@ def test_what_no_table_shows_is_said_and_open_in_one_list() -> None:
     assert page.index(listed) > page.rindex("| --- |")
     for name, record in results.items():
         rows = begun(record)
-        skipped = 0 if record["case"] in PLANNED_CASES else sum(bool(row.get("skipped")) for row in rows)
+        counts = record["case"] not in {*PLANNED_CASES, "cuda_tests"}
+        skipped = sum(bool(row.get("skipped")) for row in rows) if counts else 0
         assert (f"- {skipped} of {len(rows)} rows of `{name}`" in listed) == bool(skipped), name
         alike = [other for other in results.values() if other["case"] == record["case"]]
         of_some = {row.get("model") for other in alike for row in begun(other)}
