@@ -33,7 +33,7 @@ SAVED_PER_ELEMENT = 12e-12
 of 16/8 heads of 128 over 8,192 tokens, and of 32/8 over 4,096 (H200)."""
 _CAPABILITIES = (9, 10, 11, 12)
 _INTERFACE = "flash_attn.cute.interface"
-_FORWARD, _BACKWARD = "_flash_attn_fwd", "_flash_attn_bwd"
+_FORWARD, _BACKWARD = (f"_flash_attn_{way}" for way in ("fwd", "bwd"))
 
 
 @cache
