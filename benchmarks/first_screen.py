@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.readme_cells import grid, record_of
-from benchmarks.side_table import COLOURS, Cell, believed, cells, graphs_gib, work
+from benchmarks.side_table import COLOURS, WHOLE_RUN, Cell, believed, cells, graphs_gib, work
 from benchmarks.training_side import OURS, SAME_MEMORY
 from fastpack_trl.bench.canvas import STYLE, Figure, legend, require_matplotlib
 from fastpack_trl.bench.views import device_of
@@ -104,10 +104,11 @@ def glance(results: Results) -> str:
     used = list(dict.fromkeys(line.file for line in shown))
     devices = ", ".join(dict.fromkeys(device_of(results[file]) for file in used))
     note = (
-        f"{devices}; all steps of a run together, the slow first ones too where its record has them; LoRA of rank 16, "
+        f"{devices}; runs of {WHOLE_RUN} steps reckoned from timed ones, slow first ones too where recorded "
+        f"(`first_step_...`: {STEPS} that ran); LoRA of rank 16, "
         "real text, random weights, every side at its defaults in its own process; -: not measured. *stock*: "
         "`trl.SFTTrainer` as installed, which checkpoints; *stock compiled*: its layers compiled by accelerate; "
-        "*same memory*: fastpack recomputes as stock does. fastpack takes free memory to be faster. "
+        "*same memory*: fastpack recomputes as stock does. "
         "Stock lets documents of gpt-oss see each other and so trains on another loss. "
         + "; ".join(record_of(file, results[file]) for file in used)
         + "."

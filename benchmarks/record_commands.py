@@ -82,6 +82,7 @@ def _seconds(record: Record) -> str:
 _OPTIONS: dict[str, Callable[[Record], str]] = {
     "moe": _moe,
     "hybrid": _settings,
+    "several_gpus": lambda record: "--rows " + _listed('"{name}"'.format_map(row) for row in record["rows"]),
     "preference": lambda record: f"--rows {_rows(record)} --rounds {record['settings']['rounds']}",
     "by_itself": lambda record: f"{record['settings']['optimisation']}{_seconds(record)}",
     "first_step": lambda record: f"{_rows(record)} --steps {' '.join(map(str, record['settings']['steps']))}",

@@ -88,7 +88,7 @@ def _cpu_packing(run: Run) -> AbstractContextManager[None]:
 FEATURES: tuple[Feature, ...] = (
     Feature(_cpu_packing, "any", falls_back=False),
     Feature(first_step, "any", "training", falls_back=False),  # times all that follows
-    Feature(side_stream, "any", "training", falls_back=False),  # also of what the proof and the plan leave behind
+    Feature(side_stream, "sft", "training", falls_back=False),  # also of what the proof and the plan leave behind
     Feature(short_data, "sft", "training", falls_back=False),
     Feature(plan_rows_again, "any", falls_back=False),
     Feature(start_workers, "any", "training", falls_back=False),  # they get ready beside the proof and the plan
@@ -113,7 +113,7 @@ FEATURES: tuple[Feature, ...] = (
 STEP: tuple[Callable[[Run, MicroStep, Any, Any, Any], Tensor], ...] = (
     settle,  # needs no walk over the model; the logged loss is that of all that follows
     merge,  # waits for the last micro-batch of a row
-    reduce_apart,  # after the last micro-batch of a step, and all that was undone of it
+    reduce_apart,  # after the last micro-batch of a step, once nothing of it can be undone
     retry,  # undoes a micro-batch, or a row of them
     capture,  # replays what is left
 )

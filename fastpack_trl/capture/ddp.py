@@ -20,6 +20,7 @@ from transformers import TrainerCallback
 from fastpack_trl.capture.decision import EAGER_STEPS, GraphDecision
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.callbacks import callbacks_added
+from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.run import MicroStep, Run
 
 _MOST_BYTES = 512 << 20
@@ -48,10 +49,12 @@ class _Flat:
         if any(own is None for own in gradients):
             self._whole.zero_()
         there = [(part, own) for part, own in zip(self._parts, gradients, strict=True) if own is not None]
-        torch._foreach_copy_([part for part, _ in there], [own for _, own in there])
+        if there:
+            torch._foreach_copy_([part for part, _ in there], [own for _, own in there])
         self._whole.mul_(1 / group.size())  # before the sum, as DDP does
         distributed.all_reduce(self._whole, group=group)
-        torch._foreach_copy_([own for _, own in there], [part for part, _ in there])
+        if there:
+            torch._foreach_copy_([own for _, own in there], [part for part, _ in there])
         for parameter, part in zip(self._parameters, self._parts, strict=True):
             if parameter.grad is None and parameter.requires_grad:  # not one that was frozen since
                 parameter.grad = part.clone()
@@ -90,7 +93,7 @@ class FlatReduce(TrainerCallback):
             return
         trained = sorted(_trained(model), key=lambda parameter: str(parameter.dtype))  # stable: in the model's order
         self._flats = [_Flat(list(alike)) for _, alike in groupby(trained, key=lambda parameter: parameter.dtype)]
-        self._run.step.reduces_apart = True
+        self._run.step.reduces_apart = self._is_first = True
 
     def _why_not(self, model: nn.Module) -> str:
         return "micro-steps run eager" if self._graphs.has_ended else first_reason(_refusals(model))
@@ -99,11 +102,11 @@ class FlatReduce(TrainerCallback):
         """Run a micro-batch by `following`, and reduce the gradients where DDP would have in its backward pass."""
         if not self._flats:
             return following(model, inputs, num_items_in_batch)
-        # DDP's forward does that only where its own backward has reduced before, and a replay has none.
         if self._is_first and model.broadcast_buffers and model.modules_buffers:
             model._sync_buffers()
         is_last = model.require_backward_grad_sync
-        with model.no_sync():
+        # DDP's forward hands out no buffers: a micro-step may run twice on one process, and a replay has no forward.
+        with model.no_sync(), attribute_set(model, "require_forward_param_sync", False):
             loss = following(model, inputs, num_items_in_batch)
         if is_last:
             for flat in self._flats:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +23,12 @@ class CudaMark:
     def until(self, later: CudaMark) -> float | None:
         """Return the seconds to a later mark, None as long as the device has not come that far; never waits."""
         return self._event.elapsed_time(later._event) / 1e3 if later._event.query() else None
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Make one per device and process: DDP, with its nodes, stays from one `train` to the next."""
+    return torch.cuda.Stream(device)
 
 
 class CudaGraphs:
@@ -96,7 +103,7 @@ class CudaGraphs:
         (cudaErrorStreamCaptureImplicit).
         """
         outer = torch.cuda.current_stream(self.device)
-        side = torch.cuda.Stream(self.device)
+        side = _side_stream(self.device)
         side.wait_stream(outer)
         try:
             with torch.cuda.stream(side):

@@ -31,7 +31,7 @@ _Graphs = TypeVar("_Graphs", bound=GraphDecision)
 
 
 class _Apart:
-    """Kept while a run trains on a stream of its own from its beginning on."""
+    """Marks a run that trains on a stream of its own from its start."""
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def side_stream(run: Run) -> Iterator[None]:
     finds or makes; one of another stream ends a recording in backward (cudaErrorStreamCaptureIsolation).
     """
     alone = run.trainer.accelerator.num_processes == 1 or run.is_sharded or run.is_deepspeed
-    if alone or not run.training or any(_switch(run)) or unavailable(run.device):
+    if alone or not run.training or any(_switch(run)) or unavailable(run.device) or too_large(run):
         yield
         return
     with _apart(run, CudaGraphs(run.device)), run.keeping(_Apart()):

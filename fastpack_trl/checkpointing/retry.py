@@ -78,7 +78,7 @@ def run_again(run: Run, attempt: Callable[[], Tensor], less: Callable[[], bool])
     """Run a micro-batch; after an out-of-memory, undo it, free, and run it again. No batch is lost, no result changes.
 
     Args:
-        run: whose micro-steps wait for no other process: it would wait for the gradients of the first attempt.
+        run: whose micro-steps wait for no other process: another would wait for the gradients of the first attempt.
         attempt: the micro-batch, forward and backward.
         less: makes the next attempt need less memory; False where nothing is left to try.
 

@@ -24,6 +24,7 @@ from fastpack_trl.report import show_whole
 _OF_THE_COMMAND = ("--traceback", "--verbose")
 # Set for the processes that we launch: they take the launch options of the YAML as done.
 _LAUNCHED = "FASTPACK_LAUNCHED"
+_QUANTISATION = {"load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"}
 
 
 def main(argv: Sequence[str], method: Method = SFT) -> int:
@@ -59,11 +60,17 @@ def main(argv: Sequence[str], method: Method = SFT) -> int:
 def _what_next(arguments: Arguments) -> str:
     """Return the commands that load what a run has saved; empty where it is nothing that they can."""
     folder = Path(str(arguments.training.output_dir))
-    config, _ = split_off("config", arguments.own)
-    words = [str(folder)]
-    if arguments.model.load_in_4bit:  # merged into the base as it was in training
-        words += ["--config", *config] if config else ["--load_in_4bit"]
+    model, words = arguments.model, [str(folder)]
+    config, flags = split_off("config", arguments.own)
+    given = {word[2:].partition("=")[0].replace("-", "_") for word in flags if word.startswith("--")}
+    if config and (model.load_in_4bit or model.load_in_8bit) and given.isdisjoint(_QUANTISATION):
+        words += ["--config", *config]  # merged into the base as it was in training
+        words += ["--base", str(model.model_name_or_path)] if "model_name_or_path" in given else []
+    elif model.load_in_4bit:
+        words += ["--load_in_4bit"]
     adapter, whole = ((folder / f"{name}config.json").is_file() for name in ("adapter_", ""))
+    if adapter and whole:  # of two runs: the commands would take the adapter
+        return ""
     answers = arguments.method.command != "reward" and (adapter or whole)
     commands = ["fastpack-trl generate {} --prompt 'Hello'"] * answers + ["fastpack-trl merge {}"] * adapter
     return " or ".join(commands).replace("{}", shlex.join(words))

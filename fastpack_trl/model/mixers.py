@@ -136,6 +136,6 @@ def _mixer(cls: Any) -> Mixer | None:
 
 def _is_of(home: ModuleType, name: str) -> bool:
     """Return whether a module of Python defines a function of this name; the package `kernels` makes a module of it."""
-    function = vars(home).get(name)
+    function: Any = inspect.unwrap(vars(home).get(name, home))  # ours are around stock's
     own = inspect.isroutine(function) and getattr(function, "__module__", None) == home.__name__
     return own or isinstance(function, nn.Module)

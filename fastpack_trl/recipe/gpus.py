@@ -33,6 +33,8 @@ GPUS = {
     )
 }  # fmt: skip
 """By name, with the memory that the driver leaves to programs; that of H200 is measured, the others are about that."""
+_BESIDE_A_NAME = {"nvidia", "geforce", "rtx", "tesla", "sxm4", "sxm5", "pcie", "80", "hbm3", ""}
+"""Words that drivers and people say with a name: ``NVIDIA A100-SXM4-80GB``."""
 COMMON = ("T4", "4090", "A100-40", "H100", "H200")
 
 
@@ -43,8 +45,8 @@ def gpu_of(text: str) -> Gpu:
         UserError: it is neither.
     """
     known = {name.lower(): gpu for name, gpu in GPUS.items()}
-    name = re.sub(r"^(nvidia|geforce|rtx|[ _-])+|[ _-]?80(gb)?$|gb$", "", text.lower())
-    if (found := known.get(name)) is not None:
+    words = (word.removesuffix("gb") for word in re.split(r"[ _-]+", text.lower()))
+    if (found := known.get("-".join(word for word in words if word not in _BESIDE_A_NAME))) is not None:
         return found
     given = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:GiB|GB|G)?,\s*(\d+)\.(\d)", text, re.IGNORECASE)
     if given is None:

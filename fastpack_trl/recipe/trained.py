@@ -122,6 +122,8 @@ def find_trained(args: Namespace) -> Trained:
         with preparing():
             check_model(name, options, "the model")
         return Trained(name, None, options)
+    if any(path.glob("model*.safetensors")):
+        raise UserError(f"{shown(folder)} holds an adapter and a model, of two runs: move one away")
     if fault := json_fault(path / _ADAPTER):
         raise UserError(f"the adapter {shown(folder)} cannot be loaded: {fault}; copy or download it again")
     about = json.loads((path / _ADAPTER).read_text(encoding="utf-8"))
@@ -154,7 +156,7 @@ def merge(found: Trained, output: Path) -> str:
     """
     if found.base is None:
         raise UserError(f"{found.folder} is a whole model: nothing is left to merge")
-    model, tokenizer = found.load(dequantised=True), found.tokenizer()
+    tokenizer, model = found.tokenizer(), found.load(dequantised=True)
     with preparing():
         model.merge_and_unload(safe_merge=True).save_pretrained(output)
         tokenizer.save_pretrained(output)
@@ -176,7 +178,7 @@ def answers(
 
     if found.classifies:
         raise UserError(f"{found.folder} is of a reward model, which scores a text and writes none")
-    model, tokenizer = found.load(dequantised=False), found.tokenizer()
+    tokenizer, model = found.tokenizer(), found.load(dequantised=False)
     if torch.cuda.is_available() and found.quantization is None:
         model = model.to("cuda")
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}

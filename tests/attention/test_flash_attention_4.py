@@ -182,7 +182,7 @@ def test_installed_without_its_libraries_varlen_runs_and_the_reason_is_named(
     choice = choose("auto", HOPPER)
     said = error.partition("'")[2].partition("'")[0]
     assert choice.path == "varlen"
-    assert f"the installed flash-attn-4 cannot be imported: {said}" in choice.reason
+    assert f"flash_attn.cute.interface cannot be imported: {said}" in choice.reason
     with pytest.raises(ValueError, match=r"cannot be imported: .*; use packed_attention='auto'"):
         choose("flash_attention_4", HOPPER)
     if not place:

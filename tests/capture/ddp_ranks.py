@@ -19,6 +19,7 @@ from captured_material import At, assert_same_run, build, swap_data, weights
 from peft import LoraConfig
 from ranks import leave
 from replayed_graphs import TapeDevice
+from torch.nn.parallel import DistributedDataParallel
 from trainer_material import make_dataset
 from transformers import TrainerCallback
 
@@ -26,6 +27,7 @@ from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention.varlen import Varlen
 from fastpack_trl.capture import ddp, feature, graphs
 from fastpack_trl.capture.decision import EAGER_STEPS
+from fastpack_trl.run.services import StepServices
 from fastpack_trl.testing import tiny_model
 
 FOLDER, RANK = Path(sys.argv[1]), int(os.environ["RANK"])
@@ -175,6 +177,28 @@ def one_lacks_memory() -> None:
         said = line(ours)
         assert (said.path == "eager") == bool(RANK), said
         assert not RANK or "a step ran out of memory beside the graphs" in said.reason
+    ours = _lacking_memory_in_the_first_step_apart(options)
+    assert line(ours).path == "captured"
+    assert_alike(ours)
+
+
+def _lacking_memory_in_the_first_step_apart(options: dict[str, Any]) -> Any:
+    """A forward of one rank runs again, in which DDP's would hand out the buffers once more."""
+    left, forward = [EAGER_STEPS * options["gradient_accumulation_steps"]], DistributedDataParallel._post_forward
+
+    def after_forward(model: Any, output: Any) -> Any:
+        if torch.is_grad_enabled() and RANK:
+            left[0] -= 1
+            if left[0] == -1:
+                raise torch.OutOfMemoryError("no memory is left")
+        return forward(model, output)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DistributedDataParallel, "_post_forward", after_forward)
+        patch.setattr(StepServices, "reclaim_memory", lambda self: True)
+        ours = run("on", **options)
+    assert not RANK or left[0] < -1
+    return ours
 
 
 def uneven() -> None:
@@ -202,6 +226,9 @@ def uneven() -> None:
         assert [one.grad if one.grad is None else one.grad.unique().tolist() for one in (there, here_only, frozen)] == [
             [1.5], [1.5], None
         ]  # fmt: skip
+    there.grad, here_only.grad = (None, None) if RANK else (torch.ones(3), torch.ones(4))  # one rank has none at all
+    flat.reduce(dist.group.WORLD)
+    assert [one.grad.unique().tolist() for one in (there, here_only) if one.grad is not None] == [[0.5]] * 2
 
 
 def hook_of(rank: int) -> Callable[..., None]:

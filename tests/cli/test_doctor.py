@@ -228,7 +228,9 @@ def test_a_forecast_says_why_rows_do_not_run_in_one_call(
     [
         ("h100", "H100"),
         ("RTX 4090", "4090"),
-        ("NVIDIA H100 80GB", "H100"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("Tesla T4", "T4"),
         ("A100-80", "A100"),
         ("A100-40GB", "A100-40"),
     ],

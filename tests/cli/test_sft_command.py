@@ -105,8 +105,9 @@ def test_the_command_says_what_comes_next_and_that_runs(
 @pytest.mark.parametrize(
     ("command", "flags", "says"),
     [
-        ("sft", "--config four.yaml", "fastpack-trl merge out --config four.yaml"),
+        ("sft", "--config four.yaml", "fastpack-trl merge out --config four.yaml --base m"),
         ("sft", "--load_in_4bit true", "fastpack-trl merge out --load_in_4bit"),
+        ("sft", "--config none.yaml --load_in_4bit true", "fastpack-trl merge out --load_in_4bit"),
         ("reward", "", "fastpack-trl merge out"),
     ],
 )
@@ -115,6 +116,7 @@ def test_what_comes_next_knows_quantised_bases_and_scores(
 ) -> None:
     monkeypatch.chdir(material.folder)
     Path("four.yaml").write_text("load_in_4bit: true", encoding="utf-8")
+    Path("none.yaml").write_text("seed: 1", encoding="utf-8")
     words = f"{flags} --model_name_or_path m --dataset_name d --output_dir out --use_cpu true --bf16 false".split()
     arguments = parse(words, METHODS[command])
     assert _what_next(arguments) == "", "nothing is saved"

@@ -143,6 +143,7 @@ def test_an_answer_without_text_is_said(material: Material, capsys: pytest.Captu
     ("words", "says"),
     [
         ("merge", "no model: name the folder that a run has written, or give its YAML with --config FILE"),
+        ("generate {two} --prompt a", "holds an adapter and a model, of two runs: move one away"),
         ("generate {scores} --prompt a", "is of a reward model, which scores a text and writes none"),
         ("merge ./absent", "the model './absent' is not a folder"),
         ("merge {adapter} --output {model}", "is not empty: name another folder"),
@@ -165,7 +166,9 @@ def test_a_misuse_is_one_line(material: Material, capsys: pytest.CaptureFixture[
     save_file({"weight": IDS}, adapter / "adapter_model.safetensors")
     scores = shutil.copytree(adapter, material.folder / "scores")
     (scores / "adapter_config.json").write_text(json.dumps(about | {"task_type": "SEQ_CLS"}), encoding="utf-8")
-    given = {"model": material.model, "adapter": adapter, "folder": material.folder, "scores": scores}
+    two = shutil.copytree(adapter, material.folder / "two")
+    save_file({"weight": IDS}, two / "model.safetensors")
+    given = {"model": material.model, "adapter": adapter, "folder": material.folder, "scores": scores, "two": two}
     assert main(words.format(**given).split()) == 2
     err = capsys.readouterr().err.splitlines()[-1]
     assert says in err
