@@ -12,7 +12,7 @@ import pytest
 import torch
 from compile_material import Counting, loss_of, one_step
 from datasets import Dataset
-from hybrid_material import composite_model, hybrid_model, reached
+from hybrid_material import HYBRIDS, composite_model, hybrid_model, reached
 from torch import Tensor
 from trainer_material import assert_same_log, both, figures, sentences, train
 from transformers import TrainerCallback
@@ -24,7 +24,8 @@ from fastpack_trl.compile.layers import compiled_layers
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.testing import count_host_syncs
 
-FAMILIES = ("qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "falcon_h1", "nemotron_h", "zamba2")
+FAMILIES = [family for family in HYBRIDS if family not in ("granitemoehybrid", "lfm2_moe")]
+"""Stock raises with granitemoehybrid, whose configuration has no ``num_experts``; lfm2_moe is lfm2 with experts."""
 LONG = {"max_length": 256, "eval_strategy": "no", "logging_steps": 1, "per_device_train_batch_size": 2}
 
 
@@ -44,6 +45,8 @@ def adapters() -> Any:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_log_of_a_run_is_stocks(family: str, lora: bool, tmp_path: Path) -> None:
     """Stock pads its batches; ours are rows without padding, two micro-batches merged to one."""
+    if not reached(family):
+        pytest.skip("absent from this transformers, or in padded rows with it")
     trainer = {"peft_config": adapters()} if lora else {}
     ours, stock = both(
         tmp_path, model=hybrid_model(family), data=documents(), trainer=trainer, gradient_accumulation_steps=2,
