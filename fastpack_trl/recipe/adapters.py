@@ -23,7 +23,7 @@ def resize_to_adapter(model: Any, folder: Path, tokenizer: Callable[[], Any]) ->
     for each token of the tokenizer in its folder.
     """
     rows, needed = model.get_input_embeddings().weight.shape[0], _saved_rows(model, folder)
-    lost = "" if needed else f"; the adapter was saved without them: rows from {rows} on are drawn anew"
+    lost = [] if needed else ["embeddings"]
     if not needed:
         trained = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get(
             "trainable_token_indices"
@@ -33,8 +33,20 @@ def resize_to_adapter(model: Any, folder: Path, tokenizer: Callable[[], Any]) ->
         needed = max(rows, beside, *(index + 1 for index in indices), 0)
     if needed == rows:
         return ""
+    before = _rows(model)
     model.resize_token_embeddings(needed, mean_resizing=bool(lost))
-    return f"embeddings: {rows} rows -> {needed}, as many as the adapter was trained with{lost}"
+    others = before.keys() - {model.get_input_embeddings(), model.get_output_embeddings()}
+    # Gemma 4 has embeddings per layer too, which PEFT does not save.
+    if needed > rows and any(table.weight.shape[0] != before[table] for table in others):
+        lost.append("embeddings per layer")
+    anew = f"; {' and '.join(lost)}: rows from {rows} on are drawn anew, as the adapter was saved without them"
+    return f"embeddings: {rows} rows -> {needed}, as many as the adapter was trained with{anew if lost else ''}"
+
+
+def _rows(model: Any) -> dict[Any, int]:
+    from torch import nn
+
+    return {module: module.weight.shape[0] for module in model.modules() if isinstance(module, nn.Embedding)}
 
 
 def _saved_rows(model: Any, folder: Path) -> int:
