@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastpack_trl.attention.interface import AttentionCall, Backend
-from fastpack_trl.attention.operators import gather_keys, tokens_of
+from fastpack_trl.attention.operators import HEAD_ALIGNMENT, gather_keys, tokens_of
 from fastpack_trl.attention.per_document import FLASH_DTYPES
 from fastpack_trl.attention.reference import NO_SOFTCAP, NO_WINDOW
 from fastpack_trl.attention.whole_row import MAX_HEAD_DIM, RowInputs, check_call, reason_for, row_operator
@@ -32,6 +32,8 @@ SAVED_PER_ELEMENT = 12e-12
 """Seconds less than torch's kernel, forward and backward, per element of the query of a row of many documents: 0.20 ms
 of 16/8 heads of 128 over 8,192 tokens, and of 32/8 over 4,096 (H200)."""
 _CAPABILITIES = (9, 10, 11, 12)
+_SHARED_MEMORY_12 = 160
+"""Largest head_dim, in multiples of 32, whose backward fits 99 KiB: 4 tiles of 64 rows, 2 of 64 x 64, in 16 bits."""
 _INTERFACE = "flash_attn.cute.interface"
 _FORWARD, _BACKWARD = (f"_flash_attn_{way}" for way in ("fwd", "bwd"))
 
@@ -120,6 +122,7 @@ class FlashAttention4(Backend):
         )
         too_wide = features.head_dim > MAX_HEAD_DIM
         yield too_wide and f"head_dim {features.head_dim} is over {NAME}'s limit of {MAX_HEAD_DIM}"
+        yield from _lacks_on_generation(features)
         yield features.dropout and f"{NAME} has no dropout, the model's is {features.dropout}"
         yield _why_absent()
 
@@ -150,6 +153,28 @@ class FlashAttention4(Backend):
 def has_device(features: ModelFeatures) -> bool:
     """Return whether the kernel has code for the device of a model."""
     return features.device_type == "cuda" and (features.capability or (0, 0))[0] in _CAPABILITIES
+
+
+def _lacks_on_generation(features: ModelFeatures) -> Iterator[str]:
+    """Yield what 4.0.0b36 does not have, or computes wrongly, on devices of one generation only."""
+    generation = (features.capability or (0,))[0]
+    width = -(-features.head_dim // HEAD_ALIGNMENT) * HEAD_ALIGNMENT
+    heads, device = f"head_dim {features.head_dim}", f"on compute capability {generation}.x"
+    # The backward of sm90 lays sums of gradients out in heads rounded up to 16, and what reads them rounds up to 32.
+    if generation == 9 and width <= 128 and -(-width // 16) % 2:
+        yield f"{NAME} computes wrong gradients for {heads} {device}"
+    if generation in (10, 11):
+        if 128 < width < MAX_HEAD_DIM:
+            yield f"{NAME} has no {heads} {device}, only up to 128 and {MAX_HEAD_DIM}"
+        if width == MAX_HEAD_DIM and (features.sinks or features.softcap):
+            yield f"{NAME} has no {'sinks' if features.sinks else 'softcap'} for {heads} {device}"
+    if generation == 12:
+        if width > _SHARED_MEMORY_12:
+            yield f"{heads} is over {NAME}'s limit of {_SHARED_MEMORY_12} {device}"
+        if features.sinks:
+            yield f"{NAME} has no sinks {device}"
+        if torch.are_deterministic_algorithms_enabled():
+            yield f"{NAME} is not deterministic {device}, which torch.use_deterministic_algorithms asks for"
 
 
 def _why_absent() -> str:

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from fastpack_trl.attention.interface import AttentionCall
 from fastpack_trl.kernels.operators import arguments_of, differentiable, operator
 
-_HEAD_ALIGNMENT = 8
+HEAD_ALIGNMENT = 8
 _OF_TOKENS = 5
 """The first fields: query, key, value, cu_seqlens, sinks."""
 
@@ -117,7 +117,7 @@ def tokens_of(call: AttentionCall) -> list[Tensor]:
 
     Their head_dim is one, a multiple of 8.
     """
-    width = -(-max(call.query.shape[-1], call.value.shape[-1]) // _HEAD_ALIGNMENT) * _HEAD_ALIGNMENT
+    width = -(-max(call.query.shape[-1], call.value.shape[-1]) // HEAD_ALIGNMENT) * HEAD_ALIGNMENT
     tokens = [pad_head(tensor[0].transpose(0, 1), width) for tensor in (call.query, call.key, call.value)]
     # The kernel's results have the strides of its inputs, a graph expects rows one after the other. There the kernel
     # that writes them (rotary embedding) writes them so; eager it would be a copy, and is not needed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -227,9 +228,45 @@ def test_a_run_knows_how_much_attention_it_has(tmp_path: Path, monkeypatch: pyte
     assert "dear" in trainer.fastpack_report["packed_attention"].reason
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        *(({"head_dim": size}, f"computes wrong gradients for head_dim {size} on compute capability 9.x")
+          for size in (4, 8, 16, 36, 40, 48, 72, 80, 104, 112)),
+        *(({"head_dim": size}, "") for size in (24, 32, 56, 60, 64, 88, 96, 120, 128, 136, 144, 192, 208, 256)),
+        *(({"capability": (10, 0), "head_dim": size}, "") for size in (8, 16, 80, 128, 256)),
+        ({"capability": (10, 3), "head_dim": 192}, "no head_dim 192 on compute capability 10.x, only up to 128 and"),
+        ({"capability": (11, 0), "head_dim": 256, "sinks": True}, "no sinks for head_dim 256 on compute capability 11"),
+        ({"capability": (10, 0), "head_dim": 256, "softcap": True}, "no softcap for head_dim 256 on compute"),
+        ({"capability": (12, 0), "head_dim": 128, "softcap": True, "windows": frozenset({128})}, ""),
+        ({"capability": (12, 1), "sinks": True}, "flash_attention_4 has no sinks on compute capability 12.x"),
+        ({"capability": (12, 0), "head_dim": 192}, "head_dim 192 is over flash_attention_4's limit of 160 on compute"),
+    ],
+)  # fmt: skip
+def test_what_it_lacks_on_a_device_is_refused_by_name(installed: None, changes: dict[str, Any], reason: str) -> None:
+    choice = choose("auto", replace(HOPPER, **changes))
+    assert (choice.path != "flash_attention_4", reason in choice.reason) == (bool(reason), True), choice.reason
+    if reason:
+        with pytest.raises(
+            ValueError, match=f"cannot be used here: .*{re.escape(reason)}.*; use packed_attention='auto'"
+        ):
+            choose("flash_attention_4", replace(HOPPER, **changes))
+
+
+def test_deterministic_runs_are_refused_where_its_sums_are_atomic(installed: None) -> None:
+    for generation, path in ((9, "flash_attention_4"), (12, "varlen")):
+        torch.use_deterministic_algorithms(True)
+        try:
+            choice = choose("auto", replace(HOPPER, capability=(generation, 0)))
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert choice.path == path
+        assert ("is not deterministic on compute capability 12.x" in choice.reason) == (path == "varlen")
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize(("window", "sinks"), [(None, False), (4, True), (4, False), (None, True)])
-@pytest.mark.parametrize("head_dim", [8, 64])
+@pytest.mark.parametrize("head_dim", [24, 128])
 def test_on_the_device_within_twice_the_error_of_dense_attention(
     window: int | None, sinks: bool, head_dim: int
 ) -> None:
@@ -244,3 +281,15 @@ def test_on_the_device_within_twice_the_error_of_dense_attention(
     assert_as_near_as_dense(
         batch, ours, window, dtype=torch.bfloat16, floor=torch.finfo(torch.bfloat16).eps, sinks=sinks, head_dim=head_dim
     )
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("head_dim", [16, 80])
+def test_heads_refused_for_wrong_gradients_are_wrong(head_dim: int) -> None:
+    """Once a version computes them, they need not be refused any more."""
+    features = replace(HOPPER, capability=torch.cuda.get_device_capability())
+    if reason := flash_attention_4.FlashAttention4().refuses(features):
+        pytest.skip(reason)
+    reason = flash_attention_4.FlashAttention4().refuses(replace(features, head_dim=head_dim))
+    said = failure(BACKENDS["flash_attention_4"], replace(features, head_dim=head_dim, kv_heads=2))
+    assert bool(said) == ("wrong gradients" in reason), (said, reason)
