@@ -32,8 +32,6 @@ SAVED_PER_ELEMENT = 12e-12
 """Seconds less than torch's kernel, forward and backward, per element of the query of a row of many documents: 0.20 ms
 of 16/8 heads of 128 over 8,192 tokens, and of 32/8 over 4,096 (H200)."""
 _CAPABILITIES = (9, 10, 11, 12)
-_SHARED_MEMORY_12 = 160
-"""Largest head_dim, in multiples of 32, whose backward fits 99 KiB: 4 tiles of 64 rows, 2 of 64 x 64, in 16 bits."""
 _INTERFACE = "flash_attn.cute.interface"
 _FORWARD, _BACKWARD = (f"_flash_attn_{way}" for way in ("fwd", "bwd"))
 
@@ -155,26 +153,23 @@ def has_device(features: ModelFeatures) -> bool:
     return features.device_type == "cuda" and (features.capability or (0, 0))[0] in _CAPABILITIES
 
 
-def _lacks_on_generation(features: ModelFeatures) -> Iterator[str]:
-    """Yield what 4.0.0b36 does not have, or computes wrongly, on devices of one generation only."""
-    generation = (features.capability or (0,))[0]
-    width = -(-features.head_dim // HEAD_ALIGNMENT) * HEAD_ALIGNMENT
-    heads, device = f"head_dim {features.head_dim}", f"on compute capability {generation}.x"
-    # The backward of sm90 lays sums of gradients out in heads rounded up to 16, and what reads them rounds up to 32.
-    if generation == 9 and width <= 128 and -(-width // 16) % 2:
-        yield f"{NAME} computes wrong gradients for {heads} {device}"
-    if generation in (10, 11):
-        if 128 < width < MAX_HEAD_DIM:
-            yield f"{NAME} has no {heads} {device}, only up to 128 and {MAX_HEAD_DIM}"
-        if width == MAX_HEAD_DIM and (features.sinks or features.softcap):
-            yield f"{NAME} has no {'sinks' if features.sinks else 'softcap'} for {heads} {device}"
-    if generation == 12:
-        if width > _SHARED_MEMORY_12:
-            yield f"{heads} is over {NAME}'s limit of {_SHARED_MEMORY_12} {device}"
-        if features.sinks:
-            yield f"{NAME} has no sinks {device}"
-        if torch.are_deterministic_algorithms_enabled():
-            yield f"{NAME} is not deterministic {device}, which torch.use_deterministic_algorithms asks for"
+def _lacks_on_generation(features: ModelFeatures) -> Iterator[object]:
+    """Yield what 4.0.0b36 lacks, or computes wrongly, on devices of one generation only."""
+    generation, size = (features.capability or (0,))[0], features.head_dim
+    width, device = -(-size // HEAD_ALIGNMENT) * HEAD_ALIGNMENT, f"on compute capability {generation}.x"
+    if generation == 9:
+        # Its backward adds gradients up in heads rounded up to 16, and reads the sums as of heads rounded up to 32.
+        wrong = width <= 128 and -(-width // 16) % 2
+        yield wrong and f"{NAME} computes wrong gradients for head_dim {size} {device}"
+    elif generation in (10, 11):
+        yield 128 < width < 256 and f"{NAME} has no head_dim {size} {device}, only up to 128 and 256"
+        more = "sinks" if features.sinks else "softcap" if features.softcap else ""
+        yield width == 256 and more and f"{NAME} has no {more} for head_dim {size} {device}"
+    elif generation == 12:  # 99 KiB hold the backward's 4 tiles of 64 heads, and 2 of 64 x 64
+        yield width > 160 and f"head_dim {size} is over {NAME}'s limit of 160 {device}"
+        yield features.sinks and f"{NAME} has no sinks {device}"
+        fixed = torch.are_deterministic_algorithms_enabled()
+        yield fixed and f"{NAME} is not deterministic {device}, as torch.use_deterministic_algorithms asks for"
 
 
 def _why_absent() -> str:
