@@ -127,6 +127,8 @@ TABLE: tuple[Upstream, ...] = (
     _used(
         "torch._dynamo.config: specialize_float; torch._dynamo.exc: FailOnRecompileLimitHit; torch._dynamo.decorators: "
         "_dynamo_weak_dynamic_indices", "compile", "a second trace where a float changed; sizes marked again"),
+    _used("torch._dynamo.config: skip_tensor_guards_with_matching_dict_tags", "compile",
+        "torch decides what of a parameter a graph is compared with: all of it from 2.13 on"),
     _used("torch._inductor.async_compile: maybe_warm_pool", "compile",
         "the processes that compile kernels start when the first graph is traced"),
     _used("torch._inductor.runtime.cache_dir_utils: cache_dir; torch._inductor.config: force_disable_caches", "compile",
