@@ -77,7 +77,6 @@ CASES: dict[tuple[str, str], Case] = {
         "on_substep_end of Substep", options={"gradient_accumulation_steps": 2}, given={"callbacks": [Substep()]}
     ),
     ("share_prefixes", "on"): Case("NEFTune would add", options={"neftune_noise_alpha": 5.0}),
-    ("packing_order", "prefix"): Case("it packs documents", options={"packing": False}, contradicts=True),
     ("activation_memory", "keep"): Case(reason="keeps all activations", options=KEEPS_ALL),
     **{("activation_memory", level): CONTRADICTED for level in ("selective", "checkpoint", "offload")},
     **{("checkpoint_offload", mode): CONTRADICTED for mode in ("double_buffer", "single_buffer")},
