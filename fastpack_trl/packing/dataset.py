@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset, List
+from jinja2 import TemplateError
 from numpy.typing import NDArray
 
 from fastpack_trl.errors import DataError, describe, shown
@@ -147,7 +148,11 @@ def _name_example(dataset: Dataset, tokenize: Callable[[Dataset], Any], error: E
         cause = failure(start, stop)
     if cause is None:
         return error
-    hint = "save the file as UTF-8" if isinstance(cause, UnicodeDecodeError) else "correct the example or drop it"
+    hint = "correct the example or drop it"
+    if isinstance(cause, UnicodeDecodeError):
+        hint = "save the file as UTF-8"
+    elif isinstance(cause, TemplateError):
+        hint = "the chat template refuses it: correct the conversation, or set chat_template_path to another template"
     return DataError(
         f"row {start} of the {name} data set cannot be prepared ({type(cause).__name__}: {describe(cause)}): {hint} "
         f"(rows count from 0{_contents(dataset, start)})"
