@@ -19,8 +19,7 @@ from fastpack_trl.model.preflight import check_counts, check_recompute
 from fastpack_trl.report import disabled_by_environment
 
 PackedAttentionPath = Literal[
-    "auto", "varlen", "per_document", "padded_rows", "flash_attention_2", "flash_attention_3", "flash_attention_4",
-    "flex", "xformers", "sdpa", "off",
+    "auto", "varlen", "per_document", "padded_rows", "flash_attention_4", "xformers", "sdpa", "off",
 ]  # fmt: skip
 Switch = Literal["auto", "on", "off"]
 OnOff = Literal["off", "on"]
@@ -33,8 +32,13 @@ DEFAULT_PADDED_ROWS_LIMIT = 4.0
 
 REMOVED = {
     "packing_order": ("0.2.0", "TRL's order of documents is used; leave it out"),
+    "packed_attention='flex'": ("0.2.0", "set packed_attention='auto'"),
+    **{
+        f"packed_attention='{name}'": ("0.2.0", f"set attn_implementation='{name}', which gets the same cu_seqlens")
+        for name in ("flash_attention_2", "flash_attention_3")
+    },
 }
-"""Fields and arguments that are gone: the version that removed them, and what to do instead."""
+"""Fields, values and arguments that are gone: the version that removed them, and what to do instead."""
 
 
 def removal(name: str) -> str:
@@ -79,6 +83,7 @@ def normalise_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
         value = switched_on
     if isinstance(value, str) and value in choices:
         return value
+    refuse_removed([f"{name}={value!r}"])
     hint = did_you_mean(value, choices) if isinstance(value, str) else ""
     raise ValueError(f"{name}={shown(value)} is not available: use one of {', '.join(choices)}{hint}")
 
@@ -129,9 +134,9 @@ class ModelSettings:
         "How packed documents are kept apart: auto (the fastest that is right for the model), varlen (torch's flash "
         "kernel: CUDA, bf16 or fp16), per_document (one attention call per document, any device), padded_rows "
         "(documents unpacked into padded rows under stock attention), flash_attention_4 (flash-attn-4: Hopper and "
-        "later, where installed), flash_attention_2, flash_attention_3 and xformers (where installed), flex (torch's "
-        "flex attention, CUDA), sdpa (stock attention, its dense mask built once per batch) or off (stock). No extra "
-        "memory except for sdpa (total_tokens^2 bytes per window) and padded_rows (padding, see padded_rows_limit).",
+        "later, where installed), xformers (where installed), sdpa (stock attention, its dense mask built once per "
+        "batch) or off (stock). No extra memory except for sdpa (total_tokens^2 bytes per window) and padded_rows "
+        "(padding, see padded_rows_limit).",
     )
     verify_packing: Switch = choice(
         "auto",

@@ -62,7 +62,7 @@ KEEPS_ALL = {"gradient_checkpointing": False}
 CONTRADICTED = Case("gradient_checkpointing=False", options=KEEPS_ALL, contradicts=True)
 CASES: dict[tuple[str, str], Case] = {
     **{("packed_attention", name): Case(CONSTRUCTED) for name in
-       ("varlen", "flex", "xformers", "flash_attention_2", "flash_attention_3", "flash_attention_4")},
+       ("varlen", "xformers", "flash_attention_4")},
     **{("packed_attention", name): COLLATED for name in ("per_document", "padded_rows", "sdpa")},
     ("verify_packing", "on"): Case("parameters are sharded when training starts", late=shard),
     ("lora", "on"): Case("the model has no LoRA layers"),

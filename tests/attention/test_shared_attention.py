@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 from shared_material import path_of, trees
 from torch import Tensor
 
-from fastpack_trl.attention import varlen
 from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.attention.dense import dense_mask
 from fastpack_trl.attention.install import packed_attention
@@ -136,7 +135,7 @@ def test_empty_segments_on_the_device_change_nothing(window: int) -> None:
     for q_ends, k_ends in ((ends, ends_k), ([0, *ends, ends[-1]], [0, *ends_k, ends_k[-1]])):
         tensors = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
         cu_q, cu_k = (torch.tensor(bounds, dtype=torch.int32, device="cuda") for bounds in (q_ends, k_ends))
-        row = RowInputs(*tensors, cu_q, None, None, window, SCALE, 128, cu_k, 128)
+        row = RowInputs(*tensors, cu_q, None, window, SCALE, 128, cu_k, 128)
         out = torch.ops.fastpack.varlen_attention_with_gradient(*row)[0]
         results.append([out, *torch.autograd.grad(out.float().square().sum(), tensors)])
     for one, other in zip(*results, strict=True):
@@ -153,20 +152,9 @@ def test_operators_pass_torchs_own_checks() -> None:
     torch.library.opcheck(torch.ops.fastpack.gather_keys.default, (tokens[1], index))
     torch.library.opcheck(torch.ops.fastpack.add_rows.default, (tokens[1].detach(), index[:7], 7))
     keys = [gather_keys(tensor.detach(), index).requires_grad_() for tensor in tokens[1:]]
-    check_operators("varlen_attention", (tokens[0], *keys, batch.cu_seqlens, sinks, None, 0, SCALE, 4, ends_k, 7, 0.0))
+    check_operators("varlen_attention", (tokens[0], *keys, batch.cu_seqlens, sinks, 0, SCALE, 4, ends_k, 7, 0.0))
     heads_first = [tensor.detach().transpose(0, 1)[None].requires_grad_() for tensor in (tokens[0], *keys)]
     check_operators("per_document_attention", (*heads_first, batch.cu_seqlens, sinks, None, 0, SCALE, 0.0, 4, ends_k))
-
-
-def test_a_row_that_int32_cannot_index_is_cut_between_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = PackedBatch.from_segments(*DEEP, num_padding=2)
-    inputs = make_inputs(batch, torch.float64, sinks=True)
-    whole = run(attend(prepared("varlen", batch)), inputs)
-    monkeypatch.setattr(varlen, "_INT32", 4 * 64 * 2 * (10 + 128))
-    layer = prepared("varlen", batch)
-    assert len(layer.parts) > 2
-    for one, several in zip(whole, run(attend(layer), inputs), strict=True):
-        torch.testing.assert_close(several, one)
 
 
 @pytest.mark.parametrize("name", ["per_document", "varlen", "flash_attention_4"])
@@ -197,7 +185,7 @@ def test_backends_without_a_form_for_it_say_so(monkeypatch: pytest.MonkeyPatch) 
     ids = torch.randint(3, 96, (1, batch.total_tokens))
     with packed_attention(model, "padded_rows"), pytest.raises(ValueError, match="padded_rows has no form"):
         model(input_ids=ids, packed_batch=batch, **to_transformers_kwargs(batch))
-    for name in ("flex", "xformers", "flash_attention_2"):
+    for name in ("xformers",):
         assert f"{name} has no form" in BACKENDS[name].refuses_shared(PLAIN)
     monkeypatch.setattr(PerDocument, "refuses_shared", Backend.refuses_shared)
     with packed_attention(model, "per_document"), pytest.raises(PackingError, match="per_document has no form"):
