@@ -84,13 +84,16 @@ def share(ids: NDArray[Any], lengths: Sequence[int] | IntArray, least: int = LEA
     return SharedRow(own[has_own], common[has_own], np.concatenate(keys), token_of, source_of)
 
 
-def packed_batch(row: SharedRow) -> PackedBatch:
-    """Return the metadata of a row, on the host."""
-    batch = PackedBatch.from_lengths(row.lengths.tolist())
+def packed_batch(row: SharedRow, *, num_padding: int = 0) -> PackedBatch:
+    """Return the metadata of a row and `num_padding` tokens behind it, on the host."""
+    batch = PackedBatch.from_lengths(row.lengths.tolist(), num_padding=num_padding)
     if not row.first_positions.any():
         return batch
-    position_ids = batch.position_ids + torch.from_numpy(row.first_positions.repeat(row.lengths))
-    shared = SharedKeys.found(row.lengths, row.first_positions, row.key_index)
+    tail: IntArray = np.array([num_padding][:num_padding], dtype=np.int64)
+    lengths, first = np.append(row.lengths, tail), np.append(row.first_positions, 0 * tail)
+    keys = np.append(row.key_index, len(row.source_of) + np.arange(num_padding))
+    position_ids = batch.position_ids + torch.from_numpy(first.repeat(lengths))
+    shared = SharedKeys.of(lengths, first, keys)
     return replace(batch, position_ids=position_ids, positions=AsMade.of(position_ids), shared=shared)
 
 

@@ -25,7 +25,7 @@ from attention_material import (
 )
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from shared_material import trees
+from shared_material import tree_row, trees
 from trainer_material import train
 
 from fastpack_trl import FastSFTTrainer
@@ -77,7 +77,7 @@ def test_what_the_kernel_is_told_gives_output_and_gradients_of_a_dense_mask(
 ) -> None:  # fmt: skip
     """Segments, longest lengths, windows, sinks, softcap and scale, with shared prefixes and without; in float64."""
     for batch in (
-        PackedBatch.from_segments(*tree, num_padding=padding), PackedBatch.from_lengths(tree[0], num_padding=padding)
+        tree_row(*tree, num_padding=padding), PackedBatch.from_lengths(tree[0], num_padding=padding)
     ):  # fmt: skip
         inputs = make_inputs(batch, torch.float64, sinks=sinks, value_dim=value_dim)
         expected = run(lambda tensors, batch=batch: dense_attention(batch, tensors, window, softcap), inputs)
