@@ -75,17 +75,11 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
     ) -> Any:
         given = (dataset, processing_class, args, packing, formatting_func, dataset_name)
         run = self.fastpack_run
-        by_prefix = dataset_name == "train" and run.settings.packing_order == "prefix"
         if self._fastpack_disabled or self._fastpack_own_collator or not can_prepare_in_two_passes(dataset):
-            if by_prefix and not self._fastpack_disabled:
-                raise ValueError(
-                    "packing_order='prefix' sorts a data set as a whole, with TRL's own collator: no stream"
-                )
             return super()._prepare_dataset(*given)
         # An evaluation set may have that name too, and be given in the middle of a run.
         count = run.facts is None and dataset_name == "train" and not self._fastpack_entered
-        stock = super()._prepare_dataset
-        prepared, facts = prepare_in_two_passes(stock, *given, trainer=self, count=count, by_prefix=by_prefix)
+        prepared, facts = prepare_in_two_passes(super()._prepare_dataset, *given, count=count)
         if facts is not None:
             run.facts = facts
         return prepared

@@ -19,7 +19,6 @@ from fastpack_trl.attention.start_proof import is_examined, prove, prove_stock, 
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.facts import asked_for, attention_modules, read_features
 from fastpack_trl.packing.batching import BatchPlan, vocabulary
-from fastpack_trl.packing.buckets import BLOCK_COST
 from fastpack_trl.packing.dataset import check_vocabulary, highest_padding_cost, is_token_lists
 from fastpack_trl.report import Status
 from fastpack_trl.run import PADDED_ROWS, Choice, Run
@@ -213,9 +212,8 @@ def _installed(run: Run) -> Iterator[PackedAttention]:
             yield attention
             return
         before, run.refuses_static = run.refuses_static, partial(backend.refuses_static, features=attention.features)
-        run.alone_from, run.block_cost = backend.alone_from(attention.features), backend.block_cost
         try:
             with run.keeping(attention):  # for `why_not_shared`
                 yield attention
         finally:
-            run.refuses_static, run.alone_from, run.block_cost = before, math.inf, BLOCK_COST
+            run.refuses_static = before

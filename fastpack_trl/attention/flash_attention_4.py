@@ -9,21 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastpack_trl.attention.interface import AttentionCall, Backend
-from fastpack_trl.attention.operators import gather_keys, tokens_of
+from fastpack_trl.attention.interface import Backend
 from fastpack_trl.attention.per_document import FLASH_DTYPES
-from fastpack_trl.attention.reference import NO_SOFTCAP, NO_WINDOW
-from fastpack_trl.attention.whole_row import MAX_HEAD_DIM, RowInputs, check_call, reason_for, row_operator
+from fastpack_trl.attention.whole_row import KERNELS, MAX_HEAD_DIM, RowInputs, RowLayer, reason_for, row_operator
 from fastpack_trl.errors import describe, first_reason
 from fastpack_trl.measure.payback import StartUpCost
 from fastpack_trl.model.facts import UNREADABLE, ModelFeatures
 from fastpack_trl.packing.buckets import Bucket
-from fastpack_trl.packing.packed_batch import PackedBatch, rounded_length
+from fastpack_trl.packing.packed_batch import PackedBatch
 
 NAME = "flash_attention_4"
 COMPILE_SECONDS = 6.0
@@ -32,6 +30,9 @@ SAVED_PER_ELEMENT = 12e-12
 """Seconds less than torch's kernel, forward and backward, per element of the query of a row of many documents: 0.20 ms
 of 16/8 heads of 128 over 8,192 tokens, and of 32/8 over 4,096 (H200)."""
 _CAPABILITIES = (9, 10, 11, 12)
+_HEAD_DIMS = 32
+"""flash-attn-4 4.0.0b36 on an H100: gradients are right at head_dim 32, 64, 96, 128, 160, 192 and 256, and as large as
+their error at 8, 16, 40, 72, 80 and 112."""
 _INTERFACE = "flash_attn.cute.interface"
 _FORWARD, _BACKWARD = (f"_flash_attn_{way}" for way in ("fwd", "bwd"))
 
@@ -67,36 +68,7 @@ def flash4_attention_backward(
     return dq, dk, dv, dsinks[0] if dsinks else row.query.new_empty(0)
 
 
-_attention = row_operator(flash4_attention, flash4_attention_backward)
-
-
-class FlashAttention4Layer(NamedTuple):
-    """Tensors and ints: what crosses a layer boundary."""
-
-    cu_seqlens: Tensor
-    """(num_segments + 1,) int32 on the device."""
-    max_seqlen: int
-    cu_seqlens_k: Tensor
-    """Of the keys; the same tensor where no segment has a prefix."""
-    max_seqlen_k: int
-    key_index: Tensor | None = None
-    """(total_keys,) int64 on the device (`SharedKeys`); None: each token is a key."""
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        """Attend over the whole row.
-
-        Raises:
-            ValueError: a dtype or dropout that the kernel does not have; names the remedy.
-        """
-        check_call(NAME, call, softcap=True)
-        query, *keyed = tokens_of(call)
-        if self.key_index is not None:
-            keyed = [gather_keys(tensor, self.key_index) for tensor in keyed]
-        out, _ = _attention(
-            query, *keyed, self.cu_seqlens, call.sinks, None, call.window or NO_WINDOW, call.scale, self.max_seqlen,
-            self.cu_seqlens_k, self.max_seqlen_k, call.softcap or NO_SOFTCAP,
-        )  # fmt: skip
-        return out[None, ..., : call.value.shape[-1]].contiguous()
+KERNELS[NAME] = (row_operator(flash4_attention, flash4_attention_backward), True)
 
 
 class FlashAttention4(Backend):
@@ -104,7 +76,6 @@ class FlashAttention4(Backend):
 
     name = NAME
     flattens = True
-    block_cost = 1e-4
 
     def refuses(self, features: ModelFeatures) -> str:
         return first_reason(self._lacks(features))
@@ -120,6 +91,9 @@ class FlashAttention4(Backend):
         )
         too_wide = features.head_dim > MAX_HEAD_DIM
         yield too_wide and f"head_dim {features.head_dim} is over {NAME}'s limit of {MAX_HEAD_DIM}"
+        yield features.head_dim % _HEAD_DIMS and (
+            f"{NAME} computes wrong gradients for head_dim {features.head_dim}: it needs a multiple of {_HEAD_DIMS}"
+        )
         yield features.dropout and f"{NAME} has no dropout, the model's is {features.dropout}"
         yield _why_absent()
 
@@ -139,12 +113,8 @@ class FlashAttention4(Backend):
     def refuses_shared(self, features: ModelFeatures) -> str:
         return ""
 
-    def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> FlashAttention4Layer:
-        ends, longest, shared = batch.cu_seqlens.to(device), batch.bucketed_max_seqlen, batch.shared
-        if shared is None:
-            return FlashAttention4Layer(ends, longest, ends, longest)
-        keys = shared.map(lambda tensor: tensor.to(device))
-        return FlashAttention4Layer(ends, longest, keys.cu_seqlens_k, rounded_length(keys.max_seqlen_k), keys.key_index)
+    def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> RowLayer:
+        return RowLayer.of(NAME, batch, device)
 
 
 def has_device(features: ModelFeatures) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 from weakref import ref
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +26,8 @@ from fastpack_trl.model.facts import (
     state_modules,
     text_model,
 )
-from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
+from fastpack_trl.packing.packed_batch import to_transformers_kwargs
+from fastpack_trl.packing.prefixes import SharedRow, packed_batch
 from fastpack_trl.run import Choice, Run
 
 LENGTHS = (7, 6, 1, 5, 4, 9)
@@ -47,7 +49,10 @@ class SharedProbe(Probe):
         for tokens, parent in zip(own, PARENTS, strict=True):
             self.paths.append(tokens if parent < 0 else torch.cat([self.paths[parent], tokens]))
         self.documents = tuple(self.ids[0, path.to(self.ids.device)] for path in self.paths)
-        self.batch = PackedBatch.from_segments(LENGTHS, PARENTS).to(self.ids.device)
+        lengths, tokens = np.array(LENGTHS), np.arange(sum(LENGTHS))
+        before = np.array([len(path) for path in self.paths]) - lengths
+        row = SharedRow(lengths, before, torch.cat(self.paths).numpy(), tokens, tokens)
+        self.batch = packed_batch(row).to(self.ids.device)
         self.packed_keywords = to_transformers_kwargs(self.batch) | {"packed_batch": self.batch}
 
     def packed_losses(self, logits: Tensor) -> float:

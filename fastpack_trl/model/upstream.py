@@ -85,9 +85,6 @@ TABLE: tuple[Upstream, ...] = (
         "transformers.models.kimi_linear.modeling_kimi_linear: chunk_kimi_delta_attention; "
         "transformers.models.falcon_h1.modeling_falcon_h1: mamba2_chunk_scan mamba2_split_conv1d_scan_combined; "
         "transformers.activations: ACT2FN", "recurrent", "hybrid models of that family in padded rows, named"),
-    _used("torch: _fused_sdp_choice; torch.ops.aten: _scaled_dot_product_cudnn_attention "
-        "_scaled_dot_product_cudnn_attention_backward", "attention",
-        "long documents by `varlen` over the whole row", "varlen per document"),
     _used("torch.ops.aten: _scaled_dot_product_flash_attention_for_cpu "
         "_scaled_dot_product_flash_attention_for_cpu_backward", "attention",
         "plain torch per document", "per_document on the CPU"),
@@ -157,8 +154,6 @@ TABLE: tuple[Upstream, ...] = (
         "stock's default is taken for the user's choice; counted FLOPs may leave out gradients of the embeddings"),
     _used("transformers.integrations.moe: _apply_gate _is_expert_parallel", "moe",
         "no module is taken for experts; sharded ones are not told from whole ones"),
-    _used("transformers.modeling_flash_attention_utils: _flash_attention_forward", "attention",
-        "`flash_attention_2` and `3` are refused, named"),
     _used("transformers.Trainer: _inner_training_loop _run_epoch _prepare_inputs _prepare_context_parallel_inputs "
         "_get_collator_with_removed_columns _get_train_sampler "
         "_get_eval_sampler", "model packing",

@@ -8,20 +8,20 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset, List
+from jinja2 import TemplateError
 from numpy.typing import NDArray
 
-from fastpack_trl.errors import DataError
+from fastpack_trl.errors import DataError, describe, shown
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX
-from fastpack_trl.packing.prefix_order import pack_by_prefix
-from fastpack_trl.packing.source import check_source
-from fastpack_trl.packing.tokenized import cut, tokenized
 
 _ROWS_AT_A_TIME = 10_000
 _ROWS_OF_A_DIGEST = 32  # whose tokens are read; of all the others, their lengths
@@ -40,7 +40,6 @@ class DatasetFacts:
         rows: rows after packing; None where rows are documents.
         loss_tokens: tokens of the prepared data set that the loss counts.
         fill: share of the packed rows' capacity (rows x max_length) that holds tokens; None where nothing is packed.
-        row_by_row: why stock tokenized them, where batches were tried.
     """
 
     documents: int
@@ -52,7 +51,6 @@ class DatasetFacts:
     loss_tokens: int
     rows: int | None = None
     fill: float | None = None
-    row_by_row: str = ""
 
     def lines(self, max_length: int | None) -> dict[str, Any]:
         """Return the figures that a report shows of a data set whose rows hold up to `max_length` tokens."""
@@ -70,8 +68,6 @@ class DatasetFacts:
                 f"max_length={self.longest}{split} keeps them"
             )
         out["truncated tokens"] = cut
-        if self.row_by_row:
-            out["tokenized row by row"] = self.row_by_row
         if not self.loss_tokens:
             out["loss tokens"] = "none: no token of this data set is counted by the loss, nothing will be learnt"
         return out
@@ -83,52 +79,103 @@ def can_prepare_in_two_passes(dataset: Any) -> bool:
 
 
 def prepare_in_two_passes(
-    stock: Callable[..., Any], dataset: Dataset, processing_class: Any, args: Any, packing: bool, formatting_func: Any,
-    name: str, *, trainer: Any, count: bool, by_prefix: bool = False,
+    prepare: Callable[..., Any], dataset: Dataset, processing_class: Any, args: Any, packing: bool,
+    formatting_func: Any, name: str, *, count: bool,
 ) -> tuple[Any, DatasetFacts | None]:  # fmt: skip
-    """Tokenize, then cut and pack, each by stock's own preparation.
+    """Tokenize, then truncate or pack, each by TRL's own preparation.
 
     Args:
-        stock: `SFTTrainer._prepare_dataset`, whose own arguments follow.
-        dataset: one that `can_prepare_in_two_passes` accepts.
-        trainer: whose template and kind of loss hold.
-        count: whether the facts are wanted, and a data set of which nothing is left is an error.
-        by_prefix: pack by `pack_by_prefix` instead; token lists only.
+        prepare: `SFTTrainer._prepare_dataset`, bound; its arguments follow.
+        dataset: a data set for which `can_prepare_in_two_passes` returns True.
+        count: measure the data set, and raise if nothing of it is left to train on.
 
     Returns:
-        The prepared data set, and its facts if wanted and if its rows are token lists.
+        The prepared data set, and its facts if `count` and if its examples are token lists.
 
     Raises:
-        DataError: columns that cannot be read, labels of another length than the tokens, no token, or none left.
+        DataError: an example that TRL cannot prepare, labels of another length than the tokens, no token, or none left.
     """
-    check_source(dataset, args.dataset_text_field, formatted=formatting_func is not None, name=name)
-    given = (dataset, processing_class, args, packing, formatting_func, name)
-    documents, why = tokenized(*given, stock=stock, trainer=trainer)
-    if documents is None:
+
+    def tokenize(rows: Dataset) -> Any:
         whole = copy.copy(args)
         whole.max_length, whole.shuffle_dataset = None, False
-        documents = stock(dataset, processing_class, whole, False, formatting_func, name)
+        return prepare(rows, processing_class, whole, False, formatting_func, name)
+
+    try:
+        documents = tokenize(dataset)
+    except Exception as error:
+        raise _name_example(dataset, tokenize, error, name) from error
+    if "input_ids" not in documents.column_names:
+        raise DataError(
+            f"the {name} data set has the columns {', '.join(dataset.column_names)}, none of which holds text or "
+            f"conversations: set dataset_text_field (now {shown(args.dataset_text_field)}), or provide messages, "
+            "prompt and completion, or input_ids"
+        )
     if not is_token_lists(documents, ("input_ids", "labels")):
-        return stock(documents, processing_class, args, packing, None, name), None
+        return prepare(documents, processing_class, args, packing, None, name), None
     _check_labels(documents, name)
     lengths = column_lengths(documents, "input_ids")
     empty = int((lengths == 0).sum())
     if empty == len(lengths):
         raise DataError(f"the {name} data set has no token: all {empty} documents are empty")
     documents = documents.select(np.flatnonzero(lengths)) if empty else documents
-    if by_prefix and packing and args.max_length is not None:  # without it stock says what it lacks
-        prepared = pack_by_prefix(documents, args.max_length, split=args.packing_strategy == "bfd_split")
-        prepared = prepared.shuffle(seed=args.seed) if args.shuffle_dataset else prepared
-    elif packing:
-        prepared = stock(documents, processing_class, args, True, None, name)
-    else:
-        prepared = cut(documents, args, name, lambda rows, how: stock(rows, processing_class, how, False, None, name))
+    prepared = prepare(documents, processing_class, args, packing, None, name)
     if not count:
         return prepared, None
     if not len(prepared):
         raise DataError(_why_none_is_left(documents, args.max_length))
-    facts = _measure(documents, prepared, args.max_length, args.packing_strategy if packing else None, empty)
-    return prepared, replace(facts, row_by_row=why)
+    return prepared, _measure(documents, prepared, args.max_length, args.packing_strategy if packing else None, empty)
+
+
+def _name_example(dataset: Dataset, tokenize: Callable[[Dataset], Any], error: Exception, name: str) -> Exception:
+    """Return an error that names the first example that cannot be prepared; `error` itself if none fails again.
+
+    Halves are tried, each behind the first example, from which TRL takes the type of all: at most one preparation more.
+    """
+
+    def failure(start: int, stop: int) -> Exception | None:
+        try:
+            tokenize(dataset.select([0, *range(max(start, 1), stop)]))
+        except Exception as caught:  # noqa: BLE001 - tokenizers, templates and formatting functions raise anything
+            return caught
+        return None
+
+    start, stop = 0, len(dataset)
+    with _without_progress_bars():
+        while stop - start > 1:
+            middle = (start + stop) // 2
+            start, stop = (start, middle) if failure(start, middle) else (middle, stop)
+        cause = failure(start, stop)
+    if cause is None:
+        return error
+    hint = "correct the example or drop it"
+    if isinstance(cause, UnicodeDecodeError):
+        hint = "save the file as UTF-8"
+    elif isinstance(cause, TemplateError):
+        hint = "the chat template refuses it: correct the conversation, or set chat_template_path to another template"
+    return DataError(
+        f"row {start} of the {name} data set cannot be prepared ({type(cause).__name__}: {describe(cause)}): {hint} "
+        f"(rows count from 0{_contents(dataset, start)})"
+    )
+
+
+def _contents(dataset: Dataset, row: int) -> str:
+    try:
+        return f"; it holds {shown(dataset[row])}"
+    except UnicodeDecodeError:
+        return ""
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    if datasets.are_progress_bars_disabled():
+        yield
+        return
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.enable_progress_bars()
 
 
 def is_token_lists(dataset: Dataset, columns: Sequence[str]) -> bool:

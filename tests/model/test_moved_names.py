@@ -118,7 +118,7 @@ def test_a_name_that_upstream_moved_costs_its_feature_and_nothing_else(answers: 
     losses, report = answers[path]
     assert losses == pytest.approx(expected, rel=2e-5), report
     # Not of this run: the kernel of another device, and a figure of the callback, which says so itself.
-    if path not in (*NEEDS["varlen"], *NEEDS["varlen per document"], *NEEDS["mfu"]):
+    if path not in (*NEEDS["varlen"], *NEEDS["mfu"]):
         assert path in str(report)
     assert path not in str(whole)
 

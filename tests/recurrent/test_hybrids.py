@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from attention_material import packed
 from hybrid_material import HYBRIDS, composite_model, hybrid_model, reached
+from shared_material import tree_row
 from torch import Tensor
 
 from fastpack_trl.attention.install import packed_attention
@@ -262,7 +263,7 @@ def test_a_model_of_fastpack_testing_packs_too() -> None:
 
 def test_shared_prefixes_are_refused_by_name() -> None:
     model, ids = hybrid_model("qwen3_next"), torch.randint(3, 96, (1, 10))
-    batch = PackedBatch.from_segments((4, 3, 3), (-1, 0, 0))
+    batch = tree_row((4, 3, 3), (-1, 0, 0))
     with packed_attention(model), pytest.raises(PackingError, match=r"gated delta rule.*each prefix repeated"):
         model(input_ids=ids, packed_batch=batch, use_cache=False, **to_transformers_kwargs(batch))
 

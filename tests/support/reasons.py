@@ -11,9 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "fastpack_trl"
 
 FUNCTIONS = {
     "attention/backends.py": ["choose", "_failure"],
-    "attention/flash_attention.py": ["refuses", "missing"],
     "attention/xformers.py": ["refuses"],
-    "attention/flex.py": ["refuses"],
     "attention/dense.py": ["refuses"],
     "attention/varlen.py": ["_lacks"],
     "attention/per_document.py": ["refuses", "refuses_compile"],
