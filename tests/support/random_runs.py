@@ -21,6 +21,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import side_by_side
 import torch
 from peft import LoraConfig
 from trainer_material import figures, make_dataset, make_tokenizer, settings
@@ -168,14 +169,8 @@ def weights(trainer: SFTTrainer) -> dict[str, torch.Tensor]:
 
 def difference(ours: SFTTrainer, stock: SFTTrainer) -> str:
     """Return the first figure or weight that differs; empty where none does."""
-    mine, theirs = figures(ours), figures(stock)
-    if [row.keys() for row in mine] != [row.keys() for row in theirs]:
-        return f"the logs have other keys: {[sorted(row) for row in mine]} and {[sorted(row) for row in theirs]}"
-    for row, expected in zip(mine, theirs, strict=True):
-        for name, value in expected.items():
-            both_nan = row[name] != row[name] and value != value
-            if not both_nan and not abs(row[name] - value) <= ATOL + RTOL * abs(value):
-                return f"{name} of step {expected['step']}: {row[name]} and {value}"
+    if logged := side_by_side.difference(figures(ours), figures(stock), RTOL, ATOL):
+        return logged
     after = weights(stock)
     if weights(ours).keys() != after.keys():
         return "other parameters train"
