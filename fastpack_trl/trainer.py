@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -13,11 +14,13 @@ from trl import SFTTrainer
 from fastpack_trl.attention.feature import choose_attention
 from fastpack_trl.config import Settings
 from fastpack_trl.features import micro_step
+from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.model.precision import fit_precision
 from fastpack_trl.model.preflight import bound, check_given
 from fastpack_trl.packing.batching import fast_view, is_stock_collator, packing_collator
 from fastpack_trl.packing.collator import unshared
 from fastpack_trl.packing.dataset import can_prepare_in_two_passes, prepare_in_two_passes
+from fastpack_trl.packing.examples import check_label_column, check_not_empty
 from fastpack_trl.packing.packed_inputs import PackedInputs
 from fastpack_trl.run import Run
 from fastpack_trl.step.accumulation import Merging
@@ -63,6 +66,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
             run.say("fastpack", "off", "stock", self._fastpack_disabled)
             return
         check_given(given)
+        check_not_empty(given.get("train_dataset"))
         super().__init__(*args, **kwargs)
         self._fastpack_quantize(self.model)  # where nobody has moved the model
         run.report.facts |= fit_precision(self)
@@ -74,18 +78,23 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
     ) -> Any:
         given = (dataset, processing_class, args, packing, formatting_func, dataset_name)
-        run = self.fastpack_run
+        return self._fastpack_name_faults(self._fastpack_prepare, super()._prepare_dataset, *given)
+
+    def _fastpack_prepare(self, dataset: Any, *given: Any) -> Any:
+        run, dataset_name = self.fastpack_run, given[-1]
         by_prefix = dataset_name == "train" and run.settings.packing_order == "prefix"
-        if self._fastpack_disabled or self._fastpack_own_collator or not can_prepare_in_two_passes(dataset):
-            if by_prefix and not self._fastpack_disabled:
+        if not self._fastpack_own_collator:
+            check_label_column(dataset, dataset_name)
+        if self._fastpack_own_collator or not can_prepare_in_two_passes(dataset):
+            if by_prefix:
                 raise ValueError(
                     "packing_order='prefix' sorts a data set as a whole, with TRL's own collator: no stream"
                 )
-            return super()._prepare_dataset(*given)
+            return super()._prepare_dataset(dataset, *given)
         # An evaluation set may have that name too, and be given in the middle of a run.
         count = run.facts is None and dataset_name == "train" and not self._fastpack_entered
         stock = super()._prepare_dataset
-        prepared, facts = prepare_in_two_passes(stock, *given, trainer=self, count=count, by_prefix=by_prefix)
+        prepared, facts = prepare_in_two_passes(stock, dataset, *given, trainer=self, count=count, by_prefix=by_prefix)
         if facts is not None:
             run.facts = facts
         return prepared
@@ -93,13 +102,16 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
     def _get_dataloader(self, dataset: Any, description: str, *args: Any, **kwargs: Any) -> DataLoader[Any]:
         if not self._fastpack_collates(dataset, kwargs.get("is_training", False), description):
             return super()._get_dataloader(dataset, description, *args, **kwargs)
-        stock: Any = self.data_collator
+        collator: Any = self.data_collator
         shares = self.fastpack_run.shares_prefixes and kwargs.get("is_training", False)
         self.data_collator = packing_collator(self, share_prefixes=shares)
-        try:
+        config: Any = self.accelerator.dataloader_config
+        with contextlib.ExitStack() as stack:
+            stack.callback(setattr, self, "data_collator", collator)
+            if config.dispatch_batches is None and self.accelerator.num_processes == 1:
+                # accelerate would copy the batches of a stream, to hand them to processes that are not there.
+                stack.enter_context(attribute_set(config, "dispatch_batches", False))
             return super()._get_dataloader(fast_view(self, dataset), description, *args, **kwargs)
-        finally:
-            self.data_collator = stock
 
     def _fastpack_collates(self, dataset: Any, is_training: bool, description: str) -> bool:
         """Return whether a loader gets our collator; evaluation that returns predictions keeps stock's shapes."""

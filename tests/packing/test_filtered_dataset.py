@@ -16,7 +16,7 @@ def test_figures_of_a_filtered_data_set_are_those_of_its_rows(monkeypatch: pytes
     filtered = rows.filter(lambda row: len(row["input_ids"]) % 3)
     together = type(rows).from_list(filtered.to_list())
     assert len(rows) > len(filtered) > 16
-    pieces = list(facts._chunks(filtered, "input_ids"))
+    pieces = list(chunks(filtered, "input_ids"))
     assert len(pieces) == -(-len(filtered) // 16)
     assert facts.counted_tokens(filtered) == facts.counted_tokens(together) > 0
     np.testing.assert_array_equal(facts.column_lengths(filtered, "labels"), facts.column_lengths(together, "labels"))
