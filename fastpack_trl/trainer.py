@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -14,7 +13,6 @@ from trl import SFTTrainer
 from fastpack_trl.attention.feature import choose_attention
 from fastpack_trl.config import Settings
 from fastpack_trl.features import micro_step
-from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.model.precision import fit_precision
 from fastpack_trl.model.preflight import bound, check_given
 from fastpack_trl.packing.batching import fast_view, is_stock_collator, packing_collator
@@ -102,16 +100,13 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
     def _get_dataloader(self, dataset: Any, description: str, *args: Any, **kwargs: Any) -> DataLoader[Any]:
         if not self._fastpack_collates(dataset, kwargs.get("is_training", False), description):
             return super()._get_dataloader(dataset, description, *args, **kwargs)
-        collator: Any = self.data_collator
+        stock: Any = self.data_collator
         shares = self.fastpack_run.shares_prefixes and kwargs.get("is_training", False)
         self.data_collator = packing_collator(self, share_prefixes=shares)
-        config: Any = self.accelerator.dataloader_config
-        with contextlib.ExitStack() as stack:
-            stack.callback(setattr, self, "data_collator", collator)
-            if config.dispatch_batches is None and self.accelerator.num_processes == 1:
-                # accelerate would copy the batches of a stream, to hand them to processes that are not there.
-                stack.enter_context(attribute_set(config, "dispatch_batches", False))
+        try:
             return super()._get_dataloader(fast_view(self, dataset), description, *args, **kwargs)
+        finally:
+            self.data_collator = stock
 
     def _fastpack_collates(self, dataset: Any, is_training: bool, description: str) -> bool:
         """Return whether a loader gets our collator; evaluation that returns predictions keeps stock's shapes."""
