@@ -146,7 +146,7 @@ def test_the_conversation_that_a_template_refuses_is_named(
 
 def test_a_template_that_refuses_every_conversation_names_the_first(tmp_path: Path) -> None:
     data = Dataset.from_dict({"messages": [SYSTEM] * 9})
-    with pytest.raises(ValueError, match="row 0 of the train data set .*System role"):
+    with pytest.raises(ValueError, match=r"row 0 of the train data set .*System role"):
         build(FastSFTTrainer, tmp_path, data=data, **templated(tmp_path, REFUSES))
 
 
@@ -156,7 +156,7 @@ def test_a_pair_that_a_template_refuses_is_named(tmp_path: Path) -> None:
     data = Dataset.from_dict({"prompt": asked, "chosen": [TURNS[1:]] * 9, "rejected": [TURNS[1:]] * 9})
     tokenizer = make_tokenizer()
     tokenizer.chat_template = REFUSES
-    with pytest.raises(ValueError, match="row 5 of the train data set .*System role"):
+    with pytest.raises(ValueError, match=r"row 5 of the train data set .*System role"):
         build_preference("DPO", tmp_path, fast=True, data=data, trainer={"processing_class": tokenizer})
 
 
@@ -164,7 +164,7 @@ def test_an_error_of_a_setting_stays_that_of_stock(tmp_path: Path) -> None:
     def fails(example: dict[str, Any]) -> str:
         raise LookupError("no such column")
 
-    with pytest.raises(LookupError, match="^'?no such column"):
+    with pytest.raises(LookupError, match="no such column"):
         build(FastSFTTrainer, tmp_path, trainer={"formatting_func": fails})
 
 
