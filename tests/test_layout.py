@@ -50,7 +50,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 """Rooms and files of the package from the lowest to the highest: each imports from floors below its own."""
 
 BUDGETS = {
-    "attention": 3950,
+    "attention": 4000,
     "bench": 3550,
     "callbacks": 550,
     "capture": 1800,
@@ -62,7 +62,7 @@ BUDGETS = {
     "measure": 1500,
     "model": 2150,
     "moe": 1500,
-    "packing": 3500,
+    "packing": 3800,
     "quickstart": 950,
     "recurrent": 1200,
     "recipe": 3150,
@@ -71,7 +71,7 @@ BUDGETS = {
     "trainers": 1100,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 36700, "benchmarks": 7800, "tests": 39450}
+TOTALS = {"fastpack_trl": 37000, "benchmarks": 7800, "tests": 39700}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",

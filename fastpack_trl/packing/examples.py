@@ -50,7 +50,7 @@ def naming_the_row(prepare: Callable[..., Any], stock: Callable[..., Any], datas
             row = _first_failure(dataset, lambda rows: stock(rows, given[0], alone, *given[2:]))
         if row is None:
             raise
-        turn = _null_turn(dataset.select([row]))
+        turn = next((place for _, place in _null_turns(dataset.select([row]))), "")
         remedy = f"{turn} has no content (null): fill it or drop the row" if turn else "correct or drop the row"
         raise DataError(
             f"row {row} of the {name} data set cannot be prepared: {describe(error)}; {remedy} (rows count from 0)"
@@ -60,31 +60,24 @@ def naming_the_row(prepare: Callable[..., Any], stock: Callable[..., Any], datas
 def _first_failure(dataset: Dataset, again: Callable[[Dataset], object]) -> int | None:
     """Return the first row on which `again` fails; None if all do, e.g. because of a setting, or none by itself."""
 
-    def fails(start: int, stop: int) -> bool:
-        rows = range(start, stop)
+    def failure(start: int, stop: int) -> Exception | None:
         try:
-            again(dataset.select([*([0] if start else []), *rows]))  # TRL takes the kind of data from the first row
-        except Exception:  # noqa: BLE001 - a chat template raises what it likes
-            return True
-        return False
+            # TRL takes the kind of data from the first row.
+            again(dataset.select([*([0] if start else []), *range(start, stop)]))
+        except Exception as error:  # noqa: BLE001 - a chat template raises what it likes
+            return error
+        return None
 
-    start, stop = 0, len(dataset)
+    start, stop, last = 0, len(dataset), len(dataset) - 1
     with _silent_and_uncached():
         while stop - start > 1:
             middle = (start + stop) // 2
-            start, stop = (start, middle) if fails(start, middle) else (middle, stop)
-        last = len(dataset) - 1
-        if not fails(start, stop) or (start == 0 < last and _always_fails(dataset, again)):
+            start, stop = (start, middle) if failure(start, middle) else (middle, stop)
+        error = failure(start, stop)
+        by_template = type(error).__module__.startswith("jinja2")  # may refuse every conversation
+        if error is None or (start == 0 < last and not by_template and failure(last, last + 1)):
             return None
     return start
-
-
-def _always_fails(dataset: Dataset, again: Callable[[Dataset], object]) -> bool:
-    try:
-        again(dataset.select([len(dataset) - 1]))
-    except Exception as error:  # noqa: BLE001 - as above
-        return not type(error).__module__.startswith("jinja2")  # a chat template that refuses every conversation
-    return False
 
 
 @contextlib.contextmanager
@@ -136,7 +129,7 @@ def null_turns(dataset: Any) -> str:
     """Describe the conversations that have a turn without content, for the report; empty if there are none."""
     if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom" or "input_ids" in dataset.column_names:
         return ""
-    rows = {row for column in _CONVERSATIONS for row, _ in _null_turns(dataset, column)}
+    rows = {row for row, _ in _null_turns(dataset)}
     if not rows:
         return ""
     return (
@@ -145,33 +138,23 @@ def null_turns(dataset: Any) -> str:
     )
 
 
-def _null_turn(row: Dataset) -> str:
-    found = [f"turn {turn} of {column!r}" for column in _CONVERSATIONS for _, turn in _null_turns(row, column)]
-    return found[0] if found else ""
-
-
-def _null_turns(dataset: Dataset, column: str) -> Iterator[tuple[int, int]]:
-    """Yield the row and the number of each turn that has neither content nor tool calls."""
-    kind = dataset.features.get(column)
-    fields = kind.feature if isinstance(kind, List | LargeList) and isinstance(kind.feature, dict) else {}
-    content = [field for field in _CONTENT if field in fields]
-    if not content:
-        return
-    before = 0
-    for chunk in chunks(dataset, column):
-        lengths = pc.fill_null(pc.list_value_length(chunk), 0).to_numpy()
-        turns = chunk.flatten()
-        null = np.ones(len(turns), dtype=np.bool_)
-        for field in content:
-            null &= pc.is_null(pc.struct_field(turns, field)).to_numpy(zero_copy_only=False)
-        for field in _CALLS:
-            if field in fields:
-                null &= pc.is_null(pc.struct_field(turns, field)).to_numpy(zero_copy_only=False)
-        ends = np.cumsum(lengths)
-        for turn in np.flatnonzero(null):
-            row = int(np.searchsorted(ends, turn, side="right"))
-            yield before + row, int(turn - ends[row] + lengths[row])
-        before += len(chunk)
+def _null_turns(dataset: Dataset) -> Iterator[tuple[int, str]]:
+    """Yield the row of each turn that has neither content nor tool calls, and its place: ``turn 1 of 'messages'``."""
+    for column in _CONVERSATIONS:
+        kind = dataset.features.get(column)
+        fields = kind.feature if isinstance(kind, List | LargeList) and isinstance(kind.feature, dict) else {}
+        if not any(field in fields for field in _CONTENT):
+            continue
+        before = 0
+        for chunk in chunks(dataset, column):
+            ends = np.cumsum(pc.fill_null(pc.list_value_length(chunk), 0).to_numpy())
+            turns = chunk.flatten()
+            read = [pc.struct_field(turns, field) for field in (*_CONTENT, *_CALLS) if field in fields]
+            null = np.logical_and.reduce([pc.is_null(values).to_numpy(zero_copy_only=False) for values in read])
+            for turn in np.flatnonzero(null):
+                row = int(np.searchsorted(ends, turn, side="right"))
+                yield before + row, f"turn {turn - (ends[row - 1] if row else 0)} of {column!r}"
+            before += len(chunk)
 
 
 def dropped(stock: Callable[..., Any], prepared: Any, dataset: Any, tokenizer: Any, args: Any, name: str) -> str:
@@ -251,13 +234,13 @@ class WithoutLoss(NamedTuple):
 def _needed(chunk: Any, keep_end: bool) -> NDArray[np.int64]:
     """Return, of each document, the tokens that must stay for the loss to count one; 0 if it counts none."""
     lengths = pc.fill_null(pc.list_value_length(chunk), 0).to_numpy().astype(np.int64)
-    ends = np.cumsum(lengths)
+    ends: NDArray[np.int64] = np.cumsum(lengths)
     counted = pc.fill_null(pc.not_equal(chunk.flatten(), IGNORE_INDEX), False).to_numpy(zero_copy_only=False)
     places = np.flatnonzero(counted)
-    rows = np.searchsorted(ends, places, side="right")
+    rows: NDArray[np.int64] = np.searchsorted(ends, places, side="right")
     inside = places - (ends - lengths)[rows]
     rows, inside = rows[inside > 0], inside[inside > 0]  # the first token of a document has no prediction
-    needed = np.zeros(len(lengths), dtype=np.int64)
+    needed: NDArray[np.int64] = np.zeros(len(lengths), dtype=np.int64)
     if keep_end:
         needed[rows] = lengths[rows] - inside + 1  # with the token before it; of equal rows the last one is written
     else:

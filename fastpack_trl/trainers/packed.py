@@ -153,7 +153,7 @@ class PackedTrainer(FeaturedTrainer):
 
     def _prepare_dataset(self, *given: Any) -> Any:
         """Prepare a data set as stock does, whose trainers of prompts alone never do."""
-        stock = super()._prepare_dataset  # type: ignore[misc]
+        stock = super()._prepare_dataset
         prepared = self._fastpack_name_faults(stock, stock, *given)
         if not self._fastpack_disabled and (lost := dropped(stock, prepared, *given)):
             self.fastpack_report.facts[f"{given[-1]} examples"] = lost
