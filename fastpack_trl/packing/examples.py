@@ -48,13 +48,32 @@ def naming_the_row(prepare: Callable[..., Any], stock: Callable[..., Any], datas
         row = None
         if one_process and isinstance(dataset, Dataset):
             row = _first_failure(dataset, lambda rows: stock(rows, given[0], alone, *given[2:]))
-        if row is None:
+        why = _why_not_prepared(error, name, row)
+        if not why:
             raise
-        turn = next((place for _, place in _null_turns(dataset.select([row]))), "")
-        remedy = f"{turn} has no content (null): fill it or drop the row" if turn else "correct or drop the row"
-        raise DataError(
-            f"row {row} of the {name} data set cannot be prepared: {describe(error)}; {remedy} (rows count from 0)"
-        ) from error
+        turn = "" if row is None else next((place for _, place in _null_turns(dataset.select([row]))), "")
+        null = f"; {turn} has no content (null): fill it or drop the row" if turn else ""
+        raise DataError(why + null) from error
+
+
+def _why_not_prepared(error: Exception, name: str, row: int | None) -> str:
+    """Describe an error of a row, or of one that is not known; empty if it may be of something else."""
+    where = f"some row of the {name} data set" if row is None else f"row {row} of the {name} data set (the first is 0)"
+    if _is_of_template(error):
+        return (
+            f"the chat template cannot render {where}: {describe(error)}: correct the messages or the template "
+            "(chat_template_path names another)"
+        )
+    if "assistant_only_loss" in str(error):  # TRL blames the template
+        return (
+            f"assistant_only_loss=True, but {where} has nothing of the assistant: drop such rows, or let the chat "
+            "template mark what it writes with {% generation %}"
+        )
+    return "" if row is None else f"{where} cannot be prepared: {describe(error)}; correct or drop it"
+
+
+def _is_of_template(error: Exception | None) -> bool:
+    return type(error).__module__.startswith("jinja2")
 
 
 def _first_failure(dataset: Dataset, again: Callable[[Dataset], object]) -> int | None:
@@ -74,8 +93,8 @@ def _first_failure(dataset: Dataset, again: Callable[[Dataset], object]) -> int 
             middle = (start + stop) // 2
             start, stop = (start, middle) if failure(start, middle) else (middle, stop)
         error = failure(start, stop)
-        by_template = type(error).__module__.startswith("jinja2")  # may refuse every conversation
-        if error is None or (start == 0 < last and not by_template and failure(last, last + 1)):
+        # A template may refuse every conversation.
+        if error is None or (start == 0 < last and not _is_of_template(error) and failure(last, last + 1)):
             return None
     return start
 
@@ -134,7 +153,7 @@ def null_turns(dataset: Any) -> str:
         return ""
     return (
         f"{len(rows):,} of {len(dataset):,} conversations have a turn whose content is null, which the chat template "
-        f"leaves out or writes as 'None'; the first is row {min(rows)} (rows count from 0): fill it or drop the row"
+        f"leaves out or writes as 'None'; the first is row {min(rows)} (the first is 0): fill it or drop the row"
     )
 
 
