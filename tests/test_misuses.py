@@ -83,7 +83,7 @@ COMMANDS = [
     # sft: keys, types, files
     Misuse(
         "sft --config {yaml} --assistant_only_loss true",
-        "row 0 of the train data set",
+        "has nothing of the assistant: drop such",
         "dataset_name: a.jsonl\nchat_template_path: marked.jinja",
     ),
     Misuse("sft --config {yaml}", "did you mean 'packed_attention'?", "packed_atention: auto"),

@@ -15,7 +15,7 @@ from datasets import Dataset
 from fastpack_trl.attention import install
 from fastpack_trl.attention.backends import BACKENDS, choose, failure
 from fastpack_trl.attention.install import PackedAttention
-from fastpack_trl.attention.start_proof import is_examined, prove, prove_stock, stock_is_right
+from fastpack_trl.attention.start_proof import is_examined, prove, prove_stock, stock_is_right, tell_stock_error
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.facts import asked_for, attention_modules, read_features
 from fastpack_trl.packing.batching import BatchPlan, vocabulary
@@ -164,6 +164,8 @@ def _install(run: Run, stack: ExitStack) -> None:
     dataset = run.trainer.train_dataset
     if run.training and isinstance(dataset, Dataset) and is_token_lists(dataset, ("input_ids",)):
         check_vocabulary(dataset, vocabulary(run.model))
+    if run.training:
+        tell_stock_error(run)
     attempt = stack.enter_context(ExitStack())
     attention = attempt.enter_context(_installed(run))
     unasked = run.plan.kind == "padding_free"

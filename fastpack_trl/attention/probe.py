@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from fastpack_trl.attention.backends import BACKENDS
+from fastpack_trl.attention.dense import stock_error
 from fastpack_trl.attention.install import PackedAttention
 from fastpack_trl.model.facts import (
     attention_modules,
@@ -19,6 +21,7 @@ from fastpack_trl.model.facts import (
     text_model,
     token_table,
 )  # fmt: skip
+from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.model.sharded import embed, embeddings_put_in, embeddings_take_gradients, units
 from fastpack_trl.packing.chunks import CHUNK
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
@@ -84,12 +87,20 @@ class Probe:
 
     def separate(self, document: int, last: int) -> Tensor:
         """Return those of one document by itself, detached: without `packed_batch` the model runs stock's attention."""
-        return self._logits(self.embed(self.documents[document][None]), last).detach()
+        with self._right_stock():
+            return self._logits(self.embed(self.documents[document][None]), last).detach()
+
+    def _right_stock(self) -> AbstractContextManager[None]:
+        """Compare a path of ours with the model's own function if stock's attention computes another one."""
+        if self.attention.path not in BACKENDS or not stock_error(self.attention.features):
+            return nullcontext()
+        return attribute_set(text_config(self.model), "_attn_implementation_internal", "eager")
 
     def by_ids(self, ids: Tensor, *, packed: bool) -> Tensor:
         """Return logits of `ids`, given as a batch gives them: of the packed row, or of one document; detached."""
         kwargs = self.packed_keywords if packed else {}
-        with torch.enable_grad(), embeddings_take_gradients(self.model):  # see `embed`
+        stock = nullcontext() if packed else self._right_stock()
+        with stock, torch.enable_grad(), embeddings_take_gradients(self.model):  # see `embed`
             logits = self._run(input_ids=ids, **kwargs)
         return logits[-ids.shape[1] :].detach()
 

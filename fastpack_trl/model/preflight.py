@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
 from transformers import PreTrainedModel
 
 from fastpack_trl.errors import first_reason, shown
@@ -51,12 +50,10 @@ def check_given(given: Mapping[str, Any]) -> None:
     Raises:
         ValueError: names the value and the remedy.
     """
-    args, model, train_dataset = given.get("args"), given.get("model"), given.get("train_dataset")
+    args, model = given.get("args"), given.get("model")
     if args is not None:
         check_counts(args)
         check_output_dir(args)
-    if isinstance(train_dataset, Dataset) and not len(train_dataset):
-        raise ValueError("train_dataset is empty: it has 0 rows; check the file, the split or the filter")
     if isinstance(model, PreTrainedModel) and not model.can_generate():
         raise ValueError(
             f"{type(model).__name__} cannot generate, which SFTTrainer needs: load an AutoModelForCausalLM"

@@ -8,24 +8,20 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset, List
-from jinja2 import TemplateError
 from numpy.typing import NDArray
 
-from fastpack_trl.errors import DataError, describe, shown
+from fastpack_trl.errors import DataError, shown
+from fastpack_trl.packing.examples import WithoutLoss, chunks, is_integer_list, null_padding
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX
 
-_ROWS_AT_A_TIME = 10_000
 _ROWS_OF_A_DIGEST = 32  # whose tokens are read; of all the others, their lengths
-_ROWS_OF_A_CHUNK = 100  # on average, below which chunks are joined: each costs a tenth of a millisecond
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +35,8 @@ class DatasetFacts:
         longest: tokens of the longest document: the `max_length` that truncates nothing.
         rows: rows after packing; None where rows are documents.
         loss_tokens: tokens of the prepared data set that the loss counts.
+        without_loss: documents of which the loss counts no token.
+        padding: tokens that a column `attention_mask` excludes and the loss counts.
         fill: share of the packed rows' capacity (rows x max_length) that holds tokens; None where nothing is packed.
     """
 
@@ -49,6 +47,8 @@ class DatasetFacts:
     truncated_tokens: int
     longest: int
     loss_tokens: int
+    without_loss: WithoutLoss
+    padding: int
     rows: int | None = None
     fill: float | None = None
 
@@ -68,6 +68,13 @@ class DatasetFacts:
                 f"max_length={self.longest}{split} keeps them"
             )
         out["truncated tokens"] = cut
+        if lost := str(self.without_loss):
+            out["documents without loss tokens"] = lost
+        if self.padding:
+            out["padding trained on"] = (
+                f"{self.padding:,} tokens with attention_mask 0, a column that TRL does not read: remove them, or set "
+                f"their labels to {IGNORE_INDEX}"
+            )
         if not self.loss_tokens:
             out["loss tokens"] = "none: no token of this data set is counted by the loss, nothing will be learnt"
         return out
@@ -95,16 +102,9 @@ def prepare_in_two_passes(
     Raises:
         DataError: an example that TRL cannot prepare, labels of another length than the tokens, no token, or none left.
     """
-
-    def tokenize(rows: Dataset) -> Any:
-        whole = copy.copy(args)
-        whole.max_length, whole.shuffle_dataset = None, False
-        return prepare(rows, processing_class, whole, False, formatting_func, name)
-
-    try:
-        documents = tokenize(dataset)
-    except Exception as error:
-        raise _name_example(dataset, tokenize, error, name) from error
+    whole = copy.copy(args)
+    whole.max_length, whole.shuffle_dataset = None, False
+    documents = prepare(dataset, processing_class, whole, False, formatting_func, name)
     if "input_ids" not in documents.column_names:
         raise DataError(
             f"the {name} data set has the columns {', '.join(dataset.column_names)}, none of which holds text or "
@@ -124,58 +124,7 @@ def prepare_in_two_passes(
         return prepared, None
     if not len(prepared):
         raise DataError(_why_none_is_left(documents, args.max_length))
-    return prepared, _measure(documents, prepared, args.max_length, args.packing_strategy if packing else None, empty)
-
-
-def _name_example(dataset: Dataset, tokenize: Callable[[Dataset], Any], error: Exception, name: str) -> Exception:
-    """Return an error that names the first example that cannot be prepared; `error` itself if none fails again.
-
-    Halves are tried, each behind the first example, from which TRL takes the type of all: at most one preparation more.
-    """
-
-    def failure(start: int, stop: int) -> Exception | None:
-        try:
-            tokenize(dataset.select([0, *range(max(start, 1), stop)]))
-        except Exception as caught:  # noqa: BLE001 - tokenizers, templates and formatting functions raise anything
-            return caught
-        return None
-
-    start, stop = 0, len(dataset)
-    with _without_progress_bars():
-        while stop - start > 1:
-            middle = (start + stop) // 2
-            start, stop = (start, middle) if failure(start, middle) else (middle, stop)
-        cause = failure(start, stop)
-    if cause is None:
-        return error
-    hint = "correct the example or drop it"
-    if isinstance(cause, UnicodeDecodeError):
-        hint = "save the file as UTF-8"
-    elif isinstance(cause, TemplateError):
-        hint = "the chat template refuses it: correct the conversation, or set chat_template_path to another template"
-    return DataError(
-        f"row {start} of the {name} data set cannot be prepared ({type(cause).__name__}: {describe(cause)}): {hint} "
-        f"(rows count from 0{_contents(dataset, start)})"
-    )
-
-
-def _contents(dataset: Dataset, row: int) -> str:
-    try:
-        return f"; it holds {shown(dataset[row])}"
-    except UnicodeDecodeError:
-        return ""
-
-
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    if datasets.are_progress_bars_disabled():
-        yield
-        return
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        datasets.enable_progress_bars()
+    return prepared, _measure(documents, prepared, args, args.packing_strategy if packing else None, empty)
 
 
 def is_token_lists(dataset: Dataset, columns: Sequence[str]) -> bool:
@@ -185,16 +134,13 @@ def is_token_lists(dataset: Dataset, columns: Sequence[str]) -> bool:
     """
     types = {name: dataset.features[name] for name in columns if name in dataset.column_names}
     return "input_ids" in types and all(
-        isinstance(kind, List)
-        and kind.length == -1
-        and str(getattr(kind.feature, "dtype", "")).startswith(("int", "uint", "null"))
-        for kind in types.values()
+        isinstance(kind, List) and kind.length == -1 and is_integer_list(kind) for kind in types.values()
     )
 
 
 def column_lengths(dataset: Dataset, column: str) -> NDArray[np.int64]:
     """Return the items per row of a list column, in the data set's order."""
-    parts = [pc.fill_null(pc.list_value_length(chunk), 0).to_numpy() for chunk in _chunks(dataset, column)]
+    parts = [pc.fill_null(pc.list_value_length(chunk), 0).to_numpy() for chunk in chunks(dataset, column)]
     return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, dtype=np.int64)
 
 
@@ -206,7 +152,7 @@ def rows_digest(dataset: Dataset) -> str:
     digest = hashlib.blake2b(column_lengths(dataset, "input_ids"), digest_size=8)
     few = dataset.select(np.unique(np.linspace(0, len(dataset) - 1, _ROWS_OF_A_DIGEST, dtype=np.int64)))
     for part, column in ((dataset, "seq_lengths"), (few, "input_ids")):
-        for chunk in _chunks(part, column) if column in part.column_names else ():
+        for chunk in chunks(part, column) if column in part.column_names else ():
             digest.update(chunk.flatten().to_numpy(zero_copy_only=False).astype(np.int64))
     return digest.hexdigest()
 
@@ -243,7 +189,7 @@ def check_vocabulary(dataset: Dataset, vocab_size: int) -> None:
 
 def _indices(dataset: Dataset) -> Iterator[tuple[str, Any]]:
     """Yield, piece by piece, what indexes the vocabulary, with its column."""
-    for chunk in _chunks(dataset, "input_ids"):
+    for chunk in chunks(dataset, "input_ids"):
         yield "input_ids", chunk.flatten()
     if "labels" in dataset.column_names:
         for values, counted in _counted(dataset, "labels"):
@@ -259,13 +205,13 @@ def counted_tokens(dataset: Dataset) -> int:
 def _counted(dataset: Dataset, column: str) -> Iterator[tuple[Any, NDArray[np.bool_]]]:
     """Yield labels piece by piece, and which of them a loss counts: not ignored, and not the first of a document."""
     if "seq_lengths" in dataset.column_names:
-        lengths = np.concatenate([chunk.flatten().to_numpy() for chunk in _chunks(dataset, "seq_lengths")])
+        lengths = np.concatenate([chunk.flatten().to_numpy() for chunk in chunks(dataset, "seq_lengths")])
     else:
         lengths = column_lengths(dataset, column)
     lengths = lengths[lengths > 0]
     starts = np.cumsum(lengths) - lengths
     offset = 0
-    for chunk in _chunks(dataset, column):
+    for chunk in chunks(dataset, column):
         values = chunk.flatten()
         counted = np.array(pc.fill_null(pc.not_equal(values, IGNORE_INDEX), False).to_numpy(zero_copy_only=False))
         here = starts[(starts >= offset) & (starts < offset + len(values))]
@@ -289,10 +235,10 @@ def _why_none_is_left(documents: Dataset, max_length: int | None) -> str:
 
 
 def _measure(
-    tokenized: Dataset, prepared: Dataset, max_length: int | None, strategy: str | None, empty_documents: int
+    tokenized: Dataset, prepared: Dataset, args: Any, strategy: str | None, empty_documents: int
 ) -> DatasetFacts:
     """Compare documents before truncation with what will be trained on; without `strategy` nothing is packed."""
-    lengths = column_lengths(tokenized, "input_ids")
+    lengths, max_length = column_lengths(tokenized, "input_ids"), args.max_length
     # Only these two paths cut; `bfd_split` and `wrapped` continue a long document in the next row.
     cuts = max_length is not None and strategy in (None, "bfd")
     lost = np.maximum(lengths - int(max_length or 0), 0) if cuts else np.zeros_like(lengths)
@@ -308,6 +254,12 @@ def _measure(
         truncated_tokens=int(lost.sum()),
         longest=int(lengths.max()),
         loss_tokens=counted_tokens(prepared),
+        without_loss=WithoutLoss.of(
+            tokenized,
+            max_length if cuts else None,
+            keep_end=strategy is None and args.truncation_mode == "keep_end",
+        ),
+        padding=null_padding(tokenized),
         rows=rows,
         fill=fill,
     )
@@ -322,7 +274,7 @@ def highest_padding_cost(prepared: Dataset, rows_per_batch: int = 1, seed: int =
         return 1.0
     parts = [
         (pc.list_value_length(chunk).to_numpy(), chunk.flatten().to_numpy())
-        for chunk in _chunks(prepared, "seq_lengths")
+        for chunk in chunks(prepared, "seq_lengths")
     ]
     documents = np.concatenate([counts for counts, _ in parts])
     lengths = np.concatenate([values for _, values in parts])
@@ -332,12 +284,3 @@ def highest_padding_cost(prepared: Dataset, rows_per_batch: int = 1, seed: int =
     longest = np.maximum.reduceat(np.maximum.reduceat(lengths, starts)[order], first)
     tokens = np.add.reduceat(np.add.reduceat(lengths, starts)[order], first)
     return float((longest * np.add.reduceat(documents[order], first) / tokens).max())
-
-
-def _chunks(dataset: Dataset, column: str) -> Iterator[Any]:
-    """Yield the column as Arrow list arrays, a few thousand rows at a time: a data set may be larger than memory."""
-    view = dataset.select_columns([column])
-    view.set_format("arrow")  # in place: `with_format` copies the data set's description once more
-    for table in view.iter(batch_size=_ROWS_AT_A_TIME):
-        scattered = table[column].num_chunks * _ROWS_OF_A_CHUNK > len(table)  # a filtered data set has one per row
-        yield from (table.combine_chunks() if scattered else table)[column].chunks

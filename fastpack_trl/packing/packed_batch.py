@@ -217,6 +217,13 @@ class PackedBatch:
         """Return whether `loss_positions` belong to `labels`: the tensor they were made from, unedited since."""
         return self.loss_positions is not None and self.labels is not None and self.labels.matches(labels)
 
+    def has_copy_of_labels(self, labels: Tensor) -> bool:
+        """Return whether `labels` are another tensor than `loss_positions` were made from, with its values; syncs."""
+        made = self.labels
+        if made is None or not made.matches(made.tensor) or made.tensor.device != labels.device:
+            return False
+        return torch.equal(made.tensor, labels)
+
     def describes(self, row: Tensor, position_ids: object) -> bool:
         """Return whether a row of tokens or embeddings has these documents, by its shape and its position ids."""
         fits = tuple(row.shape[:2]) == (1, self.total_tokens)

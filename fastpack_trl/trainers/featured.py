@@ -18,6 +18,7 @@ from fastpack_trl.model.callbacks import during_training
 from fastpack_trl.model.saved_files import choose_checkpoint
 from fastpack_trl.moe.quantised import quantize_experts
 from fastpack_trl.packing.batching import missing_seams
+from fastpack_trl.packing.examples import naming_the_row, null_turns
 from fastpack_trl.report import FeatureReport, disabled_by_environment
 from fastpack_trl.run import Run
 
@@ -101,6 +102,14 @@ class FeaturedTrainer(_Stock):
             return
         done, facts = quantize_experts(model, device), self.fastpack_report.facts
         facts.setdefault("quantised experts", str(done))  # a second call finds nothing left to do
+
+    def _fastpack_name_faults(self, prepare: Callable[..., Any], stock: Callable[..., Any], *given: Any) -> Any:
+        """Prepare a data set; name the example at fault, and report turns without content."""
+        if self._fastpack_disabled:
+            return stock(*given)
+        if given[-1] == "train" and (turns := null_turns(given[0])):
+            self.fastpack_report.facts["turns without content"] = turns
+        return naming_the_row(prepare, stock, *given)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not self._fastpack_disabled:

@@ -26,6 +26,7 @@ from fastpack_trl.model.precision import fit_precision
 from fastpack_trl.model.preflight import bound
 from fastpack_trl.packing.batching import BatchPlan, plan_families
 from fastpack_trl.packing.buckets import RowSize
+from fastpack_trl.packing.examples import check_not_empty, dropped
 from fastpack_trl.packing.families import KEY, Families, FamiliesCollator
 from fastpack_trl.run import Run
 from fastpack_trl.step.token_logps import RowForward, Rows
@@ -65,6 +66,7 @@ class PackedTrainer(FeaturedTrainer):
             super().__init__(*args, **kwargs)
             run.say("fastpack", "off", "stock", self._fastpack_disabled)
             return
+        check_not_empty(given.get("train_dataset"))
         with _each_head(self._fastpack_stock, self._fastpack_lay):  # before accelerate wraps a reference model
             super().__init__(*args, **kwargs)
         self._fastpack_choose()
@@ -148,6 +150,14 @@ class PackedTrainer(FeaturedTrainer):
             and (drop := _dropout(run.model))
             and (f"{drop} would drop the same tokens of a prompt for all of its completions; 0 shares them")
         )
+
+    def _prepare_dataset(self, *given: Any) -> Any:
+        """Prepare a data set as stock does, whose trainers of prompts alone never do."""
+        stock = super()._prepare_dataset
+        prepared = self._fastpack_name_faults(stock, stock, *given)
+        if not self._fastpack_disabled and (lost := dropped(stock, prepared, *given)):
+            self.fastpack_report.facts[f"{given[-1]} examples"] = lost
+        return prepared
 
     def _get_dataloader(self, dataset: Any, description: str, *args: Any, **kwargs: Any) -> DataLoader[Any]:
         with self._fastpack_collating(training=bool(kwargs.get("is_training", False))):
