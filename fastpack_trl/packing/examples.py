@@ -103,8 +103,9 @@ def _first_failure(dataset: Dataset, again: Callable[[Dataset], object]) -> int 
             middle = (start + stop) // 2
             start, stop = (start, middle) if failure(start, middle) else (middle, stop)
         error = failure(start, stop)
-        # A template may refuse every conversation.
-        if error is None or (start == 0 < last and not _is_of_template(error) and failure(last, last + 1)):
+        # A template may refuse every conversation, and every example may hold numbers for text; else it is a setting.
+        of_contents = _is_of_template(error) or isinstance(error, AttributeError | TypeError | KeyError)
+        if error is None or (start == 0 < last and not of_contents and failure(last, last + 1)):
             return None
     return start
 
