@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -15,6 +16,7 @@ from fastpack_trl.model.preflight import check_weights
 from fastpack_trl.model.saved_files import json_fault
 from fastpack_trl.recipe.arguments import parse
 from fastpack_trl.recipe.checks import check_model
+from fastpack_trl.recipe.embeddings import merge_adapter, resize_to_adapter
 from fastpack_trl.recipe.make_trainer import method_of_run
 from fastpack_trl.recipe.methods import METHODS, SFT
 from fastpack_trl.recipe.paths import model_folder
@@ -47,8 +49,8 @@ class Trained:
         check_vocabulary(tokenizer)
         return tokenizer
 
-    def load(self, *, dequantised: bool) -> Any:
-        """Return the model, in evaluation mode; an adapter over its base.
+    def load(self, *, dequantised: bool) -> tuple[Any, str]:
+        """Return the model, in evaluation mode, and a line on what had to change; an adapter over its base.
 
         Args:
             dequantised: a base in four or eight bits becomes dense, with the values that it had in training.
@@ -56,6 +58,7 @@ class Trained:
         import transformers
 
         kind = "SequenceClassification" if self.classifies else "CausalLM"
+        change = ""
         with preparing():
             options = self.options | ({"num_labels": 1} if self.classifies else {})
             if self.quantization is not None:
@@ -67,8 +70,11 @@ class Trained:
             if self.base is not None:
                 from peft import PeftModel
 
-                model = PeftModel.from_pretrained(model, self.folder)
-        return model.eval()
+                change = resize_to_adapter(model, Path(self.folder), self.tokenizer)
+                with warnings.catch_warnings():  # how to untie by hand, which `merge_adapter` does
+                    warnings.filterwarnings("ignore", message="Model (has|with) `tie_word_embeddings=True`")
+                    model = PeftModel.from_pretrained(model, self.folder)
+        return model.eval(), change
 
 
 def add_trained(parser: ArgumentParser) -> None:
@@ -149,18 +155,20 @@ def _are_apart(named: str, other: str) -> bool:
 
 
 def merge(found: Trained, output: Path) -> str:
-    """Write a model with the adapter in its weights, and the tokenizer; return what the adapter was merged into.
+    """Write a model with the adapter in its weights, and the tokenizer; return what it was merged into, and how.
 
     Raises:
         UserError: there is no adapter, or its weights are not finite.
     """
     if found.base is None:
         raise UserError(f"{found.folder} is a whole model: nothing is left to merge")
-    tokenizer, model = found.tokenizer(), found.load(dequantised=True)
+    tokenizer, (model, resized) = found.tokenizer(), found.load(dequantised=True)
     with preparing():
-        model.merge_and_unload(safe_merge=True).save_pretrained(output)
+        merged, untied = merge_adapter(model)
+        merged.save_pretrained(output)
         tokenizer.save_pretrained(output)
-    return f"{found.base}{' as it was in training: quantised, then made dense' if found.quantization else ''}"
+    into = f"{found.base}{' as it was in training: quantised, then made dense' if found.quantization else ''}"
+    return "\n".join(filter(None, (into, resized, untied)))
 
 
 def answers(
@@ -178,7 +186,7 @@ def answers(
 
     if found.classifies:
         raise UserError(f"{found.folder} is of a reward model, which scores a text and writes none")
-    tokenizer, model = found.tokenizer(), found.load(dequantised=False)
+    tokenizer, (model, _) = found.tokenizer(), found.load(dequantised=False)
     if torch.cuda.is_available() and found.quantization is None:
         model = model.to("cuda")
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
