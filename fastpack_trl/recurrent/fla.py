@@ -11,22 +11,21 @@ from collections.abc import Iterator
 from functools import cache, lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from packaging.version import Version
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastpack_trl.errors import first_reason
-from fastpack_trl.kernels.operators import arguments_of, differentiable, operator
+from fastpack_trl.kernels.operators import arguments_of
 from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.model.mixers import SCANS, Scan
 from fastpack_trl.model.upstream import found
 from fastpack_trl.packing.chunks import CHUNK, chunks_of
 from fastpack_trl.packing.packed_batch import PackedBatch
-from fastpack_trl.recurrent.precision import no_autocast, rounds_anyway
-from fastpack_trl.recurrent.rules import delta_flops, delta_gradient_flops, like_row, like_value, packed_delta
+from fastpack_trl.recurrent.delta import ROW, delta_flops, like_value, packed_delta
+from fastpack_trl.recurrent.recomputed import recomputed, rounds_anyway
 
 logger = logging.getLogger(__name__)
 
@@ -70,51 +69,22 @@ def _build(batch: PackedBatch) -> FlaRow:
     return FlaRow(ends, torch.stack([of_chunk, numbers], 1))
 
 
-_ROW = "Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, bool normalise, " + arguments_of(FlaRow)
 _function = cache(found)
 
 
-def fla_delta_forward(*arguments: Any) -> Tensor:
-    *row, normalise, cu_seqlens, chunk_indices = arguments
-    query, key, value, g, beta = (tensor[None] for tensor in row)
-    with no_autocast(query):
-        out: Tensor = _function(_FUNCTION)(
-            query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=normalise, cu_seqlens=cu_seqlens,
-            chunk_indices=chunk_indices,
-        )[0]  # fmt: skip
+def fla_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, normalise: bool, *fields: Tensor
+) -> Tensor:
+    """Compute `fla_delta` from the fields of `FlaRow`."""
+    cu_seqlens, chunk_indices = fields
+    out: Tensor = _function(_FUNCTION)(
+        query[None], key[None], value[None], g=g[None], beta=beta[None], use_qk_l2norm_in_kernel=normalise,
+        cu_seqlens=cu_seqlens, chunk_indices=chunk_indices,
+    )[0]  # fmt: skip
     return out[0]
 
 
-def fla_delta_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    with torch.enable_grad():
-        row = [tensor.detach().requires_grad_() for tensor in arguments[:5]]
-        out = fla_delta_forward(*row, *arguments[5:])
-    return tuple(gradient.contiguous() for gradient in torch.autograd.grad(out, row, grad))
-
-
-_forward = operator(fla_delta_forward, fake=like_value, flops=delta_flops, signature=f"({_ROW}) -> Tensor")
-_backward = operator(
-    fla_delta_backward, fake=like_row, flops=delta_gradient_flops,
-    signature=f"(Tensor grad, {_ROW}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)  # fmt: skip
-
-
-class _FlaDelta(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        ctx.save_for_backward(*arguments[:5], *arguments[6:])
-        ctx.normalise = arguments[5]
-        out: Tensor = _forward(*arguments)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        return *_backward(grad, *saved[:5], ctx.normalise, *saved[5:]), None, None, None
-
-
-_fla_delta = differentiable("fla_delta", f"({_ROW}) -> Tensor", _FlaDelta)
+_fla_delta = recomputed(fla_delta_rule, ROW + arguments_of(FlaRow), inputs=5, fake=like_value, flops=delta_flops)
 
 
 def fla_delta(

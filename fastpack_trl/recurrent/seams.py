@@ -21,8 +21,8 @@ from fastpack_trl.model.mixers import CONV, FUNCTIONS, FUSED, mixers
 from fastpack_trl.model.patches import attribute_set, shared
 from fastpack_trl.packing.chunks import Chunks
 from fastpack_trl.recurrent.conv import packed_conv
+from fastpack_trl.recurrent.delta import packed_delta
 from fastpack_trl.recurrent.fla import FlaRow, fla_delta
-from fastpack_trl.recurrent.rules import packed_delta
 from fastpack_trl.recurrent.ssd import packed_ssd
 
 KEYWORD = "packed_chunks"
@@ -116,7 +116,6 @@ def _check(rows: int, tokens: int, chunks: Chunks, has_state: bool = False) -> N
 OURS: dict[str, Callable[..., Any]] = {
     CONV: _conv,
     "torch_chunk_gated_delta_rule": _delta_rule,
-    "chunk_kimi_delta_attention": _delta_rule,
     "mamba2_chunk_scan": _mamba2,
     FUSED: _not_fused,
 }

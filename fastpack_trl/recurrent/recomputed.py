@@ -1,0 +1,130 @@
+"""Operators that save their inputs alone: backward computes forward again and differentiates it by autograd.
+
+A graph has one node forward and one backward, whatever runs inside. Intermediate results of a scan are ten times as
+many bytes as its inputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fastpack_trl.kernels.operators import differentiable, operator
+
+
+def recomputed(
+    function: Callable[..., Tensor],
+    arguments: str,
+    *,
+    inputs: int,
+    fake: Callable[..., Tensor],
+    flops: Callable[..., int],
+    gradient: Callable[..., tuple[Tensor, ...]] | None = None,
+) -> Any:
+    """Register `function` as ``torch.ops.fastpack.<its name>``, with autograd's gradient of it; return the operator.
+
+    Both passes run without autocast, and with matmuls in TF32 if the first argument has 16 bits.
+
+    Args:
+        function: returns a new tensor; differentiable, also if it is called inside of a backward pass.
+        arguments: those of its signature: ``Tensor x, Tensor? bias, int n``.
+        inputs: number of leading tensors that get a gradient.
+        fake, flops: as of `operator`; the backward pass counts as three forward passes, one of them computed again.
+        gradient: of the output's gradient and the arguments, the gradients of the inputs; default: autograd's.
+    """
+    name = function.__name__
+
+    def forward(*fields: Any) -> Tensor:
+        with scan_precision(fields[0]):
+            return function(*fields)
+
+    def backward(grad: Tensor, *fields: Any) -> tuple[Tensor, ...]:
+        with scan_precision(fields[0]):
+            if gradient is not None:
+                return gradient(grad, *fields)
+            with torch.enable_grad(), _autograd_in_kernels():
+                leaves = [None if field is None else field.detach().requires_grad_() for field in fields[:inputs]]
+                out = function(*leaves, *fields[inputs:])
+            grads = iter(torch.autograd.grad(out, [leaf for leaf in leaves if leaf is not None], grad))
+        # An operator returns tensors alone: an empty one for an input that is not there.
+        return tuple(grad.new_empty(0) if leaf is None else next(grads).contiguous() for leaf in leaves)
+
+    def fake_backward(grad: Tensor, *fields: Any) -> tuple[Tensor, ...]:
+        contiguous = torch.contiguous_format
+        return tuple(
+            grad.new_empty(0) if field is None else torch.empty_like(field, memory_format=contiguous)
+            for field in fields[:inputs]
+        )
+
+    def flops_backward(_grad: Tensor, *fields: Any, **_keywords: Any) -> int:
+        return 3 * flops(*fields)
+
+    forward.__name__, backward.__name__ = f"{name}_forward", f"{name}_backward"
+    run = operator(forward, fake=fake, flops=flops, signature=f"({arguments}) -> Tensor")
+    results = ", ".join(["Tensor"] * inputs)
+    run_backward = operator(
+        backward, fake=fake_backward, flops=flops_backward, signature=f"(Tensor grad, {arguments}) -> ({results})"
+    )
+
+    class Recomputed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *fields: Any) -> Tensor:
+            ctx.save_for_backward(*(field if isinstance(field, Tensor) else None for field in fields))
+            ctx.constants = [None if isinstance(field, Tensor) else field for field in fields]
+            out: Tensor = run(*fields)
+            return out
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+            pairs = zip(ctx.saved_tensors, ctx.constants, strict=True)
+            fields = [constant if tensor is None else tensor for tensor, constant in pairs]
+            grads = zip(run_backward(grad, *fields), fields, strict=False)
+            return *(None if field is None else each for each, field in grads), *[None] * (len(fields) - inputs)
+
+    return differentiable(name, f"({arguments}) -> Tensor", Recomputed)
+
+
+@contextlib.contextmanager
+def _autograd_in_kernels() -> Iterator[None]:
+    """Record operations in the kernel of an operator too: under a dispatch mode, torch runs it without autograd."""
+    without, key = torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey
+    with without(key.AutogradFunctionality, False), without(key.ADInplaceOrView, False):
+        yield
+
+
+@contextlib.contextmanager
+def scan_precision(tensor: Tensor) -> Iterator[None]:
+    """Run fp32 matmuls in fp32 under autocast too, as TRL's models do; on CUDA in TF32 if `tensor` has 16 bits.
+
+    A 16-bit layer rounds the inputs and the output of a scan to far fewer bits.
+    """
+    with torch.autocast(tensor.device.type, enabled=False):
+        if rounds_anyway(tensor.dtype):
+            with fp32_matmuls("tf32"):
+                yield
+        else:
+            yield
+
+
+def rounds_anyway(dtype: torch.dtype) -> bool:
+    """Return whether the scan of a layer in this dtype may run in TF32."""
+    return dtype in (torch.bfloat16, torch.float16)
+
+
+@contextlib.contextmanager
+def fp32_matmuls(precision: str) -> Iterator[None]:
+    """Set how CUDA multiplies fp32 matrices, ``"tf32"`` or ``"ieee"``; restored on exit."""
+    matmul, whole = torch.backends.cuda.matmul, torch.backends
+    before = matmul.fp32_precision
+    matmul.fp32_precision = precision
+    try:
+        yield
+    finally:
+        # "none" follows the setting for all of torch, also if that changes later.
+        matmul.fp32_precision = "none" if before == whole.fp32_precision else before
