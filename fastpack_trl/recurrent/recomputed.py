@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastpack_trl.kernels.operators import differentiable, operator
+from fastpack_trl.kernels.operators import differentiable, operator, recording
 
 
 def recomputed(
@@ -47,7 +47,7 @@ def recomputed(
         with scan_precision(fields[0]):
             if gradient is not None:
                 return gradient(grad, *fields)
-            with torch.enable_grad(), _autograd_in_kernels():
+            with recording():
                 leaves = [None if field is None else field.detach().requires_grad_() for field in fields[:inputs]]
                 out = function(*leaves, *fields[inputs:])
             grads = iter(torch.autograd.grad(out, [leaf for leaf in leaves if leaf is not None], grad))
@@ -88,14 +88,6 @@ def recomputed(
             return *(None if field is None else each for each, field in grads), *[None] * (len(fields) - inputs)
 
     return differentiable(name, f"({arguments}) -> Tensor", Recomputed)
-
-
-@contextlib.contextmanager
-def _autograd_in_kernels() -> Iterator[None]:
-    """Record operations in the kernel of an operator too: under a dispatch mode, torch runs it without autograd."""
-    without, key = torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey
-    with without(key.AutogradFunctionality, False), without(key.ADInplaceOrView, False):
-        yield
 
 
 @contextlib.contextmanager
