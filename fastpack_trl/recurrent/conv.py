@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
@@ -56,17 +54,10 @@ def _within(values: Tensor, positions: Tensor, back: int) -> Tensor:
     return torch.where(positions[back:, None] >= back, values, 0.0)
 
 
-def _like_x(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _flops(x: Tensor, weight: Tensor, *_: Any, **_keywords: Any) -> int:
-    return int(2 * x.numel() * weight.shape[1])
-
-
 _short_conv = recomputed(
-    short_conv, "Tensor x, Tensor weight, Tensor? bias, Tensor positions, bool silu", inputs=3, fake=_like_x,
-    flops=_flops, gradient=short_conv_backward,
+    short_conv, "Tensor x, Tensor weight, Tensor? bias, Tensor positions, bool silu", inputs=3,
+    fake=lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
+    flops=lambda x, weight, *_, **_keywords: int(2 * x.numel() * weight.shape[1]), gradient=short_conv_backward,
 )  # fmt: skip
 
 

@@ -48,12 +48,10 @@ def delta_rule(
 
 
 def like_value(query: Tensor, _key: Tensor, value: Tensor, *_: Any) -> Tensor:
-    """Return an empty tensor like the output of a delta rule."""
     return torch.empty_like(value, dtype=query.dtype, memory_format=torch.contiguous_format)
 
 
 def delta_flops(query: Tensor, _key: Tensor, value: Tensor, *_: Any, **_keywords: Any) -> int:
-    """Return the operations of a delta rule's forward pass."""
     size, width = query.shape[-1], value.shape[-1]
     return int(query.shape[0] * Scan("delta rule", query.shape[1], value.shape[1], size, width).flops(CHUNK))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,14 +19,9 @@ from fastpack_trl.kernels.operators import differentiable, operator, recording
 
 
 def recomputed(
-    function: Callable[..., Tensor],
-    arguments: str,
-    *,
-    inputs: int,
-    fake: Callable[..., Tensor],
-    flops: Callable[..., int],
-    gradient: Callable[..., tuple[Tensor, ...]] | None = None,
-) -> Any:
+    function: Callable[..., Tensor], arguments: str, *, inputs: int, fake: Callable[..., Tensor],
+    flops: Callable[..., int], gradient: Callable[..., tuple[Tensor, ...]] | None = None,
+) -> Any:  # fmt: skip
     """Register `function` as ``torch.ops.fastpack.<its name>``, with autograd's gradient of it; return the operator.
 
     Both passes run without autocast, and with matmuls in TF32 if the first argument has 16 bits.
@@ -51,25 +47,20 @@ def recomputed(
                 leaves = [None if field is None else field.detach().requires_grad_() for field in fields[:inputs]]
                 out = function(*leaves, *fields[inputs:])
             grads = iter(torch.autograd.grad(out, [leaf for leaf in leaves if leaf is not None], grad))
-        # An operator returns tensors alone: an empty one for an input that is not there.
+        # An operator returns tensors alone: an empty one for an input that is None.
         return tuple(grad.new_empty(0) if leaf is None else next(grads).contiguous() for leaf in leaves)
 
     def fake_backward(grad: Tensor, *fields: Any) -> tuple[Tensor, ...]:
-        contiguous = torch.contiguous_format
-        return tuple(
-            grad.new_empty(0) if field is None else torch.empty_like(field, memory_format=contiguous)
-            for field in fields[:inputs]
-        )
-
-    def flops_backward(_grad: Tensor, *fields: Any, **_keywords: Any) -> int:
-        return 3 * flops(*fields)
+        like = partial(torch.empty_like, memory_format=torch.contiguous_format)
+        return tuple(grad.new_empty(0) if field is None else like(field) for field in fields[:inputs])
 
     forward.__name__, backward.__name__ = f"{name}_forward", f"{name}_backward"
-    run = operator(forward, fake=fake, flops=flops, signature=f"({arguments}) -> Tensor")
     results = ", ".join(["Tensor"] * inputs)
+    run = operator(forward, fake=fake, flops=flops, signature=f"({arguments}) -> Tensor")
     run_backward = operator(
-        backward, fake=fake_backward, flops=flops_backward, signature=f"(Tensor grad, {arguments}) -> ({results})"
-    )
+        backward, fake=fake_backward, flops=lambda _grad, *fields, **_keywords: 3 * flops(*fields),
+        signature=f"(Tensor grad, {arguments}) -> ({results})",
+    )  # fmt: skip
 
     class Recomputed(torch.autograd.Function):
         @staticmethod
@@ -96,17 +87,9 @@ def scan_precision(tensor: Tensor) -> Iterator[None]:
 
     A 16-bit layer rounds the inputs and the output of a scan to far fewer bits.
     """
-    with torch.autocast(tensor.device.type, enabled=False):
-        if rounds_anyway(tensor.dtype):
-            with fp32_matmuls("tf32"):
-                yield
-        else:
-            yield
-
-
-def rounds_anyway(dtype: torch.dtype) -> bool:
-    """Return whether the scan of a layer in this dtype may run in TF32."""
-    return dtype in (torch.bfloat16, torch.float16)
+    rounded = fp32_matmuls("tf32") if tensor.dtype.itemsize == 2 else contextlib.nullcontext()
+    with torch.autocast(tensor.device.type, enabled=False), rounded:
+        yield
 
 
 @contextlib.contextmanager

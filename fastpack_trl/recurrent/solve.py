@@ -1,6 +1,6 @@
-"""What a delta rule solves: the triangular system of a chunk, and the recurrence of its state over chunks.
+"""The triangular system of a chunk and the recurrence of the state over chunks, which a delta rule solves.
 
-Both are autograd functions. Autograd of the steps inside would save every one of them.
+Both are autograd functions: autograd of the steps inside would save each of them.
 """
 
 from __future__ import annotations
@@ -8,22 +8,24 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastpack_trl.recurrent.recomputed import fp32_matmuls
 
 _BLOCK = 8
-"""Blocks of this size are inverted by a product of powers. Over a whole chunk that is right on paper, and off by 1e8
-if keys are alike."""
+"""Size of blocks inverted by a product of powers. Over a whole chunk that would be off by 1e8 if keys are alike."""
+
+
+def one_by_one(device: torch.device) -> bool:
+    """Return whether chunks run one by one, the least arithmetic: not on a device, where each operation is a launch."""
+    return device.type == "cpu"
 
 
 def chunk_inverse(lower: Tensor) -> Tensor:
-    """Return ``(I + lower)^-1`` of strictly lower triangular matrices, (..., size, size) with size 8, 16, 32, 64, ...
-
-    On the CPU by torch's solver, on other devices by `merged_inverse`.
-    """
-    if lower.device.type == "cpu":
+    """Return ``(I + lower)^-1`` of strictly lower triangular matrices, (..., size, size) with size 8, 16, 32, ..."""
+    if one_by_one(lower.device):
         eye = torch.eye(lower.shape[-1], dtype=lower.dtype)
         inverse = torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False, unitriangular=True)
         return inverse.contiguous()  # the solver's is column by column
@@ -32,34 +34,14 @@ def chunk_inverse(lower: Tensor) -> Tensor:
 
 def merged_inverse(lower: Tensor) -> Tensor:
     """Compute `chunk_inverse` from the inverses of blocks on the diagonal, merged in pairs: few, large matmuls."""
-    size = lower.shape[-1]
-    flat = lower.reshape(-1, size, size)
-    inverse = torch.zeros_like(flat)
-    blocks = _diagonal(inverse, _BLOCK)
-    blocks.copy_(_block_inverse(_diagonal(flat, _BLOCK).reshape(-1, _BLOCK, _BLOCK)).view(blocks.shape))
-    width = _BLOCK
-    while width < size:
-        # (A 0; C B)^-1 = (A^-1 0; -B^-1 C A^-1 B^-1)
-        pairs = _diagonal(inverse, 2 * width)
-        upper, under = pairs[..., :width, :width], pairs[..., width:, width:]
-        corner = _diagonal(flat, 2 * width)[..., width:, :width]
-        torch.neg(under @ (corner @ upper), out=pairs[..., width:, :width])
-        width *= 2
-    return inverse.view(lower.shape)
-
-
-def _diagonal(flat: Tensor, width: int) -> Tensor:
-    """Return a view of the blocks on the diagonal of (matrices, size, size): (matrices, size / width, width, width)."""
-    blocks = flat.unflatten(2, (-1, width)).unflatten(1, (-1, width))
-    return blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)
-
-
-def _block_inverse(lower: Tensor) -> Tensor:
-    # (I - L)(I + L^2)(I + L^4): exact, since L^8 is zero.
-    square = lower @ lower
-    inverse = torch.eye(_BLOCK, dtype=lower.dtype, device=lower.device) - lower
-    inverse = torch.baddbmm(inverse, inverse, square)
-    return torch.baddbmm(inverse, inverse, square @ square)
+    half = lower.shape[-1] // 2
+    if 2 * half == _BLOCK:  # (I - L)(I + L^2)(I + L^4): exact, since L^8 is zero
+        eye, square = torch.eye(_BLOCK, dtype=lower.dtype, device=lower.device), lower @ lower
+        return (eye - lower) @ (eye + square) @ (eye + square @ square)
+    # (A 0; C B)^-1 = (A^-1 0; -B^-1 C A^-1 B^-1)
+    upper, under = merged_inverse(torch.stack([lower[..., :half, :half], lower[..., half:, half:]]))
+    corner = under @ (lower[..., half:, :half] @ upper).neg_()
+    return torch.cat([F.pad(upper, (0, half)), torch.cat([corner, under], -1)], -2)
 
 
 class Solve(torch.autograd.Function):
@@ -110,7 +92,7 @@ def recurrence(
 ) -> tuple[Tensor, Tensor]:
     """Return ``S_n`` and ``inner_n = base_n + left_n S_n``, with ``S_(n+1) = through_n S_n + right_n^T inner_n``.
 
-    From zeros in the first chunk. With `added` from zeros in the last chunk, and ``S_(n-1)`` is that plus ``added_n``.
+    Starts from zeros in the first chunk; with `added` in the last one, and ``S_(n-1)`` is that plus ``added_n``.
 
     Args:
         base: (chunks, heads, tokens, v).
@@ -122,35 +104,9 @@ def recurrence(
     Returns:
         The states, (chunks, heads, k, v), and as `base`.
     """
-    form = _chunk_by_chunk if one_by_one(base.device) else _doubled
-    return form(base, left, right, through, added, reach)
-
-
-def one_by_one(device: torch.device) -> bool:
-    """Return whether chunks go one by one, the least arithmetic: not on a device, where each operation is a launch."""
-    return device.type == "cpu"
-
-
-def _chunk_by_chunk(
-    base: Tensor, left: Tensor, right: Tensor, through: Tensor, added: Tensor | None, _reach: int
-) -> tuple[Tensor, Tensor]:
-    count, back = len(base), added is not None
-    inner, states = torch.empty_like(base), base.new_zeros(count + 1, *left.shape[1:2], left.shape[3], base.shape[3])
-    for chunk in reversed(range(count)) if back else range(count):
-        entering, leaving = states[chunk + back], states[chunk + 1 - back]
-        torch.baddbmm(base[chunk], left[chunk], entering, out=inner[chunk])
-        if added is None:
-            torch.mul(entering, through[chunk], out=leaving)
-        else:
-            torch.addcmul(added[chunk], entering, through[chunk], out=leaving)
-        leaving.baddbmm_(right[chunk].mT, inner[chunk])
-    return states[back : count + back], inner
-
-
-def _doubled(
-    base: Tensor, left: Tensor, right: Tensor, through: Tensor, added: Tensor | None, reach: int
-) -> tuple[Tensor, Tensor]:
-    """Add to the state that one chunk makes those that 1, 2, 4, ... chunks before it make."""
+    if one_by_one(base.device):
+        return _chunk_by_chunk(base, left, right, through, added)
+    # To the state that one chunk makes are added those that 1, 2, 4, ... chunks before it make.
     step = right.mT @ left
     step.diagonal(dim1=-2, dim2=-1).add_(through[..., 0])
     made = right.mT @ base
@@ -168,3 +124,19 @@ def _doubled(
         states[1 + width :].flatten(0, 1).baddbmm_(over.flatten(0, 1), before.flatten(0, 1))
     states = states if added is None else states.flip(0)
     return states, torch.baddbmm(*(part.flatten(0, 1) for part in (base, left, states))).view_as(base)
+
+
+def _chunk_by_chunk(
+    base: Tensor, left: Tensor, right: Tensor, through: Tensor, added: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    count, back = len(base), added is not None
+    inner, states = torch.empty_like(base), base.new_zeros(count + 1, left.shape[1], left.shape[3], base.shape[3])
+    for chunk in reversed(range(count)) if back else range(count):
+        entering, leaving = states[chunk + back], states[chunk + 1 - back]
+        torch.baddbmm(base[chunk], left[chunk], entering, out=inner[chunk])
+        if added is None:
+            torch.mul(entering, through[chunk], out=leaving)
+        else:
+            torch.addcmul(added[chunk], entering, through[chunk], out=leaving)
+        leaving.baddbmm_(right[chunk].mT, inner[chunk])
+    return states[back : count + back], inner

@@ -44,19 +44,17 @@ def mamba2(x: Tensor, step: Tensor, a: Tensor, b: Tensor, c: Tensor, skip: Tenso
     return chunks.join(out.flatten(1, 2))
 
 
-def _like_x(x: Tensor, *_: Any) -> Tensor:
+def _like_output(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x, dtype=torch.promote_types(x.dtype, torch.float32), memory_format=torch.contiguous_format)
 
 
 def _flops(x: Tensor, _step: Tensor, _a: Tensor, b: Tensor, *_: Any, **_keywords: Any) -> int:
-    """Count the matmuls of a forward pass but for the one over chunks, which is small."""
+    """Count the matmuls but for the one over chunks, which is small."""
     return int(x.shape[0] * Scan("Mamba-2", b.shape[1], x.shape[1], b.shape[2], x.shape[2]).flops(CHUNK))
 
 
-_mamba2 = recomputed(
-    mamba2, "Tensor x, Tensor step, Tensor a, Tensor b, Tensor c, Tensor? skip, " + arguments_of(Chunks), inputs=6,
-    fake=_like_x, flops=_flops,
-)  # fmt: skip
+_ARGUMENTS = "Tensor x, Tensor step, Tensor a, Tensor b, Tensor c, Tensor? skip, " + arguments_of(Chunks)
+_mamba2 = recomputed(mamba2, _ARGUMENTS, inputs=6, fake=_like_output, flops=_flops)
 
 
 def packed_ssd(

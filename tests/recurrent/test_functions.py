@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from hybrid_material import run_inside
+from recurrent_reference import by_document, conv_reference, delta_reference, ssd_reference
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.falcon_h1 import modeling_falcon_h1
@@ -24,7 +25,6 @@ from fastpack_trl.model.mixers import CONV
 from fastpack_trl.packing.chunks import CHUNK, chunks_of
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.recurrent import solve
-from fastpack_trl.recurrent.reference import by_document, conv_reference, delta_reference, ssd_reference
 from fastpack_trl.recurrent.seams import OURS
 from fastpack_trl.recurrent.solve import chunk_inverse, merged_inverse
 
@@ -143,7 +143,6 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """What runs: on a CPU, or on a device, whose form of a delta rule takes other steps to the same."""
     if request.param == "device":
         monkeypatch.setattr(solve, "one_by_one", lambda device: False)
-        monkeypatch.setattr(solve, "chunk_inverse", merged_inverse)
     return str(request.param)
 
 
