@@ -12,7 +12,8 @@ kept instead of computed again. What an operator does is not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, get_type_hints
 
 import torch
@@ -73,3 +74,14 @@ def differentiable(name: str, signature: str, function: type[torch.autograd.Func
     # Composite: the dispatcher replaces it by what it calls, above autograd, on fake tensors and where modes look on.
     _library.impl(name, apply, "CompositeImplicitAutograd")
     return getattr(torch.ops.fastpack, name).default
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Let autograd record operations in a backward pass, also inside the kernel of an operator.
+
+    Under a dispatch mode (a FLOP counter, say) torch runs kernels without autograd.
+    """
+    without, key = torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey
+    with torch.enable_grad(), without(key.AutogradFunctionality, False), without(key.ADInplaceOrView, False):
+        yield

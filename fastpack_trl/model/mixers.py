@@ -21,7 +21,6 @@ from fastpack_trl.model.source import hands_on_kwargs, source_tree
 CONV = "causal_conv1d_fn"
 SCANS = {
     "torch_chunk_gated_delta_rule": "gated delta rule",
-    "chunk_kimi_delta_attention": "Kimi delta rule",
     "mamba2_chunk_scan": "Mamba-2",
 }
 """Functions that carry a state along the row, with the name of their layers."""
@@ -32,7 +31,7 @@ FUNCTIONS = (CONV, *SCANS, FUSED)
 _APART = frozenset(
     {
         "apply_mask_to_padding_states", "causal_conv1d_update", "mamba2_selective_state_update",
-        "recurrent_kimi_delta_attention", "torch_recurrent_gated_delta_rule",
+        "torch_recurrent_gated_delta_rule",
     }
 )  # fmt: skip
 SHORT_CONV = "short convolution"

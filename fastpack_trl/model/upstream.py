@@ -82,7 +82,6 @@ TABLE: tuple[Upstream, ...] = (
     _used(
         "torch.ops.aten: _flash_attention_forward _flash_attention_backward", "attention", "`per_document`", "varlen"),
     _used("transformers.models.qwen3_next.modeling_qwen3_next: causal_conv1d_fn torch_chunk_gated_delta_rule; "
-        "transformers.models.kimi_linear.modeling_kimi_linear: chunk_kimi_delta_attention; "
         "transformers.models.falcon_h1.modeling_falcon_h1: mamba2_chunk_scan mamba2_split_conv1d_scan_combined; "
         "transformers.activations: ACT2FN", "recurrent", "hybrid models of that family in padded rows, named"),
     _used("torch.ops.aten: _scaled_dot_product_flash_attention_for_cpu "
@@ -117,6 +116,8 @@ TABLE: tuple[Upstream, ...] = (
     _used("torch.Tensor: _backward_hooks _post_accumulate_grad_hooks _version", "checkpointing compile lora model",
         "as the names above"),
     _used("torch.nn.Module: _is_replica", "lora", "copies of DataParallel are taken for plain ones"),
+    _used("torch._C: _SetExcludeDispatchKeyGuard", "kernels",
+        "backward of hybrid models and of experts stops with an error: packed_attention='off' and moe='off'"),
     _used("torch._C: _current_graph_task_id", "model",
         "a recompute is not told from a forward: a hook that comes between them fails the checkpoint's own check"),
     _used("torch._C._autograd: _top_saved_tensors_default_hooks", "compile",

@@ -9,8 +9,8 @@ import pytest
 import torch
 from moe_material import GATES, KERNEL_GATES, gate_case, gate_name, norm_of_difference, reference_gate, routed
 
-from fastpack_trl.kernels.combine import bias_weight_grad, combine
-from fastpack_trl.kernels.combine_triton import bias_weight_grad_triton, combine_triton
+from fastpack_trl.kernels.combine import combine
+from fastpack_trl.kernels.combine_triton import combine_triton
 from fastpack_trl.kernels.gate import gate_backward, gate_forward
 from fastpack_trl.kernels.gate_form import Gate
 from fastpack_trl.kernels.gate_triton import gate_backward_triton, gate_forward_triton
@@ -68,14 +68,6 @@ def test_combine(dtype: torch.dtype, bias: bool, weights_dtype: torch.dtype | No
         assert norm_of_difference(found, exact) <= max(1.1 * norm_of_difference(plain, exact), torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_bias_part_of_the_weights_gradient(dtype: torch.dtype) -> None:
-    ids, _ = routed(9, 3, 5)
-    grad, table, ids = on_device([torch.randn(9, 300).to(dtype), torch.randn(5, 300).to(dtype), ids])
-    exact = twin(bias_weight_grad, grad.double(), table.double(), ids)
-    assert norm_of_difference(bias_weight_grad_triton(grad, table, ids), exact) <= 1e-6
-
-
 def test_no_rows() -> None:
     h, expert = torch.zeros(0, 32, device=DEVICE), torch.zeros(0, dtype=torch.int32, device=DEVICE)
     assert gate_forward_triton(h, None, expert, GATES[0]).shape == (0, 16)
@@ -83,7 +75,6 @@ def test_no_rows() -> None:
     assert [tuple(grad.shape) for grad in grads] == [(0, 32), (0, 16), (0,)]
     inverse = torch.zeros(0, 2, dtype=torch.int32, device=DEVICE)
     assert combine_triton(h, inverse).shape == (0, 32)
-    assert bias_weight_grad_triton(h, torch.zeros(3, 32, device=DEVICE), inverse).shape == (0, 2)
 
 
 @pytest.mark.parametrize("gate", KERNEL_GATES, ids=gate_name)

@@ -29,7 +29,7 @@ PACKAGE = """
 import torch
 from fastpack_trl.packing.chunks import chunks_of
 from fastpack_trl.packing.packed_batch import PackedBatch
-from fastpack_trl.recurrent.rules import packed_delta
+from fastpack_trl.recurrent.delta import packed_delta
 
 seen = []
 
@@ -178,7 +178,6 @@ def test_what_it_does_not_have_is_refused_before_a_trial(installed: Any, monkeyp
         assert ("tried" in wrong) != refused
     assert "Triton" not in fla.refusal(replace(hopper, capability=(8, 0)))
     assert not fla.is_chosen(features_of("falcon_h1"))
-    assert not fla.is_chosen(features_of("kimi_linear"))
 
 
 @pytest.mark.cuda

@@ -13,21 +13,20 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from hybrid_material import INSIDE
+from hybrid_material import run_inside
+from recurrent_reference import by_document, conv_reference, delta_reference, ssd_reference
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.falcon_h1 import modeling_falcon_h1
-from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from fastpack_trl.errors import PackingError
-from fastpack_trl.kernels.inverse import chunk_inverse, merged_inverse
 from fastpack_trl.model.mixers import CONV
 from fastpack_trl.packing.chunks import CHUNK, chunks_of
 from fastpack_trl.packing.packed_batch import PackedBatch
-from fastpack_trl.recurrent import products
-from fastpack_trl.recurrent.reference import by_document, conv_reference, delta_reference, ssd_reference
+from fastpack_trl.recurrent import solve
 from fastpack_trl.recurrent.seams import OURS
+from fastpack_trl.recurrent.solve import chunk_inverse, merged_inverse
 
 LENGTHS = (
     (1,), (2,), (CHUNK,), (CHUNK, CHUNK), (5, 1, 1, 1, 1, 1), (70, 58), (63, 1, 64, 65, 1), (200, 1, 63, 64, 65, 30),
@@ -110,12 +109,10 @@ def conv_exact(x: Tensor) -> Tensor:
     return F.silu(conv_reference(x, weight, weight[:, 0]))
 
 
-NEXT, KIMI, FALCON = (vars(module) for module in (modeling_qwen3_next, modeling_kimi_linear, modeling_falcon_h1))
+NEXT, FALCON = vars(modeling_qwen3_next), vars(modeling_falcon_h1)
 CASES = {
     "torch_chunk_gated_delta_rule": Case(NEXT["torch_chunk_gated_delta_rule"], delta, delta_exact,
                                          partial(delta_arguments, kimi=False)),
-    "chunk_kimi_delta_attention": Case(KIMI["chunk_kimi_delta_attention"], delta, delta_exact,
-                                       partial(delta_arguments, kimi=True)),
     "mamba2_chunk_scan": Case(FALCON["mamba2_chunk_scan"], mamba, mamba_exact, mamba_arguments),
     CONV: Case(NEXT[CONV], conv, conv_exact, lambda tokens: [torch.randn(tokens, 6)]),
 }  # fmt: skip
@@ -145,8 +142,7 @@ def distance(actual: Tensor, exact: Tensor) -> float:
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What runs: on a CPU, or on a device, whose form of a delta rule takes other steps to the same."""
     if request.param == "device":
-        monkeypatch.setattr(products, "one_by_one", lambda device: False)
-        monkeypatch.setattr(products, "chunk_inverse", merged_inverse)
+        monkeypatch.setattr(solve, "one_by_one", lambda device: False)
     return str(request.param)
 
 
@@ -247,12 +243,12 @@ class Tf32(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name.startswith("fastpack::"):
             with self:
-                return INSIDE[func._schema.name](*args, **(kwargs or {}))
+                return run_inside(func, *args, **(kwargs or {}))
         if torch.backends.cuda.matmul.fp32_precision == "tf32":
             with self:
                 if (found := func.decompose(*args, **(kwargs or {}))) is not NotImplemented:
                     return found
-            if "mm" in func._schema.name:
+            if "mm" in func._schema.name and args[0].dtype == torch.float32:
                 first = 1 if "baddbmm" in func._schema.name else 0
                 args = (*args[:first], *(rounded_to_tf32(matrix) for matrix in args[first:]))
         return func(*args, **(kwargs or {}))

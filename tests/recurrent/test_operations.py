@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid_material import HYBRIDS, INSIDE, hybrid_model, reached
+from hybrid_material import HYBRIDS, hybrid_model, reached, run_inside
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GraniteMoeHybridConfig, Qwen3_5TextConfig
@@ -15,11 +15,10 @@ from transformers.models.granitemoehybrid import modeling_granitemoehybrid
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from fastpack_trl.attention.install import packed_attention
-from fastpack_trl.kernels.inverse import merged_inverse
 from fastpack_trl.measure.flops import attention_pairs, model_flops
 from fastpack_trl.packing.chunks import chunks_of
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
-from fastpack_trl.recurrent import products
+from fastpack_trl.recurrent import solve
 from fastpack_trl.recurrent.seams import replaced
 
 # What makes no new numbers, and what torch resolves before a kernel.
@@ -59,9 +58,9 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
-        if name in INSIDE:
+        if name.startswith("fastpack::"):
             with self:
-                return INSIDE[name](*args, **(kwargs or {}))
+                return run_inside(func, *args, **(kwargs or {}))
         with self:  # in an operator, what torch makes of several kernels arrives as it is
             if (found := func.decompose(*args, **(kwargs or {}))) is not NotImplemented:
                 return found
@@ -79,8 +78,7 @@ def operations(kind: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch, *
     hidden = torch.randn(1, sum(lengths), 16, requires_grad=True)
     with replaced(home), Operations() as found:
         if device:
-            monkeypatch.setattr(products, "chunk_inverse", merged_inverse)
-            monkeypatch.setattr(products, "one_by_one", lambda device: False)
+            monkeypatch.setattr(solve, "one_by_one", lambda device: False)
         mixer(hidden, packed_chunks=chunks).sum().backward()
     return found.counts
 
@@ -95,10 +93,10 @@ ROWS = ((2048, 321), (8192, 382), (8192, 1883))
 AT_MOST = {
     # Nine per chunk: three in each pass of the state, which runs forward, again, and backward. One by one (`step_n S`
     # alone) would be three, in a sixth more time on a CPU at 128 channels, for the products that make the steps.
-    ("delta", False): (598, 1462, 1462),
+    ("delta", False): (631, 1495, 1495),
     # By doubling, eight for each time that the chunks of the longest document double.
-    ("delta", True): (389, 389, 405),
-    ("mamba2", False): (268, 268, 268), ("mamba2", True): (268, 268, 268),
+    ("delta", True): (438, 438, 456),
+    ("mamba2", False): (290, 290, 290), ("mamba2", True): (290, 290, 290),
 }  # fmt: skip
 
 

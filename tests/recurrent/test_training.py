@@ -60,7 +60,7 @@ def test_the_log_of_a_run_is_stocks(family: str, lora: bool, tmp_path: Path) -> 
     assert_same_log(ours, stock, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "olmo_hybrid", "kimi_linear", "bamba", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "olmo_hybrid", "bamba", "lfm2"])
 def test_packed_rows_are_proven_and_run_without_a_wait_per_step(family: str, tmp_path: Path) -> None:
     if not reached(family):
         pytest.skip("in padded rows with this transformers")
@@ -95,7 +95,7 @@ class Generates(TrainerCallback):
         model.train()
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "kimi_linear", "falcon_h1"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1"])
 def test_generating_in_the_middle_of_a_run_is_stocks(family: str, tmp_path: Path) -> None:
     runs, texts = [], []
     for name in ("ours", "stock"):
@@ -177,7 +177,7 @@ def row(lengths: tuple[int, ...]) -> tuple[Tensor, PackedBatch]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_5_text", "kimi_linear", "falcon_h1", "lfm3"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "lfm3"])
 def test_rows_of_other_lengths_share_a_few_graphs(family: str) -> None:
     """No break inside of a layer, and at most three graphs for a kind of layer."""
     if not reached(family):

@@ -25,7 +25,6 @@ FUNCTIONS = {
     "model/hooks.py": ["callback_between", "hook_on_a_gradient", "needs_logits"],
     "trainer.py": ["_fastpack_collates"],
     "lora/feature.py": ["lora"],
-    "kernels/dequantise.py": ["proven"],
     "kernels/fp8.py": ["failure_of_products"],
     "lora/linear.py": ["_not_covered", "_fastpack_adapter"],
     "lora/cache_dequantized.py": ["cache_dequantized", "_drop"],
