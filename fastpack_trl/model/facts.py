@@ -137,19 +137,10 @@ def is_invoked_once_per_row(model: nn.Module) -> bool:
 def attention_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules of the text decoder that call transformers' attention interface."""
     config = text_model(model).config.get_text_config()
-    return [
-        module
-        for module in model.modules()
-        if getattr(module, "config", None) is config
-        and hasattr(module, "layer_idx")
-        and hasattr(module, "scaling")
-        and hasattr(_home(module), "ALL_ATTENTION_FUNCTIONS")
-    ]
-
-
-def _home(module: nn.Module) -> Any:
-    """Return the module of Python that defines the forward of a module."""
-    return sys.modules.get(inspect.unwrap(type(module).forward).__module__)
+    of_text = [module for module in model.modules() if getattr(module, "config", None) is config]
+    scaled = [module for module in of_text if hasattr(module, "layer_idx") and hasattr(module, "scaling")]
+    homes = [sys.modules.get(inspect.unwrap(type(module).forward).__module__) for module in scaled]  # of the forwards
+    return [module for module, home in zip(scaled, homes, strict=True) if hasattr(home, "ALL_ATTENTION_FUNCTIONS")]
 
 
 def state_modules(model: nn.Module) -> list[nn.Module]:

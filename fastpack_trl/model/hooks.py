@@ -170,11 +170,7 @@ def replaced_methods(trainer: Trainer, names: Iterable[str]) -> str:
 
 
 def hook_on_the_outputs(model: nn.Module) -> str:
-    """Return a forward hook of the user that gets the outputs of `model`, called with labels; empty if none.
-
-    Args:
-        model: plain, or as PEFT, accelerate and torch wrap it.
-    """
+    """Return a forward hook of the user that gets the outputs of `model`, plain or wrapped; empty if none."""
     if any(map(is_users, getattr(nn.modules.module, "_global_forward_hooks", {}).values())):
         return "a forward hook on all modules"
     for module in model.modules():  # the wrappers from the outside in, then the model that has the head
@@ -200,12 +196,7 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
 
 
 def hook_on_a_gradient(model: nn.Module, parameters: Iterable[nn.Parameter]) -> str:
-    """Return a hook on one of `parameters`, which needs the gradient of each micro-batch by itself; empty if none.
-
-    Args:
-        model: has the name of the parameter.
-        parameters: looked at once per optimizer step, which costs a fraction of a microsecond each.
-    """
+    """Return a hook on one of `parameters` of `model`, which needs the gradient of each micro-batch; empty if none."""
     for parameter in parameters:
         if has_gradient_hooks(parameter) and parameter.requires_grad:
             name = next((name for name, other in model.named_parameters() if other is parameter), "a parameter")

@@ -62,11 +62,7 @@ def shared(owner: Any, name: str, install: Callable[[], AbstractContextManager[_
     """Enter `install` for the first holder and leave it with the last, in whatever order they leave.
 
     A trainer that is made in a callback of another finds the model as it is in the middle of that one's training.
-
-    Args:
-        owner: the object, or the class, that is changed.
-        name: of the attribute of `owner` that holds the `Patch`.
-        install: makes the change, once.
+    The attribute `name` of `owner`, the object or the class that is changed, holds the `Patch`.
     """
     patch = vars(owner).get(name)
     if patch is None:

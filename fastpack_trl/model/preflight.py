@@ -20,7 +20,7 @@ _COUNTS = {
     "max_length": "tokens per row, or None for no limit",
     "pad_to_multiple_of": "a number of tokens, or None",
 }
-_COUNTS_OF_EVALUATION = {
+_EVALUATION_COUNTS = {
     "per_device_eval_batch_size": "rows per device and evaluation step, e.g. 8",
     "eval_accumulation_steps": "evaluation steps between two moves to the host, or None for one move at the end",
 }
@@ -31,8 +31,7 @@ def bound(stock: type, trainer: Any, args: Any, kwargs: Mapping[str, Any]) -> di
     """Return the arguments of a trainer of TRL by name.
 
     Raises:
-        TypeError: an argument that it does not take; for a field of its config, or a name of earlier versions, with
-            the one to use.
+        TypeError: an unknown argument; a field of its config, or a name of earlier versions, with the one to use.
     """
     signature = inspect.signature(stock.__init__)  # type: ignore[misc]
     try:
@@ -46,11 +45,7 @@ def bound(stock: type, trainer: Any, args: Any, kwargs: Mapping[str, Any]) -> di
 
 
 def check_given(given: Mapping[str, Any]) -> None:
-    """Check the arguments of `SFTTrainer`, by name, before TRL loads the model and prepares the data.
-
-    Raises:
-        ValueError: names the value and the remedy.
-    """
+    """Check the arguments of `SFTTrainer`, by name, before TRL loads the model and prepares the data."""
     args, model, train_dataset = given.get("args"), given.get("model"), given.get("train_dataset")
     if args is not None:
         check_counts(args)
@@ -66,23 +61,15 @@ def check_given(given: Mapping[str, Any]) -> None:
 
 
 def check_counts(args: Any) -> None:
-    """Check the settings that count something; those of evaluation only if the run evaluates.
-
-    Raises:
-        ValueError: one is below 1.
-    """
-    for name, meaning in (_COUNTS | _COUNTS_OF_EVALUATION if _is_set(args.eval_strategy) else _COUNTS).items():
+    """Raise `ValueError` for a count below 1; for those of evaluation only if the run evaluates."""
+    for name, meaning in (_COUNTS | _EVALUATION_COUNTS if _is_set(args.eval_strategy) else _COUNTS).items():
         value = getattr(args, name, None)
         if isinstance(value, int | float) and not value >= 1:
             raise ValueError(f"{name}={shown(value)} is below 1: give {meaning}")
 
 
 def check_output_dir(args: Any) -> None:
-    """Check that `output_dir` can be made and, in a run that saves, written to.
-
-    Raises:
-        ValueError: it cannot; names the path that is in the way.
-    """
+    """Raise `ValueError` unless `output_dir` can be made and, in a run that saves, written to."""
     folder = Path(str(args.output_dir))
     if args.should_save and (_is_set(args.save_strategy) or not folder.is_dir()) and (reason := unwritable(folder)):
         raise ValueError(f"output_dir {str(folder)!r}: {reason}")
@@ -106,14 +93,11 @@ def unwritable(folder: Path) -> str:
 
 
 def check_weights(name: str, init: Mapping[str, Any], option: str = "model") -> None:
-    """Check that a local folder has weights, and their headers; a hub name passes.
+    """Raise `ValueError` for a local folder without weights, or with damaged ones; a hub name passes.
 
     Args:
         init: keywords of `from_pretrained`; some name other files, which are not checked.
         option: where the user gave the name, for the message.
-
-    Raises:
-        ValueError: weights are missing, damaged, or a pointer of git-lfs.
     """
     folder = Path(name)
     if not set(init) & _OTHER_FILES and folder.is_dir() and (fault := weights_fault(folder, needed=True)):
@@ -157,14 +141,11 @@ def _against_offload(args: Any) -> Iterator[object]:
 
 
 def check_recompute(args: Any, level: str, offload: str, reasons: Iterator[object] | None = None) -> None:
-    """Check that no other setting excludes a level or an offload that was asked for by name.
+    """Raise `ValueError` if another setting excludes a level or an offload that was asked for by name.
 
     Args:
         level, offload: the fields `activation_memory` and `checkpoint_offload`.
         reasons: against a plan; default: those of the arguments.
-
-    Raises:
-        ValueError: names both settings.
     """
     asked = level not in ("auto", "off") and (level != "keep" or checkpointing_arguments(args)[0])
     if asked and (conflict := first_reason(reasons or against_plan(args, level, offload))):

@@ -21,11 +21,7 @@ class Ranks:
     """Collectives for joint decisions. Every process must make the same calls in the same order.
 
     They use a process group of their own (gloo), made at the first call: past the device and its queue, and apart from
-    the run's collectives.
-
-    Args:
-        count: number of processes; a single one makes no collective.
-        timeout: of a collective that other processes do not join.
+    the run's collectives. A single process makes none; `timeout` is that of a call that other processes do not join.
     """
 
     def __init__(self, count: int, timeout: timedelta | None = None) -> None:
@@ -64,12 +60,8 @@ class Ranks:
     def reason(self, own: str, patience: float | None = None) -> str:
         """Return `own`, else the first reason of another process, after its rank; empty if none has one.
 
-        Args:
-            own: empty if this process has none.
-            patience: seconds after which the call fails; None: the timeout of the group.
-
         Raises:
-            RuntimeError: other processes did not call in time.
+            RuntimeError: other processes did not call within `patience` seconds, or the timeout of the group.
         """
         if self.count == 1:
             return own

@@ -7,13 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-_STATE = "trainer_state.json"  # the last file of a checkpoint that transformers writes
-_SHARDED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
-_WEIGHTS = ("model.safetensors", "pytorch_model.bin", *_ADAPTERS, *_SHARDED)
-_NONE = f"it holds no weights, such as {_WEIGHTS[0]}"
-# FSDP and DeepSpeed write these folders instead of weights; only they can read them.
-_SHARDED_FOLDERS = ("pytorch_model_fsdp*", "global_step*")
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin", *_ADAPTERS, *_INDEX)
 
 
 def choose_checkpoint(asked: Any, output_dir: str | None) -> tuple[Any, str]:
@@ -21,19 +17,17 @@ def choose_checkpoint(asked: Any, output_dir: str | None) -> tuple[Any, str]:
 
     Args:
         asked: as `Trainer.train` takes it: a folder, or True for the last checkpoint in `output_dir`.
-        output_dir: of the run.
 
     Raises:
         ValueError: the folder is incomplete, or every checkpoint in `output_dir` is.
     """
-    latest = asked is True
-    folder = next(iter(_checkpoints(Path(str(output_dir)))), None) if latest else asked
+    folder = next(iter(_checkpoints(Path(str(output_dir)))), None) if asked is True else asked
     if not isinstance(folder, str | Path) or not Path(folder).is_dir() or not (fault := checkpoint_fault(Path(folder))):
         return asked, ""
     folder = Path(folder)
     others = [*_checkpoints(folder), *_checkpoints(folder.absolute().parent)]
     complete = next((other for other in others if not checkpoint_fault(other)), None)
-    if latest and complete is not None:
+    if asked is True and complete is not None:
         return str(complete), f"resume: {folder.name} is not complete ({fault}): taking {complete}, the newest that is"
     instead = f"name {str(complete)!r}, the newest that is" if complete else "train from the start, no other one is"
     raise ValueError(f"resume_from_checkpoint: {str(folder)!r} is not a complete checkpoint ({fault}): {instead}")
@@ -45,20 +39,13 @@ def newest_checkpoint(output_dir: str | None) -> Path | None:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """Return the folders ``checkpoint-N`` in `folder`, the newest first."""
     named = [child for child in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", child.name)]
     return sorted(filter(Path.is_dir, named), key=lambda child: int(child.name.partition("-")[2]), reverse=True)
 
 
 def checkpoint_fault(folder: Path) -> str:
-    """Return why training cannot resume at `folder`, e.g. ``"trainer_state.json is missing"``; empty if it can.
-
-    Reads the small files and the headers of the weights.
-    """
-    if not _weights(folder) and not any(any(folder.glob(name)) for name in _SHARDED_FOLDERS):
-        return file_fault(folder / _STATE) or _NONE
-    config = folder / "config.json"
-    return file_fault(folder / _STATE) or (file_fault(config) if config.is_file() else "") or weights_fault(folder)
+    """Return why training cannot resume at `folder`, by the file that transformers writes last and the weights."""
+    return file_fault(folder / "trainer_state.json") or weights_fault(folder)
 
 
 def weights_fault(folder: Path, *, needed: bool = False) -> str:
@@ -67,22 +54,18 @@ def weights_fault(folder: Path, *, needed: bool = False) -> str:
     Args:
         needed: a folder without weights has a fault too, unless it has files of other names: config.json may name them.
     """
-    files = _weights(folder)
+    # An index stands for its shards; a model with several adapters has a folder for each.
+    files = [folder / name for name in _WEIGHTS if (folder / name).is_file()][:1]
+    files = files or [file for name in _ADAPTERS for file in folder.glob(f"*/{name}")]
     others = {file.name for file in folder.iterdir() if file.suffix in (".safetensors", ".bin")}
     if needed and not files and not others - {"training_args.bin"}:
-        return _NONE
+        return f"it holds no weights, such as {_WEIGHTS[0]}"
     for file in files:
         if fault := file_fault(file):
             return fault
-        if file.name in _SHARDED:
+        if file.name in _INDEX:
             files += [folder / name for name in sorted(set(json.loads(file.read_text())["weight_map"].values()))]
     return ""
-
-
-def _weights(folder: Path) -> list[Path]:
-    """Return the files that transformers reads weights from; an index stands for its shards."""
-    files = [folder / name for name in _WEIGHTS if (folder / name).is_file()]
-    return files[:1] or [file for name in _ADAPTERS for file in folder.glob(f"*/{name}")]  # one folder per adapter
 
 
 def file_fault(file: Path) -> str:

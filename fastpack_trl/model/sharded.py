@@ -80,11 +80,8 @@ def shard_group(tensors: Sequence[Any]) -> Any:
 
 def layer_units(model: nn.Module) -> list[Any]:
     """Return the decoder layers of `model` that gather their parameters by themselves."""
-    return [
-        unit
-        for unit in units(model)
-        if hasattr(unit, "gradient_checkpointing") and not hasattr(unit, "get_input_embeddings")
-    ]
+    checkpointing = [unit for unit in units(model) if hasattr(unit, "gradient_checkpointing")]
+    return [unit for unit in checkpointing if not hasattr(unit, "get_input_embeddings")]
 
 
 def whole_bytes(layers: Sequence[nn.Module], itemsize: int) -> int:

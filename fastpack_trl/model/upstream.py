@@ -26,28 +26,24 @@ __all__ = ["BaseTunerLayer", "CallbackHandler", "Conv1D", "DataCollatorForLangua
 __all__ += ["FakeTensorMode", "GradientCheckpointingLayer", "LoraLayer", "LoraLinear", "TorchDispatchMode"]
 __all__ += ["found", "lacks", "look_up", "missing_names", "tree_leaves"]
 
-_LAYER, _DISPATCH = "transformers.modeling_layers.GradientCheckpointingLayer", "torch.utils._python_dispatch"
-_HOMES = {
-    "BaseTunerLayer": "peft.tuners.tuners_utils.BaseTunerLayer",
-    "CallbackHandler": "transformers.trainer_callback.CallbackHandler",
-    "Conv1D": "transformers.pytorch_utils.Conv1D",
-    "DataCollatorForLanguageModeling": "trl.trainer.sft_trainer.DataCollatorForLanguageModeling",
-    "FakeTensor": "torch._subclasses.fake_tensor.FakeTensor",
-    "FakeTensorMode": "torch._subclasses.fake_tensor.FakeTensorMode",
-    "GradientCheckpointingLayer": _LAYER,
-    "LoraLayer": "peft.tuners.lora.layer.LoraLayer",
-    "LoraLinear": "peft.tuners.lora.layer.Linear",
-    "TorchDispatchMode": f"{_DISPATCH}.TorchDispatchMode",
-    "tree_leaves": "torch.utils._pytree.tree_leaves",
-}
-"""Classes and functions that this module hands out by their last name; a missing class is `Absent`."""
-
 
 def _paths(text: str) -> tuple[str, ...]:
     """Return the dotted names of ``"torch: a b; trl.kernels: c"``: ``torch.a``, ``torch.b`` and ``trl.kernels.c``."""
     homes = (group.split(": ") for group in text.split("; "))
     return tuple(f"{home}.{name}" for home, names in homes for name in names.split())
 
+
+_HOMES = {"LoraLinear": "peft.tuners.lora.layer.Linear"} | {
+    path.rpartition(".")[2]: path
+    for path in _paths(
+        "peft.tuners.lora.layer: LoraLayer; peft.tuners.tuners_utils: BaseTunerLayer; transformers.pytorch_utils: "
+        "Conv1D; torch._subclasses.fake_tensor: FakeTensor FakeTensorMode; torch.utils._pytree: tree_leaves; "
+        "torch.utils._python_dispatch: TorchDispatchMode; transformers.modeling_layers: GradientCheckpointingLayer; "
+        "transformers.trainer_callback: CallbackHandler; trl.trainer.sft_trainer: DataCollatorForLanguageModeling"
+    )
+}
+"""Classes and functions that this module exports by their last name; a missing class is `Absent`."""
+_LAYER = _HOMES["GradientCheckpointingLayer"]
 
 NEEDS = {
     "batches": _paths(
@@ -76,7 +72,7 @@ NEEDS = {
     ),
     "frozen_base": ("torch._scaled_mm",),
     "moe": _paths("transformers.integrations.moe: ALL_EXPERTS_FUNCTIONS ExpertsInterface"),
-    "activation_memory": (_LAYER, f"{_DISPATCH}.TorchDispatchMode", "torch.utils._pytree.tree_leaves"),
+    "activation_memory": (_LAYER, _HOMES["TorchDispatchMode"], _HOMES["tree_leaves"]),
     "checkpoint_offload": (_LAYER,),
     "layer_compile": (_LAYER, "torch.nn.Module._call_impl"),
     "mfu": ("trl.trainer.utils.get_peak_flops",),
