@@ -92,8 +92,12 @@ def scan_of(module: Any, mixer: Mixer) -> Scan | None:
 
 def mixers(model: nn.Module) -> dict[nn.Module, Mixer]:
     """Return the recurrent layers of a model whose functions can be replaced, and that take the model's keywords."""
-    with_conv = [m for m in model.modules() if any(isinstance(child, nn.Conv1d) for child in m.children())]
-    return {module: mixer for module in with_conv if (mixer := _mixer(type(module))) is not None}
+    layers: dict[nn.Module, Mixer] = {}
+    for module in model.modules():
+        cls: Any = type(module)
+        if any(isinstance(child, nn.Conv1d) for child in module.children()) and (mixer := _mixer(cls)) is not None:
+            layers[module] = mixer
+    return layers
 
 
 @lru_cache(maxsize=256)
