@@ -60,7 +60,7 @@ BUDGETS = {
     "kernels": 1500,
     "lora": 2000,
     "measure": 1500,
-    "model": 2150,
+    "model": 1700,
     "moe": 1500,
     "packing": 2750,
     "quickstart": 950,

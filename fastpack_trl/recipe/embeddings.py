@@ -83,4 +83,7 @@ def merge_adapter(model: Any) -> tuple[Any, str]:
         head.weight = embeddings.weight
     for config in configs:
         config.tie_word_embeddings = tied
-    return merged, "" if tied else "lm_head: its own weight (tie_word_embeddings is false now), for the adapter changed one"
+    return (
+        merged,
+        "" if tied else "lm_head: its own weight (tie_word_embeddings is false now), for the adapter changed one",
+    )

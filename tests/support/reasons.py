@@ -20,7 +20,7 @@ FUNCTIONS = {
     "attention/share_prefixes.py": ["_reasons"],
     "attention/shared_proof.py": ["why_not_shared", "_refusals", "_failure"],
     "model/preflight.py": ["against_plan"],
-    "model/facts.py": ["_gaps", "_call_gaps", "read_features"],
+    "model/facts.py": ["_gaps", "read_features"],
     "packing/batching.py": ["_only_stock", "_rather_padded"],
     "model/hooks.py": ["callback_between", "hook_on_a_gradient", "needs_logits"],
     "trainer.py": ["_fastpack_collates"],
