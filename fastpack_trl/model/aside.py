@@ -50,7 +50,6 @@ def buffers_kept(*models: nn.Module) -> Iterator[None]:
 
 
 def _is_state(tensor: Tensor | None) -> bool:
-    # Torch writes to a tensor from inference mode in that mode alone.
-    if tensor is None or tensor.is_inference():
+    if tensor is None:
         return False
     return tensor.numel() <= _LARGEST_STATE or (tensor.is_floating_point() and tensor.element_size() > 1)
