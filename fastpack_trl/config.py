@@ -6,10 +6,10 @@ from __future__ import annotations
 import argparse
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial, wraps
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from functools import partial
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 from transformers import TrainingArguments
 from trl import SFTConfig
@@ -53,17 +53,6 @@ def refuse_removed(names: Iterable[str]) -> None:
     """Raise `ValueError` for the first of `names` that `REMOVED` lists."""
     if reason := first_reason(map(removal, names)):
         raise ValueError(reason)
-
-
-def without_removed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function raise `ValueError` for an argument that `REMOVED` lists, in place of a `TypeError`."""
-
-    @wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        refuse_removed(kwargs)
-        return function(*args, **kwargs)
-
-    return checked
 
 
 def normalise_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
@@ -225,6 +214,10 @@ class ModelSettings:
         "of the trackers of report_to: on or off. A few kilobytes.",
     )
 
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        refuse_removed(given)  # before the dataclass's own `__init__` raises a TypeError
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         self.normalise()
 
@@ -345,7 +338,6 @@ class FastSFTConfig(Settings, SFTConfig):
         check_fields(self, self)
 
 
-FastSFTConfig.__init__ = without_removed(FastSFTConfig.__init__)  # type: ignore[method-assign]
 FastSFTConfig.__doc__ = f"{FastSFTConfig.__doc__}\n    Args:\n" + "\n".join(
     textwrap.fill(f"{own.name}: {own.metadata['help']}", 120, initial_indent=" " * 8, subsequent_indent=" " * 12)
     for own in fields(Settings)

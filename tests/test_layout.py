@@ -50,7 +50,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 """Rooms and files of the package from the lowest to the highest: each imports from floors below its own."""
 
 BUDGETS = {
-    "attention": 3500,
+    "attention": 3550,
     "bench": 3550,
     "callbacks": 550,
     "capture": 1800,
@@ -62,10 +62,10 @@ BUDGETS = {
     "measure": 1500,
     "model": 1700,
     "moe": 1500,
-    "packing": 2750,
+    "packing": 2900,
     "quickstart": 950,
     "recurrent": 1200,
-    "recipe": 3250,
+    "recipe": 3350,
     "run": 500,
     "step": 2500,
     "trainers": 1100,

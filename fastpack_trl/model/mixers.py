@@ -24,7 +24,8 @@ FUSED = "mamba2_split_conv1d_scan_combined"
 """Convolution, scan and output projection in one kernel of mamba_ssm, in training; None if it is not installed."""
 FUNCTIONS = (CONV, *SCANS, FUSED)
 SHORT_CONV = "short convolution"
-_OTHER_SCAN = "mamba_selective_scan"  # of Mamba 1, beside the same convolution: it does not know of documents
+_OTHER_SCANS = ("mamba_selective_scan", "chunk_kimi_delta_attention")
+"""Functions beside the same convolution that carry a state and cannot be replaced: Mamba 1's, Kimi's delta rule."""
 
 
 class Mixer(NamedTuple):
@@ -103,9 +104,9 @@ def mixers(model: nn.Module) -> dict[nn.Module, Mixer]:
 def _mixer(cls: Any) -> Mixer | None:
     forward = inspect.unwrap(cls.forward)
     home, takes = sys.modules[forward.__module__], inspect.signature(forward).parameters.values()
-    functions = {name for name in (*FUNCTIONS, _OTHER_SCAN) if vars(home).get(name) is not None}
+    functions = {name for name in (*FUNCTIONS, *_OTHER_SCANS) if vars(home).get(name) is not None}
     passes = any(parameter.kind == parameter.VAR_KEYWORD for parameter in takes)
-    if not passes or CONV not in functions or _OTHER_SCAN in functions:
+    if not passes or CONV not in functions or functions.intersection(_OTHER_SCANS):
         return None
     kind = next((kind for name, kind in SCANS.items() if name in functions), SHORT_CONV)
     return Mixer(kind, home, "repeat_interleave" in forward.__code__.co_names)

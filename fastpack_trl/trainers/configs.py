@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from trl import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig
 
-from fastpack_trl.config import ModelSettings, Switch, choice, without_removed
+from fastpack_trl.config import ModelSettings, Switch, choice
 from fastpack_trl.model.preflight import check_counts
 
 
@@ -70,7 +70,3 @@ class FastGRPOConfig(OnlineSettings, GRPOConfig):
 @dataclass
 class FastRLOOConfig(OnlineSettings, RLOOConfig):
     """`trl.RLOOConfig` plus the switches of fastpack-trl that apply. An unchanged `RLOOConfig` works as well."""
-
-
-for _config in (FastDPOConfig, FastRewardConfig, FastKTOConfig, FastGRPOConfig, FastRLOOConfig):
-    _config.__init__ = without_removed(_config.__init__)  # type: ignore[method-assign]
