@@ -27,7 +27,7 @@ def recomputed(
     Both passes run without autocast, and with matmuls in TF32 if the first argument has 16 bits.
 
     Args:
-        function: returns a new tensor; differentiable, also if it is called inside of a backward pass.
+        function: returns a new tensor, as `fake` but for its strides; differentiable, also if it is called inside of a backward pass.
         arguments: those of its signature: ``Tensor x, Tensor? bias, int n``.
         inputs: number of leading tensors that get a gradient.
         fake, flops: as of `operator`; the backward pass counts as three forward passes, one of them computed again.
@@ -37,12 +37,12 @@ def recomputed(
 
     def forward(*fields: Any) -> Tensor:
         with scan_precision(fields[0]):
-            return function(*fields)
+            return function(*fields).contiguous()
 
     def backward(grad: Tensor, *fields: Any) -> tuple[Tensor, ...]:
         with scan_precision(fields[0]):
             if gradient is not None:
-                return gradient(grad, *fields)
+                return tuple(each.contiguous() for each in gradient(grad, *fields))
             with recording():
                 leaves = [None if field is None else field.detach().requires_grad_() for field in fields[:inputs]]
                 out = function(*leaves, *fields[inputs:])

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid_material import HYBRIDS, hybrid_model, reached, run_inside
-from torch.utils._python_dispatch import TorchDispatchMode
+from hybrid_material import HYBRIDS, Inside, hybrid_model, reached
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GraniteMoeHybridConfig, Qwen3_5TextConfig
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid
@@ -49,24 +48,17 @@ CONFIGS: dict[str, tuple[Any, Any, Any]] = {
 }  # fmt: skip
 
 
-class Operations(TorchDispatchMode):
+class Operations(Inside):
     """Counts what would be launched, also inside of operators."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
-        if name.startswith("fastpack::"):
-            with self:
-                return run_inside(func, *args, **(kwargs or {}))
-        with self:  # in an operator, what torch makes of several kernels arrives as it is
-            if (found := func.decompose(*args, **(kwargs or {}))) is not NotImplemented:
-                return found
-        short = name.partition("::")[2]
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        short = func._schema.name.partition("::")[2]
         self.counts[short] += short not in NO_KERNEL
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def operations(kind: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch, *, device: bool) -> Counter[str]:
