@@ -27,7 +27,7 @@ def recomputed(
     Both passes run without autocast, and with matmuls in TF32 if the first argument has 16 bits.
 
     Args:
-        function: returns a new tensor, as `fake` but for its strides; differentiable, also if it is called inside of a backward pass.
+        function: returns a new tensor of any strides; differentiable by autograd, in a backward pass too.
         arguments: those of its signature: ``Tensor x, Tensor? bias, int n``.
         inputs: number of leading tensors that get a gradient.
         fake, flops: as of `operator`; the backward pass counts as three forward passes, one of them computed again.
