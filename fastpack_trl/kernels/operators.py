@@ -38,9 +38,10 @@ def arguments_of(fields: type[Any], prefix: str = "") -> str:
 
 
 def operator(
-    function: Callable[..., Any], *, fake: Callable[..., Any], flops: Callable[..., int], signature: str | None = None
-) -> Any:
-    """Register `function` as ``torch.ops.fastpack.<its name>`` for every device, without a derivative; return it.
+    function: Callable[..., Any], *, fake: Callable[..., Any], flops: Callable[..., int], signature: str | None = None,
+    name: str = "",
+) -> Any:  # fmt: skip
+    """Register `function` as ``torch.ops.fastpack.<name>`` for every device, without a derivative; return it.
 
     Args:
         function: returns new tensors and changes none; called without gradients.
@@ -48,8 +49,9 @@ def operator(
         flops: of the same arguments and the keyword `out_val`; the floating-point operations of one call. Without
             it the partitioner of a compiled graph would count the operator as free to run twice.
         signature: ``(Tensor x, int n) -> Tensor``; read from the annotations where it is not given.
+        name: the function's own if it is not given.
     """
-    name = function.__name__
+    name = name or function.__name__
     _library.define(name + (signature or torch.library.infer_schema(function, mutates_args=())))
     _library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)

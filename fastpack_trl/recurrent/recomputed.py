@@ -27,7 +27,7 @@ def recomputed(
     Both passes run without autocast, and with matmuls in TF32 if the first argument has 16 bits.
 
     Args:
-        function: returns a new tensor; differentiable, also if it is called inside of a backward pass.
+        function: returns a new tensor of any strides; differentiable by autograd, in a backward pass too.
         arguments: those of its signature: ``Tensor x, Tensor? bias, int n``.
         inputs: number of leading tensors that get a gradient.
         fake, flops: as of `operator`; the backward pass counts as three forward passes, one of them computed again.
@@ -37,12 +37,12 @@ def recomputed(
 
     def forward(*fields: Any) -> Tensor:
         with scan_precision(fields[0]):
-            return function(*fields)
+            return function(*fields).contiguous()
 
     def backward(grad: Tensor, *fields: Any) -> tuple[Tensor, ...]:
         with scan_precision(fields[0]):
             if gradient is not None:
-                return gradient(grad, *fields)
+                return tuple(each.contiguous() for each in gradient(grad, *fields))
             with recording():
                 leaves = [None if field is None else field.detach().requires_grad_() for field in fields[:inputs]]
                 out = function(*leaves, *fields[inputs:])
@@ -54,12 +54,12 @@ def recomputed(
         like = partial(torch.empty_like, memory_format=torch.contiguous_format)
         return tuple(grad.new_empty(0) if field is None else like(field) for field in fields[:inputs])
 
-    forward.__name__, backward.__name__ = f"{name}_forward", f"{name}_backward"
     results = ", ".join(["Tensor"] * inputs)
-    run = operator(forward, fake=fake, flops=flops, signature=f"({arguments}) -> Tensor")
+    signature = f"({arguments}) -> Tensor"
+    run = operator(forward, fake=fake, flops=flops, signature=signature, name=f"{name}_forward")
     run_backward = operator(
         backward, fake=fake_backward, flops=lambda _grad, *fields, **_keywords: 3 * flops(*fields),
-        signature=f"(Tensor grad, {arguments}) -> ({results})",
+        signature=f"(Tensor grad, {arguments}) -> ({results})", name=f"{name}_backward",
     )  # fmt: skip
 
     class Recomputed(torch.autograd.Function):

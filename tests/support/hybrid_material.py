@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING
 
 from fastpack_trl.model.mixers import mixers
@@ -49,9 +50,24 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 """Fields of the config by model type."""
 
 
-def run_inside(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the kernel of an operator of ours, whose own operations an active dispatch mode then sees."""
-    return operator.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
+class Inside(TorchDispatchMode):
+    """Hands each operation to `run`, also those inside operators of ours and of what torch makes of several kernels."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with self:
+            if func._schema.name.startswith("fastpack::"):
+                self.enter(func, args)
+                return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
+            if (found := func.decompose(*args, **kwargs)) is not NotImplemented:
+                return found
+        return self.run(func, args, kwargs)
+
+    def enter(self, operator: Any, args: tuple[Any, ...]) -> None:
+        """Called with each operator of ours."""
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
 
 
 def hybrid_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
