@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fastpack_trl.model.mixers import Scan, mixers, scan_of
@@ -42,6 +42,9 @@ _STATE_MODULE = re.compile(r"Mamba|SSM|Rwkv|Recurrent|GatedDelta|LightningAttent
 UNREADABLE = (AttributeError, LookupError, TypeError, ValueError, RuntimeError)
 """Errors of reading a model whose modules or config have another form than expected."""
 _DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
+
+KINDS = ("token_type_ids", "mm_token_type_ids", "block_sequence_ids")
+"""Keywords that give the kind of each token; above 0 it is not text (PaliGemma, whose text is 1, has a gap)."""
 
 # Our name over each of stock's: what we hand over to must be known without looking it up per model. Names with
 # "flash", "sdpa" or "flex_attention" in them would trigger transformers' checks for those kernels.
@@ -291,7 +294,13 @@ def window_of(module: nn.Module) -> int | None:
         return None
     if layer_types is not None and layer is not None:
         return int(size) if layer_types[layer] == "sliding_attention" else None
-    return int(size) if _masks_with_window(inspect.getmodule(type(module))) else None
+    return int(size) if _mentions(inspect.getmodule(type(module)), "create_sliding_window_causal_mask") else None
+
+
+def masks_by_kind(model: nn.Module) -> bool:
+    """Return whether the mask depends on the kinds of tokens, if they are given: those of an image see each other."""
+    names = ("block_sequence_ids", "or_mask_function")
+    return any(_mentions(inspect.getmodule(type(module)), *names) for module in backbones(model))
 
 
 def _gaps(model: nn.Module, base: Any, config: Any, attentions: list[nn.Module]) -> Iterator[str]:
@@ -372,14 +381,23 @@ def _attention_call(cls: Any) -> _AttentionCall | None:
 
 
 @lru_cache(maxsize=256)
-def _masks_with_window(module: Any) -> bool:
+def _mentions(module: Any, *names: str) -> bool:
     try:
-        return "create_sliding_window_causal_mask" in inspect.getsource(module)
+        source = inspect.getsource(module)
     except (OSError, TypeError):
         return True
+    return any(name in source for name in names)
 
 
-def keeps_logits(model: nn.Module) -> bool:
-    """Return whether logits can be made for the last tokens of a row alone; prompt learning makes other rows of it."""
-    parameters = inspect.signature(type(text_model(model)).forward).parameters
-    return not is_prompt_learning(model) and "logits_to_keep" in parameters
+def beside_embeddings(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+    """Return what `model` reads of token ids beside their embeddings (Gemma 4's per-layer inputs), as its keywords.
+
+    Without them it would look for each embedding in its whole table, where it finds none that was rounded elsewhere.
+    """
+    inner = backbones(model)
+    read = getattr(inner[-1], "get_per_layer_inputs", None) if inner else None
+    taken = all("per_layer_inputs" in inspect.signature(type(module).forward).parameters for module in inner)
+    if read is None or not taken or not inner[-1].hidden_size_per_layer_input:
+        return {}
+    no_embeddings = [None] * (len(inspect.signature(read).parameters) - 1)
+    return {"per_layer_inputs": read(ids, *no_embeddings).detach()}

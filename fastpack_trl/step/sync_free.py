@@ -75,9 +75,9 @@ class SyncFreeStep:
             run.report.remark("sync_free", f"the model's outputs as stock for {why_stock}")
         if edited:
             run.report.remark("sync_free", _EDITED_LABELS)
-        # As TRL counts them: a row may have been cut short.
+        # As TRL counts them, but for positions of several sections: a row may have been cut short.
         known = batch is not None and (batch.parts or batch.documents)
-        tokens = row_tokens(batch) if batch is not None and known else [inputs["position_ids"].size(1)]
+        tokens = row_tokens(batch) if batch is not None and known else [inputs["position_ids"].shape[-1]]
         self.metrics.keep(trainer, mode, table, loss_tokens, tokens)
         return loss
 
