@@ -11,15 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from fastpack_trl.attention.install import PackedAttention
-from fastpack_trl.model.facts import (
-    attention_modules,
-    backbones,
-    beside_embeddings,
-    is_prompt_learning,
-    state_modules,
-    text_model,
-    token_table,
-)
+from fastpack_trl.model import facts
 from fastpack_trl.model.sharded import embed, embeddings_put_in, embeddings_take_gradients, head_sees_last, units
 from fastpack_trl.packing.chunks import CHUNK
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
@@ -58,7 +50,7 @@ class Probe:
         vocabulary = min(int(size) for size in sizes if size)
         ids = torch.randint(vocabulary, (1, sum(lengths)), generator=torch.Generator().manual_seed(seed))
         # Padding may be a vector of zeros, where some norms (gemma3n) have no gradient.
-        padding = getattr(token_table(model), "padding_idx", None)
+        padding = getattr(facts.token_table(model), "padding_idx", None)
         if padding is not None:
             ids[ids == padding] = (padding + 1) % vocabulary
         self.ids = ids.to(device)
@@ -76,7 +68,7 @@ class Probe:
         """
         if units(self.model):
             return embed(self.model, ids).requires_grad_()
-        embedding: Any = text_model(self.model).get_input_embeddings()
+        embedding: Any = facts.text_model(self.model).get_input_embeddings()
         embeddings: Tensor = embedding(ids).detach().requires_grad_()
         return embeddings
 
@@ -102,14 +94,14 @@ class Probe:
                 kwargs["input_ids"] = torch.zeros_like(ids)
             else:
                 # Some families scale their embeddings in place.
-                kwargs |= {"inputs_embeds": leaf.clone(), **beside_embeddings(self.model, ids)}
+                kwargs |= {"inputs_embeds": leaf.clone(), **facts.beside_embeddings(self.model, ids)}
             return self._run(last, **kwargs)
 
     def _run(self, last: int, **kwargs: Any) -> Tensor:
         """Return logits of the last tokens; of a classifier, which has none, the products with its embedding."""
-        if text_model(self.model).can_generate():
+        if facts.text_model(self.model).can_generate():
             # Prompt learning puts its virtual tokens before each row, whose outputs PEFT returns too.
-            few = ExitStack() if is_prompt_learning(self.model) else head_sees_last(self.model, last)
+            few = ExitStack() if facts.is_prompt_learning(self.model) else head_sees_last(self.model, last)
             with few:
                 logits: Tensor = self.model(use_cache=False, **kwargs).logits[0]
             return logits[-last:]
@@ -117,8 +109,8 @@ class Probe:
         if units(self.model):
             hidden = self.model(use_cache=False, output_hidden_states=True, **kwargs).hidden_states[-1][0]
         else:
-            hidden = backbones(self.model)[0](use_cache=False, **kwargs).last_hidden_state[0]
-        weight: Any = token_table(self.model).weight
+            hidden = facts.backbones(self.model)[0](use_cache=False, **kwargs).last_hidden_state[0]
+        weight: Any = facts.token_table(self.model).weight
         weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
         return hidden[-last:] @ weight.detach().to(hidden.dtype).T
 
@@ -182,7 +174,7 @@ def measured_reach(model: nn.Module, queries: Callable[[Tensor], Sequence[tuple[
         queries: given the input of a layer, (rows, tokens, hidden), the row and the position of each query.
     """
     found: Reach = {}
-    base = text_model(model)
+    base = facts.text_model(model)
     names = {module: name for name, module in base.named_modules()}
     kept = ExitStack()
 
@@ -204,7 +196,7 @@ def measured_reach(model: nn.Module, queries: Callable[[Tensor], Sequence[tuple[
                 found[names[module], index] = position - int(seen[0]) + 1
 
     with ExitStack() as stack, saved_tensors_hooks(lambda _tensor: None, _never), kept:
-        for module in attention_modules(base):
+        for module in facts.attention_modules(base):
             stack.callback(module.register_forward_pre_hook(keep).remove)
             stack.callback(module.register_forward_hook(measure, with_kwargs=True).remove)
         yield found
@@ -219,7 +211,7 @@ def default_lengths(model: nn.Module) -> tuple[int, ...]:
 
     A state crosses no chunk of a short document. Where positions are a table, it has no more of them.
     """
-    if not state_modules(text_model(model)):
+    if not facts.state_modules(facts.text_model(model)):
         return DEFAULT_LENGTHS
     longest = min(_OVER_CHUNKS, getattr(text_config(model), "max_position_embeddings", None) or _OVER_CHUNKS)
     return tuple(longest if length == max(DEFAULT_LENGTHS) else length for length in DEFAULT_LENGTHS)
@@ -227,7 +219,7 @@ def default_lengths(model: nn.Module) -> tuple[int, ...]:
 
 def text_config(model: nn.Module) -> Any:
     """Return the config of the language model in `model`."""
-    return text_model(model).config.get_text_config()
+    return facts.text_model(model).config.get_text_config()
 
 
 def spans(attention: PackedAttention, model: nn.Module) -> dict[str, int]:
@@ -253,7 +245,7 @@ def lengths_past(model: nn.Module, sizes: list[int]) -> tuple[int, ...]:
     most = min(LARGEST_WINDOW[device], positions - PAST)
     size = max((size for size in sizes if size <= most), default=0)
     lengths = (_NEIGHBOURS[0], size + PAST, _NEIGHBOURS[1])
-    logits = sum(lengths) if is_prompt_learning(model) else last_past(lengths)
+    logits = sum(lengths) if facts.is_prompt_learning(model) else last_past(lengths)
     operations = 2 * sum(p.numel() for p in model.parameters()) * 2 * sum(lengths)  # packed and separate
     affordable = operations <= _MOST_OPERATIONS[device] and logits * int(config.vocab_size) * 4 <= _MOST_LOGITS
     return lengths if size and affordable else ()
