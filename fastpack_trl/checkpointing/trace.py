@@ -29,7 +29,7 @@ from fastpack_trl.checkpointing.plan import (
 )
 from fastpack_trl.model import facts
 from fastpack_trl.model.aside import run_aside
-from fastpack_trl.model.sharded import embeddings_put_in, local, units
+from fastpack_trl.model.sharded import embeddings_put_in, head_sees_last, local, units
 from fastpack_trl.model.upstream import GradientCheckpointingLayer, TorchDispatchMode, tree_leaves
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.run import Run
@@ -69,12 +69,11 @@ def decoder_run(run: Run) -> DecoderRun:
         kwargs = to_transformers_kwargs(batch) | ({"packed_batch": batch} if packed else {}) | {"use_cache": False}
         if run.is_fsdp2:
             leaf = torch.randn(1, tokens, table.embedding_dim, device=device).requires_grad_()
-            last = {"logits_to_keep": 1} if facts.keeps_logits(run.model) else {}
-            with embeddings_put_in(run.model, leaf), accelerator.autocast():
-                return leaf, run.trainer.model_wrapped(input_ids=ids, **kwargs, **last).logits
+            with embeddings_put_in(run.model, leaf), head_sees_last(run.model, 1), accelerator.autocast():
+                return leaf, run.trainer.model_wrapped(input_ids=ids, **kwargs).logits
         leaf = embedding(ids).detach().requires_grad_()
         with accelerator.autocast():
-            out = model(inputs_embeds=leaf.clone(), **kwargs)
+            out = model(inputs_embeds=leaf.clone(), **kwargs, **facts.beside_embeddings(run.model, ids))
         return leaf, out[0]
 
     return decode

@@ -10,10 +10,11 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fastpack_trl.model.mixers import Scan, mixers, scan_of
@@ -31,6 +32,8 @@ _DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_
 UNREADABLE = (AttributeError, LookupError, TypeError, ValueError, RuntimeError)
 """Errors of reading a model whose modules or config have another form than expected."""
 
+KINDS = ("token_type_ids", "mm_token_type_ids", "block_sequence_ids")
+"""Keywords that give the kind of each token; above 0 it is not text (PaliGemma, whose text is 1, has a gap)."""
 OVER = {
     "eager": "fastpack_over_eager",
     "sdpa": "fastpack_over_torch",
@@ -261,6 +264,20 @@ def window_of(module: nn.Module) -> int | None:
     return int(size) if size is not None and has_window else None
 
 
+@lru_cache(maxsize=256)
+def _mask_reads_kinds(module: Any) -> bool:
+    try:
+        source = inspect.getsource(module)
+    except (OSError, TypeError):
+        return True
+    return "block_sequence_ids" in source or "or_mask_function" in source
+
+
+def masks_by_kind(model: nn.Module) -> bool:
+    """Return whether the mask depends on the kinds of tokens, if they are given: those of an image see each other."""
+    return any(_mask_reads_kinds(inspect.getmodule(type(module))) for module in backbones(model))
+
+
 def _gaps(model: nn.Module, base: Any, config: Any, attentions: list[nn.Module]) -> Iterator[str]:
     """Yield the reasons why the attention interface cannot keep documents of this model apart, most basic first."""
     family, known = config.model_type, mixers(base)
@@ -290,7 +307,15 @@ def _gaps(model: nn.Module, base: Any, config: Any, attentions: list[nn.Module])
             yield f"{family} attends in both directions ({type(module).__name__}.is_causal=False)"
 
 
-def keeps_logits(model: nn.Module) -> bool:
-    """Return whether logits can be made for the last tokens of a row alone; prompt learning makes other rows of it."""
-    parameters = inspect.signature(type(text_model(model)).forward).parameters
-    return not is_prompt_learning(model) and "logits_to_keep" in parameters
+def beside_embeddings(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+    """Return what `model` reads of token ids beside their embeddings (Gemma 4's per-layer inputs), as its keywords.
+
+    Without them it would look for each embedding in its whole table, where it finds none that was rounded elsewhere.
+    """
+    inner = backbones(model)
+    read = getattr(inner[-1], "get_per_layer_inputs", None) if inner else None
+    taken = all("per_layer_inputs" in inspect.signature(type(module).forward).parameters for module in inner)
+    if read is None or not taken or not inner[-1].hidden_size_per_layer_input:
+        return {}
+    no_embeddings = [None] * (len(inspect.signature(read).parameters) - 1)
+    return {"per_layer_inputs": read(ids, *no_embeddings).detach()}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from fastpack_trl.model.facts import text_model
+from fastpack_trl.model.facts import backbones, text_model
 
 
 def units(model: nn.Module) -> list[Any]:
@@ -123,6 +123,28 @@ def embed(model: nn.Module, ids: Tensor) -> Tensor:
     with torch.no_grad(), _after_embedding(model, lambda output: outputs.append(output.detach().clone())):
         model(input_ids=ids, use_cache=False)
     return outputs[0]
+
+
+@contextmanager
+def head_sees_last(model: nn.Module, count: int) -> Iterator[None]:
+    """Let the head of `model` make logits of the last `count` tokens alone, where it reads them from its backbone.
+
+    `logits_to_keep` would have gemma4 cut the queries of layers whose keys are those of the whole row.
+    """
+
+    def cut(_module: nn.Module, _args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return output[0][:, -count:], *output[1:]
+        if hasattr(output, "last_hidden_state"):
+            output.last_hidden_state = output.last_hidden_state[:, -count:]
+        return output
+
+    handles = [module.register_forward_hook(cut) for module in backbones(model)[:1]]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from fastpack_trl.kernels.gate_form import passes_at_bounds
 from fastpack_trl.lora import projection
 from fastpack_trl.lora.linear import apply_lora
 from fastpack_trl.model.aside import run_aside
-from fastpack_trl.model.facts import ModelFeatures, backbones, text_model
+from fastpack_trl.model.facts import ModelFeatures, backbones, beside_embeddings, text_model
 from fastpack_trl.model.patches import attribute_set
 from fastpack_trl.model.upstream import FakeTensorMode
 from fastpack_trl.moe import experts
@@ -60,7 +60,9 @@ def layer_costs(
 
     def decode(tokens: int) -> tuple[Tensor, Tensor]:
         packed = to_transformers_kwargs(batches[tokens]) | {"packed_batch": batches[tokens], "use_cache": False}
-        leaf = embedding(torch.zeros(1, tokens, dtype=torch.long)).detach().requires_grad_()
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+        packed |= beside_embeddings(model, ids)
+        leaf = embedding(ids).detach().requires_grad_()
         with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
             return leaf, decoder(inputs_embeds=leaf.clone(), **packed)[0]
 

@@ -80,9 +80,9 @@ class SyncFreeStep:
         if edited:
             copied = batch is not None and "shift_labels" not in inputs and batch.has_copy_of_labels(inputs["labels"])
             run.report.remark("sync_free", _COPIED_LABELS if copied else _EDITED_LABELS)
-        # As TRL counts them: a row may have been cut short.
+        # As TRL counts them, but for positions of several sections: a row may have been cut short.
         known = batch is not None and (batch.parts or batch.documents)
-        tokens = row_tokens(batch) if batch is not None and known else [inputs["position_ids"].size(1)]
+        tokens = row_tokens(batch) if batch is not None and known else [inputs["position_ids"].shape[-1]]
         self.metrics.keep(trainer, mode, table, loss_tokens, tokens)
         return loss
 
