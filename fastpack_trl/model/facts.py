@@ -281,8 +281,6 @@ def _gaps(model: nn.Module, base: Any, config: Any, attentions: list[nn.Module])
         yield f"{family} runs hub kernels in its recurrent layers (use_kernels=True)"
     if family in _DROPS_KEYWORDS:
         yield f"{family} drops keywords on the way to attention"
-    if any(getattr(module, "indexer", None) is not None for module in attentions):
-        yield f"{family} chooses the keys of each query by an indexer"
     if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
         yield f"{family} attends in both directions (is_causal=False)"
     for module in attentions:
