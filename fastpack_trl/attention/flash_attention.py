@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastpack_trl.attention.interface import AttentionCall, Backend, described
 from fastpack_trl.model.facts import ModelFeatures
-from fastpack_trl.model.upstream import found
+from fastpack_trl.model.upstream import resolve
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.packed_batch import PackedBatch
 
@@ -64,9 +64,9 @@ class FlashAttention(Backend):
 
 def missing(name: str) -> str:
     """Return why an implementation cannot be used here, or ``""``."""
-    if found("transformers.modeling_flash_attention_utils._flash_attention_forward") is None:
+    if resolve("transformers.modeling_flash_attention_utils._flash_attention_forward") is None:
         return f"this transformers has no function for {name}"
-    available = found(f"transformers.utils.is_flash_attn_{name[-1]}_available")
+    available = resolve(f"transformers.utils.is_flash_attn_{name[-1]}_available")
     if available is None or not available():
         return f"{name} is not installed (or has no device): pip install flash-attn"
     return ""

@@ -19,7 +19,7 @@ from fastpack_trl.model.facts import (
     text_model,
     token_table,
 )  # fmt: skip
-from fastpack_trl.model.sharded import embed, embeddings_put_in, embeddings_take_gradients, units
+from fastpack_trl.model.sharded import embed, embeddings_put_in, embeddings_take_gradients, fsdp_modules
 from fastpack_trl.packing.chunks import CHUNK
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 
@@ -72,7 +72,7 @@ class Probe:
         On the CPU bitsandbytes re-packs 4-bit weights for good in an evaluation forward whose input takes none, and
         training then runs a kernel without a backward (bitsandbytes 0.50, `Linear4bit.forward`).
         """
-        if units(self.model):
+        if fsdp_modules(self.model):
             return embed(self.model, ids).requires_grad_()
         embedding: Any = text_model(self.model).get_input_embeddings()
         embeddings: Tensor = embedding(ids).detach().requires_grad_()
@@ -97,7 +97,7 @@ class Probe:
         if last < leaf.shape[1] and keeps_logits(self.model):
             kwargs["logits_to_keep"] = last
         with torch.enable_grad(), ExitStack() as stack:
-            if units(self.model):
+            if fsdp_modules(self.model):
                 stack.enter_context(embeddings_put_in(self.model, leaf))
                 kwargs["input_ids"] = self.ids.new_zeros(leaf.shape[:2])
             else:
@@ -111,7 +111,7 @@ class Probe:
             logits: Tensor = self.model(use_cache=False, **kwargs).logits[0]
             return logits
         hidden: Tensor
-        if units(self.model):
+        if fsdp_modules(self.model):
             hidden = self.model(use_cache=False, output_hidden_states=True, **kwargs).hidden_states[-1][0]
         else:
             hidden = backbones(self.model)[0](use_cache=False, **kwargs).last_hidden_state[0]

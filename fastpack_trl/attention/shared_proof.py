@@ -16,7 +16,7 @@ from fastpack_trl.attention.interface import Backend
 from fastpack_trl.attention.probe import Probe
 from fastpack_trl.attention.proof import PackingProof, budget_of
 from fastpack_trl.errors import first_reason
-from fastpack_trl.model.aside import run_aside
+from fastpack_trl.model.aside import isolated_run
 from fastpack_trl.model.facts import (
     ALORA,
     UNREADABLE,
@@ -75,7 +75,7 @@ def verify_shared(model: nn.Module, attention: PackedAttention, *, seed: int = 0
         seed: of the probe's tokens.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(run_aside(model, training=False))
+        stack.enter_context(isolated_run(model, training=False))
         probe = SharedProbe(model, attention, seed)
         leaf = probe.embed(probe.ids)
         try:

@@ -22,7 +22,7 @@ from fastpack_trl.attention.reference import NO_WINDOW
 from fastpack_trl.attention.whole_row import MAX_HEAD_DIM, RowInputs, check_call, reason_for, row_operator
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.facts import ModelFeatures
-from fastpack_trl.model.upstream import lacks
+from fastpack_trl.model.upstream import missing_reason
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.packed_batch import PackedBatch, rounded_length
 from fastpack_trl.packing.shared_keys import SharedKeys
@@ -92,7 +92,7 @@ class Varlen(Backend):
     flattens = True
 
     def refuses(self, features: ModelFeatures) -> str:
-        if missing := lacks("varlen"):
+        if missing := missing_reason("varlen"):
             return missing
         reason = first_reason(self._lacks(features))
         return reason and f"varlen {reason}"
@@ -121,7 +121,7 @@ class Varlen(Backend):
         return f"varlen's int32 backward cannot index {bucket.tokens} tokens in {bucket.segments} segments at once"
 
     def alone_from(self, features: ModelFeatures) -> float:
-        has = features.head_dim <= cudnn.MAX_HEAD_DIM and not lacks("varlen per document")
+        has = features.head_dim <= cudnn.MAX_HEAD_DIM and not missing_reason("varlen per document")
         plain = not features.windows and not features.sinks
         return LONG_DOCUMENTS.get(features.capability or (), math.inf) if plain and has else math.inf
 

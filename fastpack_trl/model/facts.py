@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fastpack_trl.model.mixers import Scan, mixers, scan_of
-from fastpack_trl.model.upstream import lacks
+from fastpack_trl.model.upstream import missing_reason
 
 # Causal attention under the names that configs use; "attention" is granitemoehybrid's.
 _UNDERSTOOD_LAYERS = frozenset({"full_attention", "attention", "sliding_attention"})
@@ -264,7 +264,7 @@ def window_of(module: nn.Module) -> int | None:
 def _gaps(model: nn.Module, base: Any, config: Any, attentions: list[nn.Module]) -> Iterator[str]:
     """Yield the reasons why the attention interface cannot keep documents of this model apart, most basic first."""
     family, known = config.model_type, mixers(base)
-    if missing := lacks("packed_attention"):
+    if missing := missing_reason("packed_attention"):
         yield missing
     if is_prompt_learning(model):
         yield "prompt learning prepends virtual tokens to each row, not to each document"

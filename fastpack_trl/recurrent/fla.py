@@ -22,7 +22,7 @@ from fastpack_trl.errors import first_reason
 from fastpack_trl.kernels.operators import arguments_of, differentiable, operator
 from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.model.mixers import SCANS, Scan
-from fastpack_trl.model.upstream import found
+from fastpack_trl.model.upstream import resolve
 from fastpack_trl.packing.chunks import CHUNK, chunks_of
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.recurrent.precision import no_autocast, rounds_anyway
@@ -71,7 +71,7 @@ def _build(batch: PackedBatch) -> FlaRow:
 
 
 _ROW = "Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, bool normalise, " + arguments_of(FlaRow)
-_function = cache(found)
+_function = cache(resolve)
 
 
 def fla_delta_forward(*arguments: Any) -> Tensor:
