@@ -235,12 +235,12 @@ def is_settings(owner: ast.expr) -> bool:
 
 
 def assigned(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield owner and name of each attribute that a module assigns, also through `attribute_set`."""
+    """Yield owner and name of each attribute that a module assigns, also through `patch_attribute`."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         match node:
             case ast.Attribute(value=owner, attr=name, ctx=ast.Store() | ast.Del()):
                 yield ast.unparse(owner), name
-            case ast.Call(func=ast.Name("attribute_set" | "setattr"), args=[owner, ast.Constant(str() as name), *_]):
+            case ast.Call(func=ast.Name("patch_attribute" | "setattr"), args=[owner, ast.Constant(str() as name), *_]):
                 yield ast.unparse(owner), name
 
 

@@ -33,7 +33,7 @@ from fastpack_trl.model.facts import (
     text_model,
     window_of,
 )  # fmt: skip
-from fastpack_trl.model.patches import attribute_set, shared
+from fastpack_trl.model.patches import patch_attribute, shared
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.chunks import chunks_of
 from fastpack_trl.recurrent import fla
@@ -140,7 +140,7 @@ def _switch(base: Any, features: ModelFeatures) -> Iterator[None]:
             # Written back directly: the public setter would check and load kernels again.
             stack.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation)
         for module in attention_modules(base):
-            stack.enter_context(attribute_set(module, "_fastpack_window", window_of(module)))
+            stack.enter_context(patch_attribute(module, "_fastpack_window", window_of(module)))
         # A composite model's vision tower keeps its own implementation.
         base.set_attn_implementation(name if key is None else {key: name})
         if text._attn_implementation != name:  # falcon, bloom and xglm only log a warning

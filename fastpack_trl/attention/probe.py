@@ -14,8 +14,8 @@ from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.attention.dense import stock_error
 from fastpack_trl.attention.install import PackedAttention
 from fastpack_trl.model import facts
-from fastpack_trl.model.patches import attribute_set
-from fastpack_trl.model.sharded import embed, embeddings_put_in, embeddings_take_gradients, head_sees_last, units
+from fastpack_trl.model.patches import patch_attribute
+from fastpack_trl.model.sharded import embed, embeddings_put_in, embeddings_take_gradients, fsdp_modules, head_sees_last
 from fastpack_trl.packing.chunks import CHUNK
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 
@@ -69,7 +69,7 @@ class Probe:
         On the CPU bitsandbytes re-packs 4-bit weights for good in an evaluation forward whose input takes none, and
         training then runs a kernel without a backward (bitsandbytes 0.50, `Linear4bit.forward`).
         """
-        if units(self.model):
+        if fsdp_modules(self.model):
             return embed(self.model, ids).requires_grad_()
         embedding: Any = facts.text_model(self.model).get_input_embeddings()
         embeddings: Tensor = embedding(ids).detach().requires_grad_()
@@ -89,7 +89,7 @@ class Probe:
         """Compare a path of ours with the model's own function if stock's attention computes another one."""
         if self.attention.path not in BACKENDS or not stock_error(self.attention.features):
             return nullcontext()
-        return attribute_set(text_config(self.model), "_attn_implementation_internal", "eager")
+        return patch_attribute(text_config(self.model), "_attn_implementation_internal", "eager")
 
     def by_ids(self, ids: Tensor, *, packed: bool) -> Tensor:
         """Return logits of `ids`, given as a batch gives them: of the packed row, or of one document; detached."""
@@ -100,7 +100,7 @@ class Probe:
 
     def _logits(self, ids: Tensor, leaf: Tensor, last: int, **kwargs: Any) -> Tensor:
         with torch.enable_grad(), ExitStack() as stack:
-            if units(self.model):
+            if fsdp_modules(self.model):
                 stack.enter_context(embeddings_put_in(self.model, leaf))
                 kwargs["input_ids"] = torch.zeros_like(ids)
             else:
@@ -117,7 +117,7 @@ class Probe:
                 logits: Tensor = self.model(use_cache=False, **kwargs).logits[0]
             return logits[-last:]
         hidden: Tensor
-        if units(self.model):
+        if fsdp_modules(self.model):
             hidden = self.model(use_cache=False, output_hidden_states=True, **kwargs).hidden_states[-1][0]
         else:
             hidden = facts.backbones(self.model)[0](use_cache=False, **kwargs).last_hidden_state[0]

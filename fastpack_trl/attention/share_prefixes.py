@@ -12,7 +12,7 @@ from trl import SFTTrainer
 from fastpack_trl.attention.shared_proof import why_not_shared
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.hooks import BATCH_METHODS, hook_inside, replaced_methods
-from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.model.patches import patch_attribute
 from fastpack_trl.packing.batching import fast_view, packing_collator
 from fastpack_trl.run import Run
 
@@ -51,7 +51,7 @@ def share_prefixes(run: Run) -> Iterator[None]:
         yield
         return
     run.say(FEATURE, "on", "prefixes once", share or "how many tokens that spares is not known of a stream")
-    with attribute_set(run, "shares_prefixes", True):
+    with patch_attribute(run, "shares_prefixes", True):
         yield
 
 

@@ -27,7 +27,7 @@ from fastpack_trl.model.facts import (
     stock_implementation,
     text_model,
 )  # fmt: skip
-from fastpack_trl.model.sharded import part_up
+from fastpack_trl.model.sharded import reshard_all
 from fastpack_trl.model.upstream import DataCollatorForLanguageModeling
 from fastpack_trl.packing.batching import joins_documents
 from fastpack_trl.run import ONCE_SHARDED, Choice, Run
@@ -96,7 +96,7 @@ def _now_or_once_sharded(run: Run, stack: ExitStack, prove: Callable[[], None]) 
         try:
             prove()
         finally:
-            part_up(run.model)
+            reshard_all(run.model)
 
     run.say("verify_packing", "on", "pending", ONCE_SHARDED)
     stack.enter_context(during_training(run.trainer, at_begin=prove_together))

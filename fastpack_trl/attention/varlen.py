@@ -18,7 +18,7 @@ from fastpack_trl.attention.per_document import FLASH_CAPABILITY, FLASH_DTYPES
 from fastpack_trl.attention.whole_row import KERNELS, MAX_HEAD_DIM, RowInputs, RowLayer, reason_for, row_operator
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.facts import ModelFeatures
-from fastpack_trl.model.upstream import lacks
+from fastpack_trl.model.upstream import missing_reason
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.packed_batch import PackedBatch
 
@@ -35,7 +35,7 @@ class Varlen(Backend):
     flattens = True
 
     def refuses(self, features: ModelFeatures) -> str:
-        if missing := lacks("varlen"):
+        if missing := missing_reason("varlen"):
             return missing
         reason = first_reason(self._lacks(features))
         return reason and f"varlen {reason}"

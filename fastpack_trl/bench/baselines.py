@@ -14,7 +14,7 @@ import transformers.utils
 from fastpack_trl.bench.learner import learner_alone
 from fastpack_trl.bench.parity import GRADIENT_NORM, LOSS
 from fastpack_trl.bench.rebuild import rebuild_per_layer
-from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.model.patches import patch_attribute
 from fastpack_trl.recipe.methods import SFT, Method
 
 STOCK, TUNED, REBUILD, OURS, PLANNED = SIDES = "stock", "tuned", "rebuild", "fastpack", "fastpack_plan"
@@ -131,8 +131,8 @@ def compiled_regions(trainer: Any, backend: str = "inductor") -> Iterator[None]:
 
     def compiling(*args: Any, **kwargs: Any) -> Any:
         plugin = TorchDynamoPlugin(backend=backend, use_regional_compilation=True)
-        with attribute_set(state, "dynamo_plugin", plugin):
+        with patch_attribute(state, "dynamo_plugin", plugin):
             return prepare(*args, **kwargs)
 
-    with attribute_set(accelerator, "prepare_model", compiling):
+    with patch_attribute(accelerator, "prepare_model", compiling):
         yield

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 from fastpack_trl.capture.decision import EAGER_STEPS, GraphDecision
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.callbacks import callbacks_added
-from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.model.patches import patch_attribute
 from fastpack_trl.run import MicroStep, Run
 
 _MOST_BYTES = 512 << 20
@@ -118,7 +118,7 @@ class FlatReduce(TrainerCallback):
             model._sync_buffers()
         is_last = model.require_backward_grad_sync
         # DDP's forward hands out no buffers: a micro-step may run twice on one process, and a replay has no forward.
-        with model.no_sync(), attribute_set(model, "require_forward_param_sync", False):
+        with model.no_sync(), patch_attribute(model, "require_forward_param_sync", False):
             loss = following(model, inputs, num_items_in_batch)
         if is_last:
             self._flatten()

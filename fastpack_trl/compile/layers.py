@@ -38,7 +38,7 @@ from fastpack_trl.model.checkpoint_seam import (
 from fastpack_trl.model.facts import attention_modules, text_model, window_of
 from fastpack_trl.model.hooks import HookWatch
 from fastpack_trl.model.mixers import mixers
-from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.model.patches import patch_attribute
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
 logger = logging.getLogger(__name__)
@@ -226,7 +226,7 @@ class _Call:
     def installed(self) -> Iterator[None]:
         slot = "forward" if self._hooks_outside else "_compiled_call_impl"
         with contextlib.ExitStack() as stack:
-            stack.enter_context(attribute_set(self._layer, slot, self))
+            stack.enter_context(patch_attribute(self._layer, slot, self))
             if self._in_checkpoint:
                 stack.enter_context(checkpoint_wrapped(self._layer, self._checkpointed, Nesting.COMPILE))
             yield

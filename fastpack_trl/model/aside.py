@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpack_trl.model.hooks import users_hooks_off
-from fastpack_trl.model.patches import attributes_kept
+from fastpack_trl.model.patches import restore_attributes
 from fastpack_trl.model.sharded import local
 
 _LARGEST_STATE = 2**16
@@ -17,20 +17,20 @@ _LARGEST_STATE = 2**16
 
 
 @contextmanager
-def run_aside(model: nn.Module, *, training: bool) -> Iterator[None]:
+def isolated_run(model: nn.Module, *, training: bool) -> Iterator[None]:
     """Put `model` in training or evaluation mode, without hooks of the user.
 
     Afterwards, also after an exception, restore the mode of every module, the random states and the buffers.
     """
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    modes = attributes_kept(model.modules(), "training")
-    with modes, users_hooks_off(model), torch.random.fork_rng(devices=devices), buffers_kept(model):
+    modes = restore_attributes(model.modules(), "training")
+    with modes, users_hooks_off(model), torch.random.fork_rng(devices=devices), restore_buffers(model):
         model.train(training)
         yield
 
 
 @contextmanager
-def buffers_kept(*models: nn.Module) -> Iterator[None]:
+def restore_buffers(*models: nn.Module) -> Iterator[None]:
     """Restore the buffers of `models` on exit: the same tensors with the same content, large integers left out."""
     before = {module: dict(module._buffers) for model in models for module in model.modules()}
     tensors = [tensor for buffers in before.values() for tensor in buffers.values() if _is_state(tensor)]

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from fastpack_trl.model.patches import attribute_set, shared
+from fastpack_trl.model.patches import patch_attribute, shared
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
 CHECKPOINT = "_gradient_checkpointing_func"
@@ -48,7 +48,7 @@ def checkpoint_wrapped(layer: nn.Module, wrapper: Wrapper, nesting: Nesting) -> 
 
     Wrappers come and go in any order; of two in one place the later one is outside.
     """
-    seam = partial(attribute_set, type(layer), CHECKPOINT, property(_read, _write, _delete))
+    seam = partial(patch_attribute, type(layer), CHECKPOINT, property(_read, _write, _delete))
     with shared(type(layer), "_fastpack_seam", seam), shared(layer, _STACK, lambda: nullcontext(_Stack())) as stack:
         entry = (nesting, wrapper)
         stack.entries = sorted([*stack.entries, entry], key=lambda each: each[0])

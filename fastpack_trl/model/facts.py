@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fastpack_trl.model.mixers import Scan, mixers, scan_of
-from fastpack_trl.model.upstream import lacks
+from fastpack_trl.model.upstream import missing_reason
 
 # Causal attention under the names that configs use; "attention" is granitemoehybrid's.
 _UNDERSTOOD_LAYERS = frozenset({"full_attention", "attention", "sliding_attention"})
@@ -281,7 +281,7 @@ def masks_by_kind(model: nn.Module) -> bool:
 def _gaps(model: nn.Module, base: Any, config: Any, attentions: list[nn.Module]) -> Iterator[str]:
     """Yield the reasons why the attention interface cannot keep documents of this model apart, most basic first."""
     family, known = config.model_type, mixers(base)
-    if missing := lacks("packed_attention"):
+    if missing := missing_reason("packed_attention"):
         yield missing
     if is_prompt_learning(model):
         yield "prompt learning prepends virtual tokens to each row, not to each document"
@@ -298,8 +298,6 @@ def _gaps(model: nn.Module, base: Any, config: Any, attentions: list[nn.Module])
         yield f"{family} runs hub kernels in its recurrent layers (use_kernels=True)"
     if family in _DROPS_KEYWORDS:
         yield f"{family} drops keywords on the way to attention"
-    if any(getattr(module, "indexer", None) is not None for module in attentions):
-        yield f"{family} chooses the keys of each query by an indexer"
     if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
         yield f"{family} attends in both directions (is_causal=False)"
     for module in attentions:

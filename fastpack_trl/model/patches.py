@@ -12,7 +12,7 @@ _NONE = object()
 
 
 @contextmanager
-def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
+def patch_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set an attribute of an object, a class or a module while the context is open.
 
     Exit restores what `owner` itself had, or deletes the name; a value that somebody else has set meanwhile stays.
@@ -33,7 +33,7 @@ def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def attributes_kept(owners: Iterable[Any], name: str) -> Iterator[None]:
+def restore_attributes(owners: Iterable[Any], name: str) -> Iterator[None]:
     """Restore an attribute of each of `owners` on exit, whoever has changed it."""
     before = [(owner, getattr(owner, name)) for owner in owners]
     try:

@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.model.patches import patch_attribute
 
 _PACKS = "support_avx512bf16_for_cpu"
 """Set by bitsandbytes on layers whose 4-bit weights an evaluation packs: the matmul then has no backward."""
@@ -78,5 +78,5 @@ def not_packed_on_cpu(model: nn.Module, *, training: bool) -> Iterator[None]:
         )
     with ExitStack() as stack:
         for layer in layers:
-            stack.enter_context(attribute_set(layer, _PACKS, False))
+            stack.enter_context(patch_attribute(layer, _PACKS, False))
         yield

@@ -12,7 +12,7 @@ from torch import distributed
 
 from fastpack_trl.errors import RankFailedError, describe
 
-PATIENCE = 30.0
+FAILURE_GRACE_SECONDS = 30.0
 """Seconds for which a process that failed in a collective waits for the others, which fail at once."""
 _REASON_BYTES = 512
 
@@ -40,7 +40,7 @@ class Ranks:
         group: Any = self._group
         group.allreduce([values], options).wait()
 
-    def most(self, values: Sequence[float]) -> list[float]:
+    def all_max(self, values: Sequence[float]) -> list[float]:
         """Return the maximum of each value over all processes."""
         if self.count == 1:
             return list(values)
@@ -49,13 +49,13 @@ class Ranks:
         maxima: list[float] = everywhere.tolist()
         return maxima
 
-    def least(self, values: Sequence[float]) -> list[float]:
+    def all_min(self, values: Sequence[float]) -> list[float]:
         """Return the minimum of each value over all processes."""
-        return [-value for value in self.most([-value for value in values])]
+        return [-value for value in self.all_max([-value for value in values])]
 
     def all(self, here: bool) -> bool:
         """Return whether `here` holds in every process."""
-        return self.least([float(here)]) == [1.0]
+        return self.all_min([float(here)]) == [1.0]
 
     def reason(self, own: str, patience: float | None = None) -> str:
         """Return `own`, else the first reason of another process, after its rank; empty if none has one.
@@ -87,7 +87,7 @@ class Ranks:
         return self.reason(own)
 
     @contextmanager
-    def failing_together(self, patience: float | None = None) -> Iterator[None]:
+    def propagate_failures(self, patience: float | None = None) -> Iterator[None]:
         """Leave the context with an exception in every process if one raises.
 
         Args:

@@ -16,24 +16,24 @@ from torch import Tensor, distributed, nn
 from fastpack_trl.model.facts import backbones, text_model
 
 
-def units(model: nn.Module) -> list[Any]:
+def fsdp_modules(model: nn.Module) -> list[Any]:
     """Return the modules of `model` that gather their parameters by themselves, itself first; none before FSDP 2."""
     # By two methods of `FSDPModule`: torch builds without FSDP stay importable.
     return [module for module in model.modules() if hasattr(module, "reshard") and hasattr(module, "unshard")]
 
 
-def in_any_process(model: nn.Module, here: bool) -> bool:
+def any_rank(model: nn.Module, here: bool) -> bool:
     """Return `here`; of a sharded model, which all processes have to run alike, whether it holds in any of them."""
-    if not (units(model) and distributed.is_available() and distributed.is_initialized()):
+    if not (fsdp_modules(model) and distributed.is_available() and distributed.is_initialized()):
         return here
     answers: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(answers, here)
     return any(answers)
 
 
-def part_up(model: nn.Module) -> None:
+def reshard_all(model: nn.Module) -> None:
     """Free parameters that stay gathered after a forward pass without a backward pass."""
-    for unit in units(model):
+    for unit in fsdp_modules(model):
         unit.reshard()
 
 
@@ -56,11 +56,11 @@ def gathered_bytes(model: nn.Module, itemsize: int) -> int:
     """
 
     def size(unit: Any) -> int:
-        inside = {p for inner in units(unit)[1:] for p in inner.parameters()}
+        inside = {p for inner in fsdp_modules(unit)[1:] for p in inner.parameters()}
         return sum(p.numel() * (itemsize + 4 * p.requires_grad) for p in unit.parameters() if p not in inside)
 
     layers = layer_units(model)
-    return sum(size(unit) for unit in units(model) if unit not in layers) + 2 * max(map(size, layers), default=0)
+    return sum(size(unit) for unit in fsdp_modules(model) if unit not in layers) + 2 * max(map(size, layers), default=0)
 
 
 def pieces(tensors: Iterable[Any]) -> list[Any]:
@@ -80,7 +80,7 @@ def shard_group(tensors: Sequence[Any]) -> Any:
 
 def layer_units(model: nn.Module) -> list[Any]:
     """Return the decoder layers of `model` that gather their parameters by themselves."""
-    checkpointing = [unit for unit in units(model) if hasattr(unit, "gradient_checkpointing")]
+    checkpointing = [unit for unit in fsdp_modules(model) if hasattr(unit, "gradient_checkpointing")]
     return [unit for unit in checkpointing if not hasattr(unit, "get_input_embeddings")]
 
 
@@ -91,7 +91,7 @@ def whole_bytes(layers: Sequence[nn.Module], itemsize: int) -> int:
 
 
 @contextmanager
-def stay_gathered(layers: Sequence[Any]) -> Iterator[None]:
+def keep_unsharded(layers: Sequence[Any]) -> Iterator[None]:
     """Keep the parameters of `layer_units` gathered from their forward pass in this context to their backward pass.
 
     The backward pass shards them again, or the end of the context if none ran: gathered parameters that outlive an

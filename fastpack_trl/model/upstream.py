@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BaseTunerLayer", "CallbackHandler", "Conv1D", "DataCollatorForLanguageModeling", "FakeTensor"]
 __all__ += ["FakeTensorMode", "GradientCheckpointingLayer", "LoraLayer", "LoraLinear", "TorchDispatchMode"]
-__all__ += ["found", "lacks", "look_up", "missing_names", "tree_leaves"]
+__all__ += ["look_up", "missing_names", "missing_reason", "resolve", "tree_leaves"]
 
 
 def _paths(text: str) -> tuple[str, ...]:
@@ -83,7 +83,7 @@ class Absent:
     """A class without instances: it stands for one that the installed version lacks."""
 
 
-def found(path: str) -> Any:
+def resolve(path: str) -> Any:
     """Return the object at ``package.module.name``; None if there is none."""
     try:
         return pkgutil.resolve_name(path)
@@ -93,10 +93,10 @@ def found(path: str) -> Any:
 
 def missing_names(part: str) -> list[str]:
     """Return the names of a part of `NEEDS` that the installed versions lack."""
-    return [path for path in NEEDS.get(part, ()) if found(path) is None]
+    return [path for path in NEEDS.get(part, ()) if resolve(path) is None]
 
 
-def lacks(part: str) -> str:
+def missing_reason(part: str) -> str:
     """Return why the installed versions cannot run a part of `NEEDS`; empty if they can."""
     missing = missing_names(part)
     return f"the installed {missing[0].partition('.')[0]} has no {', '.join(missing)}" if missing else ""
@@ -108,11 +108,11 @@ def look_up() -> list[dict[str, Any]]:
     for part, names in NEEDS.items():
         for name in names:
             users.setdefault(name, []).append(part)
-    return [{"name": name, "needed_by": parts, "there": found(name) is not None} for name, parts in users.items()]
+    return [{"name": name, "needed_by": parts, "there": resolve(name) is not None} for name, parts in users.items()]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = found(_HOMES[name])
+    value = resolve(_HOMES[name])
     return Absent if value is None else value

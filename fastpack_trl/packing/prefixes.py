@@ -90,8 +90,9 @@ def packed_batch(row: SharedRow, *, num_padding: int = 0) -> PackedBatch:
     if not row.first_positions.any():
         return batch
     tail: IntArray = np.array([num_padding][:num_padding], dtype=np.int64)
-    lengths, first = np.append(row.lengths, tail), np.append(row.first_positions, 0 * tail)
-    keys = np.append(row.key_index, len(row.source_of) + np.arange(num_padding))
+    lengths: IntArray = np.append(row.lengths, tail)
+    first: IntArray = np.append(row.first_positions, 0 * tail)
+    keys: IntArray = np.append(row.key_index, len(row.source_of) + np.arange(num_padding))
     position_ids = batch.position_ids + torch.from_numpy(first.repeat(lengths))
     shared = SharedKeys.of(lengths, first, keys)
     return replace(batch, position_ids=position_ids, positions=AsMade.of(position_ids), shared=shared)

@@ -20,7 +20,7 @@ from torch import Tensor
 from fastpack_trl.kernels.operators import arguments_of
 from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.model.mixers import SCANS, Scan
-from fastpack_trl.model.upstream import found
+from fastpack_trl.model.upstream import resolve
 from fastpack_trl.packing.chunks import CHUNK, chunks_of
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.recurrent.delta import ROW, delta_flops, like_value, packed_delta
@@ -36,7 +36,7 @@ _DEVICES = ("cuda",)
 _LENGTHS = (70, 1, 130)  # tokens of the documents of a trial: one, two and three chunks
 _MAX_ERROR = 0.05
 """Relative, of a trial: matmuls in 16 bits cost 1e-2; a wrong gradient is far beyond."""
-_function = cache(found)
+_function = cache(resolve)
 
 
 class FlaRow(NamedTuple):

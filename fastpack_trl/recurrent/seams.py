@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.facts import text_model
 from fastpack_trl.model.mixers import CONV, FUNCTIONS, FUSED, mixers
-from fastpack_trl.model.patches import attribute_set, shared
+from fastpack_trl.model.patches import patch_attribute, shared
 from fastpack_trl.packing.chunks import Chunks
 from fastpack_trl.recurrent.conv import packed_conv
 from fastpack_trl.recurrent.delta import packed_delta
@@ -45,7 +45,7 @@ def replaced(home: ModuleType) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name in FUNCTIONS:
             if (stock := vars(home).get(name)) is not None:
-                stack.enter_context(attribute_set(home, name, _either(stock, OURS[name])))
+                stack.enter_context(patch_attribute(home, name, _either(stock, OURS[name])))
         yield
 
 

@@ -21,7 +21,7 @@ from fastpack_trl.config import Settings
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.facts import attention_modules, read_features, state_modules, text_model
 from fastpack_trl.model.hooks import is_users
-from fastpack_trl.model.patches import attribute_set, attributes_kept
+from fastpack_trl.model.patches import patch_attribute, restore_attributes
 from fastpack_trl.model.precision import fit_precision
 from fastpack_trl.model.preflight import bound
 from fastpack_trl.packing.batching import BatchPlan, plan_families
@@ -171,7 +171,7 @@ class PackedTrainer(FeaturedTrainer):
             yield
             return
         collator = FamiliesCollator(self.data_collator, find, share=not self._fastpack_why_repeated(training))
-        with attribute_set(self, "data_collator", collator):
+        with patch_attribute(self, "data_collator", collator):
             yield
 
     def _fastpack_draw(self) -> list[RowSize]:
@@ -263,7 +263,7 @@ def _each_head(stock: type[Any], lay: Callable[[nn.Module], None]) -> Iterator[N
         add(model, *args, **kwargs)
         lay(model)
 
-    with attribute_set(module, _HEAD, add_and_lay):
+    with patch_attribute(module, _HEAD, add_and_lay):
         yield
 
 
@@ -279,12 +279,12 @@ def _plan_kept(stock: type[Any]) -> Iterator[None]:
     def pause(model: Any, *_: Any) -> Iterator[None]:
         layers = [layer for layer in model.modules() if getattr(layer, "gradient_checkpointing", False)]
         with contextlib.ExitStack() as paused:
-            paused.enter_context(attributes_kept(layers, "gradient_checkpointing"))
+            paused.enter_context(restore_attributes(layers, "gradient_checkpointing"))
             for layer in layers:
-                paused.enter_context(attribute_set(layer, "gradient_checkpointing", False))
+                paused.enter_context(patch_attribute(layer, "gradient_checkpointing", False))
             yield
 
-    with attribute_set(module, _PAUSE, pause):
+    with patch_attribute(module, _PAUSE, pause):
         yield
 
 

@@ -16,8 +16,8 @@ from trainer_material import assert_same_log, train
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.model.aside import buffers_kept, run_aside
-from fastpack_trl.model.patches import attribute_set, shared
+from fastpack_trl.model.aside import isolated_run, restore_buffers
+from fastpack_trl.model.patches import patch_attribute, shared
 from fastpack_trl.testing import tiny_model
 
 
@@ -27,16 +27,16 @@ class Owner:
 
 def test_an_attribute_is_as_before_unless_somebody_else_has_set_it() -> None:
     owner = Owner()
-    with pytest.raises(KeyError), attribute_set(owner, "value", "ours"):
-        with attribute_set(owner, "value", "inner"), attribute_set(Owner, "value", "changed"):
+    with pytest.raises(KeyError), patch_attribute(owner, "value", "ours"):
+        with patch_attribute(owner, "value", "inner"), patch_attribute(Owner, "value", "changed"):
             assert (owner.value, Owner.value) == ("inner", "changed")
         assert (owner.value, Owner.value) == ("ours", "of the class")
         raise KeyError
     assert vars(owner) == {}
-    with attribute_set(owner, "value", "ours"):
+    with patch_attribute(owner, "value", "ours"):
         del owner.value
     assert vars(owner) == {}
-    with attribute_set(owner, "value", "ours"):
+    with patch_attribute(owner, "value", "ours"):
         owner.value = "theirs"
     assert owner.value == "theirs"
 
@@ -44,7 +44,7 @@ def test_an_attribute_is_as_before_unless_somebody_else_has_set_it() -> None:
 def test_a_compiled_model_gets_the_attribute_itself() -> None:
     inner = nn.Linear(1, 1)
     compiled = torch.compile(inner)
-    with attribute_set(compiled, "train", "ours"):
+    with patch_attribute(compiled, "train", "ours"):
         assert (vars(compiled)["train"], "train" in vars(inner)) == ("ours", False)
     assert "train" not in vars(compiled)
 
@@ -118,7 +118,7 @@ def test_a_model_and_the_random_state_are_as_before_also_after_an_exception(trai
     model.model.layers[1].eval().register_forward_hook(lambda *_: calls.append(True))
     before = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
     modes, state = [module.training for module in model.modules()], torch.get_rng_state()
-    with contextlib.suppress(KeyboardInterrupt), run_aside(model, training=training):
+    with contextlib.suppress(KeyboardInterrupt), isolated_run(model, training=training):
         assert {module.training for module in model.modules()} == {training}
         model(input_ids=torch.arange(8)[None])
         assert (int(model.model.layers[0].mlp.calls), calls) == (1, [])
@@ -143,7 +143,7 @@ def test_a_graph_may_hold_the_buffers_and_weights_are_left() -> None:
         model.register_buffer(name, buffer)
     leaf = torch.tensor([3.0], requires_grad=True)
     product = leaf * model.scale
-    with buffers_kept(model):
+    with restore_buffers(model):
         model.scale.data.mul_(5)
         model.weights.add_(1)
         model.large.add_(1)

@@ -18,7 +18,7 @@ from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.lora import frozen_base
 from fastpack_trl.model.facts import read_features
-from fastpack_trl.model.upstream import NEEDS, lacks
+from fastpack_trl.model.upstream import NEEDS, missing_reason
 from fastpack_trl.testing import tiny_model
 
 # In one process, a fork per round: what is removed was never seen by this package there.
@@ -128,9 +128,9 @@ def test_a_name_that_upstream_moved_costs_its_feature_and_nothing_else(answers: 
 
 
 def test_a_missing_name_refuses_its_feature_with_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {lacks(part) for part in NEEDS} == {""}
+    assert {missing_reason(part) for part in NEEDS} == {""}
     monkeypatch.setitem(NEEDS, "moe", ("transformers.integrations.moe.Gone", "transformers.nowhere.Gone"))
-    assert lacks("moe") == (
+    assert missing_reason("moe") == (
         "the installed transformers has no transformers.integrations.moe.Gone, transformers.nowhere.Gone"
     )
     features = read_features(tiny_model("qwen3"))

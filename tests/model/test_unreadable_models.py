@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from trainer_material import assert_same_log, train
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer, verify_packing
@@ -19,6 +19,33 @@ from fastpack_trl.lora.linear import FastLora
 from fastpack_trl.measure.flops import model_flops
 from fastpack_trl.model.facts import layer_values, learned_positions, read_features, token_table
 from fastpack_trl.testing import tiny_model
+
+FACTS: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"windows": {5}, "sinks": True, "kv_heads": 2, "head_dim": 8},
+    "gemma2": {"windows": {5}, "sinks": False, "softcap": True},
+    "mistral": {"windows": {5}, "softcap": False},
+    "olmoe": {"windows": set()},
+    "deepseek_v3": {"head_dim": 12, "kv_heads": 4, "mixers": set()},
+    "granitemoehybrid": {"mixers": {"Mamba-2"}},
+    "stablelm": {"gap": "stablelm drops keywords on the way to attention"},
+    "nemotron": {"gap": "nemotron drops keywords on the way to attention"},
+    "llama4_text": {"gap": "llama4_text has chunked_attention layers, which the attention interface cannot keep apart"},
+    "bloom": {"gap": "bloom does not call transformers' attention interface"},
+}
+
+
+@pytest.mark.parametrize("family", FACTS)
+def test_the_attention_of_a_family_is_read_from_its_attributes(family: str) -> None:
+    more = {"sliding_window": 5} if family == "olmoe" else {}  # a field that its mask ignores
+    features = read_features(tiny_model(family, **more))
+    assert {name: getattr(features, name) for name in FACTS[family]} == FACTS[family]
+    assert bool(features.gap) == ("gap" in FACTS[family])
+
+
+def test_positions_in_a_table_are_found_with_and_without_rows_that_nobody_reads() -> None:
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=96, n_positions=64, n_embd=8, n_layer=1, n_head=2))
+    assert [learned_positions(model) for model in (tiny_model("opt"), gpt2, tiny_model("qwen3"))] == [128, 64, None]
+
 
 READERS = {
     "lora.feature.has_lora": "lora",

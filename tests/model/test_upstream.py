@@ -13,7 +13,7 @@ import pytest
 import transformers
 
 import fastpack_trl
-from fastpack_trl.model.upstream import NEEDS, found, look_up
+from fastpack_trl.model.upstream import NEEDS, look_up, resolve
 
 PACKAGE = Path(fastpack_trl.__file__).parent
 ROWS = [
@@ -127,8 +127,8 @@ _source = functools.cache(inspect.getsource)  # for a class, Python parses the w
 def is_there(path: str) -> bool:
     """Whether the installed versions have a name; one that only instances get is looked for in the source."""
     home, _, name = path.rpartition(".")
-    if found(path) is None:
-        for place in getattr(found(home), "__mro__", (found(home),)):
+    if resolve(path) is None:
+        for place in getattr(resolve(home), "__mro__", (resolve(home),)):
             try:
                 if re.search(rf"\b{name}\b", _source(place)):
                     return True
