@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from attention_material import packed
-from hybrid_material import HYBRIDS, composite_model, hybrid_model, reached
+from hybrid_material import HYBRIDS, hybrid_model, reached
 from shared_material import tree_row
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.attention.install import packed_attention
@@ -22,7 +22,7 @@ from fastpack_trl.errors import NonFiniteError, PackingError
 from fastpack_trl.model.facts import read_features
 from fastpack_trl.model.mixers import FUNCTIONS, _mixer
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
-from fastpack_trl.testing import gradients, tiny_model
+from fastpack_trl.testing import gradients
 
 LENGTHS = (150, 1, 14, 64, 66)
 """A document over more than two chunks, one of one token, one of a chunk, and boundaries inside and between chunks."""
@@ -142,43 +142,30 @@ def test_ordinary_batches_stay_bit_equal_to_stock(family: str) -> None:
         assert all(torch.equal(ours, stock) for ours, stock in zip(side, expected, strict=True))
 
 
-def test_an_evaluation_of_a_packed_row_makes_no_cache() -> None:
-    model, (ids, batch) = hybrid_model("qwen3_next").eval(), make_row((9, 6))
-    with packed_attention(model), torch.no_grad():
-        output = model(input_ids=ids, packed_batch=batch, **to_transformers_kwargs(batch))
-    assert output.past_key_values is None
-
-
-@pytest.mark.parametrize("kind", ["a class of its own", "hub kernels"])
-def test_layers_whose_functions_are_not_called_run_in_padded_rows(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["inherits", "overrides", "hub kernels"])
+def test_only_layers_whose_functions_are_called_pack(kind: str) -> None:
     model, (ids, batch), calls = hybrid_model("qwen3_next"), make_row(), []
     layer = model.model.layers[0].linear_attn
-    if kind == "a class of its own":
+    if kind == "hub kernels":
+        model._use_kernels = True
+    else:
 
         class Own(type(layer)):  # type: ignore[misc]
-            def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-                calls.append(hidden_states.shape)
-                return 2 * super().forward(hidden_states, *args, **kwargs)
+            if kind == "overrides":
+
+                def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+                    calls.append(hidden_states.shape)
+                    return 2 * super().forward(hidden_states, *args, **kwargs)
 
         layer.__class__ = Own
-    else:
-        model._use_kernels = True
     expected = separate(model, ids, LENGTHS)[0]
     calls.clear()
     with packed_attention(model) as attention:
-        assert attention.path == "padded_rows"
-        why = "linear_attention layers" if kind == "a class of its own" else "use_kernels=True"
-        assert why in attention.choice.reason
+        assert (attention.path in BACKENDS) == (kind == "inherits")
+        reasons = {"inherits": "over chunks", "overrides": "linear_attention layers", "hub kernels": "use_kernels=True"}
+        assert reasons[kind] in attention.choice.reason
         assert abs(packed(model, ids, batch).item() - expected) <= 1e-5
-    assert bool(calls) == (kind == "a class of its own")
-
-
-def test_a_subclass_with_stocks_forward_packs() -> None:
-    model = hybrid_model("qwen3_next")
-    layer = model.model.layers[0].linear_attn
-    layer.__class__ = type("Own", (type(layer),), {})
-    assert read_features(model).mixers == {"gated delta rule"}
-    assert verify_packing(model).proven
+    assert bool(calls) == (kind == "overrides")
 
 
 def test_a_forward_of_the_users_that_drops_the_keyword_is_found_by_the_proof() -> None:
@@ -217,21 +204,6 @@ def test_functions_that_the_package_kernels_has_wrapped_are_replaced(
         assert abs(packed(model, ids, batch).item() - expected) <= 1e-5
 
 
-@pytest.mark.parametrize("lengths", [(1,), (200,), (64, 64)], ids=str)
-@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "lfm2"])
-def test_rows_of_one_document_and_rows_cut_where_a_chunk_ends(family: str, lengths: tuple[int, ...]) -> None:
-    if not reached(family):
-        pytest.skip("in padded rows with this transformers")
-    model, (ids, batch) = hybrid_model(family), make_row(lengths)
-    expected = [model(input_ids=document[None], use_cache=False).logits for document in ids[0].split(lengths)]
-    with packed_attention(model):
-        keywords = to_transformers_kwargs(batch)
-        actual = model(input_ids=ids, packed_batch=batch, use_cache=False, **keywords).logits
-        actual.sum().backward()
-    torch.testing.assert_close(actual, torch.cat(expected, 1), rtol=1e-4, atol=1e-5)
-    assert all(bool(gradient.isfinite().all()) for gradient in gradients(model).values())
-
-
 LATENT = {
     "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "linear_num_heads": 4,
     "linear_head_dim": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
@@ -260,19 +232,13 @@ def test_families_that_no_function_reaches_are_named(family: str) -> None:
         assert family in attention.choice.reason
 
 
-def test_a_row_with_a_cache_is_refused() -> None:
-    from transformers import DynamicCache
-
+def test_an_evaluation_of_a_packed_row_makes_no_cache_and_takes_none() -> None:
     model, (ids, batch) = hybrid_model("qwen3_next").eval(), make_row((9, 6))
-    with packed_attention(model), torch.no_grad(), pytest.raises(PackingError, match="use_cache=False"):
-        model(
-            input_ids=ids, packed_batch=batch, past_key_values=DynamicCache(config=model.config),
-            **to_transformers_kwargs(batch),
-        )  # fmt: skip
-
-
-def test_a_model_of_fastpack_testing_packs_too() -> None:
-    assert read_features(tiny_model("granitemoehybrid")).mixers == {"Mamba-2"}
+    keywords = {"input_ids": ids, "packed_batch": batch, **to_transformers_kwargs(batch)}
+    with packed_attention(model), torch.no_grad():
+        assert model(**keywords).past_key_values is None
+        with pytest.raises(PackingError, match="use_cache=False"):
+            model(past_key_values=DynamicCache(config=model.config), **keywords)
 
 
 def test_shared_prefixes_are_refused_by_name() -> None:
@@ -292,8 +258,7 @@ def test_weights_that_are_nan_are_named_and_stay_nan() -> None:
         verify_packing(model)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("family", "dtype"), [("qwen3_next", torch.float16), ("falcon_h1", torch.bfloat16)])
 def test_a_model_in_16_bits_is_as_near_as_stock(family: str, dtype: torch.dtype) -> None:
     model, (ids, batch) = hybrid_model(family), make_row()
     exact = separate(model, ids, LENGTHS)[0]
@@ -305,20 +270,3 @@ def test_a_model_in_16_bits_is_as_near_as_stock(family: str, dtype: torch.dtype)
         loss.backward()
     assert abs(loss.item() - exact) <= 2 * abs(stock - exact) + 4 * torch.finfo(dtype).eps
     assert all(bool(gradient.isfinite().all()) for gradient in gradients(model).values())
-
-
-def test_the_text_of_a_composite_model_packs() -> None:
-    """Its positions are expanded to four rows, of which the rotary embedding reads three."""
-    model = composite_model()
-    ids, batch = make_row()
-    expected, stock = separate(model, ids, LENGTHS)
-    model.zero_grad()
-    with packed_attention(model) as attention:
-        assert attention.path == "per_document"
-        loss = packed(model, ids, batch)
-        loss.backward()
-    assert abs(loss.item() - expected) <= 1e-5
-    assert gradients(model).keys() == stock.keys()
-    for name, gradient in gradients(model).items():
-        assert float((gradient - stock[name]).norm()) <= 1e-4 * float(stock[name].norm()) + 1e-7, name
-    assert verify_packing(model).proven

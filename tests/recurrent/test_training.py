@@ -142,7 +142,7 @@ PACKAGES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", ["import", "call"])
 def test_packages_that_are_broken_are_named_and_do_not_matter_to_packed_rows(broken: str, tmp_path: Path) -> None:
-    """If a call raises, transformers runs no batch; the packing check, which compares with it, names the package."""
+    """If a call raises, transformers runs no batch, and the packing check, which compares with it, names it."""
     for package, name in PACKAGES.items():
         folder = tmp_path / "site" / package.replace(".", "/")
         folder.mkdir(parents=True)
