@@ -47,7 +47,13 @@ BY_KIND: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {},
         {
             "vision_config": {**VISION, "num_key_value_heads": 2, "head_dim": 8, "image_size": [8, 8]},
-            "adapter_config": {**VISION, "num_key_value_heads": 2, "head_dim": 8, "text_hidden_size": 32},
+            "adapter_config": {
+                **VISION,
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "text_hidden_size": 32,
+                "vision_feature_layer": [0],
+            },
             "image_token_id": 95,
         },
     ),

@@ -21,8 +21,10 @@ FEW = ("proof", "cut", "packed", "off")
 @pytest.mark.parametrize(
     ("kind", "shared", "last", "uses"),
     [
-        ("text", 2, "full", ALL),
-        ("composite", 3, "three", ALL),
+        pytest.param("text", 2, "full", ALL, marks=pytest.mark.slow),
+        pytest.param("composite", 3, "three", ALL, marks=pytest.mark.slow),
+        ("text", 2, "full", FEW),
+        ("composite", 3, "three", FEW),
         ("text", 0, "full", FEW),
         ("text", 2, "sliding", FEW),
         ("text", 3, "three", FEW),
