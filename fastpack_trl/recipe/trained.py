@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -14,9 +13,9 @@ from typing import Any
 from fastpack_trl.errors import UserError, preparing, shown
 from fastpack_trl.model.preflight import check_weights
 from fastpack_trl.model.saved_files import file_fault
+from fastpack_trl.recipe.adapters import check_runs, merge_adapter, resize_to_adapter, with_adapter
 from fastpack_trl.recipe.arguments import parse
 from fastpack_trl.recipe.checks import check_model
-from fastpack_trl.recipe.embeddings import merge_adapter, resize_to_adapter
 from fastpack_trl.recipe.make_trainer import method_of_run
 from fastpack_trl.recipe.methods import METHODS, SFT
 from fastpack_trl.recipe.paths import model_folder
@@ -55,26 +54,42 @@ class Trained:
         Args:
             dequantised: a base in four or eight bits becomes dense, with the values that it had in training.
         """
-        import transformers
-
-        kind = "SequenceClassification" if self.classifies else "CausalLM"
-        change = ""
         with preparing():
             options = self.options | ({"num_labels": 1} if self.classifies else {})
             if self.quantization is not None:
                 options["quantization_config"] = self.quantization
-            auto = getattr(transformers, f"AutoModelFor{kind}")
-            model = auto.from_pretrained(self.base or self.folder, **options)
-            if dequantised and getattr(model, "hf_quantizer", None) is not None:
-                model = model.dequantize()
-            if self.base is not None:
-                from peft import PeftModel
+            for loads in self._classes():
+                model = loads.from_pretrained(self.base or self.folder, **options)
+                if dequantised and getattr(model, "hf_quantizer", None) is not None:
+                    model = model.dequantize()
+                if self.base is None:
+                    return model.eval(), ""
+                resized = resize_to_adapter(model, Path(self.folder), self.tokenizer)
+                if (adapted := with_adapter(model, self.folder)) is not None:
+                    return adapted.eval(), resized
+        raise UserError(
+            f"the adapter {shown(self.folder)} lacks weights that one over '{self.base}' has: name the model that it "
+            "was trained over with --base DIR"
+        )
 
-                change = resize_to_adapter(model, Path(self.folder), self.tokenizer)
-                with warnings.catch_warnings():  # how to untie by hand, which `merge_adapter` does
-                    warnings.filterwarnings("ignore", message="Model (has|with) `tie_word_embeddings=True`")
-                    model = PeftModel.from_pretrained(model, self.folder)
-        return model.eval(), change
+    def _classes(self) -> list[Any]:
+        """Return what the model may have been trained as: TRL takes the checkpoint's class, scripts the auto class.
+
+        If it has a vision tower they may differ (qwen3_5, llama4), and so do the names of their layers.
+        """
+        import transformers
+
+        if self.classifies:
+            return [transformers.AutoModelForSequenceClassification]
+        config = transformers.AutoConfig.from_pretrained(
+            self.base or self.folder,
+            revision=self.options.get("revision"),
+            trust_remote_code=self.options["trust_remote_code"],
+        )
+        auto = transformers.AutoModelForCausalLM
+        named = getattr(transformers, config.architectures[0], auto)
+        text = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), named)
+        return [named] if named in (auto, text) else [named, auto]
 
 
 def add_trained(parser: ArgumentParser) -> None:
@@ -187,6 +202,8 @@ def answers(
     if found.classifies:
         raise UserError(f"{found.folder} is of a reward model, which scores a text and writes none")
     tokenizer, (model, _) = found.tokenizer(), found.load(dequantised=False)
+    if found.base is not None:
+        check_runs(model.get_base_model())
     if torch.cuda.is_available() and found.quantization is None:
         model = model.to("cuda")
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}

@@ -1,0 +1,126 @@
+"""An adapter over its base: embeddings and head resized to it, and untied before a merge that changes one of them."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from fastpack_trl.errors import UserError
+
+_UNTIED = (
+    "lm_head: a weight of its own (tie_word_embeddings=false), since the adapter changes it and the embeddings apart"
+)
+
+
+def resize_to_adapter(model: Any, folder: Path, tokenizer: Callable[[], Any]) -> str:
+    """Resize embeddings and head of a base to the rows that its adapter was saved with; return a line if it did.
+
+    An adapter that was saved without them needs a row for each token that it trains and, as in PEFT's `AutoPeftModel`,
+    for each token of the tokenizer in its folder.
+    """
+    rows, needed = model.get_input_embeddings().weight.shape[0], _saved_rows(model, folder)
+    lost = [] if needed else ["embeddings"]
+    if not needed:
+        trained = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get(
+            "trainable_token_indices"
+        )
+        indices = chain.from_iterable(trained.values()) if isinstance(trained, dict) else trained or ()
+        beside = len(tokenizer()) if (folder / "tokenizer_config.json").is_file() else 0
+        needed = max(rows, beside, *(index + 1 for index in indices), 0)
+    if needed == rows:
+        return ""
+    before = _rows(model)
+    model.resize_token_embeddings(needed, mean_resizing=bool(lost))
+    others = before.keys() - {model.get_input_embeddings(), model.get_output_embeddings()}
+    # Gemma 4 has embeddings per layer too, which PEFT does not save.
+    if needed > rows and any(table.weight.shape[0] != before[table] for table in others):
+        lost.append("embeddings per layer")
+    anew = f"; {' and '.join(lost)}: rows from {rows} on are drawn anew, as the adapter was saved without them"
+    return f"embeddings: {rows} rows -> {needed}, as many as the adapter was trained with{anew if lost else ''}"
+
+
+def _rows(model: Any) -> dict[Any, int]:
+    from torch import nn
+
+    return {module: module.weight.shape[0] for module in model.modules() if isinstance(module, nn.Embedding)}
+
+
+def _saved_rows(model: Any, folder: Path) -> int:
+    """Return the rows of the embeddings or the head in the file of an adapter; 0 if it holds neither."""
+    from peft.utils import load_peft_weights
+
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    names = {f".{name.rpartition('.')[2]}." for name, module in model.named_modules() if module in ends}
+    for key, tensor in load_peft_weights(str(folder), device="cpu").items():
+        if any(name in key for name in names):
+            if key.endswith("embedding_A"):
+                return int(tensor.shape[1])
+            if key.endswith(".weight") and not key.endswith("lora_A.weight"):
+                return int(tensor.shape[0])
+    return 0
+
+
+def with_adapter(model: Any, folder: str) -> Any:
+    """Return an adapter over its base; None if it lacks weights that it would have over such a model."""
+    from peft import PeftModel
+
+    with warnings.catch_warnings():
+        # How to untie by hand: `merge_adapter` does it.
+        warnings.filterwarnings("ignore", message="Model (has|with) `tie_word_embeddings=True`")
+        warnings.filterwarnings("error", message="Found missing adapter keys")
+        try:
+            return PeftModel.from_pretrained(model, folder)
+        except UserWarning:
+            return None
+
+
+def merge_adapter(model: Any) -> tuple[Any, str]:
+    """Merge an adapter into its base; return the model, and a line if its embeddings and head are no longer tied.
+
+    Tied, they are one tensor: with what an adapter of one of them adds, the other one would compute too.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+    from torch import equal, nn
+
+    base = model.get_base_model()
+    ends = [base.get_input_embeddings(), base.get_output_embeddings()]
+    configs = [each for each in (base.config, base.config.get_text_config()) if each.tie_word_embeddings]
+    plain = [end.get_base_layer() if isinstance(end, BaseTunerLayer) else end for end in ends]
+    if plain != ends and plain[1] is not None and plain[0].weight is plain[1].weight:
+        plain[1].weight = nn.Parameter(plain[1].weight.detach().clone(), requires_grad=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied")  # said below
+        merged = model.merge_and_unload(safe_merge=True)
+    embeddings, head = merged.get_input_embeddings(), merged.get_output_embeddings()
+    if isinstance(head, ModulesToSaveWrapper):  # PEFT unwraps one of two wrappers (`check_runs`)
+        head = head.modules_to_save[head.active_adapter]
+        merged.set_output_embeddings(head)
+    if head is None or not configs:
+        return merged, ""
+    tied = equal(embeddings.weight, head.weight)  # an adapter with `ensure_weight_tying` changes both alike
+    if tied:
+        head.weight = embeddings.weight
+    for config in configs:
+        config.tie_word_embeddings = tied
+    return merged, "" if tied else _UNTIED
+
+
+def check_runs(model: Any) -> None:
+    """Check that PEFT can run an adapter.
+
+    Raises:
+        UserError: the head is in `modules_to_save` and has trained tokens too, which PEFT can only merge. TRL asks for
+            both if `chat_template_path` adds tokens to a model with tied weights.
+    """
+    from peft.utils import ModulesToSaveWrapper
+
+    token_adapter = getattr(model.get_output_embeddings(), "token_adapter", None)
+    if isinstance(getattr(token_adapter, "base_layer", None), ModulesToSaveWrapper):
+        raise UserError(
+            "PEFT cannot run a head in modules_to_save that has trained tokens too: merge the adapter first"
+        )

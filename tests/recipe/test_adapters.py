@@ -1,0 +1,192 @@
+"""Adapters over resized or tied embeddings: merged, they compute what they did before, and they answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from sft_material import SENTENCES, TEMPLATE, Material, make_tokenizer, save_model, write_jsonl
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fastpack_trl.cli.main import main
+from fastpack_trl.testing import tiny_model
+
+ROWS = 304
+GEMMA4 = dict(  # noqa: C408
+    vocab_size=ROWS, vocab_size_per_layer_input=ROWS, hidden_size=32, hidden_size_per_layer_input=8,
+    intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    global_head_dim=16, sliding_window=5, max_position_embeddings=128, pad_token_id=0, eos_token_id=1,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+)  # fmt: skip
+ALL = {"target_modules": "all-linear"}
+EMBEDDINGS = {"target_modules": ["q_proj", "embed_tokens"]}
+BOTH = {"modules_to_save": ["embed_tokens", "lm_head"]}
+UNTIED, RESIZED = "lm_head: a weight of its own (tie_word_embeddings=false)", "embeddings: 304 rows -> 320"
+
+
+VISION = dict(  # noqa: C408
+    hidden_size=16, depth=1, num_hidden_layers=1, num_heads=2, num_attention_heads=2, num_key_value_heads=2, head_dim=8,
+    intermediate_size=16, out_hidden_size=32,
+)  # fmt: skip
+
+
+def base_of(kind: str) -> Any:
+    """A model with weights that differ from token to token, and from layer to layer."""
+    family, _, more = kind.partition(" ")
+    if family == "qwen3":
+        return tiny_model("qwen3", hidden_size=32, head_dim=16, vocab_size=ROWS, tie_word_embeddings=more == "tied")
+    torch.manual_seed(0)
+    if family == "gemma4":
+        text = GEMMA4 | {"num_kv_shared_layers": int(more)}
+        return transformers.Gemma4ForConditionalGeneration(
+            AutoConfig.for_model(family, text_config=text, vision_config=VISION, audio_config=None)
+        )
+    if family == "gemma4_text":
+        config = AutoConfig.for_model(family, **GEMMA4, num_kv_shared_layers=int(more))
+        return AutoModelForCausalLM.from_config(config)
+    text = {"vocab_size": ROWS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "layer_types": ["full_attention"] * 2}
+    config = AutoConfig.for_model(family, text_config=text, vision_config=VISION)
+    return transformers.Qwen3_5ForConditionalGeneration(config)
+
+
+def logits(model: Any, rows: int) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=torch.tensor([[5, 9, 33, 120, 7, 60, rows - 1]])).logits.float()
+    return found
+
+
+def save_adapter(folder: Path, kind: str, rows: int, more: dict[str, Any], **saving: Any) -> tuple[Path, Any]:
+    """An adapter as a script leaves it, over a base in a folder of its own; and its logits."""
+    base_of(kind).save_pretrained(folder / "base")
+    make_tokenizer(pad_token="<pad>", eos_token="<eos>").save_pretrained(folder / "base")
+    plain = AutoConfig.from_pretrained(folder / "base")
+    base = getattr(transformers, plain.architectures[0]).from_pretrained(folder / "base")
+    base.resize_token_embeddings(rows)
+    torch.manual_seed(1)
+    model = get_peft_model(base, LoraConfig(r=4, task_type="CAUSAL_LM", **more))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder / "adapter", **saving)
+    tokenizer = make_tokenizer(pad_token="<pad>", eos_token="<eos>")
+    tokenizer.add_tokens([f"<new{number}>" for number in range(rows - len(tokenizer))])
+    tokenizer.save_pretrained(folder / "adapter")
+    return folder / "adapter", logits(model, rows)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "more", "says"),
+    [
+        ("qwen3 tied", 320, ALL, (RESIZED,)),
+        ("qwen3", 320, ALL, (RESIZED,)),
+        ("qwen3 tied", 320, ALL | BOTH, (RESIZED, UNTIED)),
+        ("qwen3", 320, ALL | BOTH, (RESIZED,)),
+        ("qwen3 tied", 302, ALL, ("embeddings: 304 rows -> 302",)),
+        ("qwen3 tied", 320, EMBEDDINGS, (RESIZED, UNTIED)),
+        ("qwen3 tied", 320, ALL | {"trainable_token_indices": [5, 310]}, (RESIZED,)),
+        ("qwen3 tied", ROWS, EMBEDDINGS, (UNTIED,)),
+        ("qwen3 tied", ROWS, {"target_modules": ["q_proj", "lm_head"]}, (UNTIED,)),
+        ("qwen3 tied", ROWS, {"target_modules": ["q_proj", "lm_head", "embed_tokens"]}, (UNTIED,)),
+        ("qwen3 tied", ROWS, {"modules_to_save": ["embed_tokens"]}, (UNTIED,)),
+        ("qwen3 tied", ROWS, EMBEDDINGS | {"ensure_weight_tying": True}, ()),
+        ("qwen3", ROWS, EMBEDDINGS, ()),
+        ("gemma4_text 0", ROWS, ALL, ()),
+        ("gemma4_text 2", ROWS, ALL, ()),
+        ("gemma4_text 2", ROWS, EMBEDDINGS, (UNTIED,)),
+        ("gemma4 0", ROWS, {"target_modules": r".*language_model.*_proj"}, ()),
+        ("gemma4 2", 320, {"target_modules": r".*language_model.*(q_proj|embed_tokens)"}, (RESIZED, UNTIED)),
+        ("qwen3_5", ROWS, ALL, ()),
+    ],
+)
+def test_merged_model_computes_what_the_adapter_does(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+    rows: int,
+    more: dict[str, Any],
+    says: tuple[str, ...],
+) -> None:
+    adapter, expected = save_adapter(tmp_path, kind, rows, more)
+    assert main(["merge", str(adapter)]) == 0
+    said = capsys.readouterr().out
+    assert [line for line in (RESIZED[:11], UNTIED[:8]) if line in said] == [line.partition(" ")[0] for line in says]
+    assert all(line in said for line in says), said
+    merged = Path(f"{adapter}-merged")
+    config = AutoConfig.from_pretrained(merged)
+    model = getattr(transformers, config.architectures[0]).from_pretrained(merged)
+    found = logits(model, rows)
+    if kind.startswith("gemma4") and rows > ROWS:  # PEFT does not save its embeddings per layer
+        assert "; embeddings per layer: rows from 304 on are drawn anew" in said
+        found, expected = found[:, :-1], expected[:, :-1]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    is_tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    assert is_tied == config.tie_word_embeddings == (UNTIED not in says and kind not in ("qwen3", "qwen3_5"))
+    assert main(["generate", str(adapter), "--prompt", "the quick", "--max_new_tokens", "2"]) == 0
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "apart"])
+def test_template_of_another_model_adds_tokens_and_the_run_is_merged(material: Material, tied: bool) -> None:
+    """`sft` with the template of another model, whose tokens are new, then `merge` with the same YAML."""
+    other = make_tokenizer(pad_token="<pad>", eos_token="<end>")
+    other.add_tokens(["<user>", "<assistant>"])
+    other.chat_template = TEMPLATE.replace("<eos>", "<end>")
+    other.save_pretrained(material.folder / "other")
+    save_model(material.folder / "model")
+    if not tied:
+        model = tiny_model("qwen3", hidden_size=32, head_dim=16, vocab_size=ROWS)
+        model.save_pretrained(material.folder / "model")
+    turns = [[{"role": role, "content": text} for role in ("user", "assistant")] for text in SENTENCES * 2]
+    path = material.yaml(
+        model_name_or_path=str(material.folder / "model"), chat_template_path=str(material.folder / "other"),
+        dataset_name=str(write_jsonl(material.folder / "turns.jsonl", [{"messages": each} for each in turns])),
+        use_peft=True, lora_r=4, lora_target_modules="all-linear", learning_rate=0.05,
+    )  # fmt: skip
+    assert main(["sft", "--config", str(path)]) == 0
+    adapter = AutoPeftModelForCausalLM.from_pretrained(material.out).get_base_model().eval()
+    with torch.no_grad():  # the product, as PEFT cannot run a head that is saved whole and has trained tokens too
+        ids = torch.tensor([[5, 9, 33, 120, 7, 319]])
+        expected = adapter.model(ids).last_hidden_state @ adapter.get_output_embeddings().weight.T
+        assert main(["merge", "--config", str(path)]) == 0
+        merged = AutoModelForCausalLM.from_pretrained(f"{material.out}-merged").eval()
+        torch.testing.assert_close(merged(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    assert main(["generate", "--config", str(path), "--prompt", "the quick"]) == (2 if tied else 0)
+
+
+def test_rows_that_an_adapter_was_saved_without_are_said_to_be_new(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter, _ = save_adapter(tmp_path, "qwen3 tied", 320, ALL, save_embedding_layers=False)
+    assert main(["merge", str(adapter)]) == 0
+    assert "; embeddings: rows from 304 on are drawn anew, as the adapter was saved" in capsys.readouterr().out
+    merged = AutoModelForCausalLM.from_pretrained(f"{adapter}-merged")
+    assert merged.get_input_embeddings().weight.shape[0] == 320
+    assert merged.get_input_embeddings().weight is merged.get_output_embeddings().weight
+
+
+def test_an_adapter_of_another_model_is_not_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapter, _ = save_adapter(tmp_path / "one", "qwen3", ROWS, {"target_modules": ["q_proj"]})
+    deeper = tiny_model("qwen3", hidden_size=32, head_dim=16, vocab_size=ROWS, num_hidden_layers=3)
+    deeper.save_pretrained(tmp_path / "deeper")
+    assert main(["merge", str(adapter), "--base", str(tmp_path / "deeper")]) == 2
+    assert f"lacks weights that one over '{tmp_path / 'deeper'}' has: name the model" in capsys.readouterr().err
+    assert not Path(f"{adapter}-merged").exists()
+
+
+def test_a_folder_with_files_is_not_merged_into(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapter, _ = save_adapter(tmp_path, "qwen3", ROWS, ALL)
+    assert main(["merge", str(adapter)]) == 0
+    files = {file: file.stat().st_mtime_ns for folder in (adapter, tmp_path / "base") for file in folder.iterdir()}
+    for words in ([], ["--output", str(tmp_path / "base")], ["--output", str(adapter)]):
+        assert main(["merge", str(adapter), *words]) == 2
+        assert "is not empty: name another folder" in capsys.readouterr().err
+    assert files == {
+        file: file.stat().st_mtime_ns for folder in (adapter, tmp_path / "base") for file in folder.iterdir()
+    }
+    (tmp_path / "empty").mkdir()
+    assert main(["merge", str(adapter), "--output", str(tmp_path / "empty")]) == 0
