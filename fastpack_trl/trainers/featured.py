@@ -15,6 +15,7 @@ from fastpack_trl.callbacks.save_report import add_to_card
 from fastpack_trl.config import Settings
 from fastpack_trl.features import FEATURES
 from fastpack_trl.model.callbacks import during_training
+from fastpack_trl.model.deprecations import silence_renamed_checkpointing
 from fastpack_trl.model.saved_files import choose_checkpoint
 from fastpack_trl.moe.quantised import quantize_experts
 from fastpack_trl.packing.batching import missing_seams
@@ -68,6 +69,10 @@ class FeaturedTrainer(_Stock):
     _fastpack_entered = False
     _fastpack_shown = ""
     _fastpack_disabled = ""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with contextlib.nullcontext() if self._fastpack_disabled else silence_renamed_checkpointing():
+            super().__init__(*args, **kwargs)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -144,6 +149,7 @@ class FeaturedTrainer(_Stock):
         run.settings, run.training, run.insists = self._fastpack_settings(announce), announce, announce
         with contextlib.ExitStack() as stack:
             stack.callback(setattr, run, "insists", False)  # also where a feature stops the run
+            stack.enter_context(silence_renamed_checkpointing())
             for feature in FEATURES:
                 if feature.trainers in self._fastpack_kinds and (announce or feature.when == "always"):
                     feature.enter(run, stack)
