@@ -32,7 +32,7 @@ from fastpack_trl.checkpointing.trace import trace_levels
 from fastpack_trl.measure.device_memory import free_memory
 from fastpack_trl.measure.failures import attempt
 from fastpack_trl.measure.payback import LONG_RUN
-from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.model.patches import patch_attribute
 
 OURS = "fastpack"
 SIDES: dict[str, dict[str, Any]] = {"stock": {}, OURS: {"verify_packing": "off"}}
@@ -225,7 +225,7 @@ def traced_once() -> Iterator[None]:
             kept.append(trace_levels(*args, **kwargs))
         return kept[0]
 
-    with attribute_set(plans, "trace_levels", trace):
+    with patch_attribute(plans, "trace_levels", trace):
         yield
 
 

@@ -29,7 +29,6 @@ COMMANDS = {
     "memory_caps": "the largest row and tokens/s under caps of device memory",
     "fp8_steps": "whole trainings over a base in FP8",
     "several_gpus": "stock and fastpack under accelerate launch, DDP and FSDP 2",
-    "preparation": "a data set from text to packed rows, beside stock's preparation",
     "preference": "optimizer steps of the five trainers that score completions beside TRL's",
     "shared_prefixes": "optimizer steps on packed rows whose documents begin alike, each prefix once and whole",
     "row_profile": "device time of a step by kind of kernel, beside its bound",

@@ -29,7 +29,7 @@ from fastpack_trl.measure.intervals import ratio_summary, summary
 from fastpack_trl.measure.rounds import take_turns
 from fastpack_trl.packing.chunks import chunks_of
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
-from fastpack_trl.recurrent.rules import packed_delta
+from fastpack_trl.recurrent.delta import packed_delta
 
 STOCK, STOCK_COMPILED, OURS, OURS_COMPILED = "stock, padded", "stock, padded, compiled", "packed", "packed, compiled"
 SIDES = (STOCK, STOCK_COMPILED, OURS, OURS_COMPILED)

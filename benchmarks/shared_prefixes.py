@@ -2,10 +2,9 @@
 
 Sides take turns, step by step, in one process, from the same weights and on the same rows; losses must agree before
 times are believed. A row ``1000+200`` has documents of 1,000 shared tokens before 100 to 300 of their own; of
-``completions`` the loss counts the own tokens alone; ``nothing`` shares nothing, and is looked through all the same;
-``turns`` are conversations split into six documents, each with its history, packed with ``packing_order="prefix"`` on
-both sides (stock packs them apart, and is left out). ``small`` models are for a CPU, where stock, whose attention is
-over the whole row, takes minutes for a step: it is asked for by ``--sides``.
+``completions`` the loss counts the own tokens alone; ``nothing`` shares nothing, and is looked through all the same.
+``small`` models are for a CPU, where stock, whose attention is over the whole row, takes minutes for a step: ask for
+it by ``--sides``.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ CASE = "shared_prefixes"
 WHOLE = "each document whole"
 SIDES = (STOCK, WHOLE, OURS)
 WARMUP = 2
-TURNS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +40,9 @@ class Row:
     shared: int
     """Tokens that all of them begin with."""
     own: int
-    """Their other tokens, on average; of conversations those of one turn."""
+    """Their other tokens, on average."""
     completions: bool = False
     """The loss counts the own tokens alone."""
-    turns: bool = False
-    """Conversations split into `TURNS` documents."""
     setting: str = "auto"
     """Of `share_prefixes`."""
 
@@ -61,12 +57,9 @@ class Row:
         ids: list[list[int]] = []
         labels: list[list[int]] = []
         while sum(len(each) for each in ids) < tokens:
-            history = list(prefix)
-            for _ in range(TURNS if self.turns else 1):
-                own = words(int(draw.integers(self.own // 2, self.own * 3 // 2 + 1)))
-                ids.append(history + own)
-                labels.append([-100 if self.completions else token for token in history] + own)
-                history = ids[-1]
+            own = words(int(draw.integers(self.own // 2, self.own * 3 // 2 + 1)))
+            ids.append(prefix + own)
+            labels.append([-100 if self.completions else token for token in prefix] + own)
         order = draw.permutation(len(ids)).tolist()
         return {"input_ids": [ids[place] for place in order], "labels": [labels[place] for place in order]}
 
@@ -74,7 +67,6 @@ class Row:
 ROWS = {
     "300+300": Row(300, 300), "1000+200": Row(1000, 200), "300+300 completions": Row(300, 300, completions=True),
     "1000+200 completions": Row(1000, 200, completions=True), "nothing": Row(0, 400, setting="on"),
-    "turns": Row(0, 200, turns=True),
 }  # fmt: skip
 
 
@@ -95,14 +87,13 @@ def measure_row(row: Row, args: Namespace, _seconds: float = 0.0) -> dict[str, A
         from peft import LoraConfig
 
         given["peft_config"] = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    ours, order = PAIR[OURS], {"packing_order": "prefix"} if row.turns else {}
+    ours = PAIR[OURS]
     sides = {
         STOCK: PAIR[STOCK],
-        WHOLE: replace(ours, changes={"share_prefixes": "off", **order}),
-        OURS: replace(ours, changes={"share_prefixes": row.setting, **order}),
+        WHOLE: replace(ours, changes={"share_prefixes": "off"}),
+        OURS: replace(ours, changes={"share_prefixes": row.setting}),
     }
-    # Stock has other rows of turns, with which no loss can be compared.
-    sides = {name: side for name, side in sides.items() if name in args.sides and not (row.turns and name == STOCK)}
+    sides = {name: side for name, side in sides.items() if name in args.sides}
     arguments = {
         "seed": args.seed, "use_cpu": device != "cuda", "bf16": device == "cuda", "logging_steps": 1, "packing": True,
         "max_length": args.tokens, "per_device_train_batch_size": 1, "learning_rate": 1e-4,
@@ -163,8 +154,7 @@ def markdown(record: Mapping[str, Any]) -> str:
     said = (
         f"**Shared prefixes**: whole optimizer steps on packed rows of {settings['tokens']:,} tokens, model "
         f"`{settings['model']}`, {'LoRA' if settings['lora'] else 'full training'}. *300+300*: 300 shared tokens "
-        f"before 150 to 450 of their own; *completions*: the loss counts these alone; *turns*: conversations split "
-        f'into {TURNS} documents, packed by `packing_order="prefix"` on both sides; *nothing*: they share nothing.'
+        "before 150 to 450 of their own; *completions*: the loss counts these alone; *nothing*: they share nothing."
     )
     head = "documents | >stock | >each whole | >prefixes once | >over stock | >over each whole | >tokens computed"
     return f"{said}\n\n{grid(head, rows)}"

@@ -36,7 +36,6 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "hybrid": ("attention", "compile", "kernels", "model", "packing", "recurrent"),
     "moe": ("attention", "kernels", "model", "moe", "packing"),
     "preference": (*TRAINING, "trainers"),
-    "preparation": ("packing",),
 }
 """Rooms of the package by case; a case that is not here uses all."""
 OPTIMISATIONS = {

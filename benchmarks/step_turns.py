@@ -19,7 +19,7 @@ from fastpack_trl.bench.baselines import SideRecipe
 from fastpack_trl.bench.compare import bar, measure
 from fastpack_trl.bench.side import RoundPlan
 from fastpack_trl.config import FastSFTConfig
-from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.model.patches import patch_attribute
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.trainer import FastSFTTrainer
 
@@ -84,7 +84,7 @@ def packed(trainer: Any, implementation: str = "auto") -> Iterator[str]:
     """Run a stock trainer with the collator and the packed attention of this package; yield the name of its path."""
     collator = PackingCollator(pad_token_id=PAD)
     with (
-        attribute_set(trainer, "data_collator", collator),
+        patch_attribute(trainer, "data_collator", collator),
         packed_attention(trainer.model, implementation, compute_dtype=torch.bfloat16) as attention,
     ):
         yield attention.path

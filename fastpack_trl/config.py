@@ -9,28 +9,50 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 from transformers import TrainingArguments
 from trl import SFTConfig
 
-from fastpack_trl.errors import did_you_mean, shown
+from fastpack_trl.errors import did_you_mean, first_reason, shown
 from fastpack_trl.model.preflight import check_counts, check_recompute
 from fastpack_trl.report import disabled_by_environment
 
 PackedAttentionPath = Literal[
-    "auto", "varlen", "per_document", "padded_rows", "flash_attention_2", "flash_attention_3", "flash_attention_4",
-    "flex", "xformers", "sdpa", "off",
+    "auto", "varlen", "per_document", "padded_rows", "flash_attention_4", "xformers", "sdpa", "off",
 ]  # fmt: skip
 Switch = Literal["auto", "on", "off"]
 OnOff = Literal["off", "on"]
 SavesReport = Literal["on", "off"]
-PackingOrder = Literal["stock", "prefix"]
 FrozenBase = Literal["as_loaded", "fp8"]
 ActivationMemory = Literal["auto", "keep", "selective", "checkpoint", "offload", "off"]
 CheckpointOffload = Literal["auto", "double_buffer", "single_buffer", "off"]
 PACKED_ATTENTION_CHOICES: tuple[str, ...] = get_args(PackedAttentionPath)
 DEFAULT_PADDED_ROWS_LIMIT = 4.0
+
+REMOVED = {
+    "packing_order": ("0.2.0", "TRL's order of documents is used; leave it out"),
+    "packed_attention='flex'": ("0.2.0", "set packed_attention='auto'"),
+    **{
+        f"packed_attention='{name}'": ("0.2.0", f"set attn_implementation='{name}', which gets the same cu_seqlens")
+        for name in ("flash_attention_2", "flash_attention_3")
+    },
+}
+"""Fields, values and arguments that are gone: the version that removed them, and what to do instead."""
+
+
+def removal(name: str) -> str:
+    """Return since when a field or argument is gone and what to do instead; ``""`` for other names."""
+    if name not in REMOVED:
+        return ""
+    since, instead = REMOVED[name]
+    return f"{name} was removed in {since}: {instead}"
+
+
+def refuse_removed(names: Iterable[str]) -> None:
+    """Raise `ValueError` for the first of `names` that `REMOVED` lists."""
+    if reason := first_reason(map(removal, names)):
+        raise ValueError(reason)
 
 
 def normalise_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
@@ -50,6 +72,7 @@ def normalise_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
         value = switched_on
     if isinstance(value, str) and value in choices:
         return value
+    refuse_removed([f"{name}={value!r}"])
     hint = did_you_mean(value, choices) if isinstance(value, str) else ""
     raise ValueError(f"{name}={shown(value)} is not available: use one of {', '.join(choices)}{hint}")
 
@@ -100,9 +123,9 @@ class ModelSettings:
         "How packed documents are kept apart: auto (the fastest that is right for the model), varlen (torch's flash "
         "kernel: CUDA, bf16 or fp16), per_document (one attention call per document, any device), padded_rows "
         "(documents unpacked into padded rows under stock attention), flash_attention_4 (flash-attn-4: Hopper and "
-        "later, where installed), flash_attention_2, flash_attention_3 and xformers (where installed), flex (torch's "
-        "flex attention, CUDA), sdpa (stock attention, its dense mask built once per batch) or off (stock). No extra "
-        "memory except for sdpa (total_tokens^2 bytes per window) and padded_rows (padding, see padded_rows_limit).",
+        "later, where installed), xformers (where installed), sdpa (stock attention, its dense mask built once per "
+        "batch) or off (stock). No extra memory except for sdpa (total_tokens^2 bytes per window) and padded_rows "
+        "(padding, see padded_rows_limit).",
     )
     verify_packing: Switch = choice(
         "auto",
@@ -191,6 +214,10 @@ class ModelSettings:
         "of the trackers of report_to: on or off. A few kilobytes.",
     )
 
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        refuse_removed(given)  # before the dataclass's own `__init__` raises a TypeError
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         self.normalise()
 
@@ -200,6 +227,7 @@ class ModelSettings:
         Raises:
             ValueError: a value outside its choices or its limits; names the remedy.
         """
+        refuse_removed(vars(self))
         for name, choices in _CHOICES.items():
             if hasattr(self, name):
                 setattr(self, name, normalise_choice(name, getattr(self, name), choices))
@@ -254,12 +282,6 @@ class Settings(ModelSettings):
         "Compute what several documents of a row begin with alike, such as a system prompt, once: auto (where a "
         "sample of rows has more than 5 percent fewer tokens by it), on, or off. Same loss, same gradients. With "
         "varlen, per_document, flash_attention_4 or sdpa, without dropout (lora_dropout too), with sync_free.",
-    )
-    packing_order: PackingOrder = choice(
-        "stock",
-        "Which documents are packed into a row: stock (TRL's, by length) or prefix (those that begin alike, for "
-        "share_prefixes). prefix changes which documents a batch has, and fills rows a little less; packing_strategy "
-        "bfd and bfd_split, not a stream.",
     )
 
     @classmethod
@@ -326,15 +348,10 @@ def check_fields(args: Any, settings: Settings) -> None:
     """Check that fields and arguments do not contradict each other. ``FASTPACK_DISABLE=1`` reads no field.
 
     Raises:
-        ValueError: as `check_recompute`, or ``packing_order="prefix"`` without documents to pack.
+        ValueError: as `check_recompute`.
     """
     if not disabled_by_environment():
         check_recompute(args, settings.activation_memory, settings.checkpoint_offload)
-        if settings.packing_order == "prefix" and not (args.packing and args.packing_strategy in ("bfd", "bfd_split")):
-            raise ValueError(
-                "packing_order='prefix': it packs documents: set packing=True and packing_strategy='bfd' or "
-                "'bfd_split', or packing_order='stock'"
-            )
 
 
 def check_offload(offload_budget_gib: float | None, keep_last_layers: int) -> None:

@@ -27,7 +27,7 @@ from fastpack_trl.lora.feature import lora
 from fastpack_trl.lora.frozen_base import frozen_base
 from fastpack_trl.model.facts import UNREADABLE, text_model
 from fastpack_trl.model.precision import not_packed_on_cpu
-from fastpack_trl.model.upstream import PARTLY, lacks
+from fastpack_trl.model.upstream import PARTLY, missing_reason
 from fastpack_trl.moe.feature import moe
 from fastpack_trl.run import MicroStep, Run
 from fastpack_trl.step.accumulation import merge
@@ -60,7 +60,12 @@ class Feature(NamedTuple):
             torch.AcceleratorError: the device failed, which is no matter of the model.
         """
         name = str(getattr(self.install, "__name__", self.install))
-        if self.falls_back and run.settings.get(name) != "off" and name not in PARTLY and (missing := lacks(name)):
+        if (
+            self.falls_back
+            and run.settings.get(name) != "off"
+            and name not in PARTLY
+            and (missing := missing_reason(name))
+        ):
             _leave_to_stock(run, name, missing)
             return
         try:

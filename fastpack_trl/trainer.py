@@ -18,6 +18,7 @@ from fastpack_trl.model.preflight import bound, check_given
 from fastpack_trl.packing.batching import fast_view, is_stock_collator, packing_collator
 from fastpack_trl.packing.collator import unshared
 from fastpack_trl.packing.dataset import can_prepare_in_two_passes, prepare_in_two_passes
+from fastpack_trl.packing.examples import check_label_column, check_not_empty
 from fastpack_trl.packing.packed_inputs import PackedInputs
 from fastpack_trl.run import Run
 from fastpack_trl.step.accumulation import Merging
@@ -63,6 +64,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
             run.say("fastpack", "off", "stock", self._fastpack_disabled)
             return
         check_given(given)
+        check_not_empty(given.get("train_dataset"))
         super().__init__(*args, **kwargs)
         self._fastpack_quantize(self.model)  # where nobody has moved the model
         run.report.facts |= fit_precision(self)
@@ -74,18 +76,17 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
     ) -> Any:
         given = (dataset, processing_class, args, packing, formatting_func, dataset_name)
-        run = self.fastpack_run
-        by_prefix = dataset_name == "train" and run.settings.packing_order == "prefix"
-        if self._fastpack_disabled or self._fastpack_own_collator or not can_prepare_in_two_passes(dataset):
-            if by_prefix and not self._fastpack_disabled:
-                raise ValueError(
-                    "packing_order='prefix' sorts a data set as a whole, with TRL's own collator: no stream"
-                )
-            return super()._prepare_dataset(*given)
+        return self._fastpack_name_faults(self._fastpack_prepare, super()._prepare_dataset, *given)
+
+    def _fastpack_prepare(self, dataset: Any, *given: Any) -> Any:
+        run, dataset_name = self.fastpack_run, given[-1]
+        if not self._fastpack_own_collator:
+            check_label_column(dataset, dataset_name)
+        if self._fastpack_own_collator or not can_prepare_in_two_passes(dataset):
+            return super()._prepare_dataset(dataset, *given)
         # An evaluation set may have that name too, and be given in the middle of a run.
         count = run.facts is None and dataset_name == "train" and not self._fastpack_entered
-        stock = super()._prepare_dataset
-        prepared, facts = prepare_in_two_passes(stock, *given, trainer=self, count=count, by_prefix=by_prefix)
+        prepared, facts = prepare_in_two_passes(super()._prepare_dataset, dataset, *given, count=count)
         if facts is not None:
             run.facts = facts
         return prepared

@@ -282,7 +282,7 @@ def left_alike() -> None:
     for fails in ((1,), (0, 1), ()):
         here, said = rank in fails, ""
         try:
-            with ranks.failing_together():
+            with ranks.propagate_failures():
                 if here:
                     raise ValueError(f"of {rank}")
         except (ValueError, RuntimeError) as error:
@@ -292,7 +292,7 @@ def left_alike() -> None:
     waits = contextlib.nullcontext() if rank == 0 else pytest.raises(RankFailedError, match="rank 1: ValueError: alone")
     # The question that it gave up is lost to the others too: they find its connection closed.
     left = pytest.raises(RuntimeError, match=r"[Cc]onnection closed") if rank == 0 else contextlib.nullcontext()
-    with waits, left, ranks.failing_together(0.5):
+    with waits, left, ranks.propagate_failures(0.5):
         if rank:
             raise ValueError("alone")
         dist.barrier()

@@ -26,8 +26,8 @@ from trainer_material import build, make_dataset
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer, PackedBatch, packed_attention
-from fastpack_trl.model.patches import attribute_set
-from fastpack_trl.model.sharded import layer_units, stay_gathered, whole_bytes
+from fastpack_trl.model.patches import patch_attribute
+from fastpack_trl.model.sharded import keep_unsharded, layer_units, whole_bytes
 from fastpack_trl.step.local_shards import clip, local_steps, why_stock_step
 from fastpack_trl.step.sync_free import SyncFreeStep
 from fastpack_trl.testing import tiny_model
@@ -118,7 +118,7 @@ def _steps(model: nn.Module, optimizer: Any, ours: bool, count: int) -> list[boo
         return read(own, group, *lists)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(attribute_set(type(optimizer), "_init_group", init_group))
+        stack.enter_context(patch_attribute(type(optimizer), "_init_group", init_group))
         if ours:
             stack.enter_context(local_steps(optimizer))
         for seed in range(count):
@@ -141,7 +141,7 @@ def gathered() -> None:
 
     backward(model)
     model.zero_grad()
-    with stay_gathered(layers):
+    with keep_unsharded(layers):
         ids = (IDS * 7 + dist.get_rank()) % 60
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         assert all(whole())
@@ -151,11 +151,11 @@ def gathered() -> None:
     with torch.no_grad():
         model(input_ids=ids, use_cache=False)
     assert not any(whole()), "outside of the context"
-    with pytest.raises(ValueError, match="stopped"), stay_gathered(layers):
+    with pytest.raises(ValueError, match="stopped"), keep_unsharded(layers):
         model(input_ids=ids, use_cache=False)
         raise ValueError("stopped")
     assert not any(whole())
-    with stay_gathered(layers):  # a batch that is replaced by a zero has no backward pass
+    with keep_unsharded(layers):  # a batch that is replaced by a zero has no backward pass
         model(input_ids=ids, use_cache=False)
     assert not any(whole())
 

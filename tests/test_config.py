@@ -10,9 +10,11 @@ import pytest
 from trainer_material import make_dataset, make_tokenizer, settings
 from trl import SFTConfig
 
-from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl import FastDPOConfig, FastGRPOConfig, FastSFTConfig, FastSFTTrainer
 from fastpack_trl.attention.backends import BACKENDS
-from fastpack_trl.config import _CHOICES, PACKED_ATTENTION_CHOICES, Settings
+from fastpack_trl.config import _CHOICES, PACKED_ATTENTION_CHOICES, REMOVED, Settings
+from fastpack_trl.errors import UserError
+from fastpack_trl.recipe.arguments import parse
 from fastpack_trl.run import PADDED_ROWS
 from fastpack_trl.testing import tiny_model
 
@@ -137,3 +139,24 @@ def make(args: Any) -> FastSFTTrainer:
         tiny_model("qwen3"), args=args, train_dataset=make_dataset("text"), eval_dataset=make_dataset("text", 4),
         processing_class=make_tokenizer(),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [FastSFTConfig, FastDPOConfig, FastGRPOConfig])
+def test_removed_fields_say_since_when_and_what_to_do(config: type, tmp_path: Path) -> None:
+    for name, (since, instead) in REMOVED.items():
+        with pytest.raises(ValueError, match=f"{name} was removed in {since}: {instead}"):
+            config(output_dir=str(tmp_path), use_cpu=True, bf16=False, **{name: "on"})
+    with pytest.raises(TypeError, match="unheard_of"):
+        config(output_dir=str(tmp_path), use_cpu=True, bf16=False, unheard_of=1)
+
+
+def test_removed_fields_in_yaml_flags_and_set_later_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "sft.yaml"
+    file.write_text("packing_order: prefix\n")
+    for words in (["--config", str(file)], ["--packing-order", "prefix"]):
+        with pytest.raises(UserError, match=r"packing_order was removed in 0\.2\.0"):
+            parse(words)
+    args = FastSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    args.packing_order = "prefix"
+    with pytest.raises(ValueError, match="packing_order was removed"):
+        Settings.of(args)

@@ -62,7 +62,7 @@ KEEPS_ALL = {"gradient_checkpointing": False}
 CONTRADICTED = Case("gradient_checkpointing=False", options=KEEPS_ALL, contradicts=True)
 CASES: dict[tuple[str, str], Case] = {
     **{("packed_attention", name): Case(CONSTRUCTED) for name in
-       ("varlen", "flex", "xformers", "flash_attention_2", "flash_attention_3", "flash_attention_4")},
+       ("varlen", "xformers", "flash_attention_4")},
     **{("packed_attention", name): COLLATED for name in ("per_document", "padded_rows", "sdpa")},
     ("verify_packing", "on"): Case("parameters are sharded when training starts", late=shard),
     ("lora", "on"): Case("the model has no LoRA layers"),
@@ -77,7 +77,6 @@ CASES: dict[tuple[str, str], Case] = {
         "on_substep_end of Substep", options={"gradient_accumulation_steps": 2}, given={"callbacks": [Substep()]}
     ),
     ("share_prefixes", "on"): Case("NEFTune would add", options={"neftune_noise_alpha": 5.0}),
-    ("packing_order", "prefix"): Case("it packs documents", options={"packing": False}, contradicts=True),
     ("activation_memory", "keep"): Case(reason="keeps all activations", options=KEEPS_ALL),
     **{("activation_memory", level): CONTRADICTED for level in ("selective", "checkpoint", "offload")},
     **{("checkpoint_offload", mode): CONTRADICTED for mode in ("double_buffer", "single_buffer")},

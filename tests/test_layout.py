@@ -50,7 +50,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 """Rooms and files of the package from the lowest to the highest: each imports from floors below its own."""
 
 BUDGETS = {
-    "attention": 3950,
+    "attention": 3600,
     "bench": 3550,
     "callbacks": 550,
     "capture": 1800,
@@ -60,18 +60,18 @@ BUDGETS = {
     "kernels": 1500,
     "lora": 2000,
     "measure": 1500,
-    "model": 2150,
+    "model": 1700,
     "moe": 1500,
-    "packing": 3500,
+    "packing": 2900,
     "quickstart": 950,
     "recurrent": 1200,
-    "recipe": 3150,
+    "recipe": 3350,
     "run": 500,
     "step": 2500,
     "trainers": 1100,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 36700, "benchmarks": 7800, "tests": 39450}
+TOTALS = {"fastpack_trl": 36700, "benchmarks": 7800, "tests": 39600}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",
@@ -235,12 +235,12 @@ def is_settings(owner: ast.expr) -> bool:
 
 
 def assigned(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield owner and name of each attribute that a module assigns, also through `attribute_set`."""
+    """Yield owner and name of each attribute that a module assigns, also through `patch_attribute`."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         match node:
             case ast.Attribute(value=owner, attr=name, ctx=ast.Store() | ast.Del()):
                 yield ast.unparse(owner), name
-            case ast.Call(func=ast.Name("attribute_set" | "setattr"), args=[owner, ast.Constant(str() as name), *_]):
+            case ast.Call(func=ast.Name("patch_attribute" | "setattr"), args=[owner, ast.Constant(str() as name), *_]):
                 yield ast.unparse(owner), name
 
 

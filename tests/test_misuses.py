@@ -57,7 +57,7 @@ COMMANDS = [
     Misuse("sft --config here", "'here' is a folder: name a YAML in it, e.g. 'here/some.yaml'"),
     Misuse("sft --config sftt.yaml", "did you mean 'sft.yaml'?"),
     Misuse("sft --config {yaml} --torch_dtype bf17", "'--torch_dtype'; did you mean '--dtype'?"),
-    Misuse("sft --config {yaml} --packed_attention flsh", "did you mean 'flash_attention_2', 'flash_attention_3' or"),
+    Misuse("sft --config {yaml} --packed_attention flsh", "did you mean 'flash_attention_4'"),
     Misuse("sft --config {yaml} --num_processes 0", "--num_processes 0 is below 1"),
     Misuse("sft --config {yaml} --load_in_4bit true", "pip install 'fastpack-trl[qlora]'", missing="bitsandbytes"),
     Misuse("sft --config {yaml}", "lora_r=0 is below 1", "use_peft: true\nlora_r: 0"),
@@ -83,7 +83,7 @@ COMMANDS = [
     # sft: keys, types, files
     Misuse(
         "sft --config {yaml} --assistant_only_loss true",
-        "some conversation has nothing of the assistant: drop such",
+        "has nothing of the assistant: drop such",
         "dataset_name: a.jsonl\nchat_template_path: marked.jinja",
     ),
     Misuse("sft --config {yaml}", "did you mean 'packed_attention'?", "packed_atention: auto"),
@@ -113,14 +113,14 @@ COMMANDS = [
     Misuse("verify here/model", "unknown argument 'here/model'; did you mean --model here/model?"),
     Misuse("verify --model here/mod", "; did you mean 'here/model'?"),
     Misuse("verify --model here/noweights", "--model 'here/noweights' cannot be loaded: it holds no weights"),
-    Misuse("verify --model {model} --attn flsh", "--attn 'flsh' does not exist; did you mean 'flash_attention_2'"),
+    Misuse("verify --model {model} --attn flsh", "--attn 'flsh' does not exist; did you mean 'flash_attention_4'"),
     Misuse("verify --model {model} --lengths 0", "--lengths 0 has a document of 0 tokens: give two or more"),
     Misuse("verify --model ./absent", "--model './absent' is not a folder"),
     Misuse("verify --model owner/absent", "--model 'owner/absent' cannot be used"),
     Misuse(
         "verify --model {model} --attn per_documnt", "--attn 'per_documnt' does not exist; did you mean 'per_document'?"
     ),
-    Misuse("verify --model {model} --attn flex", "--attn flex cannot be used here: flex needs CUDA"),
+    Misuse("sft --config {yaml}", "packed_attention='flex' was removed in 0.2.0", "packed_attention: flex"),
     Misuse("verify --model {model} --attn xformers", "pip install 'fastpack-trl[xformers]'", missing="xformers"),
     Misuse("verify --model {model} --lengths 9", "--lengths 9 is one document"),
     Misuse("verify --model {model} --lengths 9 999", "the model has 256 positions"),

@@ -28,7 +28,7 @@ rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=2, timeout=timedelta(seconds=300))
 ranks = Ranks(2, timedelta(seconds=300))
 ranks.all(True)
-with ranks.failing_together(0.5):
+with ranks.propagate_failures(0.5):
     if rank:
         raise ValueError("alone")
     dist.barrier()

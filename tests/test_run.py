@@ -75,9 +75,9 @@ def test_attention_is_chosen_again_where_its_setting_was_changed(
         caplog.clear()
         trainer.train()
     assert "packed_attention" not in caplog.text, "chosen once for one setting"
-    trainer.args.packed_attention = "flex"
+    trainer.args.packed_attention = "varlen"
     for _ in range(2):
-        with pytest.raises(ValueError, match="packed_attention='flex' cannot be used here: flex needs CUDA"):
+        with pytest.raises(ValueError, match="packed_attention='varlen' cannot be used here: varlen needs CUDA"):
             trainer.train()
 
 

@@ -127,7 +127,7 @@ def fail(*_: Any, **__: Any) -> None:
 
 def inside(**fast: Any) -> None:
     """One rank fails in the forward pass of a layer that FSDP 2 has parted, while the other gathers the next one."""
-    runs.PATIENCE = 0.5  # type: ignore[attr-defined]
+    runs.FAILURE_GRACE_SECONDS = 0.5  # type: ignore[attr-defined]
     trainer = make(FastSFTTrainer, gradient_checkpointing=True, fast={"verify_packing": "off"} | fast)
     if dist.get_rank():
         trainer.model.model.layers[0].mlp.forward = fail

@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from fastpack_trl.attention import dense, flash_attention, flash_attention_4, flex, per_document, varlen, xformers
+from fastpack_trl.attention import dense, flash_attention_4, per_document, varlen, xformers
 from fastpack_trl.attention.interface import AttentionCall, Backend
 from fastpack_trl.attention.operators import sink_gradient
 from fastpack_trl.attention.reference import (
@@ -27,6 +27,7 @@ from fastpack_trl.attention.reference import (
     reference_forward,
     window_band,
 )
+from fastpack_trl.config import refuse_removed
 from fastpack_trl.model.facts import UNREADABLE, ModelFeatures
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.run import PADDED_ROWS, Choice
@@ -46,11 +47,7 @@ AUTO: tuple[Backend, ...] = (
     flash_attention_4.FlashAttention4(), varlen.Varlen(), per_document.PerDocument(), dense.Dense(),
 )  # fmt: skip
 """In the order of ``auto``: the first that is right is taken."""
-BY_NAME: tuple[Backend, ...] = (
-    flex.Flex(),
-    xformers.Xformers(),
-    *map(flash_attention.FlashAttention, flash_attention.NAMES),
-)
+BY_NAME: tuple[Backend, ...] = (xformers.Xformers(),)
 """Taken only where the user names one."""
 
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (*AUTO, *BY_NAME)}
@@ -91,6 +88,7 @@ def choose(
         return Choice(PADDED_ROWS, "asked for")
     if requested != "auto":
         if requested not in BACKENDS:
+            refuse_removed([f"packed_attention={requested!r}"])
             raise ValueError(
                 f"packed_attention={requested!r} does not exist: use one of auto, {', '.join(BACKENDS)}, "
                 f"{PADDED_ROWS}, off"

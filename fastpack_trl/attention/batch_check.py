@@ -54,6 +54,9 @@ class BatchCheck:
         position_ids = kwargs.get("position_ids")
         position_ids = batch.position_ids if position_ids is None else position_ids  # not every backbone gets them
         if row is not None and not batch.describes(row, position_ids):
+            # Of several sections they say where a token is in an image too; the documents are those of the batch.
+            if position_ids.shape[1:] == row.shape[:2] == (1, batch.total_tokens):
+                return self._seen(batch)
             if position_ids.shape != row.shape[:2]:
                 raise ValueError(
                     f"packed_batch has documents of {batch.total_tokens} tokens for a row of {row.shape[1]} "

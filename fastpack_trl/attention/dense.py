@@ -34,6 +34,13 @@ class DenseLayer(NamedTuple):
         return out
 
 
+def stock_error(features: ModelFeatures) -> str:
+    """Return how stock's attention computes another function than the model's; empty if it does not."""
+    # transformers 5.17 gives gemma2 sdpa; later versions refuse it themselves.
+    wrong = features.softcap and features.implementation == "sdpa"
+    return "stock sdpa leaves out the softcap: load the model with attn_implementation='eager'" if wrong else ""
+
+
 class Dense(Backend):
     """The backend ``sdpa``: every device, dtype and feature that stock's attention of the model has."""
 
@@ -41,10 +48,7 @@ class Dense(Backend):
     tried = False  # stock's own function, which belongs to a model
 
     def refuses(self, features: ModelFeatures) -> str:
-        if features.softcap and features.implementation == "sdpa":
-            # transformers 5.17 lets gemma2 do so; later versions refuse it themselves.
-            return "stock sdpa leaves out the softcap: load the model with attn_implementation='eager'"
-        return ""
+        return stock_error(features)
 
     def reason(self, features: ModelFeatures) -> str:
         return f"stock {features.implementation} with a dense mask built once per batch"

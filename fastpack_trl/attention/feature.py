@@ -15,11 +15,10 @@ from datasets import Dataset
 from fastpack_trl.attention import install
 from fastpack_trl.attention.backends import BACKENDS, choose, failure
 from fastpack_trl.attention.install import PackedAttention
-from fastpack_trl.attention.start_proof import is_examined, prove, prove_stock, stock_is_right
+from fastpack_trl.attention.start_proof import is_examined, prove, prove_stock, stock_is_right, tell_stock_error
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.facts import asked_for, attention_modules, read_features
 from fastpack_trl.packing.batching import BatchPlan, vocabulary
-from fastpack_trl.packing.buckets import BLOCK_COST
 from fastpack_trl.packing.dataset import check_vocabulary, highest_padding_cost, is_token_lists
 from fastpack_trl.report import Status
 from fastpack_trl.run import PADDED_ROWS, Choice, Run
@@ -165,6 +164,8 @@ def _install(run: Run, stack: ExitStack) -> None:
     dataset = run.trainer.train_dataset
     if run.training and isinstance(dataset, Dataset) and is_token_lists(dataset, ("input_ids",)):
         check_vocabulary(dataset, vocabulary(run.model))
+    if run.training:
+        tell_stock_error(run)
     attempt = stack.enter_context(ExitStack())
     attention = attempt.enter_context(_installed(run))
     unasked = run.plan.kind == "padding_free"
@@ -213,9 +214,8 @@ def _installed(run: Run) -> Iterator[PackedAttention]:
             yield attention
             return
         before, run.refuses_static = run.refuses_static, partial(backend.refuses_static, features=attention.features)
-        run.alone_from, run.block_cost = backend.alone_from(attention.features), backend.block_cost
         try:
             with run.keeping(attention):  # for `why_not_shared`
                 yield attention
         finally:
-            run.refuses_static, run.alone_from, run.block_cost = before, math.inf, BLOCK_COST
+            run.refuses_static = before

@@ -9,21 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastpack_trl.attention.interface import AttentionCall, Backend
-from fastpack_trl.attention.operators import HEAD_ALIGNMENT, gather_keys, tokens_of
+from fastpack_trl.attention.interface import Backend
+from fastpack_trl.attention.operators import HEAD_ALIGNMENT
 from fastpack_trl.attention.per_document import FLASH_DTYPES
-from fastpack_trl.attention.reference import NO_SOFTCAP, NO_WINDOW
-from fastpack_trl.attention.whole_row import MAX_HEAD_DIM, RowInputs, check_call, reason_for, row_operator
+from fastpack_trl.attention.whole_row import KERNELS, MAX_HEAD_DIM, RowInputs, RowLayer, reason_for, row_operator
 from fastpack_trl.errors import describe, first_reason
 from fastpack_trl.measure.payback import StartUpCost
 from fastpack_trl.model.facts import UNREADABLE, ModelFeatures
 from fastpack_trl.packing.buckets import Bucket
-from fastpack_trl.packing.packed_batch import PackedBatch, rounded_length
+from fastpack_trl.packing.packed_batch import PackedBatch
 
 NAME = "flash_attention_4"
 COMPILE_SECONDS = 6.0
@@ -67,36 +66,7 @@ def flash4_attention_backward(
     return dq, dk, dv, dsinks[0] if dsinks else row.query.new_empty(0)
 
 
-_attention = row_operator(flash4_attention, flash4_attention_backward)
-
-
-class FlashAttention4Layer(NamedTuple):
-    """Tensors and ints: what crosses a layer boundary."""
-
-    cu_seqlens: Tensor
-    """(num_segments + 1,) int32 on the device."""
-    max_seqlen: int
-    cu_seqlens_k: Tensor
-    """Of the keys; the same tensor where no segment has a prefix."""
-    max_seqlen_k: int
-    key_index: Tensor | None = None
-    """(total_keys,) int64 on the device (`SharedKeys`); None: each token is a key."""
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        """Attend over the whole row.
-
-        Raises:
-            ValueError: a dtype or dropout that the kernel does not have; names the remedy.
-        """
-        check_call(NAME, call, softcap=True)
-        query, *keyed = tokens_of(call)
-        if self.key_index is not None:
-            keyed = [gather_keys(tensor, self.key_index) for tensor in keyed]
-        out, _ = _attention(
-            query, *keyed, self.cu_seqlens, call.sinks, None, call.window or NO_WINDOW, call.scale, self.max_seqlen,
-            self.cu_seqlens_k, self.max_seqlen_k, call.softcap or NO_SOFTCAP,
-        )  # fmt: skip
-        return out[None, ..., : call.value.shape[-1]].contiguous()
+KERNELS[NAME] = (row_operator(flash4_attention, flash4_attention_backward), True)
 
 
 class FlashAttention4(Backend):
@@ -104,7 +74,6 @@ class FlashAttention4(Backend):
 
     name = NAME
     flattens = True
-    block_cost = 1e-4
 
     def refuses(self, features: ModelFeatures) -> str:
         return first_reason(self._lacks(features))
@@ -140,12 +109,8 @@ class FlashAttention4(Backend):
     def refuses_shared(self, features: ModelFeatures) -> str:
         return ""
 
-    def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> FlashAttention4Layer:
-        ends, longest, shared = batch.cu_seqlens.to(device), batch.bucketed_max_seqlen, batch.shared
-        if shared is None:
-            return FlashAttention4Layer(ends, longest, ends, longest)
-        keys = shared.map(lambda tensor: tensor.to(device))
-        return FlashAttention4Layer(ends, longest, keys.cu_seqlens_k, rounded_length(keys.max_seqlen_k), keys.key_index)
+    def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> RowLayer:
+        return RowLayer.of(NAME, batch, device)
 
 
 def has_device(features: ModelFeatures) -> bool:
@@ -158,13 +123,15 @@ def _lacks_on_generation(features: ModelFeatures) -> Iterator[object]:
     generation, size = (features.capability or (0,))[0], features.head_dim
     width, device = -(-size // HEAD_ALIGNMENT) * HEAD_ALIGNMENT, f"on compute capability {generation}.x"
     if generation == 9:
-        # Its backward adds gradients up in heads rounded up to 16, and reads the sums as of heads rounded up to 32.
+        # Its backward adds gradients up in heads rounded up to 16, and reads the sums as of heads rounded up to 32:
+        # as large as their error at 8, 16, 40, 72, 80, 112 on an H100, right at 24, 32, 64, 96, 128, 160, 192, 256.
         wrong = width <= 128 and -(-width // 16) % 2
         yield wrong and f"{NAME} computes wrong gradients for head_dim {size} {device}"
     elif generation in (10, 11):
         yield 128 < width < 256 and f"{NAME} has no head_dim {size} {device}, only up to 128 and 256"
-        more = "sinks" if features.sinks else "softcap" if features.softcap else ""
-        yield width == 256 and more and f"{NAME} has no {more} for head_dim {size} {device}"
+        more = {"sinks": features.sinks, "softcap": features.softcap, "windows": features.windows}
+        named = " and ".join(filter(more.get, more))
+        yield width == 256 and named and f"{NAME} has no {named} for head_dim {size} {device}"
     elif generation == 12:  # 99 KiB hold the backward's 4 tiles of 64 heads, and 2 of 64 x 64
         yield width > 160 and f"head_dim {size} is over {NAME}'s limit of 160 {device}"
         yield features.sinks and f"{NAME} has no sinks {device}"

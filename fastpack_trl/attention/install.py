@@ -22,16 +22,18 @@ from fastpack_trl.attention.interface import AttentionCall, Backend, PackedLayer
 from fastpack_trl.attention.padded_rows import DEFAULT_LIMIT, padded_rows
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.facts import (
+    KINDS,
     OVER,
     ModelFeatures,
     attention_modules,
     backbones,
+    masks_by_kind,
     read_features,
     stock_attention,
     text_model,
     window_of,
 )  # fmt: skip
-from fastpack_trl.model.patches import attribute_set, shared
+from fastpack_trl.model.patches import patch_attribute, shared
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.chunks import chunks_of
 from fastpack_trl.recurrent import fla
@@ -138,7 +140,7 @@ def _switch(base: Any, features: ModelFeatures) -> Iterator[None]:
             # Written back directly: the public setter would check and load kernels again.
             stack.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation)
         for module in attention_modules(base):
-            stack.enter_context(attribute_set(module, "_fastpack_window", window_of(module)))
+            stack.enter_context(patch_attribute(module, "_fastpack_window", window_of(module)))
         # A composite model's vision tower keeps its own implementation.
         base.set_attn_implementation(name if key is None else {key: name})
         if text._attn_implementation != name:  # falcon, bloom and xglm only log a warning
@@ -168,7 +170,8 @@ def _fed(model: nn.Module, backend: Backend, features: ModelFeatures, batch_chec
     Of several `packed_attention` on one model (a trainer made during the run of another) the latest prepares.
     """
     base = text_model(model)
-    prepare = _Prepare(backend, features, base.config.get_text_config(), batch_check, fla.is_chosen(features))
+    text, by_fla, by_kind = base.config.get_text_config(), fla.is_chosen(features), masks_by_kind(base)
+    prepare = _Prepare(backend, features, text, batch_check, by_fla, by_kind)
     with shared(base, "_fastpack_feed", lambda: _hooked(base)) as prepares:
         prepares.append(prepare)
         try:
@@ -206,6 +209,7 @@ class _Prepare:
     config: Any
     batch_check: BatchCheck
     by_fla: bool
+    by_kind: bool
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = kwargs.pop("packed_batch", None)
@@ -225,8 +229,17 @@ class _Prepare:
             raise PackingError(f"a static batch cannot run: {reason}; give the model the plain batch")
         if batch.shared is not None and (reason := shared_refusal(self.backend, self.features)):
             raise PackingError(f"a row with shared prefixes cannot run: {reason}; give the model each prefix repeated")
+        kinds = [name for name in KINDS if self.by_kind and isinstance(kwargs.get(name), Tensor)]
+        for name in kinds:
+            if bool((kwargs[name] > 0).any()):  # asks the device, in rows with such ids
+                raise PackingError(
+                    f"{name} of {self.features.model_type} says which tokens see each other in both directions (those "
+                    f"of an image), and packed_attention={self.backend.name!r} would make them causal: set "
+                    f"packed_attention='{PADDED_ROWS}', or train such data with packing=False"
+                )
         device = batch.device  # where the data loader put the batch; parameters may be offloaded
         kwargs["packed_layer"] = self.backend.layer(batch, self.features, device)
+        kwargs["packed_tokens"] = batch.total_tokens
         if self.features.mixers:
             kwargs[KEYWORD] = chunks_of(batch)
             if self.by_fla and not batch.is_static:
@@ -241,7 +254,7 @@ class _Prepare:
 
 def _attention(
     stock: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    *args: Any, packed_layer: Any = None, **kwargs: Any,
+    *args: Any, packed_layer: Any = None, packed_tokens: int | None = None, **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Run the packed path with `packed_layer`, the family's own function without: registered under our name."""
     if packed_layer is None:
@@ -251,6 +264,15 @@ def _attention(
                 f"packed_attention='{PADDED_ROWS}'"
             )
         return stock_attention(module, stock)(module, query, key, value, attention_mask, *args, **kwargs)
+    expected = query.shape[2] if packed_tokens is None else packed_tokens
+    # A kernel would read past the end of the shorter ones.
+    if not (query.shape[2] == key.shape[2] == value.shape[2] == expected):
+        raise PackingError(
+            f"{type(module).__name__} attends with {query.shape[2]} queries over {key.shape[2]} keys and "
+            f"{value.shape[2]} values, and the documents of its row (cu_seqlens) end at {expected}: every token has to "
+            "be there in all layers; leave out what cuts rows inside of the model (logits_to_keep, where layers share "
+            f"keys), or set packed_attention='{PADDED_ROWS}'"
+        )
     return _packed(module, query, key, value, packed_layer, **kwargs), None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple, Protocol
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastpack_trl.model.facts import ModelFeatures
-from fastpack_trl.packing.buckets import BLOCK_COST, Bucket
+from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.recurrent import fla
 
@@ -57,13 +56,11 @@ class Backend(ABC):
         name: its value of `FastSFTConfig.packed_attention`.
         tried: `backends.failure` runs it on a few tokens before it is chosen.
         flattens: batches that stock pads become rows without padding for it, which it attends over as fast.
-        block_cost: see `choose_buckets`: what a surplus token of segments x max_seqlen costs its kernel.
     """
 
     name: str
     tried: bool = True
     flattens: bool = False
-    block_cost: float = BLOCK_COST
 
     @abstractmethod
     def refuses(self, features: ModelFeatures) -> str:
@@ -97,13 +94,6 @@ class Backend(ABC):
     def refuses_compile(self, features: ModelFeatures) -> str:
         """Return why layers with it are not compiled, or ``""``: it is torch that a graph can have, or an operator."""
         return ""
-
-    def alone_from(self, features: ModelFeatures) -> float:
-        """Return from how many tokens per document, of a mean, it runs faster by one call each; infinite: never.
-
-        Of static batches that is for those with one segment alone, whose length the bucket has.
-        """
-        return math.inf
 
     def refuses_shared(self, features: ModelFeatures) -> str:
         """Return why it cannot attend over rows whose documents share a prefix (`PackedBatch.shared`), or ``""``."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from fastpack_trl.attention.batch_check import BatchCheck
-from fastpack_trl.model.facts import backbones, is_prompt_learning, text_model
+from fastpack_trl.model.facts import KINDS, backbones, is_prompt_learning, text_model
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, to_transformers_kwargs
 
 DEFAULT_LIMIT = 4.0
@@ -127,9 +127,9 @@ class _BackboneHooks:
             args = (rows.unpack(args[0], 0), *args[1:])
         kwargs = _without_packed_keywords(kwargs, batch)
         # No padding is a vector of zeros: some norms (gemma3n) have no gradient there, and NaN goes past every mask.
-        for name, fill in (("input_ids", 0), ("inputs_embeds", 1), ("token_type_ids", 0)):
+        for name in ("input_ids", "inputs_embeds", "per_layer_inputs", *KINDS):
             if kwargs.get(name) is not None:
-                kwargs[name] = rows.unpack(kwargs[name], fill)
+                kwargs[name] = rows.unpack(kwargs[name], fill=int(name == "inputs_embeds"))
         kwargs["attention_mask"] = rows.attention_mask
         return args, kwargs
 

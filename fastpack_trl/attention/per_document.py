@@ -28,11 +28,11 @@ from fastpack_trl.attention.reference import (
     window_band,
 )
 from fastpack_trl.model.facts import ModelFeatures
-from fastpack_trl.model.upstream import NEEDS, found, lacks
+from fastpack_trl.model.upstream import NEEDS, missing_reason, resolve
 from fastpack_trl.packing.packed_batch import PackedBatch
 
-_flash_cpu, _flash_cpu_backward = (found(path) for path in NEEDS["per_document on the CPU"])
-_HAS_FLASH_CPU = not lacks("per_document on the CPU")
+_flash_cpu, _flash_cpu_backward = (resolve(path) for path in NEEDS["per_document on the CPU"])
+_HAS_FLASH_CPU = not missing_reason("per_document on the CPU")
 FLASH_CAPABILITY = (8, 0)
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -99,7 +99,7 @@ class PerDocument(Backend):
         return f"attention dropout is {features.dropout}: no kernel per document has any" if features.dropout else ""
 
     def reason(self, features: ModelFeatures) -> str:
-        missing = lacks("per_document on the CPU") if features.device_type == "cpu" else ""
+        missing = missing_reason("per_document on the CPU") if features.device_type == "cpu" else ""
         parts = [features.device_type, described(features), missing and f"plain torch: {missing}"]
         return "; ".join(filter(None, parts))
 

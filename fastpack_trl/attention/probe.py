@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from fastpack_trl.attention.backends import BACKENDS
+from fastpack_trl.attention.dense import stock_error
 from fastpack_trl.attention.install import PackedAttention
-from fastpack_trl.model.facts import (
-    attention_modules,
-    backbones,
-    keeps_logits,
-    state_modules,
-    text_model,
-    token_table,
-)  # fmt: skip
-from fastpack_trl.model.sharded import embed, embeddings_put_in, embeddings_take_gradients, units
+from fastpack_trl.model import facts
+from fastpack_trl.model.patches import patch_attribute
+from fastpack_trl.model.sharded import embed, embeddings_put_in, embeddings_take_gradients, fsdp_modules, head_sees_last
 from fastpack_trl.packing.chunks import CHUNK
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 
@@ -53,10 +49,11 @@ class Probe:
     def __init__(self, model: nn.Module, attention: PackedAttention, lengths: tuple[int, ...], seed: int) -> None:
         self.model, self.attention, self.lengths = model, attention, lengths
         device = next(iter(model.parameters())).device
-        vocabulary = int(text_config(model).vocab_size)
+        sizes = (getattr(text_config(model), name, None) for name in ("vocab_size", "vocab_size_per_layer_input"))
+        vocabulary = min(int(size) for size in sizes if size)
         ids = torch.randint(vocabulary, (1, sum(lengths)), generator=torch.Generator().manual_seed(seed))
         # Padding may be a vector of zeros, where some norms (gemma3n) have no gradient.
-        padding = getattr(token_table(model), "padding_idx", None)
+        padding = getattr(facts.token_table(model), "padding_idx", None)
         if padding is not None:
             ids[ids == padding] = (padding + 1) % vocabulary
         self.ids = ids.to(device)
@@ -72,52 +69,61 @@ class Probe:
         On the CPU bitsandbytes re-packs 4-bit weights for good in an evaluation forward whose input takes none, and
         training then runs a kernel without a backward (bitsandbytes 0.50, `Linear4bit.forward`).
         """
-        if units(self.model):
+        if fsdp_modules(self.model):
             return embed(self.model, ids).requires_grad_()
-        embedding: Any = text_model(self.model).get_input_embeddings()
+        embedding: Any = facts.text_model(self.model).get_input_embeddings()
         embeddings: Tensor = embedding(ids).detach().requires_grad_()
         return embeddings
 
     def packed(self, leaf: Tensor, last: int) -> Tensor:
         """Return logits of the `last` tokens of the packed row, (last, vocabulary)."""
-        return self._logits(leaf, last, **self.packed_keywords)
+        return self._logits(self.ids, leaf, last, **self.packed_keywords)
 
     def separate(self, document: int, last: int) -> Tensor:
         """Return those of one document by itself, detached: without `packed_batch` the model runs stock's attention."""
-        return self._logits(self.embed(self.documents[document][None]), last).detach()
+        ids = self.documents[document][None]
+        with self._right_stock():
+            return self._logits(ids, self.embed(ids), last).detach()
+
+    def _right_stock(self) -> AbstractContextManager[None]:
+        """Compare a path of ours with the model's own function if stock's attention computes another one."""
+        if self.attention.path not in BACKENDS or not stock_error(self.attention.features):
+            return nullcontext()
+        return patch_attribute(text_config(self.model), "_attn_implementation_internal", "eager")
 
     def by_ids(self, ids: Tensor, *, packed: bool) -> Tensor:
         """Return logits of `ids`, given as a batch gives them: of the packed row, or of one document; detached."""
         kwargs = self.packed_keywords if packed else {}
-        with torch.enable_grad(), embeddings_take_gradients(self.model):  # see `embed`
-            logits = self._run(input_ids=ids, **kwargs)
-        return logits[-ids.shape[1] :].detach()
+        stock = nullcontext() if packed else self._right_stock()
+        with stock, torch.enable_grad(), embeddings_take_gradients(self.model):  # see `embed`
+            return self._run(ids.shape[1], input_ids=ids, **kwargs).detach()
 
-    def _logits(self, leaf: Tensor, last: int, **kwargs: Any) -> Tensor:
-        if last < leaf.shape[1] and keeps_logits(self.model):
-            kwargs["logits_to_keep"] = last
+    def _logits(self, ids: Tensor, leaf: Tensor, last: int, **kwargs: Any) -> Tensor:
         with torch.enable_grad(), ExitStack() as stack:
-            if units(self.model):
+            if fsdp_modules(self.model):
                 stack.enter_context(embeddings_put_in(self.model, leaf))
-                kwargs["input_ids"] = self.ids.new_zeros(leaf.shape[:2])
+                kwargs["input_ids"] = torch.zeros_like(ids)
             else:
-                kwargs["inputs_embeds"] = leaf.clone()  # some families scale their embeddings in place
-            logits = self._run(**kwargs)
-        return logits[-last:]  # prompt learning puts its virtual tokens before
+                # Some families scale their embeddings in place.
+                kwargs |= {"inputs_embeds": leaf.clone(), **facts.beside_embeddings(self.model, ids)}
+            return self._run(last, **kwargs)
 
-    def _run(self, **kwargs: Any) -> Tensor:
-        """Return logits of all tokens; of a classifier, which has none, the products with its embedding."""
-        if text_model(self.model).can_generate():
-            logits: Tensor = self.model(use_cache=False, **kwargs).logits[0]
-            return logits
+    def _run(self, last: int, **kwargs: Any) -> Tensor:
+        """Return logits of the last tokens; of a classifier, which has none, the products with its embedding."""
+        if facts.text_model(self.model).can_generate():
+            # Prompt learning puts its virtual tokens before each row, whose outputs PEFT returns too.
+            few = ExitStack() if facts.is_prompt_learning(self.model) else head_sees_last(self.model, last)
+            with few:
+                logits: Tensor = self.model(use_cache=False, **kwargs).logits[0]
+            return logits[-last:]
         hidden: Tensor
-        if units(self.model):
+        if fsdp_modules(self.model):
             hidden = self.model(use_cache=False, output_hidden_states=True, **kwargs).hidden_states[-1][0]
         else:
-            hidden = backbones(self.model)[0](use_cache=False, **kwargs).last_hidden_state[0]
-        weight: Any = token_table(self.model).weight
+            hidden = facts.backbones(self.model)[0](use_cache=False, **kwargs).last_hidden_state[0]
+        weight: Any = facts.token_table(self.model).weight
         weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-        return hidden @ weight.detach().to(hidden.dtype).T
+        return hidden[-last:] @ weight.detach().to(hidden.dtype).T
 
     def packed_losses(self, logits: Tensor) -> float:
         """Sum the losses of all documents, whose packed logits are given."""
@@ -179,7 +185,7 @@ def measured_reach(model: nn.Module, queries: Callable[[Tensor], Sequence[tuple[
         queries: given the input of a layer, (rows, tokens, hidden), the row and the position of each query.
     """
     found: Reach = {}
-    base = text_model(model)
+    base = facts.text_model(model)
     names = {module: name for name, module in base.named_modules()}
     kept = ExitStack()
 
@@ -201,7 +207,7 @@ def measured_reach(model: nn.Module, queries: Callable[[Tensor], Sequence[tuple[
                 found[names[module], index] = position - int(seen[0]) + 1
 
     with ExitStack() as stack, saved_tensors_hooks(lambda _tensor: None, _never), kept:
-        for module in attention_modules(base):
+        for module in facts.attention_modules(base):
             stack.callback(module.register_forward_pre_hook(keep).remove)
             stack.callback(module.register_forward_hook(measure, with_kwargs=True).remove)
         yield found
@@ -216,7 +222,7 @@ def default_lengths(model: nn.Module) -> tuple[int, ...]:
 
     A state crosses no chunk of a short document. Where positions are a table, it has no more of them.
     """
-    if not state_modules(text_model(model)):
+    if not facts.state_modules(facts.text_model(model)):
         return DEFAULT_LENGTHS
     longest = min(_OVER_CHUNKS, getattr(text_config(model), "max_position_embeddings", None) or _OVER_CHUNKS)
     return tuple(longest if length == max(DEFAULT_LENGTHS) else length for length in DEFAULT_LENGTHS)
@@ -224,7 +230,7 @@ def default_lengths(model: nn.Module) -> tuple[int, ...]:
 
 def text_config(model: nn.Module) -> Any:
     """Return the config of the language model in `model`."""
-    return text_model(model).config.get_text_config()
+    return facts.text_model(model).config.get_text_config()
 
 
 def spans(attention: PackedAttention, model: nn.Module) -> dict[str, int]:
@@ -250,7 +256,7 @@ def lengths_past(model: nn.Module, sizes: list[int]) -> tuple[int, ...]:
     most = min(LARGEST_WINDOW[device], positions - PAST)
     size = max((size for size in sizes if size <= most), default=0)
     lengths = (_NEIGHBOURS[0], size + PAST, _NEIGHBOURS[1])
-    logits = last_past(lengths) if keeps_logits(model) else sum(lengths)
+    logits = sum(lengths) if facts.is_prompt_learning(model) else last_past(lengths)
     operations = 2 * sum(p.numel() for p in model.parameters()) * 2 * sum(lengths)  # packed and separate
     affordable = operations <= _MOST_OPERATIONS[device] and logits * int(config.vocab_size) * 4 <= _MOST_LOGITS
     return lengths if size and affordable else ()

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from fastpack_trl.attention.install import PackedAttention, packed_attention
 from fastpack_trl.attention.probe import Probe, default_lengths, exceeds, last_past, lengths_past, spans, text_config
 from fastpack_trl.errors import NonFiniteError, PackingError, UnsteadyError
-from fastpack_trl.model.aside import run_aside
+from fastpack_trl.model.aside import isolated_run
 from fastpack_trl.model.facts import UNREADABLE
-from fastpack_trl.model.sharded import in_any_process, units
+from fastpack_trl.model.sharded import any_rank, fsdp_modules
 
 # Rounding of a mean loss may differ by a few units in the last place of the dtype that computed it.
 _ULPS = 4
@@ -150,7 +150,7 @@ def verify_packing(
             attention = stack.enter_context(
                 packed_attention(model, implementation, padded_rows_limit=padded_rows_limit)
             )
-        stack.enter_context(run_aside(model, training=False))
+        stack.enter_context(isolated_run(model, training=False))
         probe = Probe(model, attention, tuple(lengths or default_lengths(model)), seed)
         leaks, packed, separate = _leaks_and_losses(probe, seed + 1)
         past, windows, losses = _past_windows(probe, seed, fixed=lengths is not None)
@@ -228,10 +228,10 @@ def _leaks_by_ids(probe: Probe, row: Tensor, seed: int) -> tuple[Leaks, tuple[fl
     model = probe.model
     try:
         packed = probe.by_ids(probe.ids, packed=True)
-        if not in_any_process(model, not torch.equal(packed, row)):  # the same operations on the same numbers
+        if not any_rank(model, not torch.equal(packed, row)):  # the same operations on the same numbers
             return [], None
         # Experts round by what is beside a token, and a kernel that rounds otherwise in each run tells nothing exactly.
-        exact = not _has_experts(model) and not in_any_process(
+        exact = not _has_experts(model) and not any_rank(
             model, not torch.equal(probe.by_ids(probe.ids, packed=True), packed)
         )
         leaks = _changes(probe, packed, seed) if exact else []
@@ -239,7 +239,7 @@ def _leaks_by_ids(probe: Probe, row: Tensor, seed: int) -> tuple[Leaks, tuple[fl
     except (PackingError, torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except UNREADABLE:  # the model takes no `input_ids`, or not those of a packed row
-        if units(model):
+        if fsdp_modules(model):
             raise  # the other processes run on without this one
         return [], None
     finally:
@@ -262,10 +262,10 @@ def _check_steady(probe: Probe, packed: float, separate: float) -> None:
     """Run separate documents again where the packed ones give another loss: a model may be random by itself."""
     predictions = _predictions(probe)
     budget = budget_of(probe.model, separate / predictions)
-    if budget is None or not in_any_process(probe.model, abs(packed - separate) > budget * predictions):
+    if budget is None or not any_rank(probe.model, abs(packed - separate) > budget * predictions):
         return
     again = probe.separate_losses()
-    if in_any_process(probe.model, abs(again - separate) > budget * predictions):
+    if any_rank(probe.model, abs(again - separate) > budget * predictions):
         raise UnsteadyError(
             "its results differ from run to run in evaluation mode: the same documents have a loss of "
             f"{separate / predictions:.6g}, then of {again / predictions:.6g}"
@@ -291,7 +291,7 @@ def _past_windows(
     try:
         packed, separate, losses = row.reach(last_past(past) if past else 1)
     except torch.OutOfMemoryError:
-        if units(model):
+        if fsdp_modules(model):
             raise  # the other processes run the next document without this one
         return (), (), []
     finally:

@@ -12,9 +12,8 @@ from trl import SFTTrainer
 from fastpack_trl.attention.shared_proof import why_not_shared
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.hooks import BATCH_METHODS, hook_inside, replaced_methods
-from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.model.patches import patch_attribute
 from fastpack_trl.packing.batching import fast_view, packing_collator
-from fastpack_trl.packing.prefix_order import computed_by_prefix
 from fastpack_trl.run import Run
 
 FEATURE = "share_prefixes"
@@ -32,7 +31,6 @@ def share_prefixes(run: Run) -> Iterator[None]:
     computed = computed_share(run.trainer) if looks else None
     share = f"tokens computed: {computed:.0%} of the documents' tokens" if computed else ""
     little = computed is not None and computed > MOST_COMPUTED
-    order = _other_order(run, computed) if looks else ""
     run.report.facts.pop(FACT, None)
 
     def why() -> str:
@@ -48,14 +46,12 @@ def share_prefixes(run: Run) -> Iterator[None]:
     if found := run.ranks.first_reason(why):
         saves = f"; without that {share}" if share and not little and found != "switched off" else ""
         run.say(FEATURE, "off", "each document whole", f"{found}{saves}")
-        if saves or order:  # the banner shows no reason of what is off
-            run.report.facts[FACT] = "; ".join(filter(None, [f"off: {found}{saves}" if saves else "", order]))
+        if saves:  # the banner shows no reason of what is off
+            run.report.facts[FACT] = f"off: {found}{saves}"
         yield
         return
-    if order:
-        run.report.facts[FACT] = order
     run.say(FEATURE, "on", "prefixes once", share or "how many tokens that spares is not known of a stream")
-    with attribute_set(run, "shares_prefixes", True):
+    with patch_attribute(run, "shares_prefixes", True):
         yield
 
 
@@ -75,18 +71,6 @@ def _reasons(run: Run) -> Iterator[object]:
     yield (config.split_batches or config.dispatch_batches) and "split_batches cuts a batch by rows"
     streamed = run.settings.share_prefixes == "auto" and not isinstance(trainer.train_dataset, Dataset)
     yield streamed and "a stream has no sample that would say what it saves: share_prefixes='on' shares"
-
-
-def _other_order(run: Run, computed: float | None) -> str:
-    """Return what `packing_order="prefix"` would save beside this order of the documents; empty if little."""
-    args, rows = run.args, run.trainer.train_dataset
-    packed = args.packing and args.max_length and isinstance(rows, Dataset) and "seq_lengths" in rows.column_names
-    if computed is None or not packed or run.settings.packing_order == "prefix":
-        return ""
-    left = computed_by_prefix(rows, args.max_length)
-    if left is None or left > MOST_COMPUTED * computed:
-        return ""
-    return f"with packing_order='prefix' tokens computed: {left:.0%} of the documents' tokens"
 
 
 def computed_share(trainer: SFTTrainer) -> float | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 from weakref import ref
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,16 +17,10 @@ from fastpack_trl.attention.interface import Backend
 from fastpack_trl.attention.probe import Probe
 from fastpack_trl.attention.proof import PackingProof, budget_of
 from fastpack_trl.errors import first_reason
-from fastpack_trl.model.aside import run_aside
-from fastpack_trl.model.facts import (
-    ALORA,
-    UNREADABLE,
-    is_invoked_once_per_row,
-    is_prompt_learning,
-    state_modules,
-    text_model,
-)
-from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
+from fastpack_trl.model import facts
+from fastpack_trl.model.aside import isolated_run
+from fastpack_trl.packing.packed_batch import to_transformers_kwargs
+from fastpack_trl.packing.prefixes import SharedRow, packed_batch
 from fastpack_trl.run import Choice, Run
 
 LENGTHS = (7, 6, 1, 5, 4, 9)
@@ -47,7 +42,10 @@ class SharedProbe(Probe):
         for tokens, parent in zip(own, PARENTS, strict=True):
             self.paths.append(tokens if parent < 0 else torch.cat([self.paths[parent], tokens]))
         self.documents = tuple(self.ids[0, path.to(self.ids.device)] for path in self.paths)
-        self.batch = PackedBatch.from_segments(LENGTHS, PARENTS).to(self.ids.device)
+        lengths, tokens = np.array(LENGTHS), np.arange(sum(LENGTHS))
+        before = np.array([len(path) for path in self.paths]) - lengths
+        row = SharedRow(lengths, before, torch.cat(self.paths).numpy(), tokens, tokens)
+        self.batch = packed_batch(row).to(self.ids.device)
         self.packed_keywords = to_transformers_kwargs(self.batch) | {"packed_batch": self.batch}
 
     def packed_losses(self, logits: Tensor) -> float:
@@ -75,7 +73,7 @@ def verify_shared(model: nn.Module, attention: PackedAttention, *, seed: int = 0
         seed: of the probe's tokens.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(run_aside(model, training=False))
+        stack.enter_context(isolated_run(model, training=False))
         probe = SharedProbe(model, attention, seed)
         leaf = probe.embed(probe.ids)
         try:
@@ -127,13 +125,13 @@ def why_not_shared(run: Run) -> str:
 def _refusals(run: Run, attention: PackedAttention, backend: Backend) -> Iterator[object]:
     yield backend.refuses_shared(attention.features)
     yield run.is_sharded and "parameters are sharded: the proof of shared prefixes needs them whole"
-    states = state_modules(run.model)
+    states = facts.state_modules(run.model)
     yield states and f"{type(states[-1]).__name__} carries state along the row"
-    yield is_prompt_learning(run.model) and "prompt learning puts virtual tokens before each document"
-    yield is_invoked_once_per_row(run.model) and ALORA
+    yield facts.is_prompt_learning(run.model) and "prompt learning puts virtual tokens before each document"
+    yield facts.is_invoked_once_per_row(run.model) and facts.ALORA
     dropout = max(_dropouts(run.model), default=attention.features.dropout)
     yield dropout and f"dropout {dropout:g} would drop the same of a prefix for all documents: 0 shares them"
-    noise = getattr(text_model(run.model).config.get_text_config(), "router_jitter_noise", 0.0)
+    noise = getattr(facts.text_model(run.model).config.get_text_config(), "router_jitter_noise", 0.0)
     yield noise and f"router_jitter_noise {noise:g} would be the same on a prefix for all documents"
 
 
@@ -149,7 +147,7 @@ def _failure(run: Run, attention: PackedAttention) -> str:
     try:
         with run.step.taking("proof"), run.autocast():
             proof = verify_shared(run.model, attention)
-    except (*UNREADABLE, ImportError) as error:
+    except (*facts.UNREADABLE, ImportError) as error:
         return f"the proof of shared prefixes cannot run on this model: {type(error).__name__}: {error}"
     return "" if proof.proven else f"{attention.path} failed its proof of shared prefixes: {proof}"
 

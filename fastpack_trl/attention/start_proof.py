@@ -12,8 +12,9 @@ from weakref import ref
 import torch
 from accelerate.logging import get_logger
 
+from fastpack_trl.attention.dense import stock_error
 from fastpack_trl.attention.install import PackedAttention
-from fastpack_trl.attention.probe import spans
+from fastpack_trl.attention.probe import default_lengths, spans
 from fastpack_trl.attention.proof import PackingProof, verify_packing
 from fastpack_trl.errors import NonFiniteError, PackingError, UnsteadyError, first_reason
 from fastpack_trl.model.callbacks import during_training
@@ -21,11 +22,12 @@ from fastpack_trl.model.facts import (
     UNREADABLE,
     backbones,
     is_prompt_learning,
+    read_features,
     state_modules,
     stock_implementation,
     text_model,
 )  # fmt: skip
-from fastpack_trl.model.sharded import part_up
+from fastpack_trl.model.sharded import reshard_all
 from fastpack_trl.model.upstream import DataCollatorForLanguageModeling
 from fastpack_trl.packing.batching import joins_documents
 from fastpack_trl.run import ONCE_SHARDED, Choice, Run
@@ -94,7 +96,7 @@ def _now_or_once_sharded(run: Run, stack: ExitStack, prove: Callable[[], None]) 
         try:
             prove()
         finally:
-            part_up(run.model)
+            reshard_all(run.model)
 
     run.say("verify_packing", "on", "pending", ONCE_SHARDED)
     stack.enter_context(during_training(run.trainer, at_begin=prove_together))
@@ -184,6 +186,20 @@ def stock_is_right(model: Any) -> bool:
         return verify_packing(model, implementation="off").proven
     except _CANNOT_RUN:
         return False
+
+
+def tell_stock_error(run: Run) -> None:
+    """Report that TRL's own rows would give another loss: its attention errs, or lets packed documents leak."""
+    why = stock_error(read_features(run.model, run.compute_dtype))
+    if not why and run.plan.kind == "packed" and not run.is_sharded and run.settings.verify_packing != "off":
+        try:
+            with run.step.taking("proof"), run.autocast():
+                proof = verify_packing(run.model, implementation="off", lengths=default_lengths(run.model))
+            why = str(proof) if proof.leaks else ""
+        except (*_CANNOT_RUN, torch.OutOfMemoryError):
+            return
+    if why:
+        run.report.facts["stock loss"] = f"differs from the loss of this run, which is right: {why}"
 
 
 def _remedy(run: Run) -> str:

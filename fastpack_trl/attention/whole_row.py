@@ -7,23 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastpack_trl.attention.interface import AttentionCall, described
-from fastpack_trl.attention.operators import attention_operator, sink_gradient
+from fastpack_trl.attention.operators import attention_operator, gather_keys, sink_gradient, tokens_of
 from fastpack_trl.attention.per_document import FLASH_DTYPES
 from fastpack_trl.attention.reference import (
     NO_SOFTCAP,
+    NO_WINDOW,
     DocumentInputs,
     reference_backward,
     reference_forward,
     window_band,
 )
 from fastpack_trl.model.facts import ModelFeatures
+from fastpack_trl.packing.packed_batch import PackedBatch, rounded_length
 
 MAX_HEAD_DIM = 256
 """Of flash kernels."""
@@ -42,10 +43,6 @@ class RowInputs(NamedTuple):
     """(num_segments + 1,) int32, on the device of the query."""
     sinks: Tensor | None
     """(num_heads,)."""
-    bounds: Tensor | None
-    """(num_segments + 1,) int32 **on the host**, in tokens: each segment has a call of its own, where the device has a
-    faster kernel for one. (0, 0): the row is one call. None: on this device it always is. A tensor, so that a compiled
-    layer is the same for both; never with a window or sinks."""
     window: int
     """Tokens that a query sees, itself included; 0: all before it."""
     scale: float
@@ -66,19 +63,12 @@ class RowInputs(NamedTuple):
         return self.cu_seqlens, self.cu_seqlens_k, self.max_seqlen, self.max_seqlen_k
 
     @property
-    def documents(self) -> list[slice]:
-        """Return the segments that have a call each; none where the row is one call."""
-        bounds = [0] if self.bounds is None else self.bounds.tolist()  # a host tensor: no device is asked
-        return [slice(*pair) for pair in pairwise(bounds)] if bounds[-1] else []
-
-    @property
     def for_reference(self) -> DocumentInputs:
         """Return the same inputs in the layout of `reference.py`."""
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in self[:3])
         band = window_band(min(self.segments[-1], self.key.shape[0]), self.window)
-        cu_seqlens = self.bounds if self.documents and self.bounds is not None else self.cu_seqlens
         return DocumentInputs(
-            q, k, v, cu_seqlens, self.sinks, band, self.window, self.scale, self.softcap, self.max_seqlen,
+            q, k, v, self.cu_seqlens, self.sinks, band, self.window, self.scale, self.softcap, self.max_seqlen,
             self.cu_seqlens_k,
         )  # fmt: skip
 
@@ -107,7 +97,7 @@ def row_operator(
         return (backward if row.query.is_cuda else _twin_backward)(row, grad_out, out, lse)
 
     return attention_operator(
-        RowInputs, run, run_backward, fake=_fake, flops=_flops, flops_backward=_flops_backward, on_host=("bounds",),
+        RowInputs, run, run_backward, fake=_fake, flops=_flops, flops_backward=_flops_backward,
         memory_format=torch.contiguous_format,
     )  # fmt: skip
 
@@ -141,6 +131,52 @@ def _flops(*fields: Any, **_keywords: Any) -> int:
 
 def _flops_backward(_grad_out: Tensor, _out: Tensor, _lse: Tensor, *fields: Any, **_keywords: Any) -> int:
     return _flops(*fields) * 5 // 2
+
+
+class RowLayer(NamedTuple):
+    """Segments of a row, as a kernel over the whole row reads them: what crosses a layer boundary."""
+
+    kernel: str
+    """Its key in `KERNELS`."""
+    cu_seqlens: Tensor
+    """(num_segments + 1,) int32 on the device, starting at 0."""
+    max_seqlen: int
+    cu_seqlens_k: Tensor
+    """Of the keys; the same tensor if no segment has a prefix."""
+    max_seqlen_k: int
+    key_index: Tensor | None = None
+    """(total_keys,) int64 on the device, tokens of the row that are its keys (`SharedKeys`); None: its own tokens."""
+
+    @classmethod
+    def of(cls, kernel: str, batch: PackedBatch, device: torch.device) -> RowLayer:
+        """Return the segments of a batch on a device."""
+        ends, longest, shared = batch.cu_seqlens.to(device), batch.bucketed_max_seqlen, batch.shared
+        if shared is None:
+            return cls(kernel, ends, longest, ends, longest)
+        keys = shared.map(lambda tensor: tensor.to(device))
+        longest_k = rounded_length(keys.max_seqlen_k)
+        return cls(kernel, ends, longest, keys.cu_seqlens_k, longest_k, keys.key_index)
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Attend over the whole row.
+
+        Raises:
+            ValueError: a dtype, dropout or softcap that the kernel does not support; names the fix.
+        """
+        attention, softcap = KERNELS[self.kernel]
+        check_call(self.kernel, call, softcap=softcap)
+        query, *keyed = tokens_of(call)
+        if self.key_index is not None:
+            keyed = [gather_keys(tensor, self.key_index) for tensor in keyed]
+        out, _ = attention(
+            query, *keyed, self.cu_seqlens, call.sinks, call.window or NO_WINDOW, call.scale, self.max_seqlen,
+            self.cu_seqlens_k, self.max_seqlen_k, call.softcap or NO_SOFTCAP,
+        )  # fmt: skip
+        return out[None, ..., : call.value.shape[-1]].contiguous()
+
+
+KERNELS: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], bool]] = {}
+"""By name of the backend: its operator, and whether it supports a softcap. Each backend's file adds its own."""
 
 
 def check_call(name: str, call: AttentionCall, *, softcap: bool) -> None:

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import transformers.utils
 
-from fastpack_trl.attention.flash_attention import missing
 from fastpack_trl.bench.learner import learner_alone
 from fastpack_trl.bench.parity import GRADIENT_NORM, LOSS
 from fastpack_trl.bench.rebuild import rebuild_per_layer
-from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.model.patches import patch_attribute
 from fastpack_trl.recipe.methods import SFT, Method
 
 STOCK, TUNED, REBUILD, OURS, PLANNED = SIDES = "stock", "tuned", "rebuild", "fastpack", "fastpack_plan"
@@ -101,11 +101,16 @@ def _rebuilt(trainer: Any) -> Iterator[str]:
         yield f"{_attention(trainer)}, mask and metadata in each layer"
 
 
+def _is_installed(name: str) -> bool:
+    available = getattr(transformers.utils, f"is_flash_attn_{name[-1]}_available", None)
+    return available is not None and bool(available())
+
+
 @contextlib.contextmanager
 def _tuned(trainer: Any) -> Iterator[str]:
     device = torch.device(trainer.args.device).type
     if device == "cuda" and (trainer.args.bf16 or trainer.args.fp16):
-        best = next((name for name in ("flash_attention_3", "flash_attention_2") if not missing(name)), None)
+        best = next(filter(_is_installed, ("flash_attention_3", "flash_attention_2")), None)
         if best is not None and not _attention(trainer).startswith("flash"):
             trainer.model.set_attn_implementation(best)
     with compiled_regions(trainer):
@@ -126,8 +131,8 @@ def compiled_regions(trainer: Any, backend: str = "inductor") -> Iterator[None]:
 
     def compiling(*args: Any, **kwargs: Any) -> Any:
         plugin = TorchDynamoPlugin(backend=backend, use_regional_compilation=True)
-        with attribute_set(state, "dynamo_plugin", plugin):
+        with patch_attribute(state, "dynamo_plugin", plugin):
             return prepare(*args, **kwargs)
 
-    with attribute_set(accelerator, "prepare_model", compiling):
+    with patch_attribute(accelerator, "prepare_model", compiling):
         yield

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.model.patches import patch_attribute
 
 SHORTEST = 0.15
 """The shortest completion, of ``max_completion_length``."""
@@ -49,7 +49,7 @@ def learner_alone(trainer: Any) -> Iterator[None]:
         return torch.tensor(made, device=trainer.accelerator.device)
 
     with (
-        attribute_set(trainer, "_generate_single_turn", generate),
-        attribute_set(trainer, "_calculate_rewards", rewards),
+        patch_attribute(trainer, "_generate_single_turn", generate),
+        patch_attribute(trainer, "_calculate_rewards", rewards),
     ):
         yield

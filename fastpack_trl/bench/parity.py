@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fastpack_trl.errors import UserError
-from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.model.patches import patch_attribute
 
 FLOAT32_TOLERANCE = 1e-5
 LOSS, GRADIENT_NORM = "loss", "gradient norm"
@@ -81,6 +81,6 @@ def without_dropout(models: Sequence[nn.Module]) -> Iterator[bool]:
             for name in ("p",) if isinstance(module, nn.modules.dropout._DropoutNd) else _DROPOUT_FIELDS:
                 value = getattr(module, name, None)
                 if isinstance(value, float) and value > 0:
-                    stack.enter_context(attribute_set(module, name, 0.0))
+                    stack.enter_context(patch_attribute(module, name, 0.0))
                     found = True
         yield found

@@ -18,7 +18,7 @@ from fastpack_trl.attention.install import switched
 from fastpack_trl.attention.interface import AttentionCall
 from fastpack_trl.attention.reference import band_mask
 from fastpack_trl.model.facts import attention_modules, backbones, read_features, window_of
-from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.model.patches import patch_attribute
 
 
 def metadata_of(position_ids: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -81,5 +81,5 @@ def rebuild_per_layer(model: nn.Module) -> Iterator[None]:
         for module in backbones(model):
             stack.callback(module.register_forward_pre_hook(prepare, with_kwargs=True).remove)
         for module in attention_modules(model):
-            stack.enter_context(attribute_set(module, "_fastpack_window", window_of(module)))
+            stack.enter_context(patch_attribute(module, "_fastpack_window", window_of(module)))
         yield

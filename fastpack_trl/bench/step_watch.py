@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from fastpack_trl.bench.profiles import LABEL
 from fastpack_trl.measure.timing import Clock
 from fastpack_trl.measure.tokens import TokenCounter
-from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.model.patches import patch_attribute
 from fastpack_trl.packing.collator import unshared
 from fastpack_trl.packing.packed_batch import PackedBatch
 
@@ -157,7 +157,7 @@ class StepWatch(TrainerCallback):
                 (trainer, "compute_loss", watched_loss),
                 (accelerator, "clip_grad_norm_", watched_clip),
             ):
-                stack.enter_context(attribute_set(owner, name, watched))
+                stack.enter_context(patch_attribute(owner, name, watched))
             # First: the optimizer's end is before the callbacks of the user.
             trainer.callback_handler.callbacks.insert(0, self)
             stack.callback(trainer.remove_callback, self)

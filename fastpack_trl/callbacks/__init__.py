@@ -15,7 +15,7 @@ from fastpack_trl.measure.flops import ModelFlops, model_flops
 from fastpack_trl.measure.tokens import TokenCounter, TokenSums
 from fastpack_trl.model.callbacks import callers
 from fastpack_trl.model.facts import text_model
-from fastpack_trl.model.upstream import NEEDS, CallbackHandler, found, lacks
+from fastpack_trl.model.upstream import NEEDS, CallbackHandler, missing_reason, resolve
 from fastpack_trl.packing.dataset import DatasetFacts
 from fastpack_trl.run import Run
 
@@ -251,8 +251,8 @@ class ThroughputCallback(TrainerCallback):
         dtype = "bfloat16" if args.bf16 else "float16" if args.fp16 else str(text_model(model).dtype)[len("torch.") :]
         kind = self._device.type
         name = torch.cuda.get_device_name(self._device) if kind == "cuda" else kind
-        missing = lacks("mfu")
-        peak: float | None = None if missing else found(*NEEDS["mfu"])(name, dtype)
+        missing = missing_reason("mfu")
+        peak: float | None = None if missing else resolve(*NEEDS["mfu"])(name, dtype)
         if peak is None:
             why = missing or f"no peak is known for {name} in {dtype}"
             self._say(state, f"mfu, hfu: left out ({why}; ThroughputCallback(peak_flops=...) sets it)")

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from fastpack_trl._version import REPOSITORY, __version__
 from fastpack_trl.attention.proof import PackingProof
 from fastpack_trl.model.callbacks import callbacks_added
-from fastpack_trl.model.patches import attribute_set, shared
+from fastpack_trl.model.patches import patch_attribute, shared
 from fastpack_trl.run import Run
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ def _reporting(kind: type[Any]) -> Iterator[list[Run]]:
                 found |= {f"fastpack/{line.feature}": f"{line.status}: {line.path}" for line in run.report}
         return found
 
-    with attribute_set(kind, "to_dict", to_dict):
+    with patch_attribute(kind, "to_dict", to_dict):
         yield runs
 
 

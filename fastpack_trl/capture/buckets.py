@@ -59,10 +59,7 @@ class RowBuckets:
                 return None
             self._chosen += 1
             rows = [*self._seen, *expected]
-            self.choice = choose_buckets(
-                rows, at_most=_MOST, eager_cost=_EAGER_COST, alone_from=self._run.alone_from,
-                block_cost=self._run.block_cost,
-            )  # fmt: skip
+            self.choice = choose_buckets(rows, at_most=_MOST, eager_cost=_EAGER_COST)
             logger.debug(f"cuda_graph: {self.choice}")
         bucket = smallest_fitting(self.choice, size)
         if bucket is not None and bucket.tokens > (1 + _EAGER_COST) * size.tokens:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
+from itertools import compress, groupby
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 from fastpack_trl.capture.decision import EAGER_STEPS, GraphDecision
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.callbacks import callbacks_added
-from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.model.patches import patch_attribute
 from fastpack_trl.run import MicroStep, Run
 
 _MOST_BYTES = 512 << 20
@@ -75,6 +75,8 @@ class FlatReduce(TrainerCallback):
     def _begin(self, step: int) -> None:
         self._first, self.is_pending, self._is_first = step, True, False
         self._flats: list[_Flat] = []
+        self._parameters: list[nn.Parameter] = []
+        self._trained: list[bool] = []
         self._run.step.reduces_apart = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -91,9 +93,19 @@ class FlatReduce(TrainerCallback):
         if why:
             self._graphs.disable(why)
             return
-        trained = sorted(_trained(model), key=lambda parameter: str(parameter.dtype))  # stable: in the model's order
-        self._flats = [_Flat(list(alike)) for _, alike in groupby(trained, key=lambda parameter: parameter.dtype)]
+        self._parameters = _reduced(model)
+        self._trained = [False] * len(self._parameters)
+        self._flatten()
         self._run.step.reduces_apart = self._is_first = True
+
+    def _flatten(self) -> None:
+        """Take in what trains by now: a callback may have unfrozen it, in all processes."""
+        trained = [one.requires_grad or before for one, before in zip(self._parameters, self._trained, strict=True)]
+        if trained == self._trained:
+            return
+        self._trained = trained
+        found = sorted(compress(self._parameters, trained), key=lambda parameter: str(parameter.dtype))  # stable
+        self._flats = [_Flat(list(alike)) for _, alike in groupby(found, key=lambda parameter: parameter.dtype)]
 
     def _why_not(self, model: nn.Module) -> str:
         return "micro-steps run eager" if self._graphs.has_ended else first_reason(_refusals(model))
@@ -106,20 +118,20 @@ class FlatReduce(TrainerCallback):
             model._sync_buffers()
         is_last = model.require_backward_grad_sync
         # DDP's forward hands out no buffers: a micro-step may run twice on one process, and a replay has no forward.
-        with model.no_sync(), attribute_set(model, "require_forward_param_sync", False):
+        with model.no_sync(), patch_attribute(model, "require_forward_param_sync", False):
             loss = following(model, inputs, num_items_in_batch)
         if is_last:
+            self._flatten()
             for flat in self._flats:
                 flat.reduce(model.process_group)
         self._is_first = is_last
         return loss
 
 
-def _trained(model: DistributedDataParallel) -> list[nn.Parameter]:
-    """Return the parameters that DDP reduces."""
+def _reduced(model: DistributedDataParallel) -> list[nn.Parameter]:
+    """Return the parameters that DDP reduces while they train."""
     ignored = set(model.parameters_to_ignore)
-    named = model.module.named_parameters()
-    return [parameter for name, parameter in named if parameter.requires_grad and name not in ignored]
+    return [parameter for name, parameter in model.module.named_parameters() if name not in ignored]
 
 
 def _refusals(model: nn.Module) -> Iterator[object]:
@@ -133,7 +145,7 @@ def _refusals(model: nn.Module) -> Iterator[object]:
     yield model.gradient_as_bucket_view and "gradient_as_bucket_view: gradients are pieces of DDP's buckets"
     yield model.mixed_precision is not None and "DDP casts the parameters itself"
     names = {parameter: name for name, parameter in model.module.named_parameters()}
-    for parameter in _trained(model):
+    for parameter in (one for one in _reduced(model) if one.requires_grad):
         own = parameter.grad
         yield own is None and f"{names[parameter]} has no gradient in this process"
         unlike = own is not None and (own.layout != torch.strided or own.dtype != parameter.dtype)

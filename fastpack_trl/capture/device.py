@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fastpack_trl.measure.device_memory import allocatable
-from fastpack_trl.model.upstream import found
+from fastpack_trl.model.upstream import resolve
 
 
 class CudaMark:
@@ -88,7 +88,7 @@ class CudaGraphs:
         For one that is not, it raises before: `empty_cache` would assert, in a retry for lack of memory too. Where the
         recording has ended after all, torch raises here.
         """
-        end, release = found("torch._C._cuda_endAllocateToPool"), found("torch._C._cuda_releasePool")
+        end, release = resolve("torch._C._cuda_endAllocateToPool"), resolve("torch._C._cuda_releasePool")
         if end is not None and release is not None:
             with contextlib.suppress(RuntimeError):
                 end(index, pool)

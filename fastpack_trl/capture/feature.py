@@ -19,7 +19,7 @@ from fastpack_trl.errors import first_reason
 from fastpack_trl.model.callbacks import callbacks_added, during_training
 from fastpack_trl.model.checkpoint_seam import checkpointing_modules, checkpoints_reentrantly
 from fastpack_trl.model.hooks import BATCH_METHODS, hook_inside, hook_on_a_gradient, replaced_methods
-from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.model.patches import patch_attribute
 from fastpack_trl.packing.buckets import Bucket, RowSize
 from fastpack_trl.run import DEEPSPEED, SHARDED, Run
 from fastpack_trl.step.merge_accumulation import rope_follows_length
@@ -92,7 +92,7 @@ def row_graphs(run: Run, rows: Rows, dropout: str, draw: Callable[[], list[RowSi
     def make(device: CudaGraphs, asked: bool) -> RowGraphs:
         return RowGraphs(run, device, reasons, draw, asked=asked)
 
-    with _graphs(run, make, reasons) as graphs, attribute_set(rows, "replay", graphs and graphs.hidden):
+    with _graphs(run, make, reasons) as graphs, patch_attribute(rows, "replay", graphs and graphs.hidden):
         yield
 
 

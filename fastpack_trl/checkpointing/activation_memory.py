@@ -65,7 +65,7 @@ def _install_sharded(run: Run, installed: contextlib.ExitStack) -> None:
     try:
         planned = _install(run, installed)
     finally:
-        sharded.part_up(run.model)
+        sharded.reshard_all(run.model)
     if planned is not None:
         planned.keep_gathered()
         planned.begin()
@@ -125,7 +125,7 @@ def _plan(run: Run) -> tuple[ActivationMemory | None, str]:
     if planned is None or why:
         return None, why
     # Times of its own may have told a process another plan; all would wait for the one that recomputes most.
-    agreed = run.ranks.most([float(level) for level in planned.plan.levels])
+    agreed = run.ranks.all_max([float(level) for level in planned.plan.levels])
     planned.plan = planned.planner.plan([Level(int(level)) for level in agreed])
     return planned, ""
 
@@ -177,7 +177,7 @@ class ActivationMemory(TrainerCallback):
 
     def around_step(self) -> contextlib.AbstractContextManager[None]:
         """Run a forward and its backward pass in the context, with weights gathered once where memory is ample."""
-        return sharded.stay_gathered(self.gathered) if self.gathered else contextlib.nullcontext()
+        return sharded.keep_unsharded(self.gathered) if self.gathered else contextlib.nullcontext()
 
     def begin(self) -> None:
         """Install the plan when training begins: checkpointing has just been switched on."""
@@ -310,13 +310,13 @@ def plan_memory(run: Run) -> ActivationMemory:
 
     setting, device, layers = run.settings.activation_memory, run.device, checkpointable_layers(run.model)
     cuda = device.type == "cuda"
-    with run.ranks.failing_together():  # none may run a sharded model without the others
+    with run.ranks.propagate_failures():  # none may run a sharded model without the others
         tokens, longest = largest_row(run)
         blocked = offload_unavailable(device)
         copies = (host_copy_seconds(device) if cuda else lambda count: 0.0) if not blocked else None
         hidden = text_model(run.model).config.get_text_config().hidden_size
         decode, own = decoder_run(run), float(budget_bytes(run, say))
-    (least,) = run.ranks.least([own])
+    (least,) = run.ranks.all_min([own])
     head_bytes = tokens * hidden * HEAD_BYTES
     budget = max(0, int(least) - head_bytes)
     # All processes run the sharded model together: none of them may take a pass more for what its clock says.

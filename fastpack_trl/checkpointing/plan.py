@@ -20,7 +20,7 @@ from fastpack_trl.checkpointing.offload import Offload, offload_checkpoints
 from fastpack_trl.checkpointing.streams import GIB
 from fastpack_trl.model.checkpoint_seam import CHECKPOINT, layer_keywords
 from fastpack_trl.model.facts import text_model
-from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.model.patches import patch_attribute
 from fastpack_trl.model.upstream import GradientCheckpointingLayer, TorchDispatchMode, tree_leaves
 
 WORKING_SHARE = 1.5
@@ -187,8 +187,8 @@ def layer_functions(
     """Give each layer its own checkpoint function, and whether it is called at all; both are restored afterwards."""
     with ExitStack() as stack:
         for layer, (function, enabled) in zip(layers, functions, strict=True):
-            stack.enter_context(attribute_set(layer, CHECKPOINT, function))
-            stack.enter_context(attribute_set(layer, "gradient_checkpointing", enabled))
+            stack.enter_context(patch_attribute(layer, CHECKPOINT, function))
+            stack.enter_context(patch_attribute(layer, "gradient_checkpointing", enabled))
         yield
 
 

@@ -28,8 +28,8 @@ from fastpack_trl.checkpointing.plan import (
     storage_of,
 )
 from fastpack_trl.model import facts
-from fastpack_trl.model.aside import run_aside
-from fastpack_trl.model.sharded import embeddings_put_in, local, units
+from fastpack_trl.model.aside import isolated_run
+from fastpack_trl.model.sharded import embeddings_put_in, fsdp_modules, head_sees_last, local
 from fastpack_trl.model.upstream import GradientCheckpointingLayer, TorchDispatchMode, tree_leaves
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.run import Run
@@ -69,12 +69,11 @@ def decoder_run(run: Run) -> DecoderRun:
         kwargs = to_transformers_kwargs(batch) | ({"packed_batch": batch} if packed else {}) | {"use_cache": False}
         if run.is_fsdp2:
             leaf = torch.randn(1, tokens, table.embedding_dim, device=device).requires_grad_()
-            last = {"logits_to_keep": 1} if facts.keeps_logits(run.model) else {}
-            with embeddings_put_in(run.model, leaf), accelerator.autocast():
-                return leaf, run.trainer.model_wrapped(input_ids=ids, **kwargs, **last).logits
+            with embeddings_put_in(run.model, leaf), head_sees_last(run.model, 1), accelerator.autocast():
+                return leaf, run.trainer.model_wrapped(input_ids=ids, **kwargs).logits
         leaf = embedding(ids).detach().requires_grad_()
         with accelerator.autocast():
-            out = model(inputs_embeds=leaf.clone(), **kwargs)
+            out = model(inputs_embeds=leaf.clone(), **kwargs, **facts.beside_embeddings(run.model, ids))
         return leaf, out[0]
 
     return decode
@@ -221,7 +220,7 @@ class Passes:
         A model that FSDP 2 has sharded runs all of its layers, whose hooks wait for each other.
         """
         few = Passes(self._model, self._layers, self._run, self._together, [kind_of(layer) for layer in self._layers])
-        if few.taken == self.taken or units(self._model):
+        if few.taken == self.taken or fsdp_modules(self._model):
             return self
         whole = self._counted(Level.KEEP, PROBE_TOKENS[0])
         if all(layer.like_its_input for layer in whole):
@@ -354,7 +353,7 @@ def trace_levels(
         The costs, and for each level that this model cannot run, why.
     """
     failed: dict[Level, str] = {}
-    with run_aside(model, training=True):
+    with isolated_run(model, training=True):
         passes = Passes(model, layers, run, together).sampled()
         keep = passes.growth(Level.KEEP)
         growth: dict[Level, Sequence[Growth]] = {Level.KEEP: passes.for_all(keep)}

@@ -264,13 +264,13 @@ def _is_there(module: str) -> bool:
 
 
 def _upstream(record: dict[str, Any]) -> dict[str, str]:
-    """Count the names in use that each library has; name what happens without each that is missing."""
+    """Count the names that features need and each library has; name the features that lack one."""
     from fastpack_trl.model.upstream import look_up
 
     rows = record["upstream"] = look_up()
     libraries = dict.fromkeys(row["name"].partition(".")[0] for row in rows)
     there = {row["name"] for row in rows if row["there"]}
-    lacking = {row["name"]: f"missing; without it: {row['without']}" for row in rows if not row["there"]}
+    lacking = {row["name"]: f"missing; needed by {', '.join(row['needed_by'])}" for row in rows if not row["there"]}
     counts = {library: f"{sum(name.startswith(f'{library}.') for name in there)} found" for library in libraries}
     return counts | (lacking or {"missing": "none; docs/upstream.md says what each is for"})
 

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -139,6 +140,14 @@ def _without_kernel_advice() -> Iterator[None]:
 
 
 @contextmanager
+def _without_renamed_name() -> Iterator[None]:
+    """Drop the FutureWarning of a property that transformers 5.23 renamed: PEFT 0.21 reads it from every model."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+        yield
+
+
+@contextmanager
 def _without_rank() -> Iterator[None]:
     """Drop the ``[RANK 0]`` that accelerate puts before what is logged, in a run of one process."""
     make = logging.getLogRecordFactory()
@@ -173,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rank = os.environ.get("RANK", "0")
     of_rank = "" if rank == "0" else f" [rank {rank}]"
     try:
-        with _without_kernel_advice(), _without_rank():
+        with _without_kernel_advice(), _without_renamed_name(), _without_rank():
             return _dispatch(arguments, chosen)
     except UserError as error:
         if show_traceback:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fastpack_trl._version import __version__
-from fastpack_trl.model.upstream import found
+from fastpack_trl.model.upstream import resolve
 
 
 def note_of(layer: nn.Module, what: tuple[Any, ...]) -> Path | None:
@@ -28,7 +28,7 @@ def note_of(layer: nn.Module, what: tuple[Any, ...]) -> Path | None:
     """
     import torch._inductor.config as config  # takes a while to load: only where layers may be compiled
 
-    folder = found("torch._inductor.runtime.cache_dir_utils.cache_dir")
+    folder = resolve("torch._inductor.runtime.cache_dir_utils.cache_dir")
     if folder is None or config.force_disable_caches or not getattr(config, "fx_graph_cache", True):
         return None
     device = next((parameter.device for parameter in layer.parameters()), torch.device("cpu"))

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fastpack_trl.model.checkpoint_seam import checkpoints_inside_hooks
-from fastpack_trl.model.upstream import found
+from fastpack_trl.model.upstream import resolve
 from fastpack_trl.packing.chunks import Chunks
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 
@@ -28,7 +28,7 @@ _UNREAD = frozenset(to_transformers_kwargs(PackedBatch.from_lengths((1,)))) - {"
 # torch's plain checkpoint may be compiled; a further keyword could mean that somebody watches it at run time.
 _PLAIN_CHECKPOINT = frozenset({"use_reentrant", "preserve_rng_state", "context_fn", "determinism_check"})
 # None: recorded in another way; such a layer is compiled if torch can trace it.
-_recorder: Any = found("transformers.utils.output_capturing._active_collector")
+_recorder: Any = resolve("transformers.utils.output_capturing._active_collector")
 # Recorded inside of a layer; layers and attentions themselves are recorded around the compiled function.
 _RECORDED = frozenset({"router_logits"})
 

@@ -33,7 +33,7 @@ from fastpack_trl.measure.failures import FAILURES
 from fastpack_trl.measure.payback import StartUpCost, StepsLeft
 from fastpack_trl.measure.rounds import take_turns, timed
 from fastpack_trl.measure.timing import Clock, clock_of
-from fastpack_trl.model.aside import buffers_kept
+from fastpack_trl.model.aside import restore_buffers
 from fastpack_trl.model.checkpoint_seam import is_reentrant
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class LayerKind:
         device, start = call.hidden.device, time.perf_counter()
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-            stack.enter_context(buffers_kept(call.layer))
+            stack.enter_context(restore_buffers(call.layer))
             stack.enter_context(nothing_recorded())
             if hooks_active():
                 stack.enter_context(saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))

@@ -7,8 +7,8 @@ from contextlib import contextmanager, suppress
 
 from fastpack_trl.compile.layers import CompiledLayers, compiled_layers, decoder_layers
 from fastpack_trl.errors import first_reason
-from fastpack_trl.model.patches import attribute_set
-from fastpack_trl.model.upstream import found
+from fastpack_trl.model.patches import patch_attribute
+from fastpack_trl.model.upstream import resolve
 from fastpack_trl.report import Status
 from fastpack_trl.run import PADDED_ROWS, SHARDED, Run
 
@@ -43,7 +43,7 @@ def layer_compile(run: Run) -> Iterator[None]:
     ) as layers:
         tell(layers)
         pending = run.step.waiting_for(lambda: any(kind.path == "pending" for kind in layers.kinds))
-        with pending, attribute_set(run, "compiles_later", weighs):
+        with pending, patch_attribute(run, "compiles_later", weighs):
             yield
 
 
@@ -78,7 +78,7 @@ def start_workers(run: Run) -> None:
     """
     if run.device.type != "cuda" or why_not(run):  # other devices compile no Triton
         return
-    start = found("torch._inductor.async_compile.maybe_warm_pool")
+    start = resolve("torch._inductor.async_compile.maybe_warm_pool")
     if start is not None:
         with suppress(OSError):  # no further process can be started: torch finds out by itself
             start()

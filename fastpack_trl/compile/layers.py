@@ -38,7 +38,7 @@ from fastpack_trl.model.checkpoint_seam import (
 from fastpack_trl.model.facts import attention_modules, text_model, window_of
 from fastpack_trl.model.hooks import HookWatch
 from fastpack_trl.model.mixers import mixers
-from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.model.patches import patch_attribute
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
 logger = logging.getLogger(__name__)
@@ -163,6 +163,8 @@ def compiled_layers(
     Raises:
         ValueError: `model` has no decoder layers that call transformers' attention interface.
     """
+    import torch._dynamo.config as config  # takes a second to load: only where layers are compiled
+
     layers = decoder_layers(model)
     if not layers:
         raise ValueError(f"{type(model).__name__} has no decoder layers with packed attention: set layer_compile='off'")
@@ -178,6 +180,10 @@ def compiled_layers(
             groups.setdefault(_structure(layer), []).append(layer)
     handle.kinds = [LayerKind(group, options) for group in groups.values()]
     with contextlib.ExitStack() as stack:
+        # Else torch 2.11 takes a parameter for unchanged while its module has the same one: unfrozen after a graph was
+        # traced, it would get no gradient for the rest of the run.
+        if hasattr(config, name := "skip_tensor_guards_with_matching_dict_tags"):
+            stack.enter_context(config.patch({name: False}))
         for kind in handle.kinds:
             for layer in kind.members:
                 stack.enter_context(_Call(layer, kind, handle, hooks_outside).installed())
@@ -220,7 +226,7 @@ class _Call:
     def installed(self) -> Iterator[None]:
         slot = "forward" if self._hooks_outside else "_compiled_call_impl"
         with contextlib.ExitStack() as stack:
-            stack.enter_context(attribute_set(self._layer, slot, self))
+            stack.enter_context(patch_attribute(self._layer, slot, self))
             if self._in_checkpoint:
                 stack.enter_context(checkpoint_wrapped(self._layer, self._checkpointed, Nesting.COMPILE))
             yield

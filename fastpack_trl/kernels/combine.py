@@ -1,7 +1,7 @@
-"""Moving rows between tokens and their routed slots, as gathers in both directions.
+"""Sums over the routed slots of each token, as gathers.
 
-A token has k slots; sorted by expert they lie anywhere. Both ways are gathers, so nothing is accumulated by index:
-`index_put(accumulate=True)` would sort again on CUDA.
+A token has k slots; sorted by expert they lie anywhere. Nothing is accumulated by index: `index_put(accumulate=True)`
+would sort again on CUDA.
 """
 
 from __future__ import annotations
@@ -39,28 +39,15 @@ def combine(
         from fastpack_trl.kernels.combine_triton import combine_triton
 
         return combine_triton(rows_sh, inverse_tk, weights_tk, bias_eh=bias_eh, ids_tk=ids_tk, dtype=dtype)
-    dtype = dtype or rows_sh.dtype
-    if (weights_tk is None or weights_tk.dtype == rows_sh.dtype) and dtype == rows_sh.dtype:
-        # Gather and sum in one; rounds once.
-        out = F.embedding_bag(inverse_tk, rows_sh, per_sample_weights=weights_tk, mode="sum")
-        if bias_eh is not None and ids_tk is not None:
-            out += F.embedding_bag(ids_tk, bias_eh, per_sample_weights=weights_tk, mode="sum")
-        return out
-    tokens, top_k = inverse_tk.shape
-    slots = rows_sh.index_select(0, inverse_tk.reshape(-1)).view(tokens, top_k, -1)
     wide = torch.promote_types(rows_sh.dtype, torch.float32)
+    scale = None if weights_tk is None else weights_tk.to(wide)
+    out = F.embedding_bag(inverse_tk, rows_sh.to(wide), per_sample_weights=scale, mode="sum")
     if bias_eh is not None and ids_tk is not None:
-        slots = slots + bias_eh.index_select(0, ids_tk.reshape(-1)).view_as(slots)
-    if weights_tk is not None:
-        slots = slots.to(wide) * weights_tk.unsqueeze(-1)
-    return slots.sum(1, dtype=wide).to(dtype)
+        out += F.embedding_bag(ids_tk, bias_eh.to(wide), per_sample_weights=scale, mode="sum")
+    return out.to(dtype or rows_sh.dtype)
 
 
 def bias_weight_grad(grad_th: Tensor, bias_eh: Tensor, ids_tk: Tensor) -> Tensor:
     """Return the bias' part of the routing weights' gradient, (T, k): a token's gradient times its slot's bias."""
-    if runs_triton(grad_th, bias_eh):
-        from fastpack_trl.kernels.combine_triton import bias_weight_grad_triton
-
-        return bias_weight_grad_triton(grad_th, bias_eh, ids_tk)
     wide = torch.promote_types(grad_th.dtype, torch.float32)
     return (grad_th @ bias_eh.t()).gather(1, ids_tk.long()).to(wide)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernels of `fastpack_trl.kernels.combine`: each output row is written once, summed in fp32 in fixed order."""
+"""Triton kernel of `fastpack_trl.kernels.combine`: each output row is written once, summed in fp32 in fixed order."""
 
 from __future__ import annotations
 
@@ -34,24 +34,6 @@ def _combine_kernel(
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _bias_weight_kernel(
-    grad, bias, ids, out, width, top_k: tl.constexpr, padded_k: tl.constexpr, columns: tl.constexpr
-):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.arange(0, padded_k)
-    expert = tl.load(ids + token * top_k + slot, mask=slot < top_k, other=0).to(tl.int64)
-    total = tl.zeros((padded_k,), dtype=tl.float32)
-    for start in range(0, width, columns):
-        column = start + tl.arange(0, columns)
-        inside = column < width
-        row = tl.load(grad + token * width + column, mask=inside, other=0.0).to(tl.float32)
-        mask = (slot < top_k)[:, None] & inside[None, :]
-        table = tl.load(bias + expert[:, None] * width + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        total += tl.sum(table * row[None, :], axis=1)
-    tl.store(out + token * top_k + slot, total, mask=slot < top_k)
-
-
 def combine_triton(
     rows_sh: Tensor,
     inverse_tk: Tensor,
@@ -74,19 +56,5 @@ def combine_triton(
                 rows_sh if bias_eh is None else bias_eh.contiguous(),
                 inverse_tk if ids_tk is None else ids_tk.contiguous(), out, width,
                 has_weights=weights_tk is not None, has_bias=bias_eh is not None, top_k=top_k, columns=columns,
-            )  # fmt: skip
-    return out
-
-
-def bias_weight_grad_triton(grad_th: Tensor, bias_eh: Tensor, ids_tk: Tensor) -> Tensor:
-    """Compute `bias_weight_grad` in one kernel, without a (T, E) product."""
-    tokens, top_k = ids_tk.shape
-    out = torch.empty(tokens, top_k, dtype=torch.float32, device=grad_th.device)
-    if tokens:
-        columns = min(256, triton.next_power_of_2(grad_th.shape[1]))
-        with on_device_of(out):
-            _bias_weight_kernel[(tokens,)](
-                grad_th.contiguous(), bias_eh.contiguous(), ids_tk.contiguous(), out, grad_th.shape[1],
-                top_k=top_k, padded_k=triton.next_power_of_2(top_k), columns=columns,
             )  # fmt: skip
     return out

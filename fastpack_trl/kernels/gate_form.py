@@ -1,4 +1,4 @@
-"""The form of the gate of an experts block, which its kernels and their torch twins read.
+"""The gate of an experts block: its form, which the kernels read, and its formula in plain torch.
 
 A block's first projection gives gate and up halves, concatenated or interleaved.
 """
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 
@@ -38,6 +39,16 @@ class Gate:
             return h[:, ::2], h[:, 1::2]
         middle = h.shape[1] // 2
         return h[:, :middle], h[:, middle:]
+
+    def activation(self, h: Tensor) -> Tensor:
+        """Return ``a`` (S, I) in plain torch."""
+        if self.function is not None:
+            return self.function(h)
+        first, up = self.halves(h)
+        if self.kind == "silu":
+            return F.silu(first) * up
+        first, up = first.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return torch.sigmoid(first * self.alpha) * first * (up + 1)
 
 
 @functools.cache

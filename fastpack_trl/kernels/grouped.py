@@ -49,8 +49,6 @@ def grouped_mm(x_sk: Tensor, weight_ekn: Tensor, offsets_e: Offsets) -> Tensor:
     Returns:
         (S, N) in the same dtype.
     """
-    if not x_sk.shape[0]:
-        return x_sk.new_empty(0, weight_ekn.shape[2])
     if isinstance(offsets_e, Tensor) and _torch_takes(x_sk, weight_ekn):
         return F.grouped_mm(x_sk, weight_ekn, offs=offsets_e)
     out = x_sk.new_empty(x_sk.shape[0], weight_ekn.shape[2])
@@ -67,8 +65,6 @@ def grouped_outer(x_sk: Tensor, y_sn: Tensor, offsets_e: Offsets) -> Tensor:
         y_sn: (S, N), of the same dtype.
         offsets_e: of the S rows.
     """
-    if not x_sk.shape[0]:
-        return x_sk.new_zeros(len(offsets_e), x_sk.shape[1], y_sn.shape[1])
     if isinstance(offsets_e, Tensor) and _torch_takes(x_sk, y_sn):
         return F.grouped_mm(x_sk.t(), y_sn, offs=offsets_e)
     out = x_sk.new_empty(len(offsets_e), x_sk.shape[1], y_sn.shape[1])
@@ -86,15 +82,11 @@ def grouped_sum(x_sn: Tensor, offsets_e: Offsets, weights_s: Tensor | None = Non
 
 
 def _torch_takes(a: Tensor, b: Tensor) -> bool:
-    return a.dtype in DTYPES and all(
-        stride * tensor.element_size() % ALIGNMENT == 0
-        for tensor in (a, b)
-        for stride in tensor.stride()
-        if stride != 1
-    )
+    strides = [stride for tensor in (a, b) for stride in tensor.stride() if stride != 1]
+    return len(a) > 0 and a.dtype in DTYPES and all(stride * a.itemsize % ALIGNMENT == 0 for stride in strides)
 
 
 def _bounds(offsets_e: Offsets) -> list[tuple[int, int]]:
-    # A tensor is read on the host: only fp64 and unaligned shapes come here with one.
+    # A tensor is read on the host: it comes here with fp64, unaligned shapes or no rows alone.
     ends = offsets_e.tolist() if isinstance(offsets_e, Tensor) else offsets_e
     return list(zip([0, *ends], ends, strict=False))

@@ -6,19 +6,10 @@ A tile holds whole rows of the vocabulary: products of hidden states and head, o
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-
-
-class Folded(NamedTuple):
-    """What `TorchTiles.fold` leaves for `TorchTiles.differentiate`."""
-
-    probabilities: Tensor
-    """(n, V) fp32; the memory of the tile where that is fp32."""
-    bent: Tensor | None
-    """(n, V) fp32, the tanh that caps logits; None without a softcap."""
 
 
 class TorchTiles:
@@ -39,6 +30,9 @@ class TorchTiles:
             targets: (n,) int64.
             log_probs, entropy: (n,) fp32, written: of each target, and of each distribution in nats.
             is_top1: (n,) bool, written: whether the target is the first of the most likely tokens.
+
+        Returns:
+            Probabilities (n, V) in fp32, in the memory of the tile if that is fp32; the tanh that caps logits, or None.
         """
         logits, bent = tile.float() if self._scale == 1.0 else tile.float() * self._scale, None
         if self._softcap is not None:
@@ -51,7 +45,7 @@ class TorchTiles:
         probabilities = torch.exp(every, out=tile if tile.dtype == torch.float32 else None)
         torch.sum(every.mul_(probabilities), -1, out=entropy)
         entropy.neg_()
-        return Folded(probabilities, bent)
+        return probabilities, bent
 
     def differentiate(self, tile: Tensor, targets: Tensor, folded: Any, factors: Tensor) -> None:
         """Write the gradient with respect to a tile of products into it.
@@ -62,10 +56,11 @@ class TorchTiles:
             factors: (n,) fp32, the gradient with respect to the log-probability of each target.
         """
         # The derivative of log softmax by its logits: one at the target, less the probabilities.
-        slope = folded.probabilities.mul_(-factors.unsqueeze(-1))
+        probabilities, bent = folded
+        slope = probabilities.mul_(-factors.unsqueeze(-1))
         slope.scatter_add_(-1, targets.unsqueeze(-1), factors.unsqueeze(-1))
-        if folded.bent is not None:
-            slope.mul_(1 - folded.bent.square_())
+        if bent is not None:
+            slope.mul_(1 - bent.square_())
         if self._scale != 1.0:
             slope.mul_(self._scale)
         if slope is not tile:

@@ -12,7 +12,8 @@ kept instead of computed again. What an operator does is not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, get_type_hints
 
 import torch
@@ -37,9 +38,10 @@ def arguments_of(fields: type[Any], prefix: str = "") -> str:
 
 
 def operator(
-    function: Callable[..., Any], *, fake: Callable[..., Any], flops: Callable[..., int], signature: str | None = None
-) -> Any:
-    """Register `function` as ``torch.ops.fastpack.<its name>`` for every device, without a derivative; return it.
+    function: Callable[..., Any], *, fake: Callable[..., Any], flops: Callable[..., int], signature: str | None = None,
+    name: str = "",
+) -> Any:  # fmt: skip
+    """Register `function` as ``torch.ops.fastpack.<name>`` for every device, without a derivative; return it.
 
     Args:
         function: returns new tensors and changes none; called without gradients.
@@ -47,8 +49,9 @@ def operator(
         flops: of the same arguments and the keyword `out_val`; the floating-point operations of one call. Without
             it the partitioner of a compiled graph would count the operator as free to run twice.
         signature: ``(Tensor x, int n) -> Tensor``; read from the annotations where it is not given.
+        name: the function's own if it is not given.
     """
-    name = function.__name__
+    name = name or function.__name__
     _library.define(name + (signature or torch.library.infer_schema(function, mutates_args=())))
     _library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
@@ -73,3 +76,14 @@ def differentiable(name: str, signature: str, function: type[torch.autograd.Func
     # Composite: the dispatcher replaces it by what it calls, above autograd, on fake tensors and where modes look on.
     _library.impl(name, apply, "CompositeImplicitAutograd")
     return getattr(torch.ops.fastpack, name).default
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """Let autograd record operations in a backward pass, also inside the kernel of an operator.
+
+    Under a dispatch mode (a FLOP counter, say) torch runs kernels without autograd.
+    """
+    without, key = torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey
+    with torch.enable_grad(), without(key.AutogradFunctionality, False), without(key.ADInplaceOrView, False):
+        yield

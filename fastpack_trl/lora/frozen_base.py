@@ -25,9 +25,9 @@ from fastpack_trl.lora.fp8_layers import (
 )
 from fastpack_trl.lora.report import FrozenCopies, LoraReport, has_lora, shown_bytes
 from fastpack_trl.measure.device_memory import allocatable
-from fastpack_trl.model.aside import run_aside
+from fastpack_trl.model.aside import isolated_run
 from fastpack_trl.model.facts import UNREADABLE, backbones, learned_positions, token_table
-from fastpack_trl.model.upstream import lacks
+from fastpack_trl.model.upstream import missing_reason
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.run import DEEPSPEED, SHARDED, Run
 
@@ -83,7 +83,7 @@ def frozen_base(run: Run) -> Iterator[None]:
         for name in able.keys() - chosen.keys():
             able[name]._fastpack_drop_copy()
             others[f"an error over {MOST_ERROR:.0%}"] += 1
-        free = run.ranks.least([allocatable(run.device) if run.device.type == "cuda" else inf])[0]
+        free = run.ranks.all_min([allocatable(run.device) if run.device.type == "cuda" else inf])[0]
         both = _both_layouts(chosen, free, on_host=on_host)
         for layer in chosen.values():
             put_in_fp8(layer, dtype, both_layouts=both, to_host=on_host)
@@ -142,7 +142,7 @@ def _refusal(run: Run) -> str:
         return f"{SHARDED if run.is_sharded else DEEPSPEED}; train with DDP, or {_KEEP}"
     if run.args.n_gpu > 1:
         return f"torch.nn.DataParallel copies the model in each step; start it with accelerate launch, or {_KEEP}"
-    if missing := lacks(FEATURE):
+    if missing := missing_reason(FEATURE):
         return f"{missing}; {_KEEP}"
     return _refused_by_device(run)
 
@@ -163,7 +163,7 @@ def _refused_by_device(run: Run) -> str:
 def _worst_errors(run: Run, errors: Mapping[str, tuple[float, float]]) -> dict[str, float]:
     """Return the larger error of each layer, over all processes; infinite where one is NaN."""
     worst = [inf if any(map(isnan, both)) else max(both) for both in errors.values()]
-    return dict(zip(errors, run.ranks.most(worst), strict=True))
+    return dict(zip(errors, run.ranks.all_max(worst), strict=True))
 
 
 def _run_sample(run: Run) -> None:
@@ -173,7 +173,7 @@ def _run_sample(run: Run) -> None:
         ids = _sample(run)
         batch = PackedBatch.from_lengths((ids.shape[1],)).to(run.device)
         kwargs = to_transformers_kwargs(batch) | ({"packed_batch": batch} if run.packs else {}) | {"use_cache": False}
-        with run_aside(run.model, training=False), run.autocast():
+        with isolated_run(run.model, training=False), run.autocast():
             decoder(input_ids=ids, **kwargs)
     except torch.OutOfMemoryError:
         raise
@@ -248,7 +248,7 @@ def _advise(run: Run, layers: Mapping[str, nn.Module], dtype: torch.dtype) -> No
         ratio = products_ratio(layers, tokens, dtype)
     except torch.OutOfMemoryError:
         ratio = inf  # not timed here
-    ratio = run.ranks.least([ratio])[0]
+    ratio = run.ranks.all_min([ratio])[0]
     if ratio < inf:
         said = (
             f"products alone, quantisation included, take {1 / ratio:.2f} of the time in {dtype} over {tokens:,} tokens"

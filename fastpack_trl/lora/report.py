@@ -24,7 +24,7 @@ from torch import nn
 
 from fastpack_trl.lora.base_weight import BaseWeight, loaded_weight
 from fastpack_trl.measure.device_memory import allocatable
-from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.model.patches import patch_attribute
 from fastpack_trl.model.upstream import LoraLayer
 
 _SHARE_OF_FREE = 0.25
@@ -151,7 +151,7 @@ class LoraReport:
         """
         with ExitStack() as undo:
             for hook in self._casts:
-                undo.enter_context(attribute_set(hook, "adds_up", True))
+                undo.enter_context(patch_attribute(hook, "adds_up", True))
             yield
 
     def revert(self) -> None:

@@ -320,7 +320,7 @@ class _Reader:
             cost.forward += forward
             cost.backward += 2 * forward * moves
             cost.recompute += forward * self.checkpointed
-        elif set(self.mixers[module].functions) & SCANS.keys():
+        elif self.mixers[module].kind in SCANS.values():
             self.inexact[f"the scan of {type(module).__name__}: its sizes are not known"] = None
 
     @staticmethod

@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.model.patches import patch_attribute
 
 Kind = Literal["sync", "copy", "host"]
 
@@ -135,7 +135,7 @@ def _cuda_warnings(syncs: HostSyncs, error: bool) -> Iterator[None]:
         file, line, _ = _call_site(sys._getframe(1))
         syncs._seen["synchronize", "sync", file, line] += 1
 
-    with warnings.catch_warnings(), attribute_set(warnings, "showwarning", record):
+    with warnings.catch_warnings(), patch_attribute(warnings, "showwarning", record):
         warnings.filterwarnings("always", message=_CUDA_MESSAGE)
         torch.cuda.set_sync_debug_mode("error" if error else "warn")
         try:

@@ -1,70 +1,55 @@
-"""Runs of a model beside its training: modes, random states and buffers are as before, and no hook of the user runs."""
+"""Runs of a model that its training does not notice."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from fastpack_trl.model.hooks import users_hooks_off
-from fastpack_trl.model.patches import attributes_kept
+from fastpack_trl.model.patches import restore_attributes
 from fastpack_trl.model.sharded import local
 
-_LARGEST_STATE = 2**16  # integers; more are weights of a quantised layer, or a mask, which no forward pass writes
+_LARGEST_STATE = 2**16
+"""Integers of a buffer above which it is a mask or the weight of a quantized layer, which no forward pass writes."""
 
 
 @contextmanager
-def run_aside(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Put `model` in training or in evaluation mode for runs that its training must not notice.
+def isolated_run(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Put `model` in training or evaluation mode, without hooks of the user.
 
-    Afterwards, also after an exception, every module's mode, every random state and every buffer is as before.
+    Afterwards, also after an exception, restore the mode of every module, the random states and the buffers.
     """
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    modes = attributes_kept(model.modules(), "training")
-    with modes, users_hooks_off(model), torch.random.fork_rng(devices=devices), buffers_kept(model):
+    modes = restore_attributes(model.modules(), "training")
+    with modes, users_hooks_off(model), torch.random.fork_rng(devices=devices), restore_buffers(model):
         model.train(training)
         yield
 
 
 @contextmanager
-def buffers_kept(*models: nn.Module) -> Iterator[None]:
-    """Give every buffer of `models` back what it holds now: running statistics, power iterations, counters.
-
-    The tensors stay the same objects. Left out are large integer and 8-bit buffers: weights of quantised layers.
-    """
-    with ExitStack() as stack:
-        for module in {module for model in models for module in model.modules()}:
-            buffers = dict(module._buffers)
-            stack.callback(_put_back, module, buffers, list(_copies(buffers.values())))
+def restore_buffers(*models: nn.Module) -> Iterator[None]:
+    """Restore the buffers of `models` on exit: the same tensors with the same content, large integers left out."""
+    before = {module: dict(module._buffers) for model in models for module in model.modules()}
+    tensors = [tensor for buffers in before.values() for tensor in buffers.values() if _is_state(tensor)]
+    contents = [local(tensor).clone() for tensor in tensors]
+    try:
         yield
+    finally:
+        for module, buffers in before.items():
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        with torch.no_grad():
+            for tensor, content in zip(tensors, contents, strict=True):
+                if local(tensor).shape != content.shape:  # some observers resize
+                    tensor.resize_(content.shape)
+                # Through `data` autograd sees no write: a graph that has saved the buffer stays valid.
+                local(tensor).data.copy_(content)
 
 
-def _copies(buffers: Iterable[Tensor | None]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the buffers that a forward pass may write, each with a copy of what it holds."""
-    for tensor in buffers:
-        # Outside of inference mode torch writes to no tensor that was made in it.
-        if tensor is None or tensor.is_inference() or _is_weight(tensor):
-            continue
-        try:
-            yield tensor, local(tensor).clone()
-        except (TypeError, NotImplementedError):
-            continue  # a tensor of a kind that cannot be copied cannot be written to either
-
-
-def _is_weight(tensor: Tensor) -> bool:
-    return tensor.numel() > _LARGEST_STATE and (not tensor.is_floating_point() or tensor.element_size() == 1)
-
-
-def _put_back(module: nn.Module, buffers: dict[str, Tensor | None], copies: list[tuple[Tensor, Tensor]]) -> None:
-    module._buffers.clear()
-    module._buffers.update(buffers)
-    for tensor, content in copies:
-        part = local(tensor)
-        if part.shape != content.shape:  # some observers resize
-            with torch.no_grad():
-                tensor.resize_(content.shape)
-            part = local(tensor)
-        # Through `data` autograd sees no write: what it has kept of the buffer is what is there again.
-        part.data.copy_(content)
+def _is_state(tensor: Tensor | None) -> bool:
+    if tensor is None:
+        return False
+    return tensor.numel() <= _LARGEST_STATE or (tensor.is_floating_point() and tensor.element_size() > 1)

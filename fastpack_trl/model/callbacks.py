@@ -1,4 +1,4 @@
-"""Callbacks that a trainer has for a time, and what calls them: transformers hands over no trainer."""
+"""Callbacks that a trainer has for a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback
 
 @contextmanager
 def callbacks_added(trainer: Trainer, *callbacks: TrainerCallback) -> Iterator[None]:
-    """Let `trainer` call `callbacks`, after those that it has, until the context ends."""
+    """Let `trainer` call `callbacks` after its own until the context ends."""
     for callback in callbacks:
         trainer.add_callback(callback)
     try:
@@ -23,24 +23,22 @@ def callbacks_added(trainer: Trainer, *callbacks: TrainerCallback) -> Iterator[N
 
 
 def during_training(trainer: Trainer, *, at_begin: Callable[[], object]) -> AbstractContextManager[None]:
-    """Call `at_begin` when training begins, in every process: the model is in its place, a checkpoint is loaded."""
+    """Call `at_begin` when training begins, in every process: the model is placed and a checkpoint is loaded."""
 
-    class Begins(TrainerCallback):  # one for each call: transformers warns of two callbacks of one class
+    class Begins(TrainerCallback):  # a new class for each call: transformers warns of two callbacks of one class
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             at_begin()
 
     return callbacks_added(trainer, Begins())
 
 
-def callers(method: Callable[..., Any] | None = None) -> Iterator[Any]:
-    """Yield the `self` of each method that this is called from, innermost first. Frames are only looked at.
+def callers(method: Any = None) -> Iterator[Any]:
+    """Yield the `self` of each method, or of `method` alone, that is running, innermost first.
 
-    Args:
-        method: of which alone; None: of any.
+    A callback finds a trainer of TRL in this way: no event of transformers passes it.
     """
-    code = None if method is None else method.__code__
-    frame = inspect.currentframe()
+    code, frame = getattr(method, "__code__", None), inspect.currentframe()
     while frame is not None:
-        if (code is None and "self" in frame.f_locals) or frame.f_code is code:
+        if "self" in frame.f_locals and code in (None, frame.f_code):
             yield frame.f_locals["self"]
         frame = frame.f_back

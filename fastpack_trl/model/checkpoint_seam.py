@@ -1,21 +1,21 @@
 """One stack of wrappers around the checkpoint function of a layer, `_gradient_checkpointing_func`.
 
-Others set that function at any time: a trainer when training begins, `activation_memory` for each layer. So it stays
-what they set, also in a copy or a pickle of the model: while a layer has wrappers, its class has a property of that
-name, which keeps the function in the layer and hands out the stack around it.
+Others set that function at any time: a trainer when training begins, `activation_memory` for each layer. It stays what
+they set, also in a copy or a pickle of the model: while a layer has wrappers, its class has a property of that name,
+which stores the function in the layer and returns the stack around it.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from enum import IntEnum
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from fastpack_trl.model.patches import attribute_set, shared
+from fastpack_trl.model.patches import patch_attribute, shared
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
 CHECKPOINT = "_gradient_checkpointing_func"
@@ -28,7 +28,7 @@ class Nesting(IntEnum):
     """Place of a wrapper, from the checkpoint function outwards."""
 
     PLANS = 0
-    """Routing plans kept for the recompute. Innermost: a compiled layer sorts in its own graph and goes past them."""
+    """Routing plans kept for the recompute. Innermost: a compiled layer sorts in its own graph and skips them."""
     COMPILE = 1
     OFFLOAD = 2
     """Layer inputs to host memory. Outermost: its hooks are around the checkpoint, which is then not compiled."""
@@ -42,17 +42,14 @@ keywords, runs again in backward; the hidden states come first in `args`.
 """
 
 
-@contextlib.contextmanager
+@contextmanager
 def checkpoint_wrapped(layer: nn.Module, wrapper: Wrapper, nesting: Nesting) -> Iterator[None]:
-    """Put `wrapper` around the checkpoint function of `layer`, whichever is set, while the context is open.
+    """Put `wrapper` around the checkpoint function of `layer`, set before or later, while the context is open.
 
     Wrappers come and go in any order; of two in one place the later one is outside.
-
-    Args:
-        layer: has the function already, or may get it.
     """
-    seam = partial(attribute_set, type(layer), CHECKPOINT, property(_read, _write, _delete))
-    with shared(type(layer), "_fastpack_seam", seam), shared(layer, _STACK, _new_stack) as stack:
+    seam = partial(patch_attribute, type(layer), CHECKPOINT, property(_read, _write, _delete))
+    with shared(type(layer), "_fastpack_seam", seam), shared(layer, _STACK, lambda: nullcontext(_Stack())) as stack:
         entry = (nesting, wrapper)
         stack.entries = sorted([*stack.entries, entry], key=lambda each: each[0])
         try:
@@ -62,7 +59,7 @@ def checkpoint_wrapped(layer: nn.Module, wrapper: Wrapper, nesting: Nesting) -> 
 
 
 def stock_checkpoint(layer: nn.Module) -> Any:
-    """Return the checkpoint function of `layer` without wrappers of ours; None where it has none."""
+    """Return the checkpoint function of `layer` without wrappers of ours; None if it has none."""
     return layer.__dict__.get(CHECKPOINT)
 
 
@@ -72,19 +69,16 @@ def is_reentrant(checkpoint: Any) -> bool:
 
 
 def checkpointing_modules(model: nn.Module) -> list[nn.Module]:
-    """Return what checkpoints where its ``gradient_checkpointing`` says so: layers, or decoders of plain layers.
+    """Return the modules that checkpoint if their ``gradient_checkpointing`` is set: layers, or decoders of plain ones.
 
-    A decoder whose layers checkpoint themselves carries the flag too, and does nothing with it.
+    A decoder whose layers checkpoint themselves has the flag too, and ignores it.
     """
-    return [
-        module
-        for module in model.modules()
-        if hasattr(module, "gradient_checkpointing")
-        and (
-            isinstance(module, GradientCheckpointingLayer)
-            or not any(isinstance(inner, GradientCheckpointingLayer) for inner in module.modules())
-        )
-    ]
+
+    def is_layer(module: nn.Module) -> bool:
+        return isinstance(module, GradientCheckpointingLayer)
+
+    flagged = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+    return [module for module in flagged if is_layer(module) or not any(map(is_layer, module.modules()))]
 
 
 def checkpoints_reentrantly(module: Any) -> bool:
@@ -93,12 +87,12 @@ def checkpoints_reentrantly(module: Any) -> bool:
 
 
 def checkpoints_inside_hooks() -> bool:
-    """Return whether transformers lays the checkpoint into the forward of a layer; older ones around its hooks."""
+    """Return whether transformers checkpoints inside the hooks of a layer, as from 5.23 on, rather than around them."""
     return "__call__" not in GradientCheckpointingLayer.__dict__
 
 
 def layer_keywords(function: Any) -> dict[str, Any]:
-    """Return the keywords of the layer in what its checkpoint runs: ``partial(forward, layer, **keywords)``.
+    """Return the keywords of the layer in the function of its checkpoint: ``partial(forward, layer, **keywords)``.
 
     Wrappers may have put a function of theirs around it: ``partial(theirs, ..., partial(forward, ...))``.
     """
@@ -110,27 +104,22 @@ def layer_keywords(function: Any) -> dict[str, Any]:
 
 
 class _Stack:
-    """The wrappers of one layer, innermost first."""
+    """The wrappers of one layer, innermost first, and the function that its property returned last."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[Nesting, Wrapper]] = []
         self.wrapped: _Wrapped | None = None
 
 
-def _new_stack() -> contextlib.AbstractContextManager[_Stack]:
-    return contextlib.nullcontext(_Stack())
-
-
 class _Wrapped:
     """A checkpoint function inside of the wrappers that its layer has when it is called."""
 
     def __init__(self, stack: _Stack, stock: Callable[..., Any]) -> None:
-        self.stack = stack
-        self.stock = stock
+        self.stack, self.stock = stack, stock
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = self.stock
-        if self.stack.wrapped is self:  # else somebody wrapped this one and set that: the stack is around it
+        if self.stack.wrapped is self:  # else somebody wrapped this one and set that: the stack is around theirs
             for _, wrapper in self.stack.entries:
                 call = partial(wrapper, call)
         return call(function, *args, **kwargs)
@@ -143,10 +132,10 @@ def _read(layer: nn.Module) -> Any:
     own = layer.__dict__
     if CHECKPOINT not in own:
         raise AttributeError(CHECKPOINT)
-    share, stock = own.get(_STACK), own[CHECKPOINT]
-    if share is None:
+    patch, stock = own.get(_STACK), own[CHECKPOINT]
+    if patch is None:
         return stock
-    stack: _Stack = share.value
+    stack: _Stack = patch.value[0]
     if stack.wrapped is None or stack.wrapped.stock is not stock:
         stack.wrapped = _Wrapped(stack, stock)
     return stack.wrapped

@@ -1,24 +1,21 @@
 """Code of the user that sees single batches or gradients: module hooks, callbacks, methods of a trainer.
 
-It gets them as stock makes them, one by one: where there is some, how to run a model without its hooks.
-
-The rule for module hooks: where a hook of somebody else is on a module, that module runs as stock. Who may ask what is
-called there is `hook_inside`, with a name for the report; whoever goes past the call of a module asks `PartsHooked`.
-torch announces no registration, but the id of `RemovableHandle` grows with each: only then `HookWatch` searches, and
-while a hook is there.
+It gets them as TRL makes them, one by one; a module with a hook of the user runs the library's own code. `hook_inside`
+names such a hook for the report. A forward that replaces the calls of its parts asks `PartsHooked`. torch announces no
+registration, but the id of `RemovableHandle` grows with each: `HookWatch` searches only then, and while it has a hook.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator
-from functools import cache, partial
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 _KINDS = {
     "_forward_pre_hooks": "forward pre-hook",
@@ -26,52 +23,50 @@ _KINDS = {
     "_backward_pre_hooks": "backward pre-hook",
     "_backward_hooks": "backward hook",
 }
-"""The dictionaries of a module; `torch.nn.modules.module` has one of each for all modules."""
-
-_KNOWN = tuple(
-    f"{package}."
-    for package in (
-        "accelerate", "bitsandbytes", "deepspeed", "fastpack_trl", "peft", "transformers", "trl",
-        "torch.distributed", "torch.nn.parallel", "torch.nn.utils", "torch.utils",
-    )
-)  # fmt: skip
+"""The dictionaries of a module; `torch.nn.modules.module` has one of each for all modules, after ``_global``."""
+_LIBRARIES = (
+    *("accelerate.", "bitsandbytes.", "deepspeed.", "fastpack_trl.", "peft.", "transformers.", "trl."),
+    *("torch.distributed.", "torch.nn.parallel.", "torch.nn.utils.", "torch.utils."),
+)
 """Packages whose hooks are part of the model (they record outputs, gather shards, make weights), whose callbacks do not
 look at gradients between two micro-batches, and whose methods are known."""
 _CACHES = "bitsandbytes.nn.parametrize"
-"""Its hooks keep a dense stack within a call of a module: whoever makes no such call needs none."""
+"""Its hooks keep a dense stack during a call of a module: code that skips the call needs none."""
 
 LOOP_METHODS = ("_inner_training_loop", "_run_epoch")
 BATCH_METHODS = (
-    *LOOP_METHODS, "compute_loss", "compute_loss_context_manager", "autocast_smart_context_manager", "training_step",
-    "get_batch_samples", "_prepare_input", "_prepare_inputs", "_prepare_context_parallel_inputs",
-)  # fmt: skip
+    *LOOP_METHODS,
+    *("compute_loss", "compute_loss_context_manager", "autocast_smart_context_manager", "training_step"),
+    *("get_batch_samples", "_prepare_input", "_prepare_inputs", "_prepare_context_parallel_inputs"),
+)
 """Methods of a trainer that are called in training with a batch, or once for each."""
 
 
-def _without_partial(function: Any) -> Any:
+def is_users(function: Any) -> bool:
+    """Return whether a hook or a method is the user's, by the module that defines its function or class."""
+    return not f"{getattr(_unwrapped(function), '__module__', '')}.".startswith(_LIBRARIES)
+
+
+def _unwrapped(function: Any) -> Any:
     while isinstance(function, partial):
         function = function.func
     return function
 
 
-def is_users(function: Any) -> bool:
-    """Return whether a hook or a method is the user's, by the module that defines its function or class."""
-    return not f"{getattr(_without_partial(function), '__module__', '')}.".startswith(_KNOWN)
-
-
 def is_hooked(module: Any) -> bool:
     """Return whether a call of `module` runs more than the forward of its class: any hook, or a forward of its own."""
+    if "forward" in module.__dict__:
+        return True
     if not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks):
-        return "forward" in module.__dict__  # most modules: this is asked for every projection in every step
-    hooks = (hook for kind in _KINDS for hook in getattr(module, kind).values())
-    return "forward" in module.__dict__ or any(getattr(hook, "__module__", "") != _CACHES for hook in hooks)
+        return False  # most modules; this is asked for every projection in every step
+    return any(getattr(hook, "__module__", "") != _CACHES for kind in _KINDS for hook in getattr(module, kind).values())
 
 
 class PartsHooked:
-    """Whether a forward that goes past the calls of its parts must leave them to stock: asked in each.
+    """Whether a forward that replaces the calls of its parts must leave them to the library's code: asked in each.
 
-    A recompute gets the answer of its forward: a checkpoint compares what both save, so a hook that came or went
-    between must not change the way.
+    A recompute gets the answer of its forward: a checkpoint compares what both save, so a hook that came or went in
+    between must not change the path.
     """
 
     def __init__(self) -> None:
@@ -82,46 +77,56 @@ class PartsHooked:
         if torch.compiler.is_compiling():  # in a graph torch traces the hooks on all modules
             return any(map(is_hooked, parts))
         answer = any(map(is_hooked, parts)) or bool(global_hook())
-        if answer != self._last:
-            if in_backward():
-                return self._last
+        if answer != self._last and not in_backward():
             self._last = answer
-        return answer
+        return self._last
 
 
 def global_hook() -> str:
-    """Return a hook of the user on every module, e.g. ``the global forward hook count``; empty without."""
-    found = _first_of_users(_global_dictionaries()) if any(_global_dictionaries()) else ""
-    return f"the global {found}" if found else ""
+    """Return a hook of the user on every module, e.g. ``the global forward hook count``; empty if there is none."""
+    hook = _users_hook(nn.modules.module, "_global")
+    return f"the global {hook}" if hook else ""
 
 
 def hook_inside(module: nn.Module, name: str = "") -> str:
-    """Return a hook of the user that a call of `module` reaches: global, on it, or further inside; empty without.
+    """Return a hook of the user that a call of `module` reaches: global, on it, or further inside; empty if none.
 
-    ``the forward hook scale on layers.1.mlp``, after the name of the module where it is given.
+    ``the forward hook scale on layers.1.mlp``, after the name of the module if it is given.
     """
-    if found := global_hook():
-        return found
+    if hook := global_hook():
+        return hook
     modules: list[Any] = [module]
-    for inner in modules:  # grows; names are made where there is a hook, since they take five times as long
-        if is_hooked(inner) and (found := _first_of_users(getattr(inner, attribute) for attribute in _KINDS)):
+    for inner in modules:  # grows; a walk that makes the names takes five times as long
+        if is_hooked(inner) and (hook := _users_hook(inner)):
             own = next(own for own, hooked in module.named_modules(prefix=name) if hooked is inner)
-            return f"the {found} on {own or type(inner).__name__}"
+            return f"the {hook} on {own or type(inner).__name__}"
         modules += [child for child in inner._modules.values() if child is not None]
     return ""
 
 
+def _users_hook(owner: Any, prefix: str = "") -> str:
+    """Return the kind and the name of the first hook of the user on a module; empty if there is none."""
+    for attribute, kind in _KINDS.items():
+        # A torch without the global dictionaries lacks a name of "batches" in `model.upstream.NEEDS`.
+        for hook in getattr(owner, prefix + attribute, {}).values():
+            if is_users(hook):
+                function = _unwrapped(hook)
+                name = getattr(function, "__qualname__", type(function).__qualname__)
+                return f"{kind} {name.rpartition('<locals>.')[2]}"
+    return ""
+
+
 class HookWatch:
-    """The hooks of the user that a call of one module reaches, looked for only where one may have come or gone."""
+    """The hooks of the user that a call of one module reaches, searched only if one may have come or gone."""
 
     def __init__(self, module: nn.Module, name: str = "") -> None:
         self.module, self.name = module, name
         self.found = ""
-        """As `hook_inside` said last."""
+        """The last answer of `look`."""
         self._handles: int | None = None
 
     def look(self) -> str:
-        """Return what `hook_inside` says now. Costs two comparisons where no hook of any kind was registered since."""
+        """Return `hook_inside`; two comparisons unless a hook of any kind was registered since, or one is there."""
         handles = getattr(RemovableHandle, "next_id", None)
         if self.found or handles is None or handles != self._handles:
             self._handles = handles
@@ -129,64 +134,43 @@ class HookWatch:
         return self.found
 
 
-@contextlib.contextmanager
+@contextmanager
 def users_hooks_off(model: nn.Module) -> Iterator[None]:
-    """Hide forward and backward passes in this context from every module hook of the user, also from global ones.
+    """Hide forward and backward passes from every module hook of the user, for the whole process from global ones.
 
-    Afterwards the hooks are there again, in their order, but for those that were removed meanwhile. Global hooks are
-    off for the whole process while the context is open.
+    Exit restores the hooks in their order, but for those that were removed meanwhile.
     """
-    dictionaries = [getattr(module, attribute) for module in model.modules() for attribute in _KINDS]
-    dictionaries += _global_dictionaries()
-    taken = [(hooks, key, hook) for hooks in dictionaries for key, hook in hooks.items() if is_users(hook)]
-    for hooks, key, _ in taken:
+    dictionaries = [getattr(module, kind) for module in model.modules() for kind in _KINDS]
+    dictionaries += [getattr(nn.modules.module, f"_global{kind}", {}) for kind in _KINDS]
+    hidden = [(hooks, key, hook) for hooks in dictionaries for key, hook in hooks.items() if is_users(hook)]
+    for hooks, key, _ in hidden:
         hooks[key] = _silent  # in its place: its handle still removes it
     try:
         yield
     finally:
-        for hooks, key, hook in taken:
+        for hooks, key, hook in hidden:
             if key in hooks:
                 hooks[key] = hook
 
 
 def _silent(*_args: Any, **_keywords: Any) -> None:
-    """Stand in for a hook that is off: inputs and outputs of the module stay."""
+    """Stand in for a hidden hook: inputs and outputs of the module stay."""
 
 
 def in_backward() -> bool:
     """Return whether autograd is running on this thread: a layer that is called now is recomputed."""
-    running = getattr(torch._C, "_current_graph_task_id", None)  # as torch.utils.checkpoint asks it
+    running = getattr(torch._C, "_current_graph_task_id", None)  # torch.utils.checkpoint uses it for the same question
     return running is not None and running() != -1
 
 
-@cache
-def _global_dictionaries() -> tuple[dict[int, Any], ...]:
-    # A torch without one of them is named by what `model.upstream` asks for "batches".
-    return tuple(getattr(nn.modules.module, f"_global{name}", {}) for name in _KINDS)
-
-
-def _first_of_users(dictionaries: Any) -> str:
-    """Return the kind and the name of a hook in dictionaries in the order of `_KINDS`; empty without one."""
-    for kind, hooks in zip(_KINDS.values(), dictionaries, strict=True):
-        for hook in filter(is_users, hooks.values()):
-            function = _without_partial(hook)
-            name = getattr(function, "__qualname__", type(function).__qualname__)
-            return f"{kind} {name.rpartition('<locals>.')[2]}"
-    return ""
-
-
 def replaced_methods(trainer: Trainer, names: Iterable[str]) -> str:
-    """Return which of `names` a subclass or somebody else has replaced on this trainer; empty where none is."""
+    """Return which of `names` a subclass or somebody else has replaced on this trainer; empty if none."""
     own = [name for name in names if hasattr(trainer, name) and is_users(getattr(trainer, name))]
     return f"{', '.join(own)} of {type(trainer).__name__}" if own else ""
 
 
 def hook_on_the_outputs(model: nn.Module) -> str:
-    """Return a forward hook of the user that gets the outputs of `model`, called with labels; empty without one.
-
-    Args:
-        model: plain, or as PEFT, accelerate and torch wrap it.
-    """
+    """Return a forward hook of the user that gets the outputs of `model`, plain or wrapped; empty if none."""
     if any(map(is_users, getattr(nn.modules.module, "_global_forward_hooks", {}).values())):
         return "a forward hook on all modules"
     for module in model.modules():  # the wrappers from the outside in, then the model that has the head
@@ -198,10 +182,9 @@ def hook_on_the_outputs(model: nn.Module) -> str:
 
 
 def callback_between(trainer: Trainer) -> str:
-    """Return which callback needs each micro-batch to have run when the next begins; empty where none does."""
+    """Return which callback needs each micro-batch to have run when the next begins; empty if none does."""
     for callback in trainer.callback_handler.callbacks:
-        method = getattr(callback, "on_substep_end", None)
-        if method is not None and is_users(method):
+        if is_users(getattr(callback, "on_substep_end", TrainerCallback.on_substep_end)):
             return f"on_substep_end of {type(callback).__name__} comes after each micro-batch"
     return ""
 
@@ -213,12 +196,7 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
 
 
 def hook_on_a_gradient(model: nn.Module, parameters: Iterable[nn.Parameter]) -> str:
-    """Return a hook on one of `parameters`, which needs the gradient of each micro-batch by itself; empty without.
-
-    Args:
-        model: whose name of the parameter is said.
-        parameters: looked at once per optimizer step, which costs a fraction of a microsecond each.
-    """
+    """Return a hook on one of `parameters` of `model`, which needs the gradient of each micro-batch; empty if none."""
     for parameter in parameters:
         if has_gradient_hooks(parameter) and parameter.requires_grad:
             name = next((name for name, other in model.named_parameters() if other is parameter), "a parameter")
@@ -227,7 +205,7 @@ def hook_on_a_gradient(model: nn.Module, parameters: Iterable[nn.Parameter]) -> 
 
 
 def needs_logits(trainer: Any) -> str:
-    """Return which loss of the user's, or of transformers', reads the logits; empty where none is set."""
+    """Return which loss of the user's, or of transformers', reads the logits; empty if none is set."""
     if trainer.compute_loss_func is not None:
         return "compute_loss_func needs the full logits"
     smooths = trainer.label_smoother is not None and trainer.args.loss_type == "nll"

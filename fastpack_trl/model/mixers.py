@@ -1,13 +1,11 @@
 """Recurrent layers that call functions of their own file, which can be replaced by ones that know of documents.
 
 transformers' hybrid models compute their convolutions and scans in functions beside the layer, and hand on the keywords
-that the model was called with. Read from the source of the forward; a layer that has another form is no mixer, and the
-model runs in padded rows.
+that the model was called with. A layer of another form is no mixer.
 """
 
 from __future__ import annotations
 
-import ast
 import inspect
 import sys
 from functools import lru_cache
@@ -16,46 +14,36 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fastpack_trl.model.source import hands_on_kwargs, source_tree
-
 CONV = "causal_conv1d_fn"
 SCANS = {
     "torch_chunk_gated_delta_rule": "gated delta rule",
-    "chunk_kimi_delta_attention": "Kimi delta rule",
     "mamba2_chunk_scan": "Mamba-2",
 }
 """Functions that carry a state along the row, with the name of their layers."""
 FUSED = "mamba2_split_conv1d_scan_combined"
-"""Convolution, scan and output projection in one kernel of mamba_ssm, in training; None where it is not installed."""
+"""Convolution, scan and output projection in one kernel of mamba_ssm, in training; None if it is not installed."""
 FUNCTIONS = (CONV, *SCANS, FUSED)
-# Of a layer that has a cache, and of padding on the left.
-_APART = frozenset(
-    {
-        "apply_mask_to_padding_states", "causal_conv1d_update", "mamba2_selective_state_update",
-        "recurrent_kimi_delta_attention", "torch_recurrent_gated_delta_rule",
-    }
-)  # fmt: skip
 SHORT_CONV = "short convolution"
+_OTHER_SCANS = ("mamba_selective_scan", "chunk_kimi_delta_attention")
+"""Functions beside the same convolution that carry a state and cannot be replaced: Mamba 1's, Kimi's delta rule."""
 
 
 class Mixer(NamedTuple):
-    """A kind of recurrent layer: ``Mixer("gated delta rule", ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"))``.
+    """A kind of recurrent layer.
 
     Attributes:
-        kind: for people.
-        functions: that its forward calls, of `FUNCTIONS`.
-        home: the module of Python whose names these are.
+        kind: e.g. ``"gated delta rule"``.
+        home: the module of Python that has its `FUNCTIONS`.
         repeats: the forward repeats the heads of keys before it calls them, as transformers 5.17 does.
     """
 
     kind: str
-    functions: tuple[str, ...]
     home: ModuleType
     repeats: bool = False
 
 
 class Scan(NamedTuple):
-    """What the scan of a recurrent layer is given: ``Scan("gated delta rule", 16, 32, 128, 128)``.
+    """Sizes of the scan of a recurrent layer: ``Scan("gated delta rule", 16, 32, 128, 128)``.
 
     Attributes:
         kind: as of `Mixer`.
@@ -72,10 +60,10 @@ class Scan(NamedTuple):
     width: int
 
     def flops(self, chunk: int) -> int:
-        """Return the operations of a forward pass per token, in chunks of `chunk` tokens: products of matrices alone.
+        """Return the operations of a forward pass per token, in chunks of `chunk` tokens: matmuls alone.
 
-        A delta rule's are those of keys and queries with keys, those with the inverse, the inverse, and three with a
-        state; Mamba-2's of its two matrices with each other, with values, and two with a state.
+        A delta rule multiplies keys and queries with keys, both with the inverse, makes the inverse, and multiplies
+        three times with a state; Mamba-2 multiplies its two matrices, them with values, and twice with a state.
         """
         if self.kind == SCANS["mamba2_chunk_scan"]:
             inside, with_state = self.key_heads * self.size + self.heads * self.width, 2
@@ -90,52 +78,35 @@ _SIZES = (
     ("n_groups", "num_heads", "ssm_state_size", "head_dim"),
     ("num_heads", "num_heads", "head_dim", "head_dim"),
 )
-"""What transformers' layers call the sizes of their scan, the most telling first."""
+"""Attributes of transformers' layers for the sizes of their scan, the most telling first."""
 
 
 def scan_of(module: Any, mixer: Mixer) -> Scan | None:
     """Return the scan of a layer; None if it has none, or its sizes have other names."""
-    found = next((names for names in _SIZES if all(hasattr(module, name) for name in names)), None)
-    if found is None or mixer.kind == SHORT_CONV:
+    names = next((names for names in _SIZES if all(hasattr(module, name) for name in names)), None)
+    if names is None or mixer.kind == SHORT_CONV:
         return None
-    key_heads, heads, size, width = (int(getattr(module, name)) for name in found)
+    key_heads, heads, size, width = (int(getattr(module, name)) for name in names)
     return Scan(mixer.kind, heads if mixer.repeats else key_heads, heads, size, width)
 
 
 def mixers(model: nn.Module) -> dict[nn.Module, Mixer]:
-    """Return the recurrent layers of a model whose functions can be replaced, and that are given the keywords."""
-    found: dict[nn.Module, Mixer] = {}
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            own: Any = type(child)
-            above: Any = type(parent)
-            mixer = _mixer(own)
-            if mixer is not None and hands_on_kwargs(above, name):
-                found[child] = mixer
-    return found
+    """Return the recurrent layers of a model whose functions can be replaced, and that take the model's keywords."""
+    layers: dict[nn.Module, Mixer] = {}
+    for module in model.modules():
+        cls: Any = type(module)
+        if any(isinstance(child, nn.Conv1d) for child in module.children()) and (mixer := _mixer(cls)) is not None:
+            layers[module] = mixer
+    return layers
 
 
 @lru_cache(maxsize=256)
 def _mixer(cls: Any) -> Mixer | None:
-    """Return what the forward of `cls` calls; None if it mixes tokens in another way too, or hands no keywords on."""
     forward = inspect.unwrap(cls.forward)
-    home = sys.modules.get(getattr(forward, "__module__", ""))
-    tree = source_tree(forward) if home is not None else None
-    if home is None or tree is None:
+    home, takes = sys.modules[forward.__module__], inspect.signature(forward).parameters.values()
+    functions = {name for name in (*FUNCTIONS, *_OTHER_SCANS) if vars(home).get(name) is not None}
+    passes = any(parameter.kind == parameter.VAR_KEYWORD for parameter in takes)
+    if not passes or CONV not in functions or functions.intersection(_OTHER_SCANS):
         return None
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-    calls = [(ast.unparse(node.func), any(keyword.arg is None for keyword in node.keywords)) for node in nodes]
-    own = [(name, passes) for name, passes in calls if _is_of(home, name) and name not in _APART]
-    names = {name for name, _ in own}
-    scans = names & SCANS.keys()
-    if CONV not in names or not names <= set(FUNCTIONS) or len(scans) > 1 or not all(passes for _, passes in own):
-        return None
-    repeats = any(isinstance(node, ast.Attribute) and node.attr == "repeat_interleave" for node in ast.walk(tree))
-    return Mixer(SCANS[scans.pop()] if scans else SHORT_CONV, tuple(sorted(names)), home, repeats)
-
-
-def _is_of(home: ModuleType, name: str) -> bool:
-    """Return whether a module of Python defines a function of this name; the package `kernels` makes a module of it."""
-    function: Any = inspect.unwrap(vars(home).get(name, home))  # ours are around stock's
-    own = inspect.isroutine(function) and getattr(function, "__module__", None) == home.__name__
-    return own or isinstance(function, nn.Module)
+    kind = next((kind for name, kind in SCANS.items() if name in functions), SHORT_CONV)
+    return Mixer(kind, home, "repeat_interleave" in forward.__code__.co_names)

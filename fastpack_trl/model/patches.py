@@ -1,10 +1,9 @@
-"""Changes to foreign objects that are taken back: an attribute set for a time, and a change that several ask for."""
+"""Reversible changes to foreign objects: an attribute set for a time, and a change that several holders share."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -12,13 +11,13 @@ _T = TypeVar("_T")
 _NONE = object()
 
 
-@contextlib.contextmanager
-def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of an object, a class or a module of Python while the context is open.
+@contextmanager
+def patch_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of an object, a class or a module while the context is open.
 
-    Afterwards `owner` itself has what it had, or nothing of that name. Where somebody else has set it meanwhile, theirs
-    stays. The ``__setattr__`` of an object is not asked: that of a compiled model would write to the model inside. Not
-    for a property that keeps its value elsewhere: what it was is not known here.
+    Exit restores what `owner` itself had, or deletes the name; a value that somebody else has set meanwhile stays.
+    The ``__setattr__`` of an object is bypassed: that of a compiled model writes to the model inside. Not for a
+    property, which keeps its value elsewhere.
     """
     before = vars(owner).get(name, _NONE)
     kind: Any = type(owner) if isinstance(owner, type | ModuleType) else object
@@ -33,9 +32,9 @@ def attribute_set(owner: Any, name: str, value: Any) -> Iterator[None]:
                 kind.__setattr__(owner, name, before)
 
 
-@contextlib.contextmanager
-def attributes_kept(owners: Iterable[Any], name: str) -> Iterator[None]:
-    """Give each of `owners`, which have an attribute of that name, its value back, whoever has changed it meanwhile."""
+@contextmanager
+def restore_attributes(owners: Iterable[Any], name: str) -> Iterator[None]:
+    """Restore an attribute of each of `owners` on exit, whoever has changed it."""
     before = [(owner, getattr(owner, name)) for owner in owners]
     try:
         yield
@@ -52,46 +51,29 @@ class Patch:
 
     def __init__(self, value: Any = None) -> None:
         self.value = value
+        self.holders = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
 
-class SharedPatch(Patch):
-    """A change that `shared` has made to the object on which this hangs.
-
-    Attributes:
-        holders: how many have asked for the change and not given it back.
-        value: what the change yielded.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.holders = 0
-        self.stack = contextlib.ExitStack()
-
-
-@contextlib.contextmanager
+@contextmanager
 def shared(owner: Any, name: str, install: Callable[[], AbstractContextManager[_T]]) -> Iterator[_T]:
-    """Enter `install` for the first who asks for it and leave it with the last, in whatever order they leave.
+    """Enter `install` for the first holder and leave it with the last, in whatever order they leave.
 
     A trainer that is made in a callback of another finds the model as it is in the middle of that one's training.
-
-    Args:
-        owner: the object, or the class, that is changed.
-        name: of the attribute that holds a `SharedPatch` while somebody holds the change.
-        install: makes the change, once.
+    The attribute `name` of `owner`, the object or the class that is changed, holds the `Patch`.
     """
-    share = vars(owner).get(name)
-    if share is None:
-        share = SharedPatch()
-        share.value = share.stack.enter_context(install())
-        setattr(owner, name, share)
-    share.holders += 1
+    patch = vars(owner).get(name)
+    if patch is None:
+        stack = ExitStack()
+        patch = Patch((stack.enter_context(install()), stack))
+        setattr(owner, name, patch)
+    patch.holders += 1
     try:
-        yield share.value
+        yield patch.value[0]
     finally:
-        share.holders -= 1
-        if not share.holders:
+        patch.holders -= 1
+        if not patch.holders:
             delattr(owner, name)
-            share.stack.close()
+            patch.value[1].close()

@@ -11,35 +11,33 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.model.patches import patch_attribute
 
-_BF16_CAPABILITY = (8, 0)
 _PACKS = "support_avx512bf16_for_cpu"
-"""Where bitsandbytes says that an evaluation packs a layer's 4-bit weights: the product has no backward then."""
+"""Set by bitsandbytes on layers whose 4-bit weights an evaluation packs: the matmul then has no backward."""
 
 
 def emulates_bf16(device: torch.device) -> bool:
-    """Return whether a CUDA device computes bf16 products without hardware for them (T4, V100)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) < _BF16_CAPABILITY
+    """Return whether a CUDA device lacks hardware for bf16 matmuls (T4, V100)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
 
 
 def fit_precision(trainer: Any) -> dict[str, str]:
-    """Make adapters in bf16 trainable under the loss scaler of fp16; return what is to be said of the run's precision.
+    """Make bf16 adapters trainable under the loss scaler of fp16; return facts of the run's precision for the report.
 
-    TRL casts the adapters of a 4-bit model to bf16, and torch has no kernel on CUDA that unscales gradients in bf16:
-    stock ends in its first step. They become fp32, as PEFT makes them beside a 16-bit base.
+    TRL casts the adapters of a 4-bit model to bf16, and torch has no CUDA kernel that unscales bf16 gradients, so that
+    TRL ends in its first step. They become fp32, as PEFT makes them on a 16-bit base.
     """
-    model, device, args = trainer.model, torch.device(trainer.args.device), trainer.args
-    facts = {}
+    model, device, args, facts = trainer.model, torch.device(trainer.args.device), trainer.args, {}
     if args.bf16 and emulates_bf16(device):
         capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
         facts["precision"] = f"bf16 is emulated on compute capability {capability}: fp16=True, bf16=False is faster"
-    if trainer.accelerator.scaler is None or not isinstance(model, PeftModel):
+    if trainer.accelerator.scaler is None or not isinstance(model, PeftModel) or unscales_bf16(device):
         return facts
     narrow = [p for p in model.parameters() if p.requires_grad and p.dtype == torch.bfloat16]
-    if narrow and not unscales_bf16(device):
-        for parameter in narrow:
-            parameter.data = parameter.data.float()
+    for parameter in narrow:
+        parameter.data = parameter.data.float()
+    if narrow:
         facts["adapters"] = (
             f"{len(narrow)} bf16 -> fp32: torch has no kernel that unscales bf16 gradients (fp16=True), and stock ends "
             "in its first step"
@@ -49,7 +47,7 @@ def fit_precision(trainer: Any) -> dict[str, str]:
 
 @lru_cache
 def unscales_bf16(device: torch.device) -> bool:
-    """Return whether torch's loss scaler takes gradients in bf16 on a device."""
+    """Return whether torch's loss scaler takes bf16 gradients on a device."""
     parameter = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16, device=device))
     parameter.grad = torch.zeros_like(parameter)
     scaler = torch.amp.GradScaler(device.type)
@@ -65,10 +63,10 @@ def unscales_bf16(device: torch.device) -> bool:
 def not_packed_on_cpu(model: nn.Module, *, training: bool) -> Iterator[None]:
     """Keep the layout of 4-bit weights while a trainer runs (bitsandbytes 0.50, `Linear4bit.forward`).
 
-    The layout stays when training goes on, and gradients end at each such product without a word.
+    The packed layout persists, and gradients silently end at each such matmul when training goes on.
 
     Raises:
-        ValueError: `training`, and weights were packed before. What unpacks them rounds their scales.
+        ValueError: `training`, and weights were packed before; unpacking rounds their scales.
     """
     layers: list[Any] = [module for module in model.modules() if getattr(module, _PACKS, False)]
     states = [getattr(layer.weight, "quant_state", None) for layer in layers]
@@ -80,5 +78,5 @@ def not_packed_on_cpu(model: nn.Module, *, training: bool) -> Iterator[None]:
         )
     with ExitStack() as stack:
         for layer in layers:
-            stack.enter_context(attribute_set(layer, _PACKS, False))
+            stack.enter_context(patch_attribute(layer, _PACKS, False))
         yield

@@ -1,4 +1,4 @@
-"""Checks before a trainer prepares anything: counts, the output folder, the model's files, activations asked twice."""
+"""Checks before a trainer prepares anything: counts, the output folder, the model's files, conflicting settings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
 from transformers import PreTrainedModel
 
 from fastpack_trl.errors import first_reason, shown
@@ -20,7 +19,7 @@ _COUNTS = {
     "max_length": "tokens per row, or None for no limit",
     "pad_to_multiple_of": "a number of tokens, or None",
 }
-_COUNTS_OF_EVALUATION = {
+_EVALUATION_COUNTS = {
     "per_device_eval_batch_size": "rows per device and evaluation step, e.g. 8",
     "eval_accumulation_steps": "evaluation steps between two moves to the host, or None for one move at the end",
 }
@@ -31,32 +30,25 @@ def bound(stock: type, trainer: Any, args: Any, kwargs: Mapping[str, Any]) -> di
     """Return the arguments of a trainer of TRL by name.
 
     Raises:
-        TypeError: one that it does not take; for a name of earlier versions, or of its config, with the one it has.
+        TypeError: an unknown argument; a field of its config, or a name of earlier versions, with the one to use.
     """
     signature = inspect.signature(stock.__init__)  # type: ignore[misc]
     try:
         return signature.bind(trainer, *args, **kwargs).arguments
     except TypeError as error:
-        for name in kwargs.keys() - signature.parameters:
-            instead = "processing_class=" if name == "tokenizer" else "args=, a field of its config"
-            known = {"tokenizer", "max_seq_length"} | set(getattr(kwargs.get("args"), "__dataclass_fields__", ()))
-            if name in known:
-                raise TypeError(f"{stock.__name__} has no argument {name!r}: give it as {instead}") from error
+        fields = dict.fromkeys(getattr(kwargs.get("args"), "__dataclass_fields__", ()), "args=, a field of its config")
+        instead = fields | {"max_seq_length": "args=, a field of its config", "tokenizer": "processing_class="}
+        for name in instead.keys() & (kwargs.keys() - signature.parameters):
+            raise TypeError(f"{stock.__name__} has no argument {name!r}: give it as {instead[name]}") from error
         raise
 
 
 def check_given(given: Mapping[str, Any]) -> None:
-    """Check the arguments of `SFTTrainer`, by name, before stock loads the model and prepares the data.
-
-    Raises:
-        ValueError: names the value and the remedy.
-    """
-    args, model, train_dataset = given.get("args"), given.get("model"), given.get("train_dataset")
+    """Check the arguments of `SFTTrainer`, by name, before TRL loads the model and prepares the data."""
+    args, model = given.get("args"), given.get("model")
     if args is not None:
         check_counts(args)
         check_output_dir(args)
-    if isinstance(train_dataset, Dataset) and not len(train_dataset):
-        raise ValueError("train_dataset is empty: it has 0 rows; check the file, the split or the filter")
     if isinstance(model, PreTrainedModel) and not model.can_generate():
         raise ValueError(
             f"{type(model).__name__} cannot generate, which SFTTrainer needs: load an AutoModelForCausalLM"
@@ -66,63 +58,46 @@ def check_given(given: Mapping[str, Any]) -> None:
 
 
 def check_counts(args: Any) -> None:
-    """Check the settings that count something. Those of evaluation matter only where the run evaluates.
-
-    Raises:
-        ValueError: one is below 1.
-    """
-    evaluates = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no"
-    for name, meaning in (_COUNTS | _COUNTS_OF_EVALUATION if evaluates else _COUNTS).items():
+    """Raise `ValueError` for a count below 1; for those of evaluation only if the run evaluates."""
+    for name, meaning in (_COUNTS | _EVALUATION_COUNTS if _is_set(args.eval_strategy) else _COUNTS).items():
         value = getattr(args, name, None)
         if isinstance(value, int | float) and not value >= 1:
             raise ValueError(f"{name}={shown(value)} is below 1: give {meaning}")
 
 
 def check_output_dir(args: Any) -> None:
-    """Check that `output_dir` can be made and, in a run that saves, written to.
-
-    Raises:
-        ValueError: it cannot; names the path that is in the way.
-    """
+    """Raise `ValueError` unless `output_dir` can be made and, in a run that saves, written to."""
     folder = Path(str(args.output_dir))
-    saves = str(getattr(args.save_strategy, "value", args.save_strategy)) != "no"
-    if args.should_save and (saves or not folder.is_dir()) and (reason := unwritable(folder)):
+    if args.should_save and (_is_set(args.save_strategy) or not folder.is_dir()) and (reason := unwritable(folder)):
         raise ValueError(f"output_dir {str(folder)!r}: {reason}")
 
 
+def _is_set(strategy: Any) -> bool:
+    return str(getattr(strategy, "value", strategy)) != "no"
+
+
 def unwritable(folder: Path) -> str:
-    """Return why nothing can be written to `folder`, which need not exist yet, and the remedy; empty where it can."""
-    place = folder
+    """Return why nothing can be written to `folder`, which need not exist yet, and the remedy; empty if it can."""
+    place = next(place for place in (folder, *folder.absolute().parents) if place.is_symlink() or place.exists())
     try:
-        for place in (folder, *folder.absolute().parents):
-            if place.is_symlink() and not place.exists():
-                return f"{str(place)!r} is a link to nothing: name a folder or a new path"
-            if not place.exists():
-                continue
-            if not place.is_dir():
-                return f"{str(place)!r} is a file: name a folder or a new path"
-            # Tried, not asked: root may write anywhere, but not on what is mounted read-only.
-            with tempfile.TemporaryFile(dir=place):
-                break
+        # Tried, not looked up: root may write anywhere, but not to a file system that is mounted read-only.
+        with tempfile.TemporaryFile(dir=place):
+            return ""
+    except NotADirectoryError:
+        return f"{str(place)!r} is a file: name a folder or a new path"
     except OSError as error:
         return f"nothing can be written in {str(place)!r} (the system says: {error.strerror}): name another folder"
-    return ""
 
 
 def check_weights(name: str, init: Mapping[str, Any], option: str = "model") -> None:
-    """Check that a local folder has weights, and their headers; a hub name passes.
+    """Raise `ValueError` for a local folder without weights, or with damaged ones; a hub name passes.
 
     Args:
         init: keywords of `from_pretrained`; some name other files, which are not checked.
-        option: what the user gave the name to, for the message.
-
-    Raises:
-        ValueError: there are none, a file was cut short, or is a pointer of git-lfs.
+        option: where the user gave the name, for the message.
     """
     folder = Path(name)
-    if set(init) & _OTHER_FILES or not folder.is_dir():
-        return
-    if fault := weights_fault(folder, needed=True):
+    if not set(init) & _OTHER_FILES and folder.is_dir() and (fault := weights_fault(folder, needed=True)):
         raise ValueError(f"{option} {name!r} cannot be loaded: {fault}; copy or download it again")
 
 
@@ -133,7 +108,7 @@ def checkpointing_arguments(args: Any) -> tuple[bool, dict[str, Any]]:
 
 
 def other_offload(args: Any) -> str:
-    """Return which other offload of the same memory a run asks for, with the remedy; empty where none."""
+    """Return which other offload of the same memory a run asks for, with the remedy; empty if none."""
     other = ""
     if getattr(args, "activation_offloading", False):
         other = "activation_offloading=True"
@@ -143,9 +118,9 @@ def other_offload(args: Any) -> str:
 
 
 def against_plan(args: Any, level: str, offload: str) -> Iterator[object]:
-    """Yield what else in the arguments of a run, beside the fields `level` and `offload`, says what to keep."""
+    """Yield the arguments of a run, beside the fields `level` and `offload`, that decide what to keep."""
     enabled, keywords = checkpointing_arguments(args)
-    keywords.pop("use_reentrant", None)  # False is what a level uses; True is asked for by DeepSpeed only
+    keywords.pop("use_reentrant", None)  # a level uses False; only DeepSpeed needs True
     yield other_offload(args)
     yield not enabled and "gradient_checkpointing=False keeps all activations"
     yield keywords and f"gradient_checkpointing_kwargs={keywords} says what to keep"
@@ -163,14 +138,11 @@ def _against_offload(args: Any) -> Iterator[object]:
 
 
 def check_recompute(args: Any, level: str, offload: str, reasons: Iterator[object] | None = None) -> None:
-    """Check that what a level or an offload was asked for by name is not excluded by another setting.
+    """Raise `ValueError` if another setting excludes a level or an offload that was asked for by name.
 
     Args:
         level, offload: the fields `activation_memory` and `checkpoint_offload`.
-        reasons: against a plan; default: those that the arguments have.
-
-    Raises:
-        ValueError: it is; names both.
+        reasons: against a plan; default: those of the arguments.
     """
     asked = level not in ("auto", "off") and (level != "keep" or checkpointing_arguments(args)[0])
     if asked and (conflict := first_reason(reasons or against_plan(args, level, offload))):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fastpack_trl.model.facts import text_model
-from fastpack_trl.model.patches import Patch, attribute_set
+from fastpack_trl.model.patches import Patch, patch_attribute
 from fastpack_trl.moe.block import NAME, STOCK, ExpertsState, fastpack_experts
 from fastpack_trl.moe.experts import BlockForm
 from fastpack_trl.moe.layout import experts_modules, not_covered, read_gate
@@ -119,10 +119,10 @@ def apply_moe(model: nn.Module, *, lora: bool = True, force: bool = False, check
 
             ExpertsInterface.register(NAME, fastpack_experts)
         for module, state in states.items():
-            stack.enter_context(attribute_set(module, "_fastpack_moe", state))
+            stack.enter_context(patch_attribute(module, "_fastpack_moe", state))
         for config in {id(module.config): module.config for module in states}.values():
             # Directly: the public setter would walk all modules and write to every sub-config.
-            stack.enter_context(attribute_set(config, "_experts_implementation_internal", NAME))
+            stack.enter_context(patch_attribute(config, "_experts_implementation_internal", NAME))
         # The backbone and not the whole model: some call it without the head.
         if states:
             backbone = getattr(text_model(model), "base_model", model)

@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from fastpack_trl.kernels.grouped import aligned_rank
 from fastpack_trl.model.hooks import PartsHooked
-from fastpack_trl.model.patches import Patch, attribute_set
+from fastpack_trl.model.patches import Patch, patch_attribute
 from fastpack_trl.moe.block import LowRank, gate_modules, is_decoding, run_experts, traceable
 from fastpack_trl.moe.quantised import STACKS, read_stack, stack_dtype
 
@@ -69,8 +69,8 @@ def expert_lora(model: nn.Module) -> Iterator[list[ExpertLora]]:
             # On the instance: the class and everything that PEFT reads stay as they are. A method: a compiled graph
             # asks for its function, which is the same in every layer; of another object it would ask for the identity.
             # Named as the attribute: a pickle of the model has it by name, and PEFT's where it is loaded.
-            stack.enter_context(attribute_set(outer, "_fastpack_expert_lora", adapter))
-            stack.enter_context(attribute_set(outer, "forward", MethodType(forward, outer)))
+            stack.enter_context(patch_attribute(outer, "_fastpack_expert_lora", adapter))
+            stack.enter_context(patch_attribute(outer, "forward", MethodType(forward, outer)))
         yield found
 
 

@@ -34,9 +34,6 @@ a layer of Qwen3-0.6B's shape on an H200, at 2,048 and 8,192 tokens; half of it 
 _KEY_COST = 0.03
 """Of a surplus key: gathered, added back, and seen by the tail. By its traffic to memory, in a layer of Qwen3-0.6B's
 shape: some 30 KB, of the 0.3 microseconds that a token takes there on an H200."""
-_ALONE_COST = 0.1
-"""Of a token of a long document that fills its row, in a bucket for other rows too, where attention is slower: a tenth
-of Qwen3-8B's step at 4,096 tokens, by the times of the kernels on an H200; more in longer rows."""
 _MOST_SIZES = 1024
 """Different rows that are weighed; of more, evenly spaced ones. The cost is counted over all."""
 _LEAST_GAIN = 0.02
@@ -162,8 +159,6 @@ def choose_buckets(
     *,
     at_most: int = 4,
     eager_cost: float = 0.5,
-    alone_from: float = math.inf,
-    block_cost: float = BLOCK_COST,
 ) -> tuple[Bucket, ...]:
     """Choose the buckets of a run from rows as they run, merged ones too; the one that serves most comes first.
 
@@ -177,9 +172,6 @@ def choose_buckets(
         at_most: buckets.
         eager_cost: what a row without a bucket costs beyond one in its own shape, as a share of its tokens. Of a step
             whose device is idle for a share ``s`` of the time it is ``s / (1 - s)``: padding beyond it does not pay.
-        alone_from: tokens of a document from which a bucket for rows that one document fills, of one segment, has a
-            faster attention than one for rows of several.
-        block_cost: what a surplus token of segments x max_seqlen costs, in tokens of the row.
 
     Raises:
         ValueError: no row, or no bucket.
@@ -191,10 +183,8 @@ def choose_buckets(
     ordered = ordered[:: -(-len(ordered) // _MOST_SIZES)]  # the largest is among them
     table = np.array(ordered, dtype=np.int64)
     weights = np.array([sizes[size] for size in ordered], dtype=np.float64)
-    filled = (table[:, 1] == 1) & (table[:, 0] >= alone_from) & (table[:, 5] == 0)
-    candidates = _candidates(table, weights, filled)
-    costs, eager = _costs(candidates, table, block_cost), table[:, 0] * eager_cost
-    costs += _ALONE_COST * table[:, 0] * (filled & (candidates[:, 1, None] > 1))
+    candidates = _candidates(table, weights)
+    costs, eager = _costs(candidates, table), table[:, 0] * eager_cost
 
     def cost(of: list[int]) -> float:
         return float(np.minimum(eager, costs[of].min(axis=0, initial=math.inf)) @ weights)
@@ -218,19 +208,16 @@ def choose_buckets(
     return _tightened([Bucket(*map(int, candidates[one])) for one in chosen], sizes)
 
 
-def _candidates(table: NDArray[np.int64], weights: NDArray[np.float64], filled: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return (C, 7), one bucket per row: the levels of each dimension in all combinations, and of one segment each
-    length of a row that may have it."""
+def _candidates(table: NDArray[np.int64], weights: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return (C, 7), one bucket per row: the levels of each dimension in all combinations."""
     counts = weights.astype(np.int64)
     tokens, segments, longest, loss, parts, keys, longest_k = table.T
     shares = bool(keys.any())
     token_levels = _levels(tokens + shares, counts, _up)  # keys that are left over need a tail that sees them
     mostly_counted = np.quantile(np.repeat(loss / tokens, counts), _NEARLY_ALL) >= _LOSS_SHARE
     loss_levels = [2**62] if mostly_counted else [*_levels(loss, counts, _up), 2**62]
-    alone = {int(length) for length in tokens[filled]} & set(token_levels)
     grid = np.array(
-        [(length, 1, length, min(length, positions), 1, 0, 0) for length in alone for positions in loss_levels]
-        + [
+        [
             (row, capacity, length, min(row, positions), int(parts.max()), *seen)
             for row in token_levels
             for length in _levels(longest, counts, rounded_length)
@@ -281,7 +268,7 @@ def _next_capacity(segments: int) -> int:
     return -(-segments // step) * step
 
 
-def _costs(buckets: NDArray[np.int64], rows: NDArray[np.int64], block_cost: float) -> NDArray[np.float64]:
+def _costs(buckets: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return (buckets, rows): what a bucket costs a row, in tokens, infinite where the row does not fit."""
     tokens, capacity, longest, positions, parts, keys, longest_k = buckets.T[..., None]
     row_tokens, documents, row_longest, row_positions, row_parts, row_keys, row_longest_k = rows.T[:, None]
@@ -295,7 +282,7 @@ def _costs(buckets: NDArray[np.int64], rows: NDArray[np.int64], block_cost: floa
     cost = tail + _LOSS_COST * (positions - row_positions) + _SEGMENT_COST * (capacity - documents) + _KEY_COST * left
     # Forward has blocks of queries, backward of keys: where nothing is shared these are the same.
     blocks = capacity * (longest + np.maximum(longest, longest_k)) / 2
-    cost = cost + block_cost * (blocks - documents * (row_longest + np.maximum(row_longest, row_longest_k)) / 2)
+    cost = cost + BLOCK_COST * (blocks - documents * (row_longest + np.maximum(row_longest, row_longest_k)) / 2)
     return np.where(fits, cost, math.inf)
 
 

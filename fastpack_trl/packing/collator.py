@@ -170,7 +170,7 @@ class PackingCollator(DataCollatorForLanguageModeling):
             seq_lengths=tuple(row.lengths.tolist()),
             num_padding=num_padding,
             max_seqlen=int(segments.max()),
-            shared=SharedKeys.found(segments, prefixes, keys) if prefixes.any() else None,
+            shared=SharedKeys.of(segments, prefixes, keys) if prefixes.any() else None,
             documents=documents,
         )
         host["input_ids"][:tokens] = ids[row.source_of]

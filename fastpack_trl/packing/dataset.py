@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,15 +17,11 @@ import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset, List
 from numpy.typing import NDArray
 
-from fastpack_trl.errors import DataError
+from fastpack_trl.errors import DataError, shown
+from fastpack_trl.packing.examples import WithoutLoss, chunks, is_integer_list, null_padding
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX
-from fastpack_trl.packing.prefix_order import pack_by_prefix
-from fastpack_trl.packing.source import check_source
-from fastpack_trl.packing.tokenized import cut, tokenized
 
-_ROWS_AT_A_TIME = 10_000
 _ROWS_OF_A_DIGEST = 32  # whose tokens are read; of all the others, their lengths
-_ROWS_OF_A_CHUNK = 100  # on average, below which chunks are joined: each costs a tenth of a millisecond
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +35,9 @@ class DatasetFacts:
         longest: tokens of the longest document: the `max_length` that truncates nothing.
         rows: rows after packing; None where rows are documents.
         loss_tokens: tokens of the prepared data set that the loss counts.
+        without_loss: documents of which the loss counts no token.
+        padding: tokens that a column `attention_mask` excludes and the loss counts.
         fill: share of the packed rows' capacity (rows x max_length) that holds tokens; None where nothing is packed.
-        row_by_row: why stock tokenized them, where batches were tried.
     """
 
     documents: int
@@ -50,9 +47,10 @@ class DatasetFacts:
     truncated_tokens: int
     longest: int
     loss_tokens: int
+    without_loss: WithoutLoss
+    padding: int
     rows: int | None = None
     fill: float | None = None
-    row_by_row: str = ""
 
     def lines(self, max_length: int | None) -> dict[str, Any]:
         """Return the figures that a report shows of a data set whose rows hold up to `max_length` tokens."""
@@ -70,8 +68,13 @@ class DatasetFacts:
                 f"max_length={self.longest}{split} keeps them"
             )
         out["truncated tokens"] = cut
-        if self.row_by_row:
-            out["tokenized row by row"] = self.row_by_row
+        if lost := str(self.without_loss):
+            out["documents without loss tokens"] = lost
+        if self.padding:
+            out["padding trained on"] = (
+                f"{self.padding:,} tokens with attention_mask 0, a column that TRL does not read: remove them, or set "
+                f"their labels to {IGNORE_INDEX}"
+            )
         if not self.loss_tokens:
             out["loss tokens"] = "none: no token of this data set is counted by the loss, nothing will be learnt"
         return out
@@ -83,52 +86,45 @@ def can_prepare_in_two_passes(dataset: Any) -> bool:
 
 
 def prepare_in_two_passes(
-    stock: Callable[..., Any], dataset: Dataset, processing_class: Any, args: Any, packing: bool, formatting_func: Any,
-    name: str, *, trainer: Any, count: bool, by_prefix: bool = False,
+    prepare: Callable[..., Any], dataset: Dataset, processing_class: Any, args: Any, packing: bool,
+    formatting_func: Any, name: str, *, count: bool,
 ) -> tuple[Any, DatasetFacts | None]:  # fmt: skip
-    """Tokenize, then cut and pack, each by stock's own preparation.
+    """Tokenize, then truncate or pack, each by TRL's own preparation.
 
     Args:
-        stock: `SFTTrainer._prepare_dataset`, whose own arguments follow.
-        dataset: one that `can_prepare_in_two_passes` accepts.
-        trainer: whose template and kind of loss hold.
-        count: whether the facts are wanted, and a data set of which nothing is left is an error.
-        by_prefix: pack by `pack_by_prefix` instead; token lists only.
+        prepare: `SFTTrainer._prepare_dataset`, bound; its arguments follow.
+        dataset: a data set for which `can_prepare_in_two_passes` returns True.
+        count: measure the data set, and raise if nothing of it is left to train on.
 
     Returns:
-        The prepared data set, and its facts if wanted and if its rows are token lists.
+        The prepared data set, and its facts if `count` and if its examples are token lists.
 
     Raises:
-        DataError: columns that cannot be read, labels of another length than the tokens, no token, or none left.
+        DataError: an example that TRL cannot prepare, labels of another length than the tokens, no token, or none left.
     """
-    check_source(dataset, args.dataset_text_field, formatted=formatting_func is not None, name=name)
-    given = (dataset, processing_class, args, packing, formatting_func, name)
-    documents, why = tokenized(*given, stock=stock, trainer=trainer)
-    if documents is None:
-        whole = copy.copy(args)
-        whole.max_length, whole.shuffle_dataset = None, False
-        documents = stock(dataset, processing_class, whole, False, formatting_func, name)
+    whole = copy.copy(args)
+    whole.max_length, whole.shuffle_dataset = None, False
+    documents = prepare(dataset, processing_class, whole, False, formatting_func, name)
+    if "input_ids" not in documents.column_names:
+        raise DataError(
+            f"the {name} data set has the columns {', '.join(dataset.column_names)}, none of which holds text or "
+            f"conversations: set dataset_text_field (now {shown(args.dataset_text_field)}), or provide messages, "
+            "prompt and completion, or input_ids"
+        )
     if not is_token_lists(documents, ("input_ids", "labels")):
-        return stock(documents, processing_class, args, packing, None, name), None
+        return prepare(documents, processing_class, args, packing, None, name), None
     _check_labels(documents, name)
     lengths = column_lengths(documents, "input_ids")
     empty = int((lengths == 0).sum())
     if empty == len(lengths):
         raise DataError(f"the {name} data set has no token: all {empty} documents are empty")
     documents = documents.select(np.flatnonzero(lengths)) if empty else documents
-    if by_prefix and packing and args.max_length is not None:  # without it stock says what it lacks
-        prepared = pack_by_prefix(documents, args.max_length, split=args.packing_strategy == "bfd_split")
-        prepared = prepared.shuffle(seed=args.seed) if args.shuffle_dataset else prepared
-    elif packing:
-        prepared = stock(documents, processing_class, args, True, None, name)
-    else:
-        prepared = cut(documents, args, name, lambda rows, how: stock(rows, processing_class, how, False, None, name))
+    prepared = prepare(documents, processing_class, args, packing, None, name)
     if not count:
         return prepared, None
     if not len(prepared):
         raise DataError(_why_none_is_left(documents, args.max_length))
-    facts = _measure(documents, prepared, args.max_length, args.packing_strategy if packing else None, empty)
-    return prepared, replace(facts, row_by_row=why)
+    return prepared, _measure(documents, prepared, args, args.packing_strategy if packing else None, empty)
 
 
 def is_token_lists(dataset: Dataset, columns: Sequence[str]) -> bool:
@@ -138,16 +134,13 @@ def is_token_lists(dataset: Dataset, columns: Sequence[str]) -> bool:
     """
     types = {name: dataset.features[name] for name in columns if name in dataset.column_names}
     return "input_ids" in types and all(
-        isinstance(kind, List)
-        and kind.length == -1
-        and str(getattr(kind.feature, "dtype", "")).startswith(("int", "uint", "null"))
-        for kind in types.values()
+        isinstance(kind, List) and kind.length == -1 and is_integer_list(kind) for kind in types.values()
     )
 
 
 def column_lengths(dataset: Dataset, column: str) -> NDArray[np.int64]:
     """Return the items per row of a list column, in the data set's order."""
-    parts = [pc.fill_null(pc.list_value_length(chunk), 0).to_numpy() for chunk in _chunks(dataset, column)]
+    parts = [pc.fill_null(pc.list_value_length(chunk), 0).to_numpy() for chunk in chunks(dataset, column)]
     return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, dtype=np.int64)
 
 
@@ -159,7 +152,7 @@ def rows_digest(dataset: Dataset) -> str:
     digest = hashlib.blake2b(column_lengths(dataset, "input_ids"), digest_size=8)
     few = dataset.select(np.unique(np.linspace(0, len(dataset) - 1, _ROWS_OF_A_DIGEST, dtype=np.int64)))
     for part, column in ((dataset, "seq_lengths"), (few, "input_ids")):
-        for chunk in _chunks(part, column) if column in part.column_names else ():
+        for chunk in chunks(part, column) if column in part.column_names else ():
             digest.update(chunk.flatten().to_numpy(zero_copy_only=False).astype(np.int64))
     return digest.hexdigest()
 
@@ -196,7 +189,7 @@ def check_vocabulary(dataset: Dataset, vocab_size: int) -> None:
 
 def _indices(dataset: Dataset) -> Iterator[tuple[str, Any]]:
     """Yield, piece by piece, what indexes the vocabulary, with its column."""
-    for chunk in _chunks(dataset, "input_ids"):
+    for chunk in chunks(dataset, "input_ids"):
         yield "input_ids", chunk.flatten()
     if "labels" in dataset.column_names:
         for values, counted in _counted(dataset, "labels"):
@@ -212,13 +205,13 @@ def counted_tokens(dataset: Dataset) -> int:
 def _counted(dataset: Dataset, column: str) -> Iterator[tuple[Any, NDArray[np.bool_]]]:
     """Yield labels piece by piece, and which of them a loss counts: not ignored, and not the first of a document."""
     if "seq_lengths" in dataset.column_names:
-        lengths = np.concatenate([chunk.flatten().to_numpy() for chunk in _chunks(dataset, "seq_lengths")])
+        lengths = np.concatenate([chunk.flatten().to_numpy() for chunk in chunks(dataset, "seq_lengths")])
     else:
         lengths = column_lengths(dataset, column)
     lengths = lengths[lengths > 0]
     starts = np.cumsum(lengths) - lengths
     offset = 0
-    for chunk in _chunks(dataset, column):
+    for chunk in chunks(dataset, column):
         values = chunk.flatten()
         counted = np.array(pc.fill_null(pc.not_equal(values, IGNORE_INDEX), False).to_numpy(zero_copy_only=False))
         here = starts[(starts >= offset) & (starts < offset + len(values))]
@@ -242,10 +235,10 @@ def _why_none_is_left(documents: Dataset, max_length: int | None) -> str:
 
 
 def _measure(
-    tokenized: Dataset, prepared: Dataset, max_length: int | None, strategy: str | None, empty_documents: int
+    tokenized: Dataset, prepared: Dataset, args: Any, strategy: str | None, empty_documents: int
 ) -> DatasetFacts:
     """Compare documents before truncation with what will be trained on; without `strategy` nothing is packed."""
-    lengths = column_lengths(tokenized, "input_ids")
+    lengths, max_length = column_lengths(tokenized, "input_ids"), args.max_length
     # Only these two paths cut; `bfd_split` and `wrapped` continue a long document in the next row.
     cuts = max_length is not None and strategy in (None, "bfd")
     lost = np.maximum(lengths - int(max_length or 0), 0) if cuts else np.zeros_like(lengths)
@@ -261,6 +254,12 @@ def _measure(
         truncated_tokens=int(lost.sum()),
         longest=int(lengths.max()),
         loss_tokens=counted_tokens(prepared),
+        without_loss=WithoutLoss.of(
+            tokenized,
+            max_length if cuts else None,
+            keep_end=strategy is None and args.truncation_mode == "keep_end",
+        ),
+        padding=null_padding(tokenized),
         rows=rows,
         fill=fill,
     )
@@ -275,7 +274,7 @@ def highest_padding_cost(prepared: Dataset, rows_per_batch: int = 1, seed: int =
         return 1.0
     parts = [
         (pc.list_value_length(chunk).to_numpy(), chunk.flatten().to_numpy())
-        for chunk in _chunks(prepared, "seq_lengths")
+        for chunk in chunks(prepared, "seq_lengths")
     ]
     documents = np.concatenate([counts for counts, _ in parts])
     lengths = np.concatenate([values for _, values in parts])
@@ -285,12 +284,3 @@ def highest_padding_cost(prepared: Dataset, rows_per_batch: int = 1, seed: int =
     longest = np.maximum.reduceat(np.maximum.reduceat(lengths, starts)[order], first)
     tokens = np.add.reduceat(np.add.reduceat(lengths, starts)[order], first)
     return float((longest * np.add.reduceat(documents[order], first) / tokens).max())
-
-
-def _chunks(dataset: Dataset, column: str) -> Iterator[Any]:
-    """Yield the column as Arrow list arrays, a few thousand rows at a time: a data set may be larger than memory."""
-    view = dataset.select_columns([column])
-    view.set_format("arrow")  # in place: `with_format` copies the data set's description once more
-    for table in view.iter(batch_size=_ROWS_AT_A_TIME):
-        scattered = table[column].num_chunks * _ROWS_OF_A_CHUNK > len(table)  # a filtered data set has one per row
-        yield from (table.combine_chunks() if scattered else table)[column].chunks

@@ -6,7 +6,7 @@ the host, in the padded batch that TRL's own collator makes, and is read from th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 
 from fastpack_trl.packing.packed_batch import PackedBatch
+from fastpack_trl.packing.packed_inputs import IntArray
+from fastpack_trl.packing.prefixes import LEAST_SHARED, packed_batch, share
 
 KEY = "fastpack_families"
 """Of a collated batch: under it the `Families` of each padded tensor of token ids, by its key."""
-LEAST_SHARED = 16
-"""Tokens that sharing a prefix has to spare: a segment of its own costs as much as these."""
-
-Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -77,44 +75,36 @@ def find_families(
 ) -> Families | str:
     """Return the row of a padded batch of prompts and completions, or why there is none.
 
-    Rows with equal tokens before the first that is scored are a family; they share these, and what else is equal.
-
     Args:
         ids: (rows, width) integers on the host, padded on either side.
         attention_mask: (rows, width), 0 at padding.
         scored: (rows, width), not 0 where the log-probability of the token is asked for. The first column never is.
         share: False: prompts are repeated.
-        least: tokens that sharing a prefix has to spare.
+        least: tokens below which a common prefix is repeated.
     """
-    rows = _read(ids, attention_mask)
+    rows = _Rows.read(ids, attention_mask)
     if isinstance(rows, str):
         return rows
-    asked = scored.numpy() != 0
-    asked[:, 0] = False
-    owner, column = asked.nonzero()
+    is_scored = scored.numpy() != 0
+    is_scored[:, 0] = False
+    owner, column = is_scored.nonzero()
     if ((column < rows.starts[owner]) | (column >= rows.ends[owner])).any():
         return "padding is scored"
     if (column == rows.starts[owner]).any():
         return "a completion without a prompt is padded on the left"
-    first = np.where(asked.any(1), asked.argmax(1), rows.ends)
-    prompts: dict[bytes, list[int]] = {}
-    for index, (start, end) in enumerate(zip(rows.starts.tolist(), first.tolist(), strict=True)):
-        prompts.setdefault(rows.ids[index, start:end].tobytes(), []).append(index)
-    prompts.pop(b"", None)
-    layout = _lay_out(rows, prompts.values() if share else (), least)
-    return layout.families(owner, column - 1, owner * (ids.shape[1] - 1) + column - 1)
+    return rows.families(owner, column - 1, owner * (ids.shape[1] - 1) + column - 1, least if share else None)
 
 
 def find_pairs(
     ids: Tensor, attention_mask: Tensor, pad_token_id: int, *, share: bool = True, least: int = LEAST_SHARED
 ) -> Families | str:
-    """Return the row of a padded batch whose halves are pairs, read at the last token that is not padding.
+    """Return the row of a padded batch that is read at the last token of each row that is not padding.
 
     Args:
-        ids, attention_mask, share, least: as of `find_families`. No prompt is known: pairs share all that is equal.
+        ids, attention_mask, share, least: as of `find_families`.
         pad_token_id: by which transformers' classifiers find the token that they read: the last of another id.
     """
-    rows = _read(ids, attention_mask)
+    rows = _Rows.read(ids, attention_mask)
     if isinstance(rows, str):
         return rows
     count, width = ids.shape
@@ -122,117 +112,53 @@ def find_pairs(
     last = np.where(others.any(1), width - 1 - others[:, ::-1].argmax(1), 0)
     if ((last < rows.starts) | (last >= rows.ends)).any():
         return "the token that a classifier reads is padding"
-    pairs = [[index, index + count // 2] for index in range(count // 2)] if share and count % 2 == 0 else []
-    return _lay_out(rows, pairs, least).families(np.arange(count), last, np.arange(count))
+    return rows.families(np.arange(count), last, np.arange(count), least if share else None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    ids: Ints
-    starts: Ints
-    ends: Ints
+    """A padded batch, and the columns at which the tokens of each row start and end."""
 
+    ids: IntArray
+    starts: IntArray
+    ends: IntArray
 
-def _read(ids: Tensor, attention_mask: Tensor) -> _Rows | str:
-    """Return where the tokens of each row are, or why they are not one stretch."""
-    real = attention_mask.numpy() != 0
-    if real.shape != ids.shape or real.ndim != 2:
-        return f"attention_mask of shape {real.shape} for tokens of shape {tuple(ids.shape)}"
-    lengths, starts = real.sum(1), real.argmax(1)
-    if not lengths.sum():
-        return "a batch without a token"
-    columns = np.arange(real.shape[1])
-    if not (real == ((columns >= starts[:, None]) & (columns < (starts + lengths)[:, None]))).all():
-        return "padding in the middle of a row"
-    return _Rows(ids.numpy(), starts, starts + lengths)
+    @classmethod
+    def read(cls, ids: Tensor, attention_mask: Tensor) -> _Rows | str:
+        """Return the batch, or why the tokens of a row are not one stretch."""
+        real = attention_mask.numpy() != 0
+        if real.shape != ids.shape or real.ndim != 2:
+            return f"attention_mask of shape {real.shape} for tokens of shape {tuple(ids.shape)}"
+        lengths, starts = real.sum(1), real.argmax(1)
+        if not lengths.sum():
+            return "a batch without a token"
+        columns = np.arange(real.shape[1])
+        if not (real == ((columns >= starts[:, None]) & (columns < (starts + lengths)[:, None]))).all():
+            return "padding in the middle of a row"
+        return cls(ids.numpy(), starts, starts + lengths)
 
-
-class _Layout:
-    """Segments one after the other, and where each row of the padded batch has its own."""
-
-    def __init__(self, rows: _Rows) -> None:
-        self.rows = rows
-        self.lengths: list[int] = []
-        self.parents: list[int] = []
-        self.sources: list[Ints] = []
-        self.copies: list[Ints] = []
-        self.total = self.shared = 0
-        count = len(rows.ids)
-        self.prefix: Ints = np.zeros(count, np.int64)
-        """Tokens of each row that are in a segment of its family."""
-        self.prefix_start: Ints = np.zeros(count, np.int64)
-        self.rest_start: Ints = np.zeros(count, np.int64)
-        """Where in the packed row these begin, and where the tokens after them do."""
-
-    def add(self, row: int, start: int, end: int, parent: int = -1, copies: int = 1, of: int = 0) -> None:
-        """Append columns `start` to `end` of a row; the first `of` of them stand for `copies` rows."""
-        self.lengths.append(end - start)
-        self.parents.append(parent)
-        self.sources.append(np.arange(start, end) + row * self.rows.ids.shape[1])
-        self.copies.append(np.where(np.arange(end - start) < of, copies, 1))
-        self.total += end - start
-
-    def families(self, owner: Ints, column: Ints, places: Ints) -> Families:
-        """Return the result, for a head that reads `column` of the rows `owner`."""
-        offset = column - self.rows.starts[owner]
-        before = offset < self.prefix[owner]
-        positions = np.where(
-            before, self.prefix_start[owner] + offset, self.rest_start[owner] + offset - self.prefix[owner]
-        )
-        batch = PackedBatch.from_segments(self.lengths, self.parents)
-        copies = np.concatenate(self.copies)
+    def families(self, owner: IntArray, column: IntArray, places: IntArray, least: int | None) -> Families:
+        """Return the packed row for a head that reads `column` of the rows `owner`; prefixes repeated if no `least`."""
+        width, lengths = self.ids.shape[1], self.ends - self.starts
+        first = lengths.cumsum() - lengths  # of each row among the tokens that are not padding
+        tokens = np.arange(int(lengths.sum())) + (np.arange(len(lengths)) * width + self.starts - first).repeat(lengths)
+        positions = first[owner] + column - self.starts[owner]
+        shared = share(self.ids.ravel()[tokens], lengths[lengths > 0], least) if least is not None else None
+        if shared is None:
+            batch, copies = PackedBatch.from_lengths(lengths[lengths > 0].tolist()), None
+        else:
+            batch, positions = packed_batch(shared), shared.token_of[positions]
+            copies = torch.from_numpy(np.bincount(shared.token_of))[None]
+        spared = len(tokens) - batch.total_tokens
         return Families(
             batch=batch,
-            tokens=torch.from_numpy(np.concatenate(self.sources)),
+            tokens=torch.from_numpy(tokens if shared is None else tokens[shared.source_of]),
             positions=torch.from_numpy(positions),
             places=torch.from_numpy(places),
-            copies=torch.from_numpy(copies)[None] if self.shared else None,
-            shape=(self.rows.ids.shape[0], self.rows.ids.shape[1]),
-            shared=self.shared,
+            copies=copies,
+            shape=(len(lengths), width),
+            shared=spared,
         )
-
-
-def _lay_out(rows: _Rows, families: Iterable[Sequence[int]], least: int) -> _Layout:
-    """Return the segments of a batch: families first to last, at the place of their first row."""
-    layout, starts, ends = _Layout(rows), rows.starts.tolist(), rows.ends.tolist()
-    family_of = {members[0]: members for members in families if len(members) > 1}
-    prefixes = {first: _common_prefix(rows, members) for first, members in family_of.items()}
-    placed: set[int] = set()
-    for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        if row in placed or end == start:
-            continue
-        members, prefix = family_of.get(row, [row]), prefixes.get(row, 0)
-        if prefix * (len(members) - 1) < max(1, least):
-            layout.rest_start[row] = layout.total
-            layout.add(row, start, end)
-            continue
-        placed.update(members)
-        layout.shared += prefix * (len(members) - 1)
-        layout.prefix[members] = prefix
-        layout.prefix_start[members] = layout.total
-        longer = [member for member in members if ends[member] - starts[member] > prefix]
-        if len(longer) < 2:  # the others are its beginning: one document
-            whole = longer[0] if longer else row
-            layout.rest_start[members] = layout.total + prefix
-            layout.add(whole, starts[whole], ends[whole], copies=len(members), of=prefix)
-            continue
-        parent = len(layout.lengths)
-        layout.add(row, start, start + prefix, copies=len(members), of=prefix)
-        for member in longer:
-            layout.rest_start[member] = layout.total
-            layout.add(member, starts[member] + prefix, ends[member], parent)
-    return layout
-
-
-def _common_prefix(rows: _Rows, members: Sequence[int]) -> int:
-    """Return how many first tokens all rows of a family have in common."""
-    first, *others = (rows.ids[row, rows.starts[row] : rows.ends[row]] for row in members)
-    common = len(first)
-    for other in others:
-        common = min(common, len(other))
-        unlike = (first[:common] != other[:common]).nonzero()[0]
-        common = int(unlike[0]) if len(unlike) else common
-    return common
 
 
 @dataclass

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastpack_trl.errors import PackingError
 from fastpack_trl.packing.as_made import AsMade
-from fastpack_trl.packing.shared_keys import Documents, SharedKeys, join_pieces, merge_documents, merge_keys
+from fastpack_trl.packing.shared_keys import Documents, SharedKeys, merge_documents, merge_keys
 
 IGNORE_INDEX = -100
 """Label of a token that no loss counts (the convention of torch's and transformers' losses)."""
@@ -108,7 +108,7 @@ class PackedBatch:
         loss_mask: (num_loss_tokens,) bool, the entries of `loss_positions` that count; None: all of them do.
         part_bounds: (num_parts + 1,) int32, in tokens: micro-batch ``i`` of a static batch is
             ``part_bounds[i] <= token < part_bounds[i + 1]``, the tail follows the last. None in a plain batch.
-        shared: the keys of segments that go on from tokens of another one (`from_segments`); None: no segment does.
+        shared: the keys of segments that go on from tokens of another one; None: no segment does.
         documents: of a row that the collator made of documents with shared prefixes, to which `labels` belong; None:
             they are the segments, one label per token.
         derived: what was built of the batch once (`derive`), shared by copies that are rebuilt field by field.
@@ -180,33 +180,6 @@ class PackedBatch:
             positions=AsMade.of(position_ids),
         )
 
-    @classmethod
-    def from_segments(cls, lengths: Sequence[int], parents: Sequence[int], *, num_padding: int = 0) -> PackedBatch:
-        """Build the metadata of documents that share what they begin with: it lies in the row once.
-
-        A prompt of 2 tokens with completions of 2 and 1: ``from_segments((2, 2, 1), (-1, 0, 0))`` ->
-        ``seq_lengths=(4, 1)``, ``position_ids=[[0, 1, 2, 3, 2]]``, ``shared.prefix_lengths=(0, 2)``. The prompt and
-        the completion right behind it are one segment, of which the other completion sees the prompt only. Trees may
-        have any depth; where all parents are -1 this is `from_lengths`.
-
-        Args:
-            lengths: tokens of each segment; each at least 1. What has no token of its own is left out.
-            parents: for each segment the earlier one whose *last* token precedes its first; -1: a document begins.
-            num_padding: tokens appended after the last segment.
-
-        Raises:
-            ValueError: no segment, a length below 1, a parent that is not an earlier segment.
-        """
-        tree = join_pieces(tuple(map(int, lengths)), tuple(map(int, parents)))
-        batch = cls.from_lengths(tree.lengths, num_padding=num_padding)
-        if not any(tree.prefixes):
-            return batch
-        tail = [0] if num_padding else []
-        first = torch.tensor([*tree.first_positions, *tail]).repeat_interleave(torch.tensor(batch.segment_lengths))
-        position_ids = batch.position_ids + first
-        shared = SharedKeys.of(batch.segment_lengths, (*tree.prefixes, *([()] if num_padding else [])))
-        return replace(batch, position_ids=position_ids, positions=AsMade.of(position_ids), shared=shared)
-
     @property
     def total_tokens(self) -> int:
         """Tokens of the row, the padded tail included."""
@@ -243,6 +216,13 @@ class PackedBatch:
     def counts(self, labels: object) -> bool:
         """Return whether `loss_positions` belong to `labels`: the tensor they were made from, unedited since."""
         return self.loss_positions is not None and self.labels is not None and self.labels.matches(labels)
+
+    def has_copy_of_labels(self, labels: Tensor) -> bool:
+        """Return whether `labels` are another tensor than `loss_positions` were made from, with its values; syncs."""
+        made = self.labels
+        if made is None or not made.matches(made.tensor) or made.tensor.device != labels.device:
+            return False
+        return torch.equal(made.tensor, labels)
 
     def describes(self, row: Tensor, position_ids: object) -> bool:
         """Return whether a row of tokens or embeddings has these documents, by its shape and its position ids."""

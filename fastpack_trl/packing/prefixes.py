@@ -7,13 +7,17 @@ documents, one that is contained in another, common prefixes, and prefixes of pr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from fastpack_trl.packing.packed_batch import IGNORE_INDEX
+from fastpack_trl.packing.as_made import AsMade
+from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch
 from fastpack_trl.packing.packed_inputs import IntArray
+from fastpack_trl.packing.shared_keys import SharedKeys
 
 LEAST_SHARED = 16
 """Tokens of a prefix below which each document keeps its own: a segment more costs the kernels as much."""
@@ -78,6 +82,20 @@ def share(ids: NDArray[Any], lengths: Sequence[int] | IntArray, least: int = LEA
     has_own = own > 0
     source_of = row + (starts + common - (own_ends - own)).repeat(own)
     return SharedRow(own[has_own], common[has_own], np.concatenate(keys), token_of, source_of)
+
+
+def packed_batch(row: SharedRow, *, num_padding: int = 0) -> PackedBatch:
+    """Return the metadata of a row and `num_padding` tokens behind it, on the host."""
+    batch = PackedBatch.from_lengths(row.lengths.tolist(), num_padding=num_padding)
+    if not row.first_positions.any():
+        return batch
+    tail: IntArray = np.array([num_padding][:num_padding], dtype=np.int64)
+    lengths: IntArray = np.append(row.lengths, tail)
+    first: IntArray = np.append(row.first_positions, 0 * tail)
+    keys: IntArray = np.append(row.key_index, len(row.source_of) + np.arange(num_padding))
+    position_ids = batch.position_ids + torch.from_numpy(first.repeat(lengths))
+    shared = SharedKeys.of(lengths, first, keys)
+    return replace(batch, position_ids=position_ids, positions=AsMade.of(position_ids), shared=shared)
 
 
 def _with_company(ids: NDArray[Any], starts: IntArray, sizes: IntArray, least: int) -> IntArray:

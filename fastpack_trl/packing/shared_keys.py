@@ -7,16 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
-Ranges = tuple[tuple[int, int], ...]
-"""Tokens of a row, first and end of each run: ``((0, 2), (5, 9))``."""
-
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -44,31 +40,8 @@ class SharedKeys:
     max_seqlen_k: int
 
     @classmethod
-    def of(cls, lengths: Sequence[int], prefixes: Sequence[Ranges]) -> SharedKeys:
-        """Return the keys of segments of these lengths, one after the other in the row, with these prefixes."""
-        ends = np.cumsum(lengths)
-        runs = [
-            run
-            for end, length, prefix in zip(ends.tolist(), lengths, prefixes, strict=True)
-            for run in (*prefix, (end - length, end))
-        ]
-        # Of each run its first token, less the keys before it: added to a count of all keys, that is the token.
-        bounds: NDArray[np.int64] = np.array(runs, dtype=np.int64)
-        sizes = bounds[:, 1] - bounds[:, 0]
-        before = sizes.cumsum() - sizes
-        index = np.arange(sizes.sum()) + (bounds[:, 0] - before).repeat(sizes)
-        last_run = np.cumsum([len(prefix) + 1 for prefix in prefixes]) - 1
-        cu_seqlens_k: NDArray[np.int64] = np.append(0, (before + sizes)[last_run])
-        return cls(
-            prefix_lengths=tuple(sum(end - first for first, end in ranges) for ranges in prefixes),
-            key_index=torch.from_numpy(index),
-            cu_seqlens_k=torch.from_numpy(cu_seqlens_k.astype(np.int32)),
-            max_seqlen_k=int(np.diff(cu_seqlens_k).max()),
-        )
-
-    @classmethod
-    def found(cls, lengths: Ints, prefix_lengths: Ints, index: Ints) -> SharedKeys:
-        """Return the keys of segments whose tokens are known already."""
+    def of(cls, lengths: Ints, prefix_lengths: Ints, index: Ints) -> SharedKeys:
+        """Return the keys of segments of `lengths` tokens behind `prefix_lengths`; `index` is `key_index`."""
         keys = lengths + prefix_lengths
         ends: NDArray[np.int32] = np.append(0, keys.cumsum()).astype(np.int32)
         return cls(tuple(prefix_lengths.tolist()), torch.from_numpy(index), torch.from_numpy(ends), int(keys.max()))
@@ -128,66 +101,6 @@ class Documents:
         """Return a copy whose tensors are what `convert` makes of them."""
         tensors = {name: convert(getattr(self, name)) for name in ("token_of", "loss_weights", "copies")}
         return replace(self, **tensors)
-
-
-class Tree(NamedTuple):
-    """Pieces of a row that go on from each other, as segments of queries."""
-
-    lengths: tuple[int, ...]
-    """Tokens of each segment."""
-    first_positions: tuple[int, ...]
-    """Position of the first token of each segment in its document."""
-    prefixes: tuple[Ranges, ...]
-    """Tokens of the row before its own that each segment attends to, in the order of the document."""
-
-
-def join_pieces(lengths: Sequence[int], parents: Sequence[int]) -> Tree:
-    """Return the segments of pieces that lie one after the other in a row.
-
-    A piece right behind its parent goes on in the same segment, as in any document: lengths ``(2, 2, 1)`` and parents
-    ``(-1, 0, 0)`` are segments of 4 and 1 tokens, of which the second has the prefix ``((0, 2),)``.
-
-    Args:
-        lengths: tokens of each piece, at least 1.
-        parents: the piece before it whose last token precedes its first one; -1: a document begins.
-
-    Raises:
-        ValueError: lists of different lengths, a length below 1, a parent that is not an earlier piece.
-    """
-    if len(lengths) != len(parents):
-        raise ValueError(f"{len(parents)} parents for {len(lengths)} segments: give one each, -1 for a new document")
-    ends: list[int] = []
-    positions: list[int] = []  # of the first token of each piece
-    seen: list[Ranges] = []  # what each piece attends to before its own tokens
-    segments: list[int] = []
-    heads: list[int] = []  # first piece of each segment
-    start = 0
-    for piece, (length, parent) in enumerate(zip(lengths, parents, strict=True)):
-        if length < 1:
-            raise ValueError(f"segment {piece} has length {length}: leave out what has no token of its own")
-        if not -1 <= parent < piece:
-            raise ValueError(f"segment {piece} has the parent {parent}: give an earlier segment, or -1 for none")
-        if parent < 0:
-            positions.append(0)
-            seen.append(())
-        else:
-            positions.append(positions[parent] + lengths[parent])
-            seen.append(_followed(seen[parent], (ends[parent] - lengths[parent], ends[parent])))
-        if parent == piece - 1 and piece:
-            segments[-1] += length
-        else:
-            segments.append(length)
-            heads.append(piece)
-        start += length
-        ends.append(start)
-    return Tree(tuple(segments), tuple(positions[head] for head in heads), tuple(seen[head] for head in heads))
-
-
-def _followed(ranges: Ranges, last: tuple[int, int]) -> Ranges:
-    """Return `ranges` and one more; one run where they touch."""
-    if ranges and ranges[-1][1] == last[0]:
-        return (*ranges[:-1], (ranges[-1][0], last[1]))
-    return (*ranges, last)
 
 
 def merge_keys(rows: Sequence[SharedKeys], tokens: Sequence[int]) -> SharedKeys:

@@ -165,6 +165,8 @@ def _split_flags(
     argv: Sequence[str], parser: Any, launch: Mapping[str, argparse.Action]
 ) -> tuple[list[str], list[str]]:
     """Split flags into ours and launch options: ``(["--packing"], ["--num_processes", "2"])``."""
+    from fastpack_trl.config import removal
+
     known = set(parser._option_string_actions)
     own: list[str] = []
     launched: list[str] = []
@@ -176,6 +178,8 @@ def _split_flags(
             continue
         action = launch.get(name[2:])
         if action is None:
+            if gone := removal(name[2:].replace("-", "_")):
+                raise UserError(gone)
             command = (option.partition(" ")[0] for option in COMMAND_OPTIONS)
             near = meant(name, {*known, *command, *(f"--{option}" for option in launch)})
             raise UserError(f"unknown option {shown(name)}{near or f'; `{parser.prog} --help-all` lists the options'}")
@@ -215,7 +219,7 @@ def _launch_words(name: str, value: object, action: argparse.Action, path: str) 
 
 def _apply_config(parser: Any, config: dict[str, Any], path: str, launch: Mapping[str, argparse.Action]) -> list[str]:
     """Check the YAML values and make them the parser's defaults; return the options for `accelerate launch`."""
-    from fastpack_trl.config import _CHOICES, normalise_choice
+    from fastpack_trl.config import _CHOICES, normalise_choice, removal
 
     hints = _hints(parser)
     # Reversed, so that the first one stays: `--no_x` shares the name of `--x`.
@@ -238,6 +242,8 @@ def _apply_config(parser: Any, config: dict[str, Any], path: str, launch: Mappin
         else:
             if tool := tool_of(config):
                 raise UserError(f"{path} is a YAML of {tool}: `fastpack-trl convert {path}` writes it in our names")
+            if gone := removal(name):
+                raise UserError(f"{path}: {gone}")
             hint = meant(name, {*actions, *launch, "env"}) or f"; `{parser.prog} --help-all` lists the names"
             raise UserError(f"{path}: unknown key {shown(name)}{hint}")
     parser.set_defaults_with_config(**values)

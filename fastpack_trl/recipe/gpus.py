@@ -63,11 +63,11 @@ def as_if_on(capability: tuple[int, int]) -> Iterator[None]:
     import torch
 
     from fastpack_trl.kernels._triton import is_supported
-    from fastpack_trl.model.patches import attribute_set
+    from fastpack_trl.model.patches import patch_attribute
 
     is_supported.cache_clear()
     try:
-        with attribute_set(torch.cuda, "get_device_capability", lambda device=None: capability):
+        with patch_attribute(torch.cuda, "get_device_capability", lambda device=None: capability):
             yield
     finally:
         is_supported.cache_clear()

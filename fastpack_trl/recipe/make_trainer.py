@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from fastpack_trl.errors import SETTING_ERRORS, DataError, UserError, describe, naming_keys, nearest, preparing, shown
+from fastpack_trl.errors import SETTING_ERRORS, DataError, UserError, naming_keys, nearest, preparing, shown
 from fastpack_trl.recipe import checks
 from fastpack_trl.recipe.arguments import Arguments, as_flags, parse, split_off
 from fastpack_trl.recipe.data import data_name, load_data
@@ -109,25 +109,10 @@ def make_trainer(
 @contextmanager
 def naming_data(named: str) -> Iterator[None]:
     """Put the name of the data into errors about rows and templates."""
-    from jinja2 import TemplateError
-
     try:
         yield
     except DataError as error:
         raise UserError(f"data {shown(named)}: {error}") from error
-    except TemplateError as error:
-        # `datasets` does not say in which row.
-        raise UserError(
-            f"data {shown(named)}: the chat template cannot render a conversation: {describe(error)}: correct the "
-            "messages or the template (chat_template_path names another)"
-        ) from error
-    except RuntimeError as error:  # TRL's, of a row; it blames the template
-        if "assistant_only_loss" not in str(error):
-            raise
-        raise UserError(
-            f"data {shown(named)}: assistant_only_loss=True, but some conversation has nothing of the assistant: "
-            "drop such rows, or let the chat template mark what it writes with {% generation %}"
-        ) from error
 
 
 @contextmanager

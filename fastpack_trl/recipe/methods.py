@@ -20,7 +20,7 @@ class Method:
     """Of the names of its classes: ``DPO`` for ``FastDPOTrainer`` and ``FastDPOConfig``."""
     what: str
     columns: tuple[tuple[str, ...], ...] = ()
-    """Columns of its data: all of one of these. None for SFT, whose types are in `packing.source`."""
+    """Columns of its data: all of one of these. None for SFT, whose columns are in `recipe.columns`."""
 
     @property
     def trainer(self) -> Any:

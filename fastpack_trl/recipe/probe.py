@@ -21,9 +21,9 @@ from fastpack_trl.checkpointing.trace import PROBE_TOKENS, WORKING_TOKENS, Passe
 from fastpack_trl.kernels.gate_form import passes_at_bounds
 from fastpack_trl.lora import projection
 from fastpack_trl.lora.linear import apply_lora
-from fastpack_trl.model.aside import run_aside
-from fastpack_trl.model.facts import ModelFeatures, backbones, text_model
-from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.model.aside import isolated_run
+from fastpack_trl.model.facts import ModelFeatures, backbones, beside_embeddings, text_model
+from fastpack_trl.model.patches import patch_attribute
 from fastpack_trl.model.upstream import FakeTensorMode
 from fastpack_trl.moe import experts
 from fastpack_trl.moe.apply import apply_moe
@@ -60,7 +60,9 @@ def layer_costs(
 
     def decode(tokens: int) -> tuple[Tensor, Tensor]:
         packed = to_transformers_kwargs(batches[tokens]) | {"packed_batch": batches[tokens], "use_cache": False}
-        leaf = embedding(torch.zeros(1, tokens, dtype=torch.long)).detach().requires_grad_()
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+        packed |= beside_embeddings(model, ids)
+        leaf = embedding(ids).detach().requires_grad_()
         with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
             return leaf, decoder(inputs_embeds=leaf.clone(), **packed)[0]
 
@@ -70,9 +72,9 @@ def layer_costs(
         stack.enter_context(backend_installed(model, handle))
         if lora:
             stack.callback(apply_lora(model, cache_dequantized="off", compute_dtype=dtype).revert)
-        stack.enter_context(run_aside(model, training=True))
+        stack.enter_context(isolated_run(model, training=True))
         stack.enter_context(_as_triton())
-        stack.enter_context(attribute_set(projection, "_SMALL", {False: 0}))  # rows of a step are longer than probes
+        stack.enter_context(patch_attribute(projection, "_SMALL", {False: 0}))  # rows of a step are longer than probes
         stack.enter_context(mode)
         layers = checkpointable_layers(model)
         passes = Passes(model, layers, decode, kinds=[kind_of(layer) for layer in layers], sampled=1)
@@ -114,5 +116,5 @@ def _as_triton() -> Iterator[None]:
 
     with ExitStack() as stack:
         for function in (gate_forward, gate_backward, combine, bias_weight_grad):
-            stack.enter_context(attribute_set(experts, function.__name__, function))
+            stack.enter_context(patch_attribute(experts, function.__name__, function))
         yield

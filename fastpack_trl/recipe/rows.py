@@ -1,4 +1,4 @@
-"""Checks of the rows before a model is loaded: the split, its columns for the method, and whether a tokenizer fits."""
+"""Checks before a model is loaded: the split, the columns of its first example, and whether a tokenizer fits."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ from contextlib import contextmanager
 from typing import Any
 
 from fastpack_trl.errors import DataError, UserError, shown
+from fastpack_trl.recipe.columns import (
+    CONVERSATIONS,
+    LABEL,
+    MESSAGES,
+    TEXT,
+    TOKENS,
+    check_cells,
+    check_row,
+    is_list_of,
+)
 from fastpack_trl.recipe.formats import AS_IS, format_of
 from fastpack_trl.recipe.methods import METHODS, SFT, Method, made_for
 
@@ -25,28 +35,19 @@ def take_split(splits: Mapping[str, Any], name: str, field: str, why: str = "") 
 
 
 def check_rows(split: Any, name: str, training: Any, processing_class: Any, method: Method = SFT) -> None:
-    """Check the rows of the ``train`` or ``eval`` split, of a stream the first one, and that the tokenizer fits them.
+    """Check the first example of the ``train`` or ``eval`` split, and that the tokenizer fits it.
 
     Raises:
-        DataError: columns that the method does not train on, with the command that does; or a row that holds something
+        DataError: columns that the method does not train on, with the command that does; or cells that hold something
             else than they should.
     """
-    from datasets import Dataset
-
-    from fastpack_trl.packing.source import CONVERSATIONS, TEXT, TOKENS, check_columns, check_row, check_source
-
     if method is SFT:
         if (training.dataset_kwargs or {}).get("skip_prepare_dataset"):
             return
-        text_field = training.dataset_text_field
         with _naming_the_command(split, name):
-            if isinstance(split, Dataset):
-                check_source(split, text_field, formatted=False, name=name)
-            read = check_row(next(iter(split)), text_field, name)
+            read = check_row(next(iter(split)), training.dataset_text_field, name)
     else:
         read = _read(split, name, method)
-        if isinstance(split, Dataset):
-            check_columns(split, read, name)
     kinds = set(read.values())
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if kinds != {TOKENS}:
@@ -110,8 +111,6 @@ def _read(split: Any, name: str, method: Method) -> dict[str, str]:
     Raises:
         DataError: other columns, or other values in the first row.
     """
-    from fastpack_trl.packing.source import LABEL, MESSAGES, TEXT, TOKENS, check_cells, is_list_of
-
     row = next(iter(split))
     needed = next((names for names in method.columns if set(names) <= set(row)), None)
     if needed is None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastpack_trl.errors import UserError, preparing, shown
 from fastpack_trl.model.preflight import check_weights
-from fastpack_trl.model.saved_files import json_fault
+from fastpack_trl.model.saved_files import file_fault
 from fastpack_trl.recipe.adapters import check_runs, merge_adapter, resize_to_adapter, with_adapter
 from fastpack_trl.recipe.arguments import parse
 from fastpack_trl.recipe.checks import check_model
@@ -145,7 +145,7 @@ def find_trained(args: Namespace) -> Trained:
         return Trained(name, None, options)
     if any(path.glob("model*.safetensors")):
         raise UserError(f"{shown(folder)} holds an adapter and a model, of two runs: move one away")
-    if fault := json_fault(path / _ADAPTER):
+    if fault := file_fault(path / _ADAPTER):
         raise UserError(f"the adapter {shown(folder)} cannot be loaded: {fault}; copy or download it again")
     about = json.loads((path / _ADAPTER).read_text(encoding="utf-8"))
     named = about.get("base_model_name_or_path")

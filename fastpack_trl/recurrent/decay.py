@@ -11,35 +11,28 @@ from fastpack_trl.packing.chunks import Chunks
 
 
 def log_decay(logs: Tensor, chunks: Chunks) -> Tensor:
-    """Return the sums of the logarithms of the decays since each token's document, or its chunk, began.
+    """Sum the logarithms of decays from the start of each token's document, or of its chunk, up to the token.
 
     Args:
-        logs: (total_tokens, heads) or (total_tokens, heads, channels), at most 0.
+        logs: (total_tokens, heads), at most 0.
 
     Returns:
-        (chunks, heads, CHUNK) or (chunks, heads, CHUNK, channels) in float64: what is taken of it are differences.
+        (chunks, heads, CHUNK) in float64, for differences: those of fp32 sums would be off by 1e-4.
     """
-    heads_last = chunks.split(logs, torch.float64).transpose(1, 2)
-    return (chunks.sums @ heads_last.flatten(2)).unflatten(2, heads_last.shape[2:]).transpose(1, 2)
-
-
-def log_decay_gradient(grad: Tensor, chunks: Chunks) -> Tensor:
-    """Return the gradient of the logarithms that `log_decay` was given; `grad` is that of the sums."""
-    heads_last = grad.double().transpose(1, 2)
-    return chunks.join((chunks.sums.mT @ heads_last.flatten(2)).unflatten(2, heads_last.shape[2:]).transpose(1, 2))
+    return chunks.split(logs, torch.float64) @ chunks.sums.mT
 
 
 def masked_exp(logs: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``exp(logs)`` where `mask` is true, 0 elsewhere, and 0 below the square of the rounding of `dtype`.
+    """Return ``exp(logs)`` where `mask` is true, else 0, and 0 for results below the square of the rounding of `dtype`.
 
-    Masked before: differences across documents may be large, and an infinity times 0 is NaN. What has decayed so far
-    is lost in any sum; its products would be denormal numbers, with which a CPU computes so slowly that the mixers of
-    a row take twice as long.
+    Masked first: differences across documents may be large, and infinity times 0 is NaN. Results that small change no
+    sum. Their products would be denormal numbers, which double the time of a CPU.
     """
-    wide = logs.to(dtype, copy=True).masked_fill_(~mask, -torch.inf)
-    return torch.threshold_(wide, 2 * math.log(torch.finfo(dtype).eps), -torch.inf).exp_()
+    wide = logs.to(dtype, copy=True)
+    least = 2 * math.log(torch.finfo(dtype).eps)
+    return wide.masked_fill_(~mask | (wide < least), -torch.inf).exp_()
 
 
 def differences(sums: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the decay from token j to token i of a chunk, (..., i, j), where `mask` is true, and 0 elsewhere."""
+    """Return the decay from token j to token i of a chunk, (..., i, j), where `mask` is true, else 0."""
     return masked_exp(sums[..., :, None] - sums[..., None, :], mask, dtype)

@@ -1,90 +1,83 @@
-"""The gated delta rule (Qwen3-Next, Qwen3.5, OLMo hybrid): the products of a chunk, and their gradients."""
+"""The gated delta rule (Qwen3-Next, Qwen3.5, OLMo hybrid) over a packed row."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from fastpack_trl.packing.chunks import Chunks
-from fastpack_trl.recurrent.decay import differences, log_decay, log_decay_gradient, masked_exp
-from fastpack_trl.recurrent.precision import tensor_cores
-from fastpack_trl.recurrent.products import Products
+from fastpack_trl.kernels.operators import arguments_of
+from fastpack_trl.model.mixers import Scan
+from fastpack_trl.packing.chunks import CHUNK, Chunks
+from fastpack_trl.recurrent.decay import differences, log_decay, masked_exp
+from fastpack_trl.recurrent.recomputed import recomputed
+from fastpack_trl.recurrent.solve import Recurrence, Solve
+
+_EPSILON = 1e-6  # of the norm of query and key, as in transformers
 
 
-class Tokens(NamedTuple):
-    """What a delta rule is given, or the gradients of that.
+def delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, normalise: bool, *fields: Any
+) -> Tensor:
+    """Compute `packed_delta` from the fields of `Chunks`.
 
-    Attributes:
-        query, key: (chunks, key heads, CHUNK, key size), normalised and scaled; fp32 or wider.
-        value: (chunks, heads, CHUNK, value size); a key head serves ``heads / key heads`` heads in a row.
-        g: (total_tokens, heads), the logarithm of the decay; with a decay per channel (total_tokens, heads, key size).
-        beta: (chunks, heads, CHUNK, 1).
+    With ``T = (I + weights below the diagonal)^-1``, the tokens of a chunk write ``fresh = T write + T erase S`` into
+    the state S that enters it; they read ``read S + scores fresh``, and ``through S + kept^T fresh`` leaves.
     """
+    chunks, dtype, groups = Chunks(*fields), torch.promote_types(query.dtype, torch.float32), key.shape[1]
+    q, k, v, rate = (chunks.split(part, dtype) for part in (query, key, value, beta[..., None]))
+    if normalise:
+        q, k = (part * (part * part).sum(-1, keepdim=True).add(_EPSILON).rsqrt() for part in (q, k))
+    # (chunks, key heads, heads of a key head or 1, CHUNK, size)
+    q, k = q[:, :, None] * query.shape[-1] ** -0.5, k[:, :, None]
+    v, rate = (part.unflatten(1, (groups, -1)) for part in (v, rate))
+    sums = log_decay(g, chunks).unflatten(1, (groups, -1))
+    between = differences(sums, chunks.causal[:, None, None], dtype)
+    to_end = masked_exp(sums[..., -1:] - sums, chunks.to_end[:, None, None], dtype)[..., None]
+    carried = masked_exp(sums, chunks.carry_in[:, None, None], dtype)[..., None]
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    g: Tensor
-    beta: Tensor
+    def flat(part: Tensor) -> Tensor:
+        return part.flatten(1, 2)
+
+    weights, scores = flat((k @ k.mT) * (between * rate)), flat((q @ k.mT) * between)
+    erased, written = Solve.apply(weights, flat(k * (carried * -rate)), flat(v * rate))
+    states, fresh = Recurrence.apply(written, erased, flat(k * to_end), flat(carried[..., -1:, :]), chunks.reach)
+    out = scores @ fresh + flat(q * carried) @ states
+    return chunks.join(out).to(query.dtype)
 
 
-class ScalarDecay:
-    """The products of a rule with one decay per head.
+def like_value(query: Tensor, _key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(value, dtype=query.dtype, memory_format=torch.contiguous_format)
 
-    Attributes:
-        products: see `Products`.
+
+def delta_flops(query: Tensor, _key: Tensor, value: Tensor, *_: Any, **_keywords: Any) -> int:
+    size, width = query.shape[-1], value.shape[-1]
+    return int(query.shape[0] * Scan("delta rule", query.shape[1], value.shape[1], size, width).flops(CHUNK))
+
+
+ROW = "Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, bool normalise, "
+_delta_rule = recomputed(delta_rule, ROW + arguments_of(Chunks), inputs=5, fake=like_value, flops=delta_flops)
+
+
+def packed_delta(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunks: Chunks, *, normalise: bool = False
+) -> Tensor:
+    """Return ``o_t = q_t S_t``, ``S_t = e^(g_t) S_(t-1) + beta_t k_t (v_t - k_t e^(g_t) S_(t-1))``.
+
+    The state is 0 at the start of each document, `query` is divided by the root of the key size.
+
+    Args:
+        query, key: (total_tokens, key heads, key size).
+        value: (total_tokens, heads, value size); a key head serves ``heads / key heads`` heads in a row.
+        g: (total_tokens, heads), the logarithm of the decay.
+        beta: (total_tokens, heads).
+        chunks: of the row.
+        normalise: query and key to length 1.
+
+    Returns:
+        (total_tokens, heads, value size) in the dtype of `query`; computed in fp32, with matmuls in TF32 on CUDA if
+        `query` has 16 bits, or in float64.
     """
-
-    def __init__(self, tokens: Tokens, chunks: Chunks, tf32: bool) -> None:
-        self._chunks, self._tf32 = chunks, tf32
-        dtype, groups = tokens.query.dtype, tokens.key.shape[1]
-        # (chunks, key heads, 1 or heads per key head, CHUNK, size)
-        self._q, self._k = tokens.query[:, :, None], tokens.key[:, :, None]
-        self._v, self._beta = tokens.value, tokens.beta.unflatten(1, (groups, -1))
-        sums = log_decay(tokens.g, chunks).unflatten(1, (groups, -1))
-        self._between = differences(sums, chunks.causal[:, None, None], dtype)
-        self._to_end = masked_exp(sums[..., -1:] - sums, chunks.to_end[:, None, None], dtype)[..., None]
-        self._carried = masked_exp(sums, chunks.carry_in[:, None, None], dtype)[..., None]
-        self._erasing = self._carried * -self._beta
-        with tensor_cores(tf32):
-            self._like, self._asked = self._k @ self._k.mT, self._q @ self._k.mT
-        self.products = Products(
-            weights=(self._like * self._between).mul_(self._beta).flatten(1, 2),
-            scores=(self._asked * self._between).flatten(1, 2),
-            erase=(self._k * self._erasing).flatten(1, 2), write=self._v * tokens.beta,
-            read=(self._q * self._carried).flatten(1, 2), kept=(self._k * self._to_end).flatten(1, 2),
-            # Of the last token: what is carried in and reaches the end.
-            through=self._carried[..., -1:, :].flatten(1, 2),
-        )  # fmt: skip
-
-    def gradients(self, grad: Products) -> Tokens:
-        """Return the gradients of the tokens."""
-        groups = self._q.shape[1]
-        weights, scores, erase, read, kept = (
-            part.unflatten(1, (groups, -1)) for part in (grad.weights, grad.scores, grad.erase, grad.read, grad.kept)
-        )
-        # Logarithms of decays: what a product has as value times its gradient, plus at i and minus at j.
-        of_scores = self._asked * scores.mul_(self._between)
-        of_weights = self._like * weights.mul_(self._between)
-        beta = of_weights.sum(-1, keepdim=True)
-        of_both = of_scores.addcmul_(of_weights, self._beta)
-        of_both.diagonal(dim1=-2, dim2=-1).zero_()  # it would cancel, but for rounding
-        logs = of_both.sum(-1) - of_both.sum(-2)
-        erased = (erase * self._k).sum(-1, keepdim=True).mul_(self._carried)
-        beta -= erased
-        ended = (kept * self._k).sum(-1, keepdim=True).mul_(self._to_end)[..., 0]
-        logs -= ended
-        read_out = (read * self._q).sum(-1, keepdim=True).mul_(self._carried)
-        logs += read_out.addcmul_(erased, self._beta, value=-1)[..., 0]
-        through = grad.through.sum(-2).unflatten(1, (groups, -1)) * self._carried[..., -1, :]
-        logs[..., -1] += ended.sum(-1) + through[..., 0]
-        with tensor_cores(self._tf32):
-            to_scores, to_weights = scores.sum(2), weights.mul_(self._beta).sum(2)
-            q, k = self._q[:, :, 0], self._k[:, :, 0]
-            query = (to_scores @ k).add_(read.mul_(self._carried).sum(2))
-            key = (to_scores.mT @ q).add_((to_weights + to_weights.mT) @ k)
-            key += kept.mul_(self._to_end).addcmul_(erase, self._erasing).sum(2)
-        beta = beta.flatten(1, 2).add_((grad.write * self._v).sum(-1, keepdim=True))
-        value = grad.write * self._beta.flatten(1, 2)
-        return Tokens(query, key, value, log_decay_gradient(logs.flatten(1, 2), self._chunks), beta)
+    out: Tensor = _delta_rule(query, key, value, g, beta, normalise, *chunks)
+    return out

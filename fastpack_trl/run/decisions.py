@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from torch import nn
 
 from fastpack_trl.config import Settings
 from fastpack_trl.packing.batching import BatchPlan
-from fastpack_trl.packing.buckets import BLOCK_COST, Bucket
+from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.dataset import DatasetFacts
 
 
@@ -43,8 +42,6 @@ class Decisions:
         loss_is_ours: losses and metrics come from the positions that the collator found, per token.
         shares_prefixes: rows of the training hold what documents begin with alike once.
         refuses_static: returns why the attention that is installed cannot run over static batches of a bucket.
-        alone_from: tokens of a document from which attention over a row of it alone is faster; infinite: never.
-        block_cost: what a surplus token of segments x max_seqlen costs the installed attention (`choose_buckets`).
         parameters: returns the model's, from the list of `sync_free` while that is on; None: by a walk over the model.
         experts_refuse_capture: returns why the products of experts cannot be recorded; empty where they can.
         compiles_later: layers run uncompiled in the first step, and compiled after it where that pays.
@@ -61,7 +58,6 @@ class Decisions:
         self.training = False
         self.loss_is_ours = self.shares_prefixes = False
         self.refuses_static: Callable[[Bucket], str] = _no_attention
-        self.alone_from, self.block_cost = math.inf, BLOCK_COST
         self.parameters: Callable[[], Iterable[nn.Parameter]] | None = None
         self.experts_refuse_capture: Callable[[], str] = str
         self.compiles_later = self.measures_first_step = False

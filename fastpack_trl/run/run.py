@@ -16,8 +16,8 @@ from trl import SFTTrainer
 
 from fastpack_trl.config import Settings
 from fastpack_trl.measure.payback import StepsLeft
-from fastpack_trl.model.ranks import PATIENCE, Ranks
-from fastpack_trl.model.upstream import found
+from fastpack_trl.model.ranks import FAILURE_GRACE_SECONDS, Ranks
+from fastpack_trl.model.upstream import resolve
 from fastpack_trl.packing.batching import BatchPlan, plan_batches
 from fastpack_trl.report import FeatureReport, Status
 from fastpack_trl.run.decisions import Decisions
@@ -107,7 +107,7 @@ class Run(Decisions):
     @property
     def is_sharded(self) -> bool:
         """Parameters are in pieces on several processes: of FSDP, or of ZeRO-3."""
-        zero3 = found("transformers.integrations.is_deepspeed_zero3_enabled")
+        zero3 = resolve("transformers.integrations.is_deepspeed_zero3_enabled")
         return bool(self.trainer.is_fsdp_enabled or (self.is_deepspeed and (zero3 is None or zero3())))
 
     @property
@@ -121,8 +121,8 @@ class Run(Decisions):
         return bool(self.trainer.is_fsdp_enabled and self.trainer.accelerator.is_fsdp2)
 
     def failing_together_if_sharded(self) -> AbstractContextManager[None]:
-        """Run a parted model in the context: all processes leave it alike, as of `Ranks.failing_together`."""
-        return self.ranks.failing_together(PATIENCE) if self.is_fsdp2 else nullcontext()
+        """Run a parted model in the context: all processes leave it alike, as of `Ranks.propagate_failures`."""
+        return self.ranks.propagate_failures(FAILURE_GRACE_SECONDS) if self.is_fsdp2 else nullcontext()
 
     @property
     def packs(self) -> bool:

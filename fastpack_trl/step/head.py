@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastpack_trl.kernels.head_tiles import TorchTiles, TritonTiles
-from fastpack_trl.model.upstream import found
+from fastpack_trl.model.upstream import resolve
 
-ChunkedLogProbFunction = found("trl.kernels.ChunkedLogProbFunction")
-chunked_logprob = found("trl.kernels.chunked_logprob")
+ChunkedLogProbFunction = resolve("trl.kernels.ChunkedLogProbFunction")
+chunked_logprob = resolve("trl.kernels.chunked_logprob")
 LOSS_TYPES = ("nll", "dft")
 VOCABULARY_SLICE = 32768
 """Columns of the weight that are converted at a time where its dtype is not the compute dtype; as in TRL."""

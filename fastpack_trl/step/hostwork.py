@@ -19,7 +19,7 @@ from torch.nn.modules.module import (
 from transformers.utils import is_torch_xla_available
 from trl import SFTTrainer
 
-from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.model.patches import patch_attribute
 
 _training = itemgetter("training")
 _WITHOUT_MODE = (
@@ -147,7 +147,7 @@ class ModeCheck:
                 return model
             return own(mode) if own is not None else type(model).train(model, mode)
 
-        with attribute_set(model, "train", train):
+        with patch_attribute(model, "train", train):
             yield
 
 
@@ -181,7 +181,7 @@ class GradientReset:
                 return
             reset.reset(self, getattr(run(), "optimizer", None))
 
-        self._installed.enter_context(attribute_set(model, "zero_grad", types.MethodType(zero_grad, model)))
+        self._installed.enter_context(patch_attribute(model, "zero_grad", types.MethodType(zero_grad, model)))
 
     def reset(self, model: nn.Module, optimizer: Any) -> None:
         """Set the gradients of `model` to None; `optimizer` is the one that trains now."""
@@ -274,7 +274,7 @@ class LossFilter:
             return loss  # stock says what is wrong, or filters nothing
         if not args.logging_nan_inf_filter or not hasattr(trainer, "_globalstep_last_logged"):
             return loss
-        self._switched_off.enter_context(attribute_set(args, "logging_nan_inf_filter", False))
+        self._switched_off.enter_context(patch_attribute(args, "logging_nan_inf_filter", False))
         steps = 1 + trainer.state.global_step - trainer._globalstep_last_logged
         # The difference is 0 or NaN: two kernels, where `torch.isfinite` is four.
         return torch.where(loss - loss == 0, loss, running / steps)

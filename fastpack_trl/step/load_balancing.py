@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.model.patches import patch_attribute
 
 _CHUNK = 1 << 25
 """Logits that are stacked at once: 128 MiB in fp32, whatever the depth of the model."""
@@ -116,4 +116,4 @@ def experts_named(config: Any) -> Callable[[], AbstractContextManager[None]]:
     own = next((name for name in names if name in vars(config)), None)
     if own is None or hasattr(config, "num_experts"):
         return nullcontext
-    return partial(attribute_set, config, "num_experts", getattr(config, own))
+    return partial(patch_attribute, config, "num_experts", getattr(config, own))

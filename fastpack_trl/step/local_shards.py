@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.model.patches import patch_attribute
 from fastpack_trl.model.sharded import pieces, shard_group
-from fastpack_trl.model.upstream import found
+from fastpack_trl.model.upstream import resolve
 
 _KNOWN = (torch.optim.Adam, torch.optim.AdamW)
 """Optimizers whose step is element by element, in place, and of the state that they made in the first one."""
@@ -67,7 +67,7 @@ def local_steps(optimizer: Any) -> Iterator[None]:
         with _over_local(optimizer, trained):
             return stock()
 
-    with attribute_set(optimizer, "step", MethodType(step, optimizer)):  # a scheduler made later binds its function
+    with patch_attribute(optimizer, "step", MethodType(step, optimizer)):  # a scheduler made later binds its function
         yield
 
 
@@ -93,7 +93,7 @@ def _is_watched(optimizer: Any) -> bool:
 @functools.cache
 def _global_hooks() -> tuple[Any, ...]:
     # Where torch has none of that name, nobody knows: a step is watched.
-    hooks = (found(f"torch.optim.optimizer._global_{name}_hooks") for name in ("optimizer_pre", "optimizer_post"))
+    hooks = (resolve(f"torch.optim.optimizer._global_{name}_hooks") for name in ("optimizer_pre", "optimizer_post"))
     return tuple(True if one is None else one for one in hooks)
 
 
@@ -120,7 +120,7 @@ def _over_local(optimizer: Any, trained: list[nn.Parameter]) -> Iterator[None]:
     try:
         for group, parameters in zip(optimizer.param_groups, whole, strict=True):
             group["params"] = [next(left) for parameter in parameters if parameter.grad is not None]
-        with attribute_set(optimizer, "state", local_state):
+        with patch_attribute(optimizer, "state", local_state):
             yield
     finally:
         for group, parameters in zip(optimizer.param_groups, whole, strict=True):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from fastpack_trl.errors import PackingError
-from fastpack_trl.model.upstream import lacks
+from fastpack_trl.model.upstream import missing_reason
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, Part
 from fastpack_trl.step.head import HeadLoss, head_loss, missing_tile_functions, reference_head_loss
 from fastpack_trl.step.load_balancing import experts_named, load_balancing_losses
@@ -68,7 +68,7 @@ class LossForward:
         constants, why_not = read_constants(self._stock)
         if not why_not and (constants["temperature"] != 1.0 or constants["cast_lm_head_to_fp32"]):
             why_not = "trl's fused head was set up with a temperature or in fp32"
-        self.missing = lacks("sync_free") or why_not
+        self.missing = missing_reason("sync_free") or why_not
         if self.missing:
             return
         self._lacks_tiles = missing_tile_functions()

@@ -18,7 +18,7 @@ from fastpack_trl.model.hooks import (
     hook_on_a_gradient,
     replaced_methods,
 )
-from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.model.patches import patch_attribute
 from fastpack_trl.run import DEEPSPEED, MERGED_ROW_TOKENS, PADDED_ROWS, Run
 from fastpack_trl.step.accumulation import FEATURE, Merging, longest_row
 
@@ -49,7 +49,7 @@ def merge_accumulation(run: Run) -> Iterator[None]:
         reason += "; dropout and jitter draw other random numbers"
     run.say(FEATURE, "on", rows, reason)
     merging = Merging(run, target)
-    with run.keeping(merging), attribute_set(run, "measures_first_step", merging.memory is not None):
+    with run.keeping(merging), patch_attribute(run, "measures_first_step", merging.memory is not None):
         yield
 
 

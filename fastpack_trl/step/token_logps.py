@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpack_trl.model.patches import attribute_set
-from fastpack_trl.model.upstream import found, lacks
+from fastpack_trl.model.patches import patch_attribute
+from fastpack_trl.model.upstream import missing_reason, resolve
 from fastpack_trl.packing.as_made import AsMade
 from fastpack_trl.packing.families import Families
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, to_transformers_kwargs
@@ -95,20 +95,20 @@ class RowForward:
         self._state = types.SimpleNamespace(active=False)
         self._model, self._stock = model, model.forward
         stock: Any = model.forward
-        classifies = getattr(type(model), "forward", None) is getattr(found(CLASSIFIER), "forward", self)
+        classifies = getattr(type(model), "forward", None) is getattr(resolve(CLASSIFIER), "forward", self)
         function: Callable[..., Any] | None
         if classifies:
             self.missing, function = "", _around_classifier(rows, self._state, stock.__func__, model)
         else:
             constants, why_not = read_constants(stock)
-            self.missing = lacks("sync_free") or ("" if found(OUTPUT) else f"trl has no {OUTPUT}") or why_not
+            self.missing = missing_reason("sync_free") or ("" if resolve(OUTPUT) else f"trl has no {OUTPUT}") or why_not
             function = None if self.missing else _around(rows, self._state, stock.__func__, constants)
         if function is not None:
             model.forward = types.MethodType(function, model)
 
     def running(self) -> AbstractContextManager[None]:
         """Run known batches as rows until the context ends."""
-        return attribute_set(self._state, "active", not self.missing)
+        return patch_attribute(self._state, "active", not self.missing)
 
     @property
     def head_trains(self) -> bool:
@@ -148,7 +148,7 @@ def _around_classifier(rows: Rows, state: Any, stock: Callable[..., Any], model:
         rows.ran += 1
         outputs = _run_backbone(rows, getattr(self, prefix), families, ids, kwargs)
         logits = self.score(outputs.last_hidden_state[0].index_select(0, families.positions))
-        return found("transformers.modeling_outputs.SequenceClassifierOutputWithPast")(
+        return resolve("transformers.modeling_outputs.SequenceClassifierOutputWithPast")(
             logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
 
@@ -201,7 +201,7 @@ def _around(rows: Rows, state: Any, stock: Callable[..., Any], constants: dict[s
             with knowing_experts():
                 aux_loss = _balancing(outputs.router_logits, text_config, families)
             loss = loss + getattr(text_config, "router_aux_loss_coef", 0.0) * aux_loss
-        return found(OUTPUT)(loss, log_probs, *others, label_mask=mask, aux_loss=aux_loss)
+        return resolve(OUTPUT)(loss, log_probs, *others, label_mask=mask, aux_loss=aux_loss)
 
     return forward
 

@@ -15,9 +15,11 @@ from fastpack_trl.callbacks.save_report import add_to_card
 from fastpack_trl.config import Settings
 from fastpack_trl.features import FEATURES
 from fastpack_trl.model.callbacks import during_training
+from fastpack_trl.model.deprecations import silence_renamed_checkpointing
 from fastpack_trl.model.saved_files import choose_checkpoint
 from fastpack_trl.moe.quantised import quantize_experts
 from fastpack_trl.packing.batching import missing_seams
+from fastpack_trl.packing.examples import naming_the_row, null_turns
 from fastpack_trl.report import FeatureReport, disabled_by_environment
 from fastpack_trl.run import Run
 
@@ -68,6 +70,10 @@ class FeaturedTrainer(_Stock):
     _fastpack_shown = ""
     _fastpack_disabled = ""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with contextlib.nullcontext() if self._fastpack_disabled else silence_renamed_checkpointing():
+            super().__init__(*args, **kwargs)
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         stock = vars(cls).get("_fastpack_stock")
@@ -102,6 +108,14 @@ class FeaturedTrainer(_Stock):
         done, facts = quantize_experts(model, device), self.fastpack_report.facts
         facts.setdefault("quantised experts", str(done))  # a second call finds nothing left to do
 
+    def _fastpack_name_faults(self, prepare: Callable[..., Any], stock: Callable[..., Any], *given: Any) -> Any:
+        """Prepare a data set; name the example at fault, and report turns without content."""
+        if self._fastpack_disabled:
+            return stock(*given)
+        if given[-1] == "train" and (turns := null_turns(given[0])):
+            self.fastpack_report.facts["turns without content"] = turns
+        return naming_the_row(prepare, stock, *given)
+
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not self._fastpack_disabled:
             resume_from_checkpoint, note = choose_checkpoint(resume_from_checkpoint, self.args.output_dir)
@@ -135,6 +149,7 @@ class FeaturedTrainer(_Stock):
         run.settings, run.training, run.insists = self._fastpack_settings(announce), announce, announce
         with contextlib.ExitStack() as stack:
             stack.callback(setattr, run, "insists", False)  # also where a feature stops the run
+            stack.enter_context(silence_renamed_checkpointing())
             for feature in FEATURES:
                 if feature.trainers in self._fastpack_kinds and (announce or feature.when == "always"):
                     feature.enter(run, stack)

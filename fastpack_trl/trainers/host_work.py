@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastpack_trl.model.patches import attribute_set
-from fastpack_trl.model.upstream import BaseTunerLayer, LoraLayer, found
+from fastpack_trl.model.patches import patch_attribute
+from fastpack_trl.model.upstream import BaseTunerLayer, LoraLayer, resolve
 from fastpack_trl.step.hostwork import FlopsPerToken, GradientReset, ModelContents
 
 
@@ -48,8 +48,8 @@ class HostWork:
             self.reset.install(trainer, model)
             self.contents.refresh(model)
             if hasattr(type(model), "disable_adapter") and "disable_adapter" not in vars(model):
-                stack.enter_context(attribute_set(model, "disable_adapter", self._lean_switch(model)))
-            stack.enter_context(attribute_set(self, "active", True))
+                stack.enter_context(patch_attribute(model, "disable_adapter", self._lean_switch(model)))
+            stack.enter_context(patch_attribute(self, "active", True))
             yield
 
     def _lean_switch(self, model: nn.Module) -> Any:
@@ -69,8 +69,8 @@ class HostWork:
                 return
             with contextlib.ExitStack() as switched:
                 for layer in layers:
-                    switched.enter_context(attribute_set(layer, "_disable_adapters", True))
-                switched.enter_context(attribute_set(self, "_adapters_disabled", True))
+                    switched.enter_context(patch_attribute(layer, "_disable_adapters", True))
+                switched.enter_context(patch_attribute(self, "_adapters_disabled", True))
                 yield
 
         return types.MethodType(disable_adapter, model)
@@ -78,7 +78,7 @@ class HostWork:
     def _plain_layers(self, model: nn.Module) -> list[Any] | None:
         """Return the layers with adapters; None where they are not LoRA alone, enabled, and trained."""
         if self._version != self.contents.refresh(model):
-            self._version, wrapper = self.contents.version, found("peft.utils.other.AuxiliaryTrainingWrapper")
+            self._version, wrapper = self.contents.version, resolve("peft.utils.other.AuxiliaryTrainingWrapper")
             layers = [module for module in self.contents.modules if isinstance(module, BaseTunerLayer)]
             plain = wrapper is not None and not any(isinstance(module, wrapper) for module in self.contents.modules)
             plain = plain and hasattr(model, "_adapters_disabled") and hasattr(BaseTunerLayer, "_disable_adapters")

@@ -20,7 +20,7 @@ from fastpack_trl.errors import first_reason
 from fastpack_trl.measure.device_memory import allocatable
 from fastpack_trl.model.facts import learned_positions
 from fastpack_trl.model.hooks import replaced_methods
-from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.model.patches import patch_attribute
 from fastpack_trl.packing.batching import BatchPlan
 from fastpack_trl.packing.families import Families, find_families
 from fastpack_trl.trainers.packed import PackedTrainer
@@ -108,7 +108,7 @@ class _OnlineTrainer(PackedTrainer):
         if window is not None and window.figures is None:
             window = self._fastpack_window = self._fastpack_open(window, model, inputs)
         serving = window.serving(inputs) if window is not None else contextlib.nullcontext()
-        with serving, attribute_set(self, "_fastpack_on_host", inputs.get(ON_HOST)):
+        with serving, patch_attribute(self, "_fastpack_on_host", inputs.get(ON_HOST)):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _fastpack_open(self, window: _Window, model: Any, inputs: Any) -> _Window | None:
@@ -128,7 +128,7 @@ class _OnlineTrainer(PackedTrainer):
             return None
         on_host = [batch[ON_HOST] for batch in batches if ON_HOST in batch]
         keep = batches[0]["completion_ids"].shape[1]
-        with attribute_set(self, "_fastpack_on_host", torch.cat(on_host) if on_host else None):
+        with patch_attribute(self, "_fastpack_on_host", torch.cat(on_host) if on_host else None):
             log_probs, entropy, _ = stock._get_per_token_logps_and_entropies(
                 model, *_padded(batches), keep, compute_entropy=True
             )
@@ -252,7 +252,7 @@ class _Window:
     def serving(self, inputs: Any) -> Iterator[None]:
         """Have the figures of a micro-batch at hand, if it is one of these that had none yet."""
         places = (place for place, batch in enumerate(self._batches) if batch is inputs and place not in self._copies)
-        with attribute_set(self, "place", next(places, None)):
+        with patch_attribute(self, "place", next(places, None)):
             yield
 
     def figures_of_one(self) -> Figures:

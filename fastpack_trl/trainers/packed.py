@@ -21,11 +21,12 @@ from fastpack_trl.config import Settings
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.facts import attention_modules, read_features, state_modules, text_model
 from fastpack_trl.model.hooks import is_users
-from fastpack_trl.model.patches import attribute_set, attributes_kept
+from fastpack_trl.model.patches import patch_attribute, restore_attributes
 from fastpack_trl.model.precision import fit_precision
 from fastpack_trl.model.preflight import bound
 from fastpack_trl.packing.batching import BatchPlan, plan_families
 from fastpack_trl.packing.buckets import RowSize
+from fastpack_trl.packing.examples import check_not_empty, dropped
 from fastpack_trl.packing.families import KEY, Families, FamiliesCollator
 from fastpack_trl.run import Run
 from fastpack_trl.step.token_logps import RowForward, Rows
@@ -65,6 +66,7 @@ class PackedTrainer(FeaturedTrainer):
             super().__init__(*args, **kwargs)
             run.say("fastpack", "off", "stock", self._fastpack_disabled)
             return
+        check_not_empty(given.get("train_dataset"))
         with _each_head(self._fastpack_stock, self._fastpack_lay):  # before accelerate wraps a reference model
             super().__init__(*args, **kwargs)
         self._fastpack_choose()
@@ -149,6 +151,14 @@ class PackedTrainer(FeaturedTrainer):
             and (f"{drop} would drop the same tokens of a prompt for all of its completions; 0 shares them")
         )
 
+    def _prepare_dataset(self, *given: Any) -> Any:
+        """Prepare a data set as stock does, whose trainers of prompts alone never do."""
+        stock = super()._prepare_dataset
+        prepared = self._fastpack_name_faults(stock, stock, *given)
+        if not self._fastpack_disabled and (lost := dropped(stock, prepared, *given)):
+            self.fastpack_report.facts[f"{given[-1]} examples"] = lost
+        return prepared
+
     def _get_dataloader(self, dataset: Any, description: str, *args: Any, **kwargs: Any) -> DataLoader[Any]:
         with self._fastpack_collating(training=bool(kwargs.get("is_training", False))):
             return super()._get_dataloader(dataset, description, *args, **kwargs)
@@ -161,7 +171,7 @@ class PackedTrainer(FeaturedTrainer):
             yield
             return
         collator = FamiliesCollator(self.data_collator, find, share=not self._fastpack_why_repeated(training))
-        with attribute_set(self, "data_collator", collator):
+        with patch_attribute(self, "data_collator", collator):
             yield
 
     def _fastpack_draw(self) -> list[RowSize]:
@@ -253,7 +263,7 @@ def _each_head(stock: type[Any], lay: Callable[[nn.Module], None]) -> Iterator[N
         add(model, *args, **kwargs)
         lay(model)
 
-    with attribute_set(module, _HEAD, add_and_lay):
+    with patch_attribute(module, _HEAD, add_and_lay):
         yield
 
 
@@ -269,12 +279,12 @@ def _plan_kept(stock: type[Any]) -> Iterator[None]:
     def pause(model: Any, *_: Any) -> Iterator[None]:
         layers = [layer for layer in model.modules() if getattr(layer, "gradient_checkpointing", False)]
         with contextlib.ExitStack() as paused:
-            paused.enter_context(attributes_kept(layers, "gradient_checkpointing"))
+            paused.enter_context(restore_attributes(layers, "gradient_checkpointing"))
             for layer in layers:
-                paused.enter_context(attribute_set(layer, "gradient_checkpointing", False))
+                paused.enter_context(patch_attribute(layer, "gradient_checkpointing", False))
             yield
 
-    with attribute_set(module, _PAUSE, pause):
+    with patch_attribute(module, _PAUSE, pause):
         yield
 
 

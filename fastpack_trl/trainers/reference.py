@@ -14,7 +14,7 @@ from datasets import Dataset
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fastpack_trl.model.patches import attribute_set
+from fastpack_trl.model.patches import patch_attribute
 from fastpack_trl.packing.families import Families, completions
 from fastpack_trl.trainers.packed import PackedTrainer
 
@@ -44,7 +44,7 @@ class ReferencedTrainer(PackedTrainer):
         with self._fastpack_features(), self._fastpack_collating(training=False):
             by_length: Any = contextlib.nullcontext()
             if self.fastpack_run.packs and self.accelerator.num_processes == 1:
-                by_length = attribute_set(sys.modules[self._fastpack_stock.__module__], "DataLoader", self._by_length)
+                by_length = patch_attribute(sys.modules[self._fastpack_stock.__module__], "DataLoader", self._by_length)
             with by_length:  # stock's loop over it, and its cache of the result
                 return super()._precompute_ref_logps(dataset, *args, **kwargs)
 

@@ -21,9 +21,10 @@ from attention_material import (
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastpack_trl.attention import per_document, varlen
+from fastpack_trl.attention import per_document
 from fastpack_trl.attention.interface import AttentionCall
 from fastpack_trl.attention.reference import NO_SOFTCAP, NO_WINDOW
+from fastpack_trl.attention.varlen import RowLayer
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 LENGTHS = (1, 7, 20, 2)
@@ -60,10 +61,9 @@ def test_operators_pass_torchs_own_checks() -> None:
         "per_document_attention", (query, key, value, cu_seqlens, sinks, None, NO_WINDOW, SCALE, NO_SOFTCAP, 3, None)
     )
     tokens = [tensor.detach()[0].transpose(0, 1).contiguous().requires_grad_() for tensor in (query, key, value)]
-    for sink, bounds, window in ((sinks, None, 2), (None, cu_seqlens.clone(), 0)):
-        ends = cu_seqlens
-        check_operators("varlen_attention", (*tokens, ends, sink, bounds, window, SCALE, 3, None, 0, NO_SOFTCAP))
-        check_operators("flash4_attention", (*tokens, ends, sink, None, window, SCALE, 3, ends, 3, NO_SOFTCAP))
+    for name in ("varlen_attention", "flash4_attention"):
+        for sink, window in ((sinks, 2), (None, 0)):
+            check_operators(name, (*tokens, cu_seqlens, sink, window, SCALE, 3, cu_seqlens, 3, NO_SOFTCAP))
 
 
 def test_a_flop_counter_changes_no_bit() -> None:
@@ -79,8 +79,8 @@ def test_a_flop_counter_changes_no_bit() -> None:
 @pytest.mark.parametrize(
     "layer",
     [
-        lambda tokens, *metadata: per_document.PerDocumentLayer(*metadata, {}),
-        lambda tokens, *metadata: varlen.VarlenLayer((varlen.RowPart(*metadata, 0, tokens),)),
+        lambda *metadata: per_document.PerDocumentLayer(*metadata, {}),
+        lambda *metadata: RowLayer("varlen", *metadata, *metadata),
     ],
     ids=["per_document", "varlen"],
 )
@@ -92,7 +92,7 @@ def test_traces_without_a_graph_break_and_without_lengths_in_the_graph(layer: Ca
         return module.forward
 
     def eager(query: Tensor, key: Tensor, value: Tensor, *metadata: Any) -> Tensor:
-        out: Tensor = layer(query.shape[2], *metadata).attend(AttentionCall(query, key, value, SCALE))
+        out: Tensor = layer(*metadata).attend(AttentionCall(query, key, value, SCALE))
         return out
 
     compiled = torch.compile(eager, backend=backend, fullgraph=True, dynamic=True)

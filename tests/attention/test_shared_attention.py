@@ -20,10 +20,9 @@ from attention_material import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared_material import path_of, trees
+from shared_material import path_of, tree_row, trees
 from torch import Tensor
 
-from fastpack_trl.attention import varlen
 from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.attention.dense import dense_mask
 from fastpack_trl.attention.install import packed_attention
@@ -32,7 +31,7 @@ from fastpack_trl.attention.operators import gather_keys
 from fastpack_trl.attention.per_document import PerDocument
 from fastpack_trl.attention.whole_row import RowInputs
 from fastpack_trl.errors import PackingError
-from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
+from fastpack_trl.packing.packed_batch import to_transformers_kwargs
 from fastpack_trl.testing import tiny_model
 
 FAMILY = ((12, 5, 7, 1), (-1, 0, 0, 0))
@@ -55,7 +54,7 @@ def test_the_mask_agrees_with_a_loop_over_documents(
             expected[query, path[max(0, place + 1 - (window or total)) : place + 1]] = True
     for query in range(sum(lengths), total):
         expected[query, max(sum(lengths), query + 1 - (window or total)) : query + 1] = True
-    batch = PackedBatch.from_segments(lengths, parents, num_padding=padding)
+    batch = tree_row(lengths, parents, num_padding=padding)
     assert torch.equal(dense_mask(batch, window, CPU)[0, 0], expected)
 
 
@@ -70,7 +69,7 @@ def test_output_and_gradients_are_those_of_a_dense_mask(
 ) -> None:
     """Grouped heads in all of them. float64, in which the kernels' own error is that of the last places."""
     softcap = softcap if name != "varlen" else None
-    batch = PackedBatch.from_segments(*tree, num_padding=padding)
+    batch = tree_row(*tree, num_padding=padding)
     inputs = make_inputs(batch, torch.float64, sinks=sinks)
     expected = run(lambda tensors: dense_attention(batch, tensors, window, softcap), inputs)
     actual = run(attend(prepared(name, batch, *([window] if window else [])), window, softcap), inputs)
@@ -99,7 +98,7 @@ def test_output_and_gradients_are_those_of_a_dense_mask(
 def test_forward_and_gradients_within_twice_the_error_of_dense_attention(
     name: str, device: str, dtype: torch.dtype, window: int | None, sinks: bool, row: str
 ) -> None:
-    batch = PackedBatch.from_segments(*ROWS[row], num_padding=3)
+    batch = tree_row(*ROWS[row], num_padding=3)
     ours = attend(prepared(name, batch, 4, device=device), window, None, device)
     # torch's memory-efficient kernel sums in another order than its math path: in fp32 on an H200 its gradients of the
     # keys were 4.7e-7 from float64, those of the math path 1.5e-7.
@@ -113,7 +112,7 @@ def test_forward_and_gradients_within_twice_the_error_of_dense_attention(
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
 def test_long_families_on_the_device_are_those_of_a_dense_mask(window: int | None, deterministic: bool) -> None:
     """More than one block of the kernel: its alignment is that of whole blocks in the tiny rows above."""
-    batch = PackedBatch.from_segments((1000, 200, 130, 300, 640, 64, 64), (-1, 0, 0, 0, -1, 4, 4))
+    batch = tree_row((1000, 200, 130, 300, 640, 64, 64), (-1, 0, 0, 0, -1, 4, 4))
     torch.use_deterministic_algorithms(deterministic)
     try:
         ours = attend(prepared("varlen", batch, *([window] if window else []), device="cuda"), window, None, "cuda")
@@ -126,7 +125,7 @@ def test_long_families_on_the_device_are_those_of_a_dense_mask(window: int | Non
 @pytest.mark.parametrize("window", [0, 4], ids=["", "window"])
 def test_empty_segments_on_the_device_change_nothing(window: int) -> None:
     """Segments without queries, without keys before their own, and without any: surplus ones of a static row."""
-    batch = PackedBatch.from_segments(*FAMILY)
+    batch = tree_row(*FAMILY)
     assert batch.shared is not None
     inputs = [tensor.detach()[0].transpose(0, 1).cuda().bfloat16() for tensor in make_inputs(batch, torch.float32)]
     query, *keyed = inputs
@@ -136,7 +135,7 @@ def test_empty_segments_on_the_device_change_nothing(window: int) -> None:
     for q_ends, k_ends in ((ends, ends_k), ([0, *ends, ends[-1]], [0, *ends_k, ends_k[-1]])):
         tensors = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
         cu_q, cu_k = (torch.tensor(bounds, dtype=torch.int32, device="cuda") for bounds in (q_ends, k_ends))
-        row = RowInputs(*tensors, cu_q, None, None, window, SCALE, 128, cu_k, 128)
+        row = RowInputs(*tensors, cu_q, None, window, SCALE, 128, cu_k, 128)
         out = torch.ops.fastpack.varlen_attention_with_gradient(*row)[0]
         results.append([out, *torch.autograd.grad(out.float().square().sum(), tensors)])
     for one, other in zip(*results, strict=True):
@@ -145,7 +144,7 @@ def test_empty_segments_on_the_device_change_nothing(window: int) -> None:
 
 
 def test_operators_pass_torchs_own_checks() -> None:
-    batch = PackedBatch.from_segments((2, 2, 3), (-1, 0, 0))
+    batch = tree_row((2, 2, 3), (-1, 0, 0))
     assert batch.shared is not None
     query, key, value, sinks = make_inputs(batch, torch.float64, sinks=True)
     index, ends_k = batch.shared.key_index, batch.shared.cu_seqlens_k
@@ -153,20 +152,9 @@ def test_operators_pass_torchs_own_checks() -> None:
     torch.library.opcheck(torch.ops.fastpack.gather_keys.default, (tokens[1], index))
     torch.library.opcheck(torch.ops.fastpack.add_rows.default, (tokens[1].detach(), index[:7], 7))
     keys = [gather_keys(tensor.detach(), index).requires_grad_() for tensor in tokens[1:]]
-    check_operators("varlen_attention", (tokens[0], *keys, batch.cu_seqlens, sinks, None, 0, SCALE, 4, ends_k, 7, 0.0))
+    check_operators("varlen_attention", (tokens[0], *keys, batch.cu_seqlens, sinks, 0, SCALE, 4, ends_k, 7, 0.0))
     heads_first = [tensor.detach().transpose(0, 1)[None].requires_grad_() for tensor in (tokens[0], *keys)]
     check_operators("per_document_attention", (*heads_first, batch.cu_seqlens, sinks, None, 0, SCALE, 0.0, 4, ends_k))
-
-
-def test_a_row_that_int32_cannot_index_is_cut_between_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = PackedBatch.from_segments(*DEEP, num_padding=2)
-    inputs = make_inputs(batch, torch.float64, sinks=True)
-    whole = run(attend(prepared("varlen", batch)), inputs)
-    monkeypatch.setattr(varlen, "_INT32", 4 * 64 * 2 * (10 + 128))
-    layer = prepared("varlen", batch)
-    assert len(layer.parts) > 2
-    for one, several in zip(whole, run(attend(layer), inputs), strict=True):
-        torch.testing.assert_close(several, one)
 
 
 @pytest.mark.parametrize("name", ["per_document", "varlen", "flash_attention_4"])
@@ -185,19 +173,19 @@ def test_traces_without_a_graph_break_and_without_lengths_in_the_graph(name: str
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
         lengths = torch.randint(2, 20, (6,), generator=generator).tolist()
-        batch = PackedBatch.from_segments(lengths, (-1, 0, 0, -1, 3, 3))
+        batch = tree_row(lengths, (-1, 0, 0, -1, 3, 3))
         tensors, layer = [one.detach() for one in make_inputs(batch, torch.float32)], prepared(name, batch)
         torch.testing.assert_close(compiled(layer, *tensors), eager(layer, *tensors))
     assert len(graphs) <= 2
 
 
 def test_backends_without_a_form_for_it_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = PackedBatch.from_segments(*FAMILY)
+    batch = tree_row(*FAMILY)
     model = tiny_model("llama")
     ids = torch.randint(3, 96, (1, batch.total_tokens))
     with packed_attention(model, "padded_rows"), pytest.raises(ValueError, match="padded_rows has no form"):
         model(input_ids=ids, packed_batch=batch, **to_transformers_kwargs(batch))
-    for name in ("flex", "xformers", "flash_attention_2"):
+    for name in ("xformers",):
         assert f"{name} has no form" in BACKENDS[name].refuses_shared(PLAIN)
     monkeypatch.setattr(PerDocument, "refuses_shared", Backend.refuses_shared)
     with packed_attention(model, "per_document"), pytest.raises(PackingError, match="per_document has no form"):
@@ -205,7 +193,7 @@ def test_backends_without_a_form_for_it_say_so(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_edited_positions_of_a_shared_row_are_refused_and_equal_ones_are_not() -> None:
-    batch = PackedBatch.from_segments(*FAMILY)
+    batch = tree_row(*FAMILY)
     model = tiny_model("llama")
     ids = torch.randint(3, 96, (1, batch.total_tokens))
     kwargs = to_transformers_kwargs(batch) | {"packed_batch": batch, "use_cache": False}

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from static_material import bucket_for, make_inputs, make_rows, shared_rows, to_static
 from torch import Tensor
 
-from fastpack_trl.attention import varlen
 from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.attention.interface import AttentionCall
+from fastpack_trl.attention.varlen import RowLayer
 from fastpack_trl.errors import PackingError
 from fastpack_trl.packing.buckets import Bucket, RowSize
 from fastpack_trl.packing.static_batch import copy_into
@@ -37,7 +37,7 @@ def attended(
     sinks: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """Output and gradients of the varlen kernel, or of its twin on the CPU."""
-    layer = varlen.VarlenLayer((varlen.RowPart(cu_seqlens, max_seqlen, 0, tensors[0].shape[2]),))
+    layer = RowLayer("varlen", cu_seqlens, max_seqlen, cu_seqlens, max_seqlen)
     out = layer.attend(AttentionCall(*tensors[:3], SCALE, window, sinks=tensors[3] if sinks else None))
     return [out.detach(), *torch.autograd.grad(out, tensors, upstream)]
 
@@ -168,26 +168,6 @@ def test_on_cuda_keys_that_are_left_over_change_nothing(kind: str) -> None:
         inputs = make_inputs([90, 130, 60, 200, 40], seed=seed, shared=True).to("cuda")
         static = to_static(inputs, bucket_for(inputs, tail=37, keys=150, segments=3))
         assert_as_plain(static, inputs, kind, "varlen", device="cuda", dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize("lengths", [(8192,), (4096, 4200)])
-def test_a_static_row_of_long_documents_stays_with_the_kernel_over_the_row(lengths: tuple[int, ...]) -> None:
-    inputs = make_inputs(list(lengths))
-    static = to_static(inputs, bucket_for(inputs, tail=8, segments=1))
-    layer = prepared("varlen", static.batch, features=HOPPER)
-    assert isinstance(layer, varlen.VarlenLayer)
-    (part,) = layer.parts
-    assert part.cu_seqlens is static.batch.cu_seqlens
-    assert part[1:4] == (max(lengths), 0, sum(lengths) + 8)
-    assert part.bounds.tolist() == [0, 0]
-
-
-@pytest.mark.parametrize(("tokens", "alone"), [(8192, True), (4032, False)])
-def test_a_static_row_that_one_long_document_fills_has_its_kernel(tokens: int, alone: bool) -> None:
-    """Its one length is that of the bucket: what a graph has read of it stays true."""
-    inputs = make_inputs([tokens])
-    layer = prepared("varlen", to_static(inputs, bucket_for(inputs)).batch, features=HOPPER)
-    assert layer.parts[0].bounds.tolist() == [0, tokens if alone else 0]
 
 
 def test_who_takes_static_batches() -> None:

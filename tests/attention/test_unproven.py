@@ -61,15 +61,17 @@ class Unigrams(Bigrams):
 
 
 class Strict(Around):
-    """A layer that takes no keyword of its caller's."""
+    """A layer that takes no keyword of its caller's but those that transformers' own layers name."""
 
     def forward(
         self, hidden_states: Any, attention_mask: Any = None, position_ids: Any = None, past_key_values: Any = None,
-        use_cache: Any = None, position_embeddings: Any = None,
+        use_cache: Any = None, position_embeddings: Any = None, cache: Any = None,
     ) -> Any:  # fmt: skip
+        caches = {"cache": cache, "past_key_values": past_key_values}  # transformers 5.24 renamed it
+        given = {name: value for name, value in caches.items() if value is not None}
         return self.layer(
-            hidden_states, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
-            use_cache=use_cache, position_embeddings=position_embeddings,
+            hidden_states, attention_mask=attention_mask, position_ids=position_ids, use_cache=use_cache,
+            position_embeddings=position_embeddings, **given,
         )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import shared_prefixes
 from benchmarks.record_commands import command_of
-from benchmarks.shared_prefixes import COMMAND, TURNS, WHOLE, Row
+from benchmarks.shared_prefixes import COMMAND, WHOLE, Row
 from benchmarks.step_turns import OURS, STOCK
 
 
@@ -17,14 +17,10 @@ def test_documents_are_what_their_row_says() -> None:
     for ids, labels in zip(found["input_ids"], found["labels"], strict=True):
         assert labels == [-100] * 30 + ids[30:]
         assert 10 <= len(ids) - 30 <= 30
-    talks = Row(0, 20, turns=True).documents(2000, 500, 0)["input_ids"]
-    first = [ids for ids in talks if len(ids) <= 30]
-    assert len(first) * TURNS == len(talks)
-    assert all(sum(ids[: len(one)] == one for ids in talks) == TURNS for one in first), "each has its history"
 
 
 def test_a_miniature_run_times_the_same_rows_on_all_sides(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = {"alike": Row(40, 20), "nothing": Row(0, 40, setting="on"), "turns": Row(0, 20, turns=True)}
+    rows = {"alike": Row(40, 20), "nothing": Row(0, 40, setting="on")}
     monkeypatch.setattr(shared_prefixes, "ROWS", rows)
     assert COMMAND.arguments([]).sides == [WHOLE, OURS]
     args = COMMAND.arguments(["--sides", STOCK, WHOLE, OURS, "--of", "tiny-qwen3", "--tokens", "512", "--rounds", "2"])
@@ -32,9 +28,7 @@ def test_a_miniature_run_times_the_same_rows_on_all_sides(monkeypatch: pytest.Mo
     record = COMMAND.measure(args, progress=False)
     found = {row["row"]: row["sides"] for row in record["rows"]}
     assert list(found["alike"]) == list(found["nothing"]) == [STOCK, WHOLE, OURS]
-    assert list(found["turns"]) == [WHOLE, OURS]
     assert found["alike"][OURS]["computed"] < 0.6
-    assert found["turns"][OURS]["computed"] < 0.7
     assert found["nothing"][OURS]["computed"] == found["alike"][WHOLE]["computed"] == 1.0
     rates = [found["alike"][side]["token_rates"]["capacity"]["median"] for side in (OURS, WHOLE)]
     seconds = [found["alike"][side]["seconds"]["median"] for side in (OURS, WHOLE)]
@@ -45,6 +39,6 @@ def test_a_miniature_run_times_the_same_rows_on_all_sides(monkeypatch: pytest.Mo
     assert all(f"| {name} |" in page for name in rows)
     assert f"| {found['alike'][OURS]['computed']:.0%} |" in page
     assert command_of(record) == (
-        'python -m benchmarks.shared_prefixes --rows "alike" "nothing" "turns" '
+        'python -m benchmarks.shared_prefixes --rows "alike" "nothing" '
         '--sides "stock" "each document whole" "fastpack" --of tiny-qwen3 --tokens 512 --rounds 2 --json FILE'
     )

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import trainer_material
 from accelerate.utils import DDPCommunicationHookType
-from captured_material import At, assert_same_run, build, swap_data, weights
+from captured_material import At, assert_same_run, build, freeze, swap_data, unfreeze, weights
 from peft import LoraConfig
 from ranks import leave
 from replayed_graphs import TapeDevice
@@ -210,6 +210,7 @@ def uneven() -> None:
     for options in (
         {"data": empty},
         {"data": empty, "max_steps": -1, "num_train_epochs": 1, **accumulated},
+        {"callbacks": lambda: [At(0, freeze), At(5, unfreeze)], "lora": False, "ddp_find_unused_parameters": True},
         {"callbacks": lambda: [At(5, swap_data)]},
     ):
         ours, _ = both(**options)

@@ -9,16 +9,13 @@ from typing import Any
 import pytest
 import torch
 from captured_material import CAPTURED, STEPS, assert_same_run, both, build
-from datasets import Dataset
 from trainer_material import figures, make_dataset, make_tokenizer, settings
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer, ThroughputCallback
-from fastpack_trl.attention import varlen
 from fastpack_trl.bench.compare import compare, table
 from fastpack_trl.capture import decision, graphs
-from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.testing import tiny_model
 
 
@@ -54,35 +51,6 @@ def test_data_of_which_few_tokens_count_has_loss_buckets(tmp_path: Path, devices
     ours, eager = both(tmp_path, devices, data="prompt_completion", max_steps=12)
     assert devices.made[0].log.count("replay") >= 3
     assert_same_run(ours, eager)
-
-
-def test_rows_that_one_long_document_fills_are_captured_with_the_kernel_of_one(
-    tmp_path: Path, devices: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Beside rows of several, in a bucket of their own: what is recorded of a length stays true."""
-    monkeypatch.setitem(varlen.LONG_DOCUMENTS, (), 40)
-    replayed: dict[int, list[int]] = {}
-
-    class Looks(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            for bucket, slot in trainer.fastpack_run.part(graphs.StepGraphs)._slots.items():
-                layer = slot.inputs.batch.derived.values.get(("varlen", torch.device("cpu")))
-                if layer is not None:
-                    replayed[bucket.segments] = layer.parts[0].bounds.tolist()
-
-    draw = torch.Generator().manual_seed(0)
-    lengths = [length for _ in range(12) for length in (48, 48, 20, 28)]
-    data = Dataset.from_dict({"input_ids": [torch.randint(3, 90, (n,), generator=draw).tolist() for n in lengths]})
-    options, clear = {"data": data, "per_device_train_batch_size": 1, "max_steps": 14}, PackedBatch.clear_derived
-    monkeypatch.setattr(PackedBatch, "clear_derived", lambda batch: None if batch.is_static else clear(batch))
-    trainer = build(FastSFTTrainer, tmp_path / "ours", devices, callbacks=[Looks()], **options)
-    trainer.train()
-    assert replayed.pop(1) == [0, 48]
-    assert set(map(tuple, replayed.values())) == {(0, 0)}
-    assert devices.made[0].log.count("record") == 2
-    eager = build(FastSFTTrainer, tmp_path / "eager", devices, fast={"cuda_graph": "off"}, **options)
-    eager.train()
-    assert_same_run(trainer, eager)
 
 
 def test_evaluation_and_figures_of_throughput_between_replays_are_those_of_eager_steps(

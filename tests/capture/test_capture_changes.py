@@ -22,6 +22,7 @@ from captured_material import (
     raise_the_rate,
     replace_forward,
     swap_data,
+    unfreeze,
 )
 from datasets import Dataset
 from transformers import TrainerCallback
@@ -47,6 +48,13 @@ def test_what_a_callback_does_in_the_middle_counts_from_then_on(
     if step == 7:
         dropped = log.index("reset") < log.index("together")
         assert dropped == (act in CHANGES), log
+    assert_same_run(ours, eager)
+
+
+@pytest.mark.parametrize("step", [2, 7], ids=["before-recording", "after"])
+def test_what_is_unfrozen_in_the_middle_trains_from_then_on(tmp_path: Path, devices: Any, step: int) -> None:
+    ours, eager = both(tmp_path, devices, callbacks=[At(0, freeze), At(step, unfreeze)], max_steps=12)
+    assert "replay" in devices.made[0].log
     assert_same_run(ours, eager)
 
 

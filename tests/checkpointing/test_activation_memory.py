@@ -33,7 +33,7 @@ from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.checkpointing.trace import PROBE_TOKENS, WORKING_TOKENS, DecoderRun, Passes, trace_levels
 from fastpack_trl.compile import layer_compile
 from fastpack_trl.compile.layers import compiled_layers
-from fastpack_trl.model.aside import run_aside
+from fastpack_trl.model.aside import isolated_run
 from fastpack_trl.model.facts import learned_positions
 from fastpack_trl.run.budget import largest_row
 from fastpack_trl.testing import tiny_model
@@ -53,7 +53,7 @@ def test_predicted_bytes_are_within_a_tenth_of_the_counted_ones(family: str, lor
         costs, failed = trace_levels(model, layers, decoder(model, 1, packed=ours))
         assert set(costs.growth) | set(failed) == set(TRACED)
         assert set(TRACED) - set(costs.growth) <= {Level.POINTWISE}
-        with run_aside(model, training=True):
+        with isolated_run(model, training=True):
             for level, growth in costs.growth.items():
                 for documents, tokens in ((1, 250), (1, 31)) + (((5, 50),) if ours else ()):
                     counted = Passes(model, layers, decoder(model, documents, packed=ours)).kept(level, tokens)

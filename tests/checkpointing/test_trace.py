@@ -19,7 +19,7 @@ from fastpack_trl.checkpointing.plan import LayerCosts, Level, Planner, checkpoi
 from fastpack_trl.checkpointing.trace import LiveBytes, Passes, kind_of, trace_levels
 from fastpack_trl.lora.fp8_layers import put_in_fp8
 from fastpack_trl.lora.linear import FastLora
-from fastpack_trl.model.aside import run_aside
+from fastpack_trl.model.aside import isolated_run
 from fastpack_trl.moe.quantised import quantize_experts
 from fastpack_trl.testing import tiny_model
 
@@ -111,7 +111,7 @@ def test_where_a_few_cannot_stand_for_all_every_layer_runs(why: str, monkeypatch
     with counted_layers(layers, monkeypatch) as ran:
         costs, _ = trace_levels(model, layers, run)
     assert min(ran[index] for index in range(LAYERS)) > 8
-    with run_aside(model, training=True):
+    with isolated_run(model, training=True):
         sizes = [growth.at(128, 128) for growth in costs.growth[Level.KEEP]]
         assert sizes == pytest.approx(Passes(model, layers, run).kept(Level.KEEP, 128), abs=1)
         assert "keeps more" not in why or sizes[1] > 1.1 * sizes[2]
@@ -185,7 +185,7 @@ def test_the_peak_over_stacks_of_experts_is_predicted_within_a_tenth(family: str
         assert (costs.working.constant > STACK / 2) == (packed and family == "qwen3_moe")
         for level in (Level.KEEP, Level.CHECKPOINT):
             plan = Planner(costs, 0, tokens=600, longest=600).plan([level] * 2)
-            with run_aside(model, training=True), layer_levels(layers, [level] * 2), LiveBytes() as live:
+            with isolated_run(model, training=True), layer_levels(layers, [level] * 2), LiveBytes() as live:
                 leaf, hidden = run(600)
                 torch.autograd.grad(hidden.float().sum(), leaf)
                 del leaf, hidden

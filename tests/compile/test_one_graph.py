@@ -10,10 +10,8 @@ from compile_material import Counting, make
 from peft import LoraConfig, get_peft_model
 from static_material import bucket_for, make_rows, to_static
 
-from fastpack_trl.attention import varlen
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.attention.varlen import Varlen
-from fastpack_trl.attention.whole_row import RowInputs
 from fastpack_trl.compile.layers import compiled_layers
 from fastpack_trl.lora.linear import apply_lora
 from fastpack_trl.moe.apply import apply_moe
@@ -72,34 +70,6 @@ def test_merged_and_static_rows_run_the_graph_of_the_plain_ones(family: str, mon
         run(model, to_static(plain, bucket_for(plain, tail=20, segments=3)).keywords)
         run(model, to_static(merged, bucket_for(merged, tail=9, segments=5)).keywords)
         assert graphs.graphs == once
-        assert layers.path == "compiled", layers.reason
-
-
-def test_rows_of_long_documents_run_the_graph_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one call per document is faster, the operator chooses inside, by the lengths that it is given."""
-    chosen: list[list[int]] = []
-    documents = RowInputs.documents.fget
-
-    def seen(self: RowInputs) -> list[slice]:
-        found = documents(self)
-        chosen.append([document.stop for document in found])
-        return found
-
-    monkeypatch.setattr(Varlen, "refuses", lambda self, features: "")
-    monkeypatch.setitem(varlen.LONG_DOCUMENTS, (), 10)
-    model, rows = adapted("llama"), [[[4, 6]], [[12, 9, 11]], [[16]], [[1, 40]], [[9, 3], [2, 5]]]
-    with compiled(model, "varlen") as (graphs, layers):
-        monkeypatch.setattr(RowInputs, "documents", property(seen))
-        ran = []
-        for lengths in rows:
-            run(model, make_rows(lengths))
-            ran.append(chosen[-1])
-        filled = make_rows([[16]])
-        for inputs in (filled, make_rows([[7, 5]])):
-            run(model, to_static(inputs, bucket_for(inputs)).keywords)
-            ran.append(chosen[-1])
-        assert ran == [[], [12, 21, 32], [16], [], [], [16], []]
-        assert graphs.graphs == len(layers.kinds) == 1
         assert layers.path == "compiled", layers.reason
 
 

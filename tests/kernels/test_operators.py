@@ -14,8 +14,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastpack_trl.attention import varlen
 from fastpack_trl.attention.interface import AttentionCall
+from fastpack_trl.attention.varlen import RowLayer
 from fastpack_trl.lora.base_weight import BaseWeight, from_4bit
 from fastpack_trl.lora.projection import lora_projection
 
@@ -45,7 +45,7 @@ def draw(*shape: int) -> Tensor:
 
 
 def attend(query: Tensor, cu_seqlens: Tensor) -> Tensor:
-    layer = varlen.VarlenLayer((varlen.RowPart(cu_seqlens, 4, 0, TOKENS),))
+    layer = RowLayer("varlen", cu_seqlens, 4, cu_seqlens, 4)
     split = query.view(1, TOKENS, 4, WIDTH // 4).transpose(1, 2)
     return layer.attend(AttentionCall(split, split, split, 0.25)).reshape(TOKENS, WIDTH)
 

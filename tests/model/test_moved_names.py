@@ -18,7 +18,7 @@ from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.lora import frozen_base
 from fastpack_trl.model.facts import read_features
-from fastpack_trl.model.upstream import NEEDS, lacks
+from fastpack_trl.model.upstream import NEEDS, missing_reason
 from fastpack_trl.testing import tiny_model
 
 # In one process, a fork per round: what is removed was never seen by this package there.
@@ -111,44 +111,32 @@ def test_every_name_is_removed_once() -> None:
     assert sorted(path for paths in ROUNDS for path in paths) == PATHS
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_a_name_that_upstream_moved_costs_its_feature_and_nothing_else(answers: Answers, path: str) -> None:
-    expected, whole = answers[""]
-    assert len(expected) == 2, whole
-    losses, report = answers[path]
-    assert losses == pytest.approx(expected, rel=2e-5), report
-    # Not of this run: the kernel of another device, and a figure of the callback, which says so itself.
-    if path not in (*NEEDS["varlen"], *NEEDS["varlen per document"], *NEEDS["mfu"]):
-        assert path in str(report)
-    assert path not in str(whole)
-
-
 @pytest.mark.parametrize("names", ROUNDS, ids=lambda names: names[0])
-def test_features_whose_names_are_there_are_on(answers: Answers, names: list[str]) -> None:
-    if set(names) & {path for part in DECIDES for path in NEEDS[part]}:
-        return
-    without, whole = (answers[name][1]["features"] for name in (names[0], ""))
-    for part in ("packed_attention", "batches", "lora", "moe", "activation_memory"):
-        if not set(names) & set(NEEDS[part]):
-            assert without[part]["status"] == whole[part]["status"] == "on", part
+def test_a_name_that_upstream_moved_costs_its_feature_and_nothing_else(answers: Answers, names: list[str]) -> None:
+    (expected, whole), (losses, report) = answers[""], answers[names[0]]
+    assert len(expected) == 2, whole
+    assert losses == pytest.approx(expected, rel=2e-5), report
+    for path in names:
+        assert path not in str(whole)
+        # Not of this run: the kernel of another device, and a figure of the callback, which says so itself.
+        if path not in (*NEEDS["varlen"], *NEEDS["mfu"]):
+            assert path in str(report)
+    if not set(names) & {path for part in DECIDES for path in NEEDS[part]}:
+        for part in ("packed_attention", "batches", "lora", "moe", "activation_memory"):
+            if not set(names) & set(NEEDS[part]):
+                assert report["features"][part]["status"] == whole["features"][part]["status"] == "on", part
 
 
-def test_lacks_says_which_name_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {lacks(part) for part in NEEDS} == {""}
+def test_a_missing_name_refuses_its_feature_with_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {missing_reason(part) for part in NEEDS} == {""}
     monkeypatch.setitem(NEEDS, "moe", ("transformers.integrations.moe.Gone", "transformers.nowhere.Gone"))
-    assert lacks("moe") == (
+    assert missing_reason("moe") == (
         "the installed transformers has no transformers.integrations.moe.Gone, transformers.nowhere.Gone"
     )
-
-
-def test_varlen_is_refused_by_name_where_torch_lacks_its_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     features = read_features(tiny_model("qwen3"))
     assert "needs CUDA" in BACKENDS["varlen"].refuses(features)
     monkeypatch.setitem(NEEDS, "varlen", ("torch.ops.aten._gone",))
     assert BACKENDS["varlen"].refuses(features) == "the installed torch has no torch.ops.aten._gone"
-
-
-def test_a_feature_on_request_is_refused_without_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(NEEDS, "frozen_base", ("torch.ops.aten._gone",))
     monkeypatch.setattr(frozen_base, "_refused_by_device", lambda run: "")
     with pytest.raises(ValueError, match=r"no torch\.ops\.aten\._gone; set frozen_base='as_loaded'"):

@@ -1,4 +1,4 @@
-"""A model that a feature cannot read trains all the same: that part runs as stock, and the report says why."""
+"""Models that are read by layer, inside of PEFT, or not at all: then the library's own code runs, and is named."""
 
 from __future__ import annotations
 
@@ -8,15 +8,44 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
+from torch import nn
 from trainer_material import assert_same_log, train
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer, verify_packing
 from fastpack_trl.lora.linear import FastLora
 from fastpack_trl.measure.flops import model_flops
-from fastpack_trl.model.facts import layer_values, read_features
+from fastpack_trl.model.facts import layer_values, learned_positions, read_features, token_table
+from fastpack_trl.testing import tiny_model
+
+FACTS: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"windows": {5}, "sinks": True, "kv_heads": 2, "head_dim": 8},
+    "gemma2": {"windows": {5}, "sinks": False, "softcap": True},
+    "mistral": {"windows": {5}, "softcap": False},
+    "olmoe": {"windows": set()},
+    "deepseek_v3": {"head_dim": 12, "kv_heads": 4, "mixers": set()},
+    "granitemoehybrid": {"mixers": {"Mamba-2"}},
+    "stablelm": {"gap": "stablelm drops keywords on the way to attention"},
+    "nemotron": {"gap": "nemotron drops keywords on the way to attention"},
+    "llama4_text": {"gap": "llama4_text has chunked_attention layers, which the attention interface cannot keep apart"},
+    "bloom": {"gap": "bloom does not call transformers' attention interface"},
+}
+
+
+@pytest.mark.parametrize("family", FACTS)
+def test_the_attention_of_a_family_is_read_from_its_attributes(family: str) -> None:
+    more = {"sliding_window": 5} if family == "olmoe" else {}  # a field that its mask ignores
+    features = read_features(tiny_model(family, **more))
+    assert {name: getattr(features, name) for name in FACTS[family]} == FACTS[family]
+    assert bool(features.gap) == ("gap" in FACTS[family])
+
+
+def test_positions_in_a_table_are_found_with_and_without_rows_that_nobody_reads() -> None:
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=96, n_positions=64, n_embd=8, n_layer=1, n_head=2))
+    assert [learned_positions(model) for model in (tiny_model("opt"), gpt2, tiny_model("qwen3"))] == [128, 64, None]
+
 
 READERS = {
     "lora.feature.has_lora": "lora",
@@ -35,20 +64,20 @@ def unreadable(*_args: Any, **_kwargs: Any) -> Any:
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_what_a_reader_cannot_read_runs_as_stock_named(
-    reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_part_that_cannot_be_read_is_the_librarys_and_named(
+    reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     options: dict[str, Any] = {"packing": True, "max_steps": 3, "gradient_accumulation_steps": 2}
     options["trainer"] = {"peft_config": LoraConfig(r=4, target_modules=["q_proj"])}
     stock = train(SFTTrainer, tmp_path / "stock", **options)
     monkeypatch.setattr(f"fastpack_trl.{reader}", unreadable)
     feature = READERS[reader]
-    fast: dict[str, Any] = {"moe": "auto", "activation_memory_gib": 1.0}
     # On the CPU nothing is compiled unless it is asked for by name, and then an error is one.
     if feature == "layer_compile":
         monkeypatch.setattr("fastpack_trl.compile.layer_compile.why_not", lambda _: "")
-    ours = train(FastSFTTrainer, tmp_path / "ours", fast=fast, **options)
-    assert isinstance(ours, FastSFTTrainer)
+    with caplog.at_level(logging.DEBUG, logger="fastpack_trl.features"):
+        fast = {"moe": "auto", "activation_memory_gib": 1.0}
+        ours: Any = train(FastSFTTrainer, tmp_path / "ours", fast=fast, **options)
     assert_same_log(ours, stock, rtol=2e-5, atol=1e-5)
     line = ours.fastpack_report[feature]
     assert "cannot be read" in line.reason
@@ -57,6 +86,7 @@ def test_what_a_reader_cannot_read_runs_as_stock_named(
         assert line.path == "padded_rows"
     else:
         assert (line.status, line.path) == ("stock", "stock")
+        assert "in unreadable" in caplog.text, "the log has the traceback"
     assert not any(isinstance(module, FastLora) for module in ours.model.modules())
 
 
@@ -66,17 +96,6 @@ def test_a_feature_that_was_switched_on_by_name_says_what_it_cannot_read(
     monkeypatch.setattr("fastpack_trl.moe.feature.experts_modules", unreadable)
     with pytest.raises(ValueError, match=r"moe='on': Qwen3ForCausalLM cannot be read: .*; set moe='auto' to train"):
         train(FastSFTTrainer, tmp_path, packing=True, fast={"moe": "on"})
-
-
-def test_the_error_behind_it_is_in_the_log_for_who_looks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("fastpack_trl.lora.feature.has_lora", unreadable)
-    with caplog.at_level(logging.DEBUG, logger="fastpack_trl.features"):
-        train(FastSFTTrainer, tmp_path, packing=True)
-    (record,) = [record for record in caplog.records if record.exc_info]
-    assert "lora failed while it was entered" in record.getMessage()
-    assert "in unreadable" in caplog.text, "with its traceback"
 
 
 @pytest.mark.parametrize("error", [torch.AcceleratorError, torch.OutOfMemoryError])
@@ -91,7 +110,7 @@ def test_an_error_of_the_device_is_no_matter_of_the_model(
         train(FastSFTTrainer, tmp_path, packing=True)
 
 
-def _gemma(family: str = "gemma4_text", **more: Any) -> Any:
+def gemma(family: str, **more: Any) -> Any:
     config = AutoConfig.for_model(
         family, vocab_size=96, vocab_size_per_layer_input=96, hidden_size=32, hidden_size_per_layer_input=8,
         intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
@@ -102,34 +121,54 @@ def _gemma(family: str = "gemma4_text", **more: Any) -> Any:
     return AutoModelForCausalLM.from_config(config).float()
 
 
-def _gemma4() -> Any:
-    """Layers with heads of two widths, which its config gives per layer only."""
-    return _gemma(global_head_dim=16)
-
-
-def test_fields_that_differ_from_layer_to_layer_are_read_per_layer() -> None:
-    model = _gemma4()
+def test_fields_that_differ_from_layer_to_layer_are_read_per_layer(tmp_path: Path) -> None:
+    model = gemma("gemma4_text", global_head_dim=16)
     assert layer_values(model.config, "head_dim") == [8, 16]
     features = read_features(model)
-    assert (features.head_dim, features.num_heads, features.windows, features.gap) == (16, 4, {5}, "")
+    read = (features.head_dim, features.num_heads, sorted(features.windows), features.gap)
+    assert read == (16, 4, [5], "")
     flops = model_flops(model)
     assert [flops.pairs[window].forward for window in (5, None)] == [4 * 4 * 8, 4 * 4 * 16]
-
-
-@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
-def test_a_model_whose_layers_differ_trains_as_stock(tmp_path: Path, packing: bool) -> None:
-    ours, stock = (
-        train(cls, tmp_path / cls.__name__, model=_gemma4(), packing=packing, max_steps=3)
-        for cls in (FastSFTTrainer, SFTTrainer)
-    )
-    assert_same_log(ours, stock, rtol=2e-5, atol=1e-5)
-    assert ours.fastpack_report["packed_attention"].path == "per_document"
+    for packing in (False, True):
+        runs = [
+            train(cls, tmp_path, model=gemma("gemma4_text", global_head_dim=16), packing=packing)
+            for cls in (FastSFTTrainer, SFTTrainer)
+        ]
+        assert_same_log(*runs, rtol=2e-5, atol=1e-5)
+        assert runs[0].fastpack_report["packed_attention"].path == "per_document"
 
 
 def test_a_norm_without_a_gradient_at_zero_is_no_leak() -> None:
-    """gemma3n, whose padding is a vector of zeros as long as nobody trained it."""
-    model = _gemma("gemma3n_text")
+    """gemma3n, whose padding is a vector of zeros until somebody trains it."""
+    model = gemma("gemma3n_text")
     assert not model.get_input_embeddings().weight[0].any()
     for seed in range(3):
-        proof = verify_packing(model, seed=seed)
-        assert proof.proven, proof
+        assert verify_packing(model, seed=seed).proven
+
+
+WRAPPED: dict[str, dict[str, Any]] = {
+    "trainable tokens": {"trainable_token_indices": [1, 2, 3]},
+    "LoRA": {"target_modules": ["q_proj", "embed_tokens"]},
+    "trained copy": {"modules_to_save": ["embed_tokens"]},
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_embeddings_inside_of_peft_have_their_sizes_and_train_as_in_trl(kind: str, tmp_path: Path) -> None:
+    def wrapped(**overrides: Any) -> Any:
+        settings = {"r": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **WRAPPED[kind]}
+        return get_peft_model(tiny_model("qwen3", **overrides), LoraConfig(**settings))
+
+    plain = tiny_model("qwen3")
+    for tied in (False, True):
+        table, flops = token_table(model := wrapped(tie_word_embeddings=tied)), model_flops(model)
+        assert type(table) is nn.Embedding
+        assert (table.num_embeddings, table.embedding_dim) == tuple(plain.model.embed_tokens.weight.shape)
+        assert flops.head.forward == model_flops(plain).head.forward
+    assert learned_positions(wrapped(max_position_embeddings=96)) is None, "tokens are no positions, if as many"
+    runs = [
+        train(cls, tmp_path, model=wrapped(), fast=fast, packing=True, optim="sgd")
+        for cls, fast in ((FastSFTTrainer, {"activation_memory": "selective"}), (SFTTrainer, None))
+    ]
+    assert runs[0].fastpack_report["activation_memory"].path == "selective"
+    assert_same_log(*runs)

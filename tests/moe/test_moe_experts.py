@@ -144,10 +144,9 @@ def test_nan_of_a_token_stays_in_that_token(family: str) -> None:
     module.requires_grad_(False)
     x[7] = float("nan")
     ours = _run(module, module, x, ids, weights, grad)
-    for name in ("out", "dx"):
-        rows = ours[name].isnan().any(1)
-        assert rows[7]
-        assert rows.sum() == 1
+    assert ours["out"].isnan().any(1).nonzero().tolist() == [[7]]
+    # The gradient of a clamp at NaN is 0 in torch, NaN in the kernel.
+    assert ours["dx"].isnan().any(1).nonzero().tolist() in ([], [[7]])
 
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter
 
@@ -146,20 +145,6 @@ def test_merged_rows_and_rows_by_themselves() -> None:
     assert len(serving(buckets, rows)) >= 0.97 * len(rows)
     for bucket in buckets:
         assert bucket.parts == (4 if bucket.tokens > 512 else 1)
-
-
-def test_rows_that_one_long_document_fills_have_a_bucket_where_that_is_faster() -> None:
-    full, mixed = RowSize(8192, 1, 8192, 8191, 1), packed_rows(8192, 300, 60)
-    short = RowSize(8100, 1, 8100, 8099, 1)  # with a tail it is no row of one length
-    for alone_from, alone in ((4096, True), (8193, False), (math.inf, False)):
-        rows = [*[full] * 40, *mixed, short]
-        buckets = choose_buckets(rows, alone_from=alone_from)
-        found = [smallest_fitting(buckets, size) for size in (full, short, *mixed)]
-        assert (found[0] == Bucket(8192, 1, 8192, 8192)) == alone
-        assert all(bucket is None or bucket.segments > 1 for bucket in found[1:])
-        assert len(serving(buckets, rows)) >= 0.95 * len(rows)
-    few = choose_buckets([full, *mixed], alone_from=4096)
-    assert all(bucket.segments > 1 for bucket in few), "a graph more, for few rows"
 
 
 def test_the_cheapest_bucket_is_taken() -> None:

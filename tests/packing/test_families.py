@@ -108,11 +108,11 @@ def test_short_prompts_are_repeated() -> None:
         assert found.shared == shared
 
 
-def test_a_completion_that_is_the_beginning_of_the_other_and_two_equal_ones_are_one_document() -> None:
+def test_a_completion_that_begins_the_other_and_two_equal_ones_lie_in_the_row_once() -> None:
     for other in ([5, 6], [5, 6, 7]):
         found = find_families(*pad([([1, 2], other), ([1, 2], [5, 6])]), least=1)
         assert isinstance(found, Families)
-        assert found.batch.seq_lengths == (2 + len(other),)
+        assert found.batch.total_tokens == 2 + len(other)
         assert found.positions.tolist() == [*range(1, 1 + len(other)), 1, 2]
 
 

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from itertools import accumulate, chain, combinations, pairwise, takewhile
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, Features, List, Value
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trainer_material import build, make_dataset
 
-from fastpack_trl import FastSFTTrainer
-from fastpack_trl.attention.share_prefixes import computed_share
 from fastpack_trl.packing.collator import PackingCollator, unshared
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, merge_batches
-from fastpack_trl.packing.prefix_order import pack_by_prefix
 from fastpack_trl.packing.prefixes import share
 from fastpack_trl.packing.shared_keys import SharedKeys
 
@@ -131,78 +123,3 @@ def test_short_prefixes_are_not_shared() -> None:
     assert share(ids, [16, 16]) is None
     assert share(ids, [16, 16], least=15) is not None
     assert share(ids, [32]) is None
-
-
-@settings(max_examples=60, deadline=None)
-@given(documents, st.integers(3, 12), st.booleans())
-def test_rows_by_prefix_have_every_document_once(drawn: list[list[int]], most: int, split: bool) -> None:
-    given_rows = {"input_ids": [*drawn, []], "labels": [[token + 1 for token in document] for document in [*drawn, []]]}
-    features = Features({"input_ids": List(Value("int64")), "labels": List(Value("int64"))})
-    packed = pack_by_prefix(Dataset.from_dict(given_rows, features=features), most, split=split)
-    found = []
-    for row in packed:
-        assert sum(row["seq_lengths"]) == len(row["input_ids"]) <= most
-        assert row["labels"] == [token + 1 for token in row["input_ids"]]
-        ends = [0, *accumulate(row["seq_lengths"])]
-        found += [row["input_ids"][start:end] for start, end in pairwise(ends)]
-    pieces = [document[at : at + most] for document in drawn for at in range(0, len(document) if split else 1, most)]
-    assert found == sorted(pieces)
-
-
-def test_documents_that_begin_alike_are_packed_together(tmp_path: Path) -> None:
-    """A conversation of six turns, one document per turn with its history: half of the tokens and fewer are left."""
-    draw = random.Random(0)
-    turns = [[[draw.randrange(5, 95) for _ in range(20)] for _ in range(6)] for _ in range(40)]
-    split = [[*chain(*talk[: turn + 1])] for talk in turns for turn in range(6)]
-    draw.shuffle(split)
-    shares = {}
-    for order in ("stock", "prefix"):
-        trainer = build(
-            FastSFTTrainer, tmp_path, data=Dataset.from_dict({"input_ids": split}), fast={"packing_order": order},
-            packing=True, max_length=420, per_device_train_batch_size=1, eval_strategy="no",
-        )  # fmt: skip
-        tokens = sum(len(row["input_ids"]) for row in trainer.train_dataset)
-        assert tokens == sum(map(len, split))
-        shares[order] = computed_share(trainer)
-    assert shares["stock"] > 0.8
-    assert shares["prefix"] < 0.5
-
-
-@pytest.mark.parametrize("options", [{"packing": False}, {"packing": True, "packing_strategy": "wrapped"}])
-def test_an_order_without_documents_to_pack_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="packing_order='prefix': it packs documents"):
-        build(FastSFTTrainer, tmp_path, fast={"packing_order": "prefix"}, **options)
-
-
-def test_a_stream_cannot_be_sorted(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no stream"):
-        build(
-            FastSFTTrainer, tmp_path, data=make_dataset("ids").to_iterable_dataset(), packing=True, eval_strategy="no",
-            fast={"packing_order": "prefix"},
-        )  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", ["conversational", "prompt_completion", "ids"])
-def test_rows_by_prefix_have_the_documents_of_stock(kind: str, tmp_path: Path) -> None:
-    """Whatever else the data set has in lists: the messages of a conversation, columns of the user's."""
-    data = make_dataset(kind)
-    data = data.add_column("tags", [["a"] * 3] * len(data))
-    found = []
-    for order in ("prefix", "stock"):
-        options = {"packing": True, "eval_strategy": "no", "assistant_only_loss": kind == "conversational"}
-        rows = build(FastSFTTrainer, tmp_path, data=data, fast={"packing_order": order}, **options).train_dataset
-        assert rows.column_names == ["input_ids", "labels", "seq_lengths"]
-        ends = [[0, *accumulate(row["seq_lengths"])] for row in rows]
-        found.append(
-            sorted(
-                (row["input_ids"][start:end], row["labels"][start:end])
-                for row, bounds in zip(rows, ends, strict=True)
-                for start, end in pairwise(bounds)
-            )
-        )
-    assert found[0] == found[1]
-
-
-def test_an_order_without_a_length_of_rows_is_refused_as_in_stock(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="`max_length` can't be `None`"):
-        build(FastSFTTrainer, tmp_path, fast={"packing_order": "prefix"}, packing=True, max_length=None)

@@ -234,7 +234,7 @@ def test_a_chat_template_that_cannot_render(
     data = write_jsonl(material.folder / "rows.jsonl", [{"messages": [{"role": "user", "content": "a"}]}] * 4)
     path = material.yaml(chat_template_path=str(file), dataset_name=str(data))
     line = refused(material, capsys, "--config", path)
-    parts = [f"data {str(data)!r}: the chat template cannot render", part, "chat_template_path"]
+    parts = [f"data {str(data)!r}: the chat template cannot render row 0", part, "chat_template_path"]
     assert all(part in line for part in parts), line
 
 

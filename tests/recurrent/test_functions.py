@@ -1,7 +1,6 @@
-"""What stands for stock's functions: equal to a recurrence token by token, document by document, in value and gradient.
+"""Replacements of transformers' functions equal a recurrence token by token, document by document, and its gradient.
 
-Over lengths that begin and end anywhere in a chunk; errors in fp32 are held against those of stock's own functions,
-which run each document by itself.
+Errors in fp32 are held against those of transformers' own functions, which run each document by itself.
 """
 
 from __future__ import annotations
@@ -13,34 +12,35 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from hybrid_material import INSIDE
+from hybrid_material import Inside
+from recurrent_reference import by_document, conv_reference, delta_reference, ssd_reference
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.falcon_h1 import modeling_falcon_h1
-from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from fastpack_trl.errors import PackingError
-from fastpack_trl.kernels.inverse import chunk_inverse, merged_inverse
 from fastpack_trl.model.mixers import CONV
 from fastpack_trl.packing.chunks import CHUNK, chunks_of
 from fastpack_trl.packing.packed_batch import PackedBatch
-from fastpack_trl.recurrent import products
-from fastpack_trl.recurrent.reference import by_document, conv_reference, delta_reference, ssd_reference
+from fastpack_trl.recurrent import solve
 from fastpack_trl.recurrent.seams import OURS
 
 LENGTHS = (
     (1,), (2,), (CHUNK,), (CHUNK, CHUNK), (5, 1, 1, 1, 1, 1), (70, 58), (63, 1, 64, 65, 1), (200, 1, 63, 64, 65, 30),
     (300, 129), (1, 700), (129, 127, 3), (640,),
 )  # fmt: skip
+MIXED = (70, 1, 200, 58, 64)
 KEY_HEADS, HEADS, KEY, VALUE = 2, 4, 16, 8
+DELTA, MAMBA = "torch_chunk_gated_delta_rule", "mamba2_chunk_scan"
+A = -torch.rand(HEADS, generator=torch.Generator().manual_seed(3)) * 4
+WEIGHT = torch.randn(6, 4, generator=torch.Generator().manual_seed(4))
 
 
 class Case(NamedTuple):
-    """A function of stock, what it computes, and arguments with as many rows as tokens."""
+    """A function of transformers, how it is called, what it computes, and arguments with as many rows as tokens."""
 
     stock: Callable[..., Tensor]
-    ours: Callable[..., Tensor]
+    call: Callable[..., Tensor]
     reference: Callable[..., Tensor]
     arguments: Callable[[int], list[Tensor]]
 
@@ -49,14 +49,11 @@ def repeated(tensor: Tensor) -> Tensor:
     return tensor.repeat_interleave(HEADS // KEY_HEADS, dim=1)
 
 
-def normalised(tensor: Tensor) -> Tensor:
-    return tensor * torch.rsqrt((tensor * tensor).sum(-1, keepdim=True) + 1e-6)
-
-
 def delta_exact(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
     if query.shape[1] != value.shape[1]:
         query, key = repeated(query), repeated(key)
-    return delta_reference(normalised(query) * query.shape[-1] ** -0.5, normalised(key), value, g, beta)
+    return delta_reference(query * query.shape[-1] ** -0.5, key, value, g, beta)
 
 
 def delta(function: Callable[..., Any], *tokens: Tensor) -> Tensor:
@@ -65,24 +62,17 @@ def delta(function: Callable[..., Any], *tokens: Tensor) -> Tensor:
     return out
 
 
-def delta_arguments(tokens: int, *, kimi: bool) -> list[Tensor]:
-    key_heads = HEADS if kimi else KEY_HEADS
+def delta_arguments(tokens: int) -> list[Tensor]:
     # Keys that are alike, and decays from none to all of the state.
-    query, key = torch.randn(tokens, key_heads, KEY), torch.randn(tokens, key_heads, KEY) + 1
-    decay = -torch.rand(tokens, HEADS, *([KEY] if kimi else [])).pow(8) * 30
+    query, key = torch.randn(tokens, KEY_HEADS, KEY), torch.randn(tokens, KEY_HEADS, KEY) + 1
+    decay = -torch.rand(tokens, HEADS).pow(8) * 30
     return [query, key, torch.randn(tokens, HEADS, VALUE), decay, torch.rand(tokens, HEADS)]
 
 
-A = -torch.rand(HEADS, generator=torch.Generator().manual_seed(3)) * 4
-
-
-def mamba(function: Callable[..., Any], x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    rows = (tensor[None] for tensor in (x, dt))
+def mamba(function: Callable[..., Any], x: Tensor, dt: Tensor, b: Tensor, c: Tensor, *, bare: bool = False) -> Tensor:
     heads = A.to(x)
-    skip, bias = heads + 2, heads / 8
-    out: Tensor = function(
-        *rows, heads, b[None], c[None], chunk_size=32, D=skip, dt_bias=bias, dt_softplus=True, dt_limit=(0.01, 2.0)
-    )[0]
+    more = {} if bare else {"D": heads + 2, "dt_bias": heads / 8, "dt_softplus": True, "dt_limit": (0.01, 2.0)}
+    out: Tensor = function(x[None], dt[None], heads, b[None], c[None], chunk_size=32, **more)[0]
     return out
 
 
@@ -93,32 +83,44 @@ def mamba_exact(x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def mamba_arguments(tokens: int) -> list[Tensor]:
-    shapes = ((HEADS, VALUE), (HEADS,), (KEY_HEADS, KEY), (KEY_HEADS, KEY))
-    return [torch.randn(tokens, *shape) for shape in shapes]
+    return [torch.randn(tokens, *shape) for shape in ((HEADS, VALUE), (HEADS,), (KEY_HEADS, KEY), (KEY_HEADS, KEY))]
 
 
-WEIGHT = torch.randn(6, 4, generator=torch.Generator().manual_seed(4))
-
-
-def conv(function: Callable[..., Tensor], x: Tensor) -> Tensor:
-    weight = WEIGHT.to(x)
-    return function(x.T[None], weight=weight, bias=weight[:, 0], activation="silu")[0].T
+def conv(function: Callable[..., Tensor], x: Tensor, *, bare: bool = False) -> Tensor:
+    weight = WEIGHT.to(x).requires_grad_()
+    more = {} if bare else {"bias": weight[:, 0], "activation": "silu"}
+    return function(x.T[None], weight=weight, **more)[0].T
 
 
 def conv_exact(x: Tensor) -> Tensor:
-    weight = WEIGHT.to(x)
-    return F.silu(conv_reference(x, weight, weight[:, 0]))
+    return F.silu(conv_reference(x, WEIGHT.to(x), WEIGHT.to(x)[:, 0]))
 
 
-NEXT, KIMI, FALCON = (vars(module) for module in (modeling_qwen3_next, modeling_kimi_linear, modeling_falcon_h1))
+NEXT, FALCON = vars(modeling_qwen3_next), vars(modeling_falcon_h1)
 CASES = {
-    "torch_chunk_gated_delta_rule": Case(NEXT["torch_chunk_gated_delta_rule"], delta, delta_exact,
-                                         partial(delta_arguments, kimi=False)),
-    "chunk_kimi_delta_attention": Case(KIMI["chunk_kimi_delta_attention"], delta, delta_exact,
-                                       partial(delta_arguments, kimi=True)),
-    "mamba2_chunk_scan": Case(FALCON["mamba2_chunk_scan"], mamba, mamba_exact, mamba_arguments),
+    DELTA: Case(NEXT[DELTA], delta, delta_exact, delta_arguments),
+    MAMBA: Case(FALCON[MAMBA], mamba, mamba_exact, mamba_arguments),
     CONV: Case(NEXT[CONV], conv, conv_exact, lambda tokens: [torch.randn(tokens, 6)]),
-}  # fmt: skip
+}
+
+
+def ours(name: str, lengths: tuple[int, ...], device: str = "cpu", **more: Any) -> Callable[..., Tensor]:
+    chunks = chunks_of(PackedBatch.from_lengths(lengths).to(device))
+    return partial(CASES[name].call, partial(OURS[name], chunks), **more)
+
+
+def exact(name: str, lengths: tuple[int, ...]) -> Callable[..., Tensor]:
+    return partial(by_document, CASES[name].reference, lengths)
+
+
+def stock(name: str, lengths: tuple[int, ...]) -> Callable[..., Tensor]:
+    """Run the documents one by one; transformers 5.17 repeats the heads of the key in the layer."""
+
+    def run(*tokens: Tensor) -> Tensor:
+        tokens = (*map(repeated, tokens[:2]), *tokens[2:]) if name == DELTA else tokens
+        return by_document(partial(CASES[name].call, CASES[name].stock), lengths, *tokens)
+
+    return run
 
 
 def results(function: Callable[..., Tensor], arguments: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -129,69 +131,57 @@ def results(function: Callable[..., Tensor], arguments: list[Tensor], dtype: tor
     return [out.detach(), *torch.autograd.grad(out, leaves, direction.to(out))]
 
 
-def stock_of(name: str, lengths: tuple[int, ...], *tokens: Tensor) -> Tensor:
-    """What stock's function returns for the documents one by one."""
-    case = CASES[name]
-    if name == "torch_chunk_gated_delta_rule":  # transformers 5.17 repeats the heads of the key in the layer
-        tokens = (*map(repeated, tokens[:2]), *tokens[2:])
-    return by_document(partial(case.ours, case.stock), lengths, *tokens)
+def distance(actual: Tensor, right: Tensor) -> float:
+    return float((actual.double().cpu() - right).norm() / right.norm().clamp_min(1e-12))
 
 
-def distance(actual: Tensor, exact: Tensor) -> float:
-    return float((actual.double() - exact).norm() / exact.norm().clamp_min(1e-12))
+def assert_as_exact(actual: list[Tensor], stocks: list[Tensor], right: list[Tensor], floor: float) -> None:
+    """Each result is at most twice as far from the true one as that of transformers."""
+    for own, theirs, true in zip(actual, stocks, right, strict=True):
+        assert distance(own, true) <= 2 * distance(theirs, true) + floor
 
 
 @pytest.fixture(params=["cpu", "device"])
-def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What runs: on a CPU, or on a device, whose form of a delta rule takes other steps to the same."""
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a delta rule: chunk by chunk, or as on a GPU."""
     if request.param == "device":
-        monkeypatch.setattr(products, "one_by_one", lambda device: False)
-        monkeypatch.setattr(products, "chunk_inverse", merged_inverse)
-    return str(request.param)
+        monkeypatch.setattr(solve, "one_by_one", lambda device: False)
 
 
-_FORMS = [(name, form) for name in CASES for form in ("cpu", "device") if form == "cpu" or "delta" in name]
+_FORMS = [(DELTA, "cpu"), (DELTA, "device"), (MAMBA, "cpu"), (CONV, "cpu")]
 FORMS = pytest.mark.parametrize(("name", "form"), _FORMS, indirect=["form"])
-SCANS = pytest.mark.parametrize(("name", "form"), [pair for pair in _FORMS if pair[0] != CONV], indirect=["form"])
+SCANS = pytest.mark.parametrize(("name", "form"), _FORMS[:3], indirect=["form"])
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @FORMS
-def test_packed_equals_separate_documents_token_by_token(name: str, form: str, lengths: tuple[int, ...]) -> None:
+def test_packed_equals_separate_documents_token_by_token(name: str, form: None, lengths: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    case = CASES[name]
-    arguments = case.arguments(sum(lengths))
-    ours = partial(case.ours, partial(OURS[name], chunks_of(PackedBatch.from_lengths(lengths))))
-    exact = results(partial(by_document, case.reference, lengths), arguments, torch.float64)
-    in_double = results(ours, arguments, torch.float64)
-    assert max(map(distance, in_double, exact)) <= 1e-11
-
-    stock = results(partial(stock_of, name, lengths), arguments, torch.float32)
-    for own, theirs, right in zip(results(ours, arguments, torch.float32), stock, exact, strict=True):
-        assert distance(own, right) <= 2 * distance(theirs, right) + 3e-7
+    arguments = CASES[name].arguments(sum(lengths))
+    right = results(exact(name, lengths), arguments, torch.float64)
+    assert max(map(distance, results(ours(name, lengths), arguments, torch.float64), right)) <= 1e-11
+    stocks = results(stock(name, lengths), arguments, torch.float32)
+    assert_as_exact(results(ours(name, lengths), arguments, torch.float32), stocks, right, 3e-7)
 
 
 @FORMS
-def test_no_document_depends_on_another_not_even_by_rounding(name: str, form: str) -> None:
+def test_no_document_depends_on_another_not_even_by_rounding(name: str, form: None) -> None:
+    """Also if one is infinite, and if another's state decays by a hundred orders: `exp` of a difference overflows."""
     torch.manual_seed(0)
-    case, lengths = CASES[name], (70, 1, 200, 58, 64)
-    ours = partial(case.ours, partial(OURS[name], chunks_of(PackedBatch.from_lengths(lengths))))
-    leaves = [argument.requires_grad_() for argument in case.arguments(sum(lengths))]
-    outs = ours(*leaves).split(lengths)
+    arguments = CASES[name].arguments(sum(MIXED))
+    if name == DELTA:
+        arguments[3][:70] = -20.0
+    leaves = [argument.requires_grad_() for argument in arguments]
+    outs = ours(name, MIXED)(*leaves).split(MIXED)
     for target, out in enumerate(outs):
         for gradient in torch.autograd.grad(out.sum(), leaves, retain_graph=True):
-            for source, part in enumerate(gradient.split(lengths)):
+            assert gradient.isfinite().all()
+            for source, part in enumerate(gradient.split(MIXED)):
                 assert target == source or not part.any(), f"{target} depends on {source}"
-
-
-def test_a_state_across_documents_that_decays_by_a_hundred_orders_stays_finite() -> None:
-    """Differences of sums across documents are large and positive: masked after `exp`, they would be NaN."""
-    lengths = (40, 50, 38)
-    query, key, value, g, beta = delta_arguments(sum(lengths), kimi=False)
-    g[:40] = -20.0
-    leaves = [tensor.requires_grad_() for tensor in (query, key, value, g, beta)]
-    out = delta(partial(OURS["torch_chunk_gated_delta_rule"], chunks_of(PackedBatch.from_lengths(lengths))), *leaves)
-    assert all(bool(torch.isfinite(x).all()) for x in (out, *torch.autograd.grad(out.sum(), leaves)))
+    if name == CONV:
+        poisoned = arguments[0].detach().clone()
+        poisoned[71:271] = torch.inf
+        assert torch.equal(torch.cat(outs)[271:], ours(name, MIXED)(poisoned)[271:])
 
 
 @pytest.mark.parametrize("size", [8, 16, 64])
@@ -200,82 +190,93 @@ def test_merged_blocks_invert_keys_that_are_all_alike(size: int) -> None:
     torch.manual_seed(0)
     keys = F.normalize(torch.randn(3, 2, size, 16) * 0.1 + 1, dim=-1)
     lower = (keys @ keys.mT).tril(-1)
-    exact = torch.linalg.inv(torch.eye(size, dtype=torch.float64) + lower.double())
-    solver = distance(chunk_inverse(lower), exact)
-    assert distance(merged_inverse(lower), exact) <= 10 * solver + 1e-6
-    assert not merged_inverse(lower).triu(1).any()
+    right = torch.linalg.inv(torch.eye(size, dtype=torch.float64) + lower.double())
+    assert distance(solve.merged_inverse(lower), right) <= 10 * distance(solve.chunk_inverse(lower), right) + 1e-6
+    assert not solve.merged_inverse(lower).triu(1).any()
 
 
 def test_a_state_or_another_row_is_refused_by_name() -> None:
-    chunks = chunks_of(PackedBatch.from_lengths((3, 2)))
-    arguments = [tensor[None] for tensor in delta_arguments(5, kimi=False)]
-    rule = partial(OURS["torch_chunk_gated_delta_rule"], chunks)
-    with pytest.raises(PackingError, match=r"and a state.*use_cache=False"):
-        rule(*arguments, output_final_state=True)
+    arguments = [tensor[None] for tensor in delta_arguments(5)]
+    rule = partial(OURS[DELTA], chunks_of(PackedBatch.from_lengths((3, 2))))
+    for more, cut, match in (
+        ({"output_final_state": True}, 5, r"and a state.*use_cache=False"),
+        ({"initial_state": arguments[0]}, 5, "and a state"), ({}, 4, r"1 row\(s\) of 4 tokens"),
+    ):  # fmt: skip
+        with pytest.raises(PackingError, match=match):
+            rule(*(tensor[:, :cut] for tensor in arguments), **more)
+    with pytest.raises(PackingError, match=r"2 row\(s\)"):
+        rule(*(tensor.expand(2, *tensor.shape[1:]) for tensor in arguments))
+    scan = partial(OURS[MAMBA], chunks_of(PackedBatch.from_lengths((3, 2))))
+    with pytest.raises(PackingError, match="and a state"):
+        mamba(partial(scan, return_final_states=True), *mamba_arguments(5))
     with pytest.raises(PackingError, match=r"1 row\(s\) of 4 tokens"):
-        rule(*(tensor[:, :4] for tensor in arguments))
+        conv(partial(OURS[CONV], chunks_of(PackedBatch.from_lengths((3, 2)))), torch.randn(4, 6))
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "gelu"])
+def test_a_convolution_has_the_activation_that_its_layer_names(activation: str | None) -> None:
+    x, chunks = torch.randn(1, 6, 9), chunks_of(PackedBatch.from_lengths((9,)))
+    expected = NEXT[CONV](x, WEIGHT, None, activation=activation)
+    torch.testing.assert_close(OURS[CONV](chunks, x, WEIGHT, None, activation=activation), expected)
 
 
 @SCANS
-def test_what_is_kept_for_backward_is_what_the_layer_gave(name: str, form: str) -> None:
-    """Not a tenth of what autograd would keep: the masks of a row belong to the row, all else is made again."""
+def test_scans_save_what_the_layer_gave_them(name: str, form: None) -> None:
+    """Not the tenfold that autograd would save: the masks belong to the row, all else is computed again."""
     torch.manual_seed(0)
-    case, chunks = CASES[name], chunks_of(PackedBatch.from_lengths((200, 56)))
-    leaves = [argument.requires_grad_() for argument in case.arguments(chunks.total_tokens)]
-    masks, kept = {part.data_ptr() for part in chunks if isinstance(part, Tensor)}, {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.data_ptr() not in masks:
-            kept[tensor.data_ptr()] = tensor.nbytes
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        case.ours(partial(OURS[name], chunks), *leaves)
-    given = sum(leaf.nbytes for leaf in leaves)
+    chunks = chunks_of(PackedBatch.from_lengths((200, 56)))
+    leaves = [argument.requires_grad_() for argument in CASES[name].arguments(chunks.total_tokens)]
+    masks, saved = {part.data_ptr() for part in chunks if isinstance(part, Tensor)}, dict[int, int]()
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: (saved.update({x.data_ptr(): x.nbytes}), x)[1], lambda x: x
+    ):
+        CASES[name].call(partial(OURS[name], chunks), *leaves)
     # Time steps go through a bias, a softplus and their bounds, by autograd.
-    assert sum(kept.values()) <= given + (5 * leaves[1].nbytes if name == "mamba2_chunk_scan" else 0)
+    given = sum(leaf.nbytes for leaf in leaves) + (5 * leaves[1].nbytes if name == MAMBA else 0)
+    assert sum(nbytes for pointer, nbytes in saved.items() if pointer not in masks) <= given
 
 
-def rounded_to_tf32(tensor: Tensor) -> Tensor:
-    bits = tensor.contiguous().view(torch.int32)
-    return ((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)
+class Tf32(Inside):
+    """Matmuls of fp32 as on tensor cores if `fp32_precision` allows them: their operands are rounded."""
 
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
+        if allowed and "mm" in func._schema.name and args[0].dtype == torch.float32:
+            first = 1 if "baddbmm" in func._schema.name else 0
+            args = (*args[:first], *map(self.rounded, args[first:]))
+        return func(*args, **kwargs)
 
-class Tf32(TorchDispatchMode):
-    """Products of fp32 matrices as on tensor cores, where `tensor_cores` allows them: what they multiply is rounded."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name.startswith("fastpack::"):
-            with self:
-                return INSIDE[func._schema.name](*args, **(kwargs or {}))
-        if torch.backends.cuda.matmul.fp32_precision == "tf32":
-            with self:
-                if (found := func.decompose(*args, **(kwargs or {}))) is not NotImplemented:
-                    return found
-            if "mm" in func._schema.name:
-                first = 1 if "baddbmm" in func._schema.name else 0
-                args = (*args[:first], *(rounded_to_tf32(matrix) for matrix in args[first:]))
-        return func(*args, **(kwargs or {}))
+    @staticmethod
+    def rounded(tensor: Tensor) -> Tensor:
+        bits = tensor.contiguous().view(torch.int32)
+        return ((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)
 
 
 @SCANS
-def test_tf32_in_a_bf16_layer_is_within_twice_stocks_own_error(name: str, form: str) -> None:
-    """The device's rounding, simulated; outside of 16-bit layers nothing is rounded."""
+def test_tf32_in_a_bf16_layer_is_within_twice_stocks_own_error(name: str, form: None) -> None:
+    """The device's rounding, simulated; in fp32 layers, and of a chunk's inverse, nothing is rounded."""
     torch.manual_seed(0)
-    case, lengths = CASES[name], (70, 1, 200, 58, 64)
-    arguments = [argument.bfloat16().float() for argument in case.arguments(sum(lengths))]
-    ours = partial(case.ours, partial(OURS[name], chunks_of(PackedBatch.from_lengths(lengths))))
-    exact = results(partial(by_document, case.reference, lengths), arguments, torch.float64)
-    stock = results(partial(stock_of, name, lengths), arguments, torch.bfloat16)
-    plain = results(ours, arguments, torch.bfloat16)
+    arguments = [argument.bfloat16().float() for argument in CASES[name].arguments(sum(MIXED))]
+    right = results(exact(name, MIXED), arguments, torch.float64)
+    stocks = results(stock(name, MIXED), arguments, torch.bfloat16)
+    plain = results(ours(name, MIXED), arguments, torch.bfloat16)
     with Tf32():
-        rounded = results(ours, arguments, torch.bfloat16)
-        in_fp32 = results(ours, arguments, torch.float32)
-    assert any(not torch.equal(one, other) for one, other in zip(plain, rounded, strict=True)), "it rounds"
-    assert max(map(distance, in_fp32, exact)) <= 1e-4
-    for own, theirs, right in zip(rounded, stock, exact, strict=True):
-        assert distance(own, right) <= 2 * distance(theirs, right) + 1e-3
+        rounded = results(ours(name, MIXED), arguments, torch.bfloat16)
+        in_fp32 = results(ours(name, MIXED), arguments, torch.float32)
+    assert not all(map(torch.equal, plain, rounded)), "it rounds"
+    assert not torch.equal(plain[1], rounded[1]), "in backward too"
+    assert max(map(distance, in_fp32, right)) <= 1e-4
+    assert_as_exact(rounded, stocks, right, 1e-3)
     assert torch.backends.cuda.matmul.fp32_precision == "none"
+
+
+@SCANS
+def test_under_autocast_a_scan_computes_what_it_computes_without(name: str, form: None) -> None:
+    arguments = CASES[name].arguments(sum(MIXED))
+    expected = results(ours(name, MIXED), arguments, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = results(ours(name, MIXED), arguments, torch.float32)
+    assert all(map(torch.equal, actual, expected))
 
 
 @pytest.mark.cuda
@@ -284,38 +285,34 @@ def test_tf32_in_a_bf16_layer_is_within_twice_stocks_own_error(name: str, form: 
 @pytest.mark.parametrize("name", CASES)
 def test_a_device_is_as_exact_as_stocks_functions(name: str, lengths: tuple[int, ...], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    case = CASES[name]
-    arguments = [argument.to(dtype).float() for argument in case.arguments(sum(lengths))]
+    arguments = [argument.to(dtype).float() for argument in CASES[name].arguments(sum(lengths))]
     on_device = [argument.cuda() for argument in arguments]
-    chunks = chunks_of(PackedBatch.from_lengths(lengths).to("cuda"))
-    exact = results(partial(by_document, case.reference, lengths), arguments, torch.float64)
-    stock = results(partial(stock_of, name, lengths), on_device, dtype)
-    ours = results(partial(case.ours, partial(OURS[name], chunks)), on_device, dtype)
-    floor = 1e-6 if dtype == torch.float32 else 1e-3
-    for own, theirs, right in zip(ours, stock, exact, strict=True):
-        assert distance(own.cpu(), right) <= 2 * distance(theirs.cpu(), right) + floor
+    right = results(exact(name, lengths), arguments, torch.float64)
+    actual, stocks = (results(f, on_device, dtype) for f in (ours(name, lengths, "cuda"), stock(name, lengths)))
+    assert_as_exact(actual, stocks, right, 1e-6 if dtype == torch.float32 else 1e-3)
+
+
+class Calls(Inside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def enter(self, operator: Any, args: tuple[Any, ...]) -> None:
+        self.calls.append((operator, args))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", [*CASES, "no skip and no bias"])
-def test_the_operators_pass_torchs_own_checks(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "bare"), [(DELTA, False), (MAMBA, False), (MAMBA, True), (CONV, False), (CONV, True)])
+def test_the_operators_pass_torchs_own_checks(name: str, bare: bool, dtype: torch.dtype) -> None:
     """Also that shapes, dtypes and strides are those of the fake kernels: a compiled layer is generated for them."""
     torch.manual_seed(0)
-    chunks, ops = chunks_of(PackedBatch.from_lengths((70, 1, 30))), torch.ops.fastpack
-    tokens = chunks.total_tokens
-    rest: tuple[Any, ...] = tuple(chunks)
-    if name == CONV:
-        x, weight = torch.randn(tokens, 6, dtype=dtype), WEIGHT.to(dtype)
-        checked = [(ops.short_conv, (x, weight, weight[:, 0].clone(), chunks.positions, True))]
-        checked.append((ops.short_conv_backward, (torch.randn_like(x), *checked[0][1])))
-    elif name in ("mamba2_chunk_scan", "no skip and no bias"):
-        x, step, b, c = (argument.to(dtype) for argument in mamba_arguments(tokens))
-        skip = A.clone() if name == "mamba2_chunk_scan" else None
-        checked = [(ops.mamba2_forward, (x, step.abs(), A, b, c, skip, *rest))]
-        checked.append((ops.mamba2_backward, (torch.randn(x.shape), *checked[0][1])))
-    else:
-        row = [argument.to(dtype) for argument in delta_arguments(tokens, kimi="kimi" in name)]
-        checked = [(ops.delta_rule_forward, (*row, True, *rest))]
-        checked.append((ops.delta_rule_backward, (torch.randn_like(row[2]), *checked[0][1])))
-    for operator, arguments in checked:
-        torch.library.opcheck(operator.default, arguments)
+    arguments = [
+        argument.abs() if argument.dim() == 2 and bare else argument for argument in CASES[name].arguments(101)
+    ]
+    with Calls() as seen:
+        results(ours(name, (70, 1, 30), **({"bare": True} if bare else {})), arguments, dtype)
+    assert len(seen.calls) == 2  # forward and backward
+    for operator, given in seen.calls:
+        tensors = [x.detach() if isinstance(x, Tensor) else x for x in given]
+        torch.library.opcheck(operator, tensors)
+        torch.library.opcheck(operator, [tensors[0].mT.contiguous().mT, *tensors[1:]])

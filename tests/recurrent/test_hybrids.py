@@ -10,16 +10,19 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from attention_material import packed
-from hybrid_material import HYBRIDS, composite_model, hybrid_model, reached
+from hybrid_material import HYBRIDS, hybrid_model, reached
+from shared_material import tree_row
 from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, DynamicCache
 
+from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.attention.proof import verify_packing
 from fastpack_trl.errors import NonFiniteError, PackingError
 from fastpack_trl.model.facts import read_features
 from fastpack_trl.model.mixers import FUNCTIONS, _mixer
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
-from fastpack_trl.testing import gradients, tiny_model
+from fastpack_trl.testing import gradients
 
 LENGTHS = (150, 1, 14, 64, 66)
 """A document over more than two chunks, one of one token, one of a chunk, and boundaries inside and between chunks."""
@@ -94,7 +97,7 @@ def test_the_proof_finds_a_state_that_is_kept_across_documents(monkeypatch: pyte
         assert proof.leaks, family
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "falcon_h1", "zamba2"])
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "zamba2"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_the_keyword_passes_a_checkpoint(family: str, reentrant: bool) -> None:
     model, (ids, batch) = hybrid_model(family), make_row()
@@ -109,7 +112,7 @@ def test_the_keyword_passes_a_checkpoint(family: str, reentrant: bool) -> None:
         torch.testing.assert_close(gradient, plain[name], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "lfm2"])
 def test_ordinary_batches_stay_bit_equal_to_stock(family: str) -> None:
     """Left-padded `generate` and padded evaluation, while the functions are replaced; all is restored on exit."""
     if not reached(family):
@@ -139,43 +142,30 @@ def test_ordinary_batches_stay_bit_equal_to_stock(family: str) -> None:
         assert all(torch.equal(ours, stock) for ours, stock in zip(side, expected, strict=True))
 
 
-def test_an_evaluation_of_a_packed_row_makes_no_cache() -> None:
-    model, (ids, batch) = hybrid_model("qwen3_next").eval(), make_row((9, 6))
-    with packed_attention(model), torch.no_grad():
-        output = model(input_ids=ids, packed_batch=batch, **to_transformers_kwargs(batch))
-    assert output.past_key_values is None
-
-
-@pytest.mark.parametrize("kind", ["a class of its own", "hub kernels"])
-def test_layers_whose_functions_are_not_called_run_in_padded_rows(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["inherits", "overrides", "hub kernels"])
+def test_only_layers_whose_functions_are_called_pack(kind: str) -> None:
     model, (ids, batch), calls = hybrid_model("qwen3_next"), make_row(), []
     layer = model.model.layers[0].linear_attn
-    if kind == "a class of its own":
+    if kind == "hub kernels":
+        model._use_kernels = True
+    else:
 
         class Own(type(layer)):  # type: ignore[misc]
-            def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-                calls.append(hidden_states.shape)
-                return 2 * super().forward(hidden_states, *args, **kwargs)
+            if kind == "overrides":
+
+                def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+                    calls.append(hidden_states.shape)
+                    return 2 * super().forward(hidden_states, *args, **kwargs)
 
         layer.__class__ = Own
-    else:
-        model._use_kernels = True
     expected = separate(model, ids, LENGTHS)[0]
     calls.clear()
     with packed_attention(model) as attention:
-        assert attention.path == "padded_rows"
-        why = "linear_attention layers" if kind == "a class of its own" else "use_kernels=True"
-        assert why in attention.choice.reason
+        assert (attention.path in BACKENDS) == (kind == "inherits")
+        reasons = {"inherits": "over chunks", "overrides": "linear_attention layers", "hub kernels": "use_kernels=True"}
+        assert reasons[kind] in attention.choice.reason
         assert abs(packed(model, ids, batch).item() - expected) <= 1e-5
-    assert bool(calls) == (kind == "a class of its own")
-
-
-def test_a_subclass_with_stocks_forward_packs() -> None:
-    model = hybrid_model("qwen3_next")
-    layer = model.model.layers[0].linear_attn
-    layer.__class__ = type("Own", (type(layer),), {})
-    assert read_features(model).mixers == {"gated delta rule"}
-    assert verify_packing(model).proven
+    assert bool(calls) == (kind == "overrides")
 
 
 def test_a_forward_of_the_users_that_drops_the_keyword_is_found_by_the_proof() -> None:
@@ -188,7 +178,7 @@ def test_a_forward_of_the_users_that_drops_the_keyword_is_found_by_the_proof() -
     assert verify_packing(model).leaks
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "falcon_h1"])
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
 def test_functions_that_the_package_kernels_has_wrapped_are_replaced(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,55 +204,46 @@ def test_functions_that_the_package_kernels_has_wrapped_are_replaced(
         assert abs(packed(model, ids, batch).item() - expected) <= 1e-5
 
 
-@pytest.mark.parametrize("lengths", [(1,), (200,), (64, 64)], ids=str)
-@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "falcon_h1", "lfm2"])
-def test_rows_of_one_document_and_rows_cut_where_a_chunk_ends(family: str, lengths: tuple[int, ...]) -> None:
-    if not reached(family):
-        pytest.skip("in padded rows with this transformers")
-    model, (ids, batch) = hybrid_model(family), make_row(lengths)
-    expected = [model(input_ids=document[None], use_cache=False).logits for document in ids[0].split(lengths)]
-    with packed_attention(model):
-        keywords = to_transformers_kwargs(batch)
-        actual = model(input_ids=ids, packed_batch=batch, use_cache=False, **keywords).logits
-        actual.sum().backward()
-    torch.testing.assert_close(actual, torch.cat(expected, 1), rtol=1e-4, atol=1e-5)
-    assert all(bool(gradient.isfinite().all()) for gradient in gradients(model).values())
+LATENT = {
+    "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "linear_num_heads": 4,
+    "linear_head_dim": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
+    "layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 4, "num_key_value_heads": 4,
+    "intermediate_size": 48,
+}  # fmt: skip
+UNREACHED: dict[str, dict[str, Any]] = {
+    "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 1, "state_size": 8},
+    "mamba": {},
+    "jamba": {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "mamba_d_state": 8},
+    "recurrent_gemma": {"num_attention_heads": 4, "num_hidden_layers": 3, "intermediate_size": 48, "head_dim": 8,
+                        "lru_width": 32},
+    "kimi_linear": {**LATENT, "q_lora_rank": None, "num_local_experts": 4, "n_shared_experts": 1},
+    "bailing_hybrid": {**LATENT, "q_lora_rank": 16, "num_experts": 4},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["mamba2", "mamba", "jamba", "recurrent_gemma"])
+@pytest.mark.parametrize("family", UNREACHED)
 def test_families_that_no_function_reaches_are_named(family: str) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    fields: dict[str, Any] = {
-        "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 1, "state_size": 8},
-        "jamba": {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2,
-                  "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "mamba_d_state": 8},
-        "recurrent_gemma": {"num_attention_heads": 4, "num_hidden_layers": 3, "intermediate_size": 48, "head_dim": 8,
-                            "lru_width": 32},
-    }.get(family, {})  # fmt: skip
-    config = AutoConfig.for_model(family, vocab_size=96, hidden_size=32, **{"num_hidden_layers": 2, **fields})
-    with packed_attention(AutoModelForCausalLM.from_config(config)) as attention:
-        assert (attention.path, family in attention.choice.reason) == ("padded_rows", True)
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"transformers has no {family}")
+    fields = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0, **UNREACHED[family]}
+    with packed_attention(AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields))) as attention:
+        assert attention.path not in BACKENDS
+        assert family in attention.choice.reason
 
 
-def test_a_row_with_a_cache_is_refused() -> None:
-    from transformers import DynamicCache
-
+def test_an_evaluation_of_a_packed_row_makes_no_cache_and_takes_none() -> None:
     model, (ids, batch) = hybrid_model("qwen3_next").eval(), make_row((9, 6))
-    with packed_attention(model), torch.no_grad(), pytest.raises(PackingError, match="use_cache=False"):
-        model(
-            input_ids=ids, packed_batch=batch, past_key_values=DynamicCache(config=model.config),
-            **to_transformers_kwargs(batch),
-        )  # fmt: skip
-
-
-def test_a_model_of_fastpack_testing_packs_too() -> None:
-    assert read_features(tiny_model("granitemoehybrid")).mixers == {"Mamba-2"}
+    keywords = {"input_ids": ids, "packed_batch": batch, **to_transformers_kwargs(batch)}
+    with packed_attention(model), torch.no_grad():
+        assert model(**keywords).past_key_values is None
+        with pytest.raises(PackingError, match="use_cache=False"):
+            model(past_key_values=DynamicCache(config=model.config), **keywords)
 
 
 def test_shared_prefixes_are_refused_by_name() -> None:
     model, ids = hybrid_model("qwen3_next"), torch.randint(3, 96, (1, 10))
-    batch = PackedBatch.from_segments((4, 3, 3), (-1, 0, 0))
+    batch = tree_row((4, 3, 3), (-1, 0, 0))
     with packed_attention(model), pytest.raises(PackingError, match=r"gated delta rule.*each prefix repeated"):
         model(input_ids=ids, packed_batch=batch, use_cache=False, **to_transformers_kwargs(batch))
 
@@ -277,8 +258,7 @@ def test_weights_that_are_nan_are_named_and_stay_nan() -> None:
         verify_packing(model)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "falcon_h1"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("family", "dtype"), [("qwen3_next", torch.float16), ("falcon_h1", torch.bfloat16)])
 def test_a_model_in_16_bits_is_as_near_as_stock(family: str, dtype: torch.dtype) -> None:
     model, (ids, batch) = hybrid_model(family), make_row()
     exact = separate(model, ids, LENGTHS)[0]
@@ -290,20 +270,3 @@ def test_a_model_in_16_bits_is_as_near_as_stock(family: str, dtype: torch.dtype)
         loss.backward()
     assert abs(loss.item() - exact) <= 2 * abs(stock - exact) + 4 * torch.finfo(dtype).eps
     assert all(bool(gradient.isfinite().all()) for gradient in gradients(model).values())
-
-
-def test_the_text_of_a_composite_model_packs() -> None:
-    """Its positions are expanded to four rows, of which the rotary embedding reads three."""
-    model = composite_model()
-    ids, batch = make_row()
-    expected, stock = separate(model, ids, LENGTHS)
-    model.zero_grad()
-    with packed_attention(model) as attention:
-        assert attention.path == "per_document"
-        loss = packed(model, ids, batch)
-        loss.backward()
-    assert abs(loss.item() - expected) <= 1e-5
-    assert gradients(model).keys() == stock.keys()
-    for name, gradient in gradients(model).items():
-        assert float((gradient - stock[name]).norm()) <= 1e-4 * float(stock[name].norm()) + 1e-7, name
-    assert verify_packing(model).proven

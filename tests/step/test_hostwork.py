@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from side_by_side import assert_equal
 from torch import Tensor, nn
 from trainer_material import figures, train
 from transformers import PreTrainedModel, Trainer, TrainerCallback
@@ -61,13 +62,6 @@ class Poison(TrainerCallback):
     on_log = on_evaluate
 
 
-def assert_rows_equal(ours: list[dict[str, float]], stock: list[dict[str, float]]) -> None:
-    assert [row.keys() for row in ours] == [row.keys() for row in stock]
-    for row, expected in zip(ours, stock, strict=True):
-        for name, figure in expected.items():
-            assert row[name] == pytest.approx(figure, rel=1e-5, abs=2e-6, nan_ok=True), (name, row, expected)
-
-
 @pytest.mark.parametrize("filters", [True, False], ids=["filtered", "unfiltered"])
 def test_a_loss_that_is_not_finite_is_logged_as_in_stock(filters: bool, tmp_path: Path) -> None:
     logs = []
@@ -84,7 +78,7 @@ def test_a_loss_that_is_not_finite_is_logged_as_in_stock(filters: bool, tmp_path
         assert set(poison.filter_seen) == {filters}
         assert trainer.args.logging_nan_inf_filter is filters
         logs.append(figures(trainer))
-    assert_rows_equal(*logs)
+    assert_equal(*logs, nan_ok=True)
     losses = torch.tensor([row["loss"] for row in logs[0] if "loss" in row])
     assert losses.isfinite().all().item() is filters
 
@@ -291,7 +285,7 @@ def test_gradients_are_clipped_without_a_walk_over_the_model(
         )  # fmt: skip
         rows.append(figures(trainer))
         seen.append(counts.steps[-1])
-    assert_rows_equal(*rows)
+    assert_equal(*rows, nan_ok=True)
     assert all("grad_norm" in row for row in rows[0] if "loss" in row)
     assert (seen[0], seen[1] > 0) == (0, True)
 
@@ -322,7 +316,7 @@ def test_a_layer_that_is_inserted_during_training_is_clipped_as_in_stock(tmp_pat
             fast={"verify_packing": "off", "packed_attention": "per_document"} if cls is FastSFTTrainer else None,
         )  # fmt: skip
         logs.append(figures(trainer))
-    assert_rows_equal(*logs)
+    assert_equal(*logs, nan_ok=True)
 
 
 class NewHead(TrainerCallback):
@@ -359,7 +353,7 @@ def test_gradients_of_a_parameter_that_appears_during_training_are_reset(registe
         )  # fmt: skip
         assert not callback.kept
         logs.append(figures(trainer))
-    assert_rows_equal(*logs)
+    assert_equal(*logs, nan_ok=True)
 
 
 def test_a_parameter_that_is_not_the_models_keeps_its_gradient_as_in_stock(tmp_path: Path) -> None:

@@ -9,15 +9,9 @@ from typing import Any
 
 import pytest
 from ranks import fork_ranks
+from side_by_side import assert_equal
 
 from fastpack_trl.step.metrics import counted_ranks
-
-
-def same(ours: list[dict[str, float]], stock: list[dict[str, float]]) -> None:
-    assert [row.keys() for row in ours] == [row.keys() for row in stock]
-    for row, expected in zip(ours, stock, strict=True):
-        for name, value in expected.items():
-            assert row[name] == pytest.approx(value, rel=1e-5, abs=2e-6), (name, row, expected)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +34,7 @@ def test_two_ranks_with_uneven_last_batches_log_what_stock_logs(case: str, two_r
     ours, stock = two_ranks[case]
     assert sum("entropy" in row for row in stock) >= 3
     assert sum("eval_entropy" in row for row in stock) >= 2
-    same(ours, stock)
+    assert_equal(ours, stock)
 
 
 @pytest.mark.slow

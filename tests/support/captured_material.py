@@ -79,6 +79,10 @@ def freeze(model: Any, **_: Any) -> None:
         parameter.requires_grad_(False)
 
 
+def unfreeze(model: Any, **_: Any) -> None:
+    model.requires_grad_(True)
+
+
 def swap_data(model: Any, **_: Any) -> None:
     for parameter in model.parameters():
         parameter.data = parameter.data * 0.5

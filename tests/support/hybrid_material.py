@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING
 
-from fastpack_trl.kernels.short_conv import short_conv, short_conv_backward
 from fastpack_trl.model.mixers import mixers
-from fastpack_trl.recurrent import rules, ssd
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -22,26 +21,12 @@ _DELTA = {
 }  # fmt: skip
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_expand": 2}
-_LATENT = {
-    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-}  # fmt: skip
 
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_next": {"head_dim": 8, "shared_expert_intermediate_size": 16, **_EXPERTS, **_DELTA},
     "qwen3_5_text": {"head_dim": 8, **_DELTA},
     "qwen3_5_moe_text": {"head_dim": 8, "shared_expert_intermediate_size": 16, **_EXPERTS, **_DELTA},
     "olmo_hybrid": {**_DELTA, "linear_value_head_dim": 16},
-    "kimi_linear": {
-        **_LATENT, "linear_num_heads": 4, "linear_head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
-        "layer_types": ["linear_attention", "full_attention"],
-    },
-    "bailing_hybrid": {
-        **_LATENT, "q_lora_rank": 16, "linear_num_heads": 4, "linear_head_dim": 8, "num_experts": 4,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
-        "layer_types": ["linear_attention", "full_attention"],
-    },
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64, "mamba_d_conv": 4},
     "nemotron_h": {
         "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "head_dim": 8,
@@ -65,14 +50,24 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 """Fields of the config by model type."""
 
 
-INSIDE = {
-    "fastpack::short_conv": short_conv,
-    "fastpack::short_conv_backward": short_conv_backward,
-    "fastpack::delta_rule_forward": rules.delta_rule_forward,
-    "fastpack::delta_rule_backward": rules.delta_rule_backward,
-    "fastpack::mamba2_forward": ssd.mamba2_forward, "fastpack::mamba2_backward": ssd.mamba2_backward,
-}  # fmt: skip
-"""The operators, by what runs in them."""
+class Inside(TorchDispatchMode):
+    """Hands each operation to `run`, also those inside operators of ours and of what torch makes of several kernels."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with self:
+            if func._schema.name.startswith("fastpack::"):
+                self.enter(func, args)
+                return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
+            if (found := func.decompose(*args, **kwargs)) is not NotImplemented:
+                return found
+        return self.run(func, args, kwargs)
+
+    def enter(self, operator: Any, args: tuple[Any, ...]) -> None:
+        """Called with each operator of ours."""
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
 
 
 def hybrid_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:

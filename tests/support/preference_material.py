@@ -10,6 +10,7 @@ import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig
+from side_by_side import assert_equal
 from torch import Tensor, nn
 from trainer_material import figures, make_tokenizer, sentences, settings
 
@@ -128,14 +129,11 @@ def assert_same(ours: Any, stock: Any, rtol: float = 1e-5, atol: float = 2e-6) -
     mine, theirs = (
         [{k: v for k, v in row.items() if k != "step_time"} for row in figures(each)] for each in (ours, stock)
     )
-    assert [row.keys() for row in mine] == [row.keys() for row in theirs]
-    for row, expected in zip(mine, theirs, strict=True):
-        for name, value in expected.items():
-            if value is None:  # a reward that says nothing
-                assert row[name] is None
-                continue
-            bound = atol + rtol * abs(value) + max((own for part, own in ABSOLUTE.items() if part in name), default=0.0)
-            assert abs(row[name] - value) <= bound, (name, row[name], value)
+
+    def own(name: str) -> float:
+        return max((error for part, error in ABSOLUTE.items() if part in name), default=0.0)
+
+    assert_equal(mine, theirs, rtol, atol, own)
 
 
 def both(name: str, folder: Path, options: Callable[[], dict[str, Any]] | None = None, **more: Any) -> tuple[Any, Any]:

@@ -11,9 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "fastpack_trl"
 
 FUNCTIONS = {
     "attention/backends.py": ["choose", "_failure"],
-    "attention/flash_attention.py": ["refuses", "missing"],
     "attention/xformers.py": ["refuses"],
-    "attention/flex.py": ["refuses"],
     "attention/dense.py": ["refuses"],
     "attention/varlen.py": ["_lacks"],
     "attention/per_document.py": ["refuses", "refuses_compile"],
@@ -22,12 +20,11 @@ FUNCTIONS = {
     "attention/share_prefixes.py": ["_reasons"],
     "attention/shared_proof.py": ["why_not_shared", "_refusals", "_failure"],
     "model/preflight.py": ["against_plan"],
-    "model/facts.py": ["_gaps", "_call_gaps", "read_features"],
+    "model/facts.py": ["_gaps", "read_features"],
     "packing/batching.py": ["_only_stock", "_rather_padded"],
     "model/hooks.py": ["callback_between", "hook_on_a_gradient", "needs_logits"],
     "trainer.py": ["_fastpack_collates"],
     "lora/feature.py": ["lora"],
-    "kernels/dequantise.py": ["proven"],
     "kernels/fp8.py": ["failure_of_products"],
     "lora/linear.py": ["_not_covered", "_fastpack_adapter"],
     "lora/cache_dequantized.py": ["cache_dequantized", "_drop"],

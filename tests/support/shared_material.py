@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from datasets import Dataset
 from hypothesis import strategies as st
 
-from fastpack_trl.packing.packed_batch import IGNORE_INDEX
+from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch
+from fastpack_trl.packing.prefixes import SharedRow, packed_batch
 
 
 @st.composite
@@ -23,6 +26,16 @@ def path_of(lengths: list[int], parents: list[int], piece: int) -> list[int]:
     start = sum(lengths[:piece])
     own = list(range(start, start + lengths[piece]))
     return (path_of(lengths, parents, parents[piece]) if parents[piece] >= 0 else []) + own
+
+
+def tree_row(lengths: Sequence[int], parents: Sequence[int], *, num_padding: int = 0) -> PackedBatch:
+    """The row of segments that go on from the *last* token of an earlier one; -1: a document begins."""
+    pieces = range(len(lengths))
+    paths = [path_of(list(lengths), list(parents), piece) for piece in pieces]
+    first = np.array([len(path) - length for path, length in zip(paths, lengths, strict=True)])
+    tokens = np.arange(sum(lengths))
+    row = SharedRow(np.array(lengths), first, np.concatenate(paths), tokens, tokens)
+    return packed_batch(row, num_padding=num_padding)
 
 
 def prefixed(*, labels: bool = False, count: int = 60) -> Dataset:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset, IterableDataset
+from side_by_side import assert_equal
 from transformers import PreTrainedTokenizerFast, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
@@ -139,11 +140,8 @@ def figures(trainer: SFTTrainer) -> list[dict[str, float]]:
 
 def assert_same_log(ours: SFTTrainer, stock: SFTTrainer, rtol: float = 1e-5, atol: float = 2e-6) -> None:
     mine, theirs = figures(ours), figures(stock)
-    assert [row.keys() for row in mine] == [row.keys() for row in theirs]
     assert len(mine) >= 4
-    for row, expected in zip(mine, theirs, strict=True):
-        for name, value in expected.items():
-            assert abs(row[name] - value) <= atol + rtol * abs(value), (name, row[name], value)
+    assert_equal(mine, theirs, rtol, atol)
 
 
 def both(folder: Path, **options: Any) -> tuple[FastSFTTrainer, SFTTrainer]:

@@ -1,4 +1,4 @@
-"""What the layers of this room compute, token by token and document by document, in plain torch: the oracle."""
+"""What recurrent layers compute, token by token and document by document, in plain torch."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def delta_reference(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: 
     Args:
         query, key: (tokens, heads, key size), as they are: neither normalised nor scaled here.
         value: (tokens, heads, value size).
-        g: (tokens, heads), or (tokens, heads, key size) with a decay per channel (Kimi); its logarithm.
+        g: (tokens, heads), the logarithm of the decay.
         beta: (tokens, heads).
     """
     state = key.new_zeros(*key.shape[1:], value.shape[-1])
-    decay = (g if g.dim() == 3 else g[..., None]).exp()[..., None]
+    decay = g.exp()[..., None, None]
     outs = []
     for q, k, v, d, b in zip(query, key, value, decay, beta, strict=True):
         state = state * d

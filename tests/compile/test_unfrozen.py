@@ -1,0 +1,134 @@
+"""Parameters frozen or unfrozen after their layers were compiled: from then on gradients are those of eager layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compile_material import Counting, compile_with, compiled, make, one_step, row
+from peft import LoraConfig
+from trainer_material import build, make_dataset
+from transformers import TrainerCallback
+from trl import SFTTrainer
+
+from fastpack_trl import FastSFTTrainer
+from fastpack_trl.attention.install import packed_attention
+from fastpack_trl.testing import assert_gradients_close, tiny_model
+
+SETTING = "skip_tensor_guards_with_matching_dict_tags"
+"""Of torch: on, 2.11 compares a graph with a parameter's module only."""
+
+
+class Freezes(TrainerCallback):
+    """Freezes every second parameter as training begins, gives them back after a step, freezes them in the end."""
+
+    def __init__(self, until: int, again: int) -> None:
+        self.trains_after = {until: True, again: False}
+        self.names: list[list[str]] = []
+        self.norms: list[float] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.chosen = [parameter for parameter in model.parameters() if parameter.requires_grad][::2]
+        self.switch(False)
+
+    def switch(self, trains: bool) -> None:
+        for parameter in self.chosen:
+            parameter.requires_grad_(trains)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.names.append([name for name, one in model.named_parameters() if one.grad is not None])
+        self.norms.append(sum(float(one.grad.float().norm()) for one in self.chosen if one.grad is not None))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step in self.trains_after:
+            self.switch(self.trains_after[state.global_step])
+
+
+def trained(cls: type[SFTTrainer], folder: Path, fast: dict[str, Any], lora: bool, until: int, **more: Any) -> Any:
+    options = {"packing": True, "max_steps": 7, "eval_strategy": "no", "gradient_checkpointing": False, **more}
+    watcher = Freezes(until, options["max_steps"] - 2)
+    given: dict[str, Any] = {"callbacks": [watcher], "eval_dataset": make_dataset("text", 8, seed=7)}
+    if lora:
+        given["peft_config"] = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    torch.manual_seed(0)
+    ours = fast if cls is FastSFTTrainer else None
+    trainer = build(cls, folder, model=tiny_model("olmo2"), fast=ours, trainer=given, **options)
+    trainer.train()
+    return watcher, trainer
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_graphs_compare_the_parameters_themselves_whatever_torch_would(outside: bool) -> None:
+    settings: list[bool] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        settings.append(getattr(torch._dynamo.config, SETTING))
+        return graph.forward
+
+    model = make("llama")
+    with torch._dynamo.config.patch({SETTING: outside}):
+        with compiled(model, backend):
+            one_step(model, *row(0))
+        assert getattr(torch._dynamo.config, SETTING) == outside
+    assert settings == [False]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layers", "lora", "checkpointing"), [(1, False, True), (2, False, False), (2, True, False)],
+    ids=["one-checkpointing", "two", "two-lora"],
+)  # fmt: skip
+def test_what_is_frozen_and_unfrozen_between_steps_has_the_gradients_of_eager(
+    layers: int, lora: bool, checkpointing: bool
+) -> None:
+    model = make("olmo2", lora=lora, checkpointing=checkpointing, num_hidden_layers=layers)
+    chosen = [parameter for parameter in model.parameters() if parameter.requires_grad][::2]
+
+    def steps() -> Any:
+        for number, trains in enumerate((False, False, True, True, False, True)):
+            for parameter in chosen:
+                parameter.requires_grad_(trains)
+            yield one_step(model, *row(number))
+
+    with compiled(model, Counting(differentiate=True)) as found:
+        ours = list(steps())
+    assert found.path == "compiled", found.reason
+    with packed_attention(model):
+        for (loss, gradients), (expected, exact) in zip(ours, steps(), strict=True):
+            assert loss == pytest.approx(expected, rel=1e-5)
+            assert_gradients_close(gradients, exact, rtol=1e-4, atol_of_all=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_a_callback_unfreezes_parameters_of_compiled_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: bool
+) -> None:
+    compile_with(Counting(differentiate=True), monkeypatch)
+    fast = {"layer_compile": "on"}
+    (ours, _), (stock, _) = (trained(cls, tmp_path, fast, lora, 2) for cls in (FastSFTTrainer, SFTTrainer))
+    assert ours.names == stock.names
+    assert ours.norms == pytest.approx(stock.norms, rel=1e-3)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("until", [2, 8], ids=["before-recording", "after"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_cuda_a_callback_unfreezes_parameters_of_compiled_and_captured_layers(
+    tmp_path: Path, inductor: None, lora: bool, checkpointing: bool, until: int
+) -> None:
+    fast = {"layer_compile": "on", "cuda_graph": "on"}
+    options = {
+        "gradient_checkpointing": checkpointing, "use_cpu": False, "bf16": True, "data": make_dataset("text", 300),
+        "max_steps": 14,
+    }  # fmt: skip
+    (ours, trainer), (stock, _) = (
+        trained(cls, tmp_path, fast, lora, until, **options) for cls in (FastSFTTrainer, SFTTrainer)
+    )
+    assert ours.names == stock.names
+    assert ours.norms == pytest.approx(stock.norms, rel=0.15)  # bf16
+    paths = [trainer.fastpack_report[feature].path for feature in fast]
+    assert paths == ["inductor", "captured"], trainer.fastpack_report

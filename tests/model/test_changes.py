@@ -1,0 +1,152 @@
+"""Changes to foreign objects: taken back, shared, in no copy; runs beside the training leave buffers as they were."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from trainer_material import assert_same_log, train
+from trl import SFTTrainer
+
+from fastpack_trl import FastSFTTrainer
+from fastpack_trl.model.aside import isolated_run, restore_buffers
+from fastpack_trl.model.patches import patch_attribute, shared
+from fastpack_trl.testing import tiny_model
+
+
+class Owner:
+    value: Any = "of the class"
+
+
+def test_an_attribute_is_as_before_unless_somebody_else_has_set_it() -> None:
+    owner = Owner()
+    with pytest.raises(KeyError), patch_attribute(owner, "value", "ours"):
+        with patch_attribute(owner, "value", "inner"), patch_attribute(Owner, "value", "changed"):
+            assert (owner.value, Owner.value) == ("inner", "changed")
+        assert (owner.value, Owner.value) == ("ours", "of the class")
+        raise KeyError
+    assert vars(owner) == {}
+    with patch_attribute(owner, "value", "ours"):
+        del owner.value
+    assert vars(owner) == {}
+    with patch_attribute(owner, "value", "ours"):
+        owner.value = "theirs"
+    assert owner.value == "theirs"
+
+
+def test_a_compiled_model_gets_the_attribute_itself() -> None:
+    inner = nn.Linear(1, 1)
+    compiled = torch.compile(inner)
+    with patch_attribute(compiled, "train", "ours"):
+        assert (vars(compiled)["train"], "train" in vars(inner)) == ("ours", False)
+    assert "train" not in vars(compiled)
+
+
+def test_a_shared_change_is_made_once_and_goes_with_its_last_holder() -> None:
+    owner, seen = nn.Linear(1, 1), list[str]()
+
+    @contextlib.contextmanager
+    def change() -> Iterator[str]:
+        seen.append("made")
+        yield "it"
+        seen.append("taken back")
+
+    first, second = contextlib.ExitStack(), contextlib.ExitStack()
+    assert first.enter_context(shared(owner, "_held", change)) == "it"
+    assert second.enter_context(shared(owner, "_held", change)) == "it"
+    for duplicate in (copy.deepcopy(owner), pickle.loads(pickle.dumps(owner))):
+        with shared(duplicate, "_held", contextlib.nullcontext):
+            assert seen == ["made"]
+    first.close()
+    assert seen == ["made"]
+    second.close()
+    assert seen == ["made", "taken back"]
+    assert "_held" not in vars(owner)
+
+
+class Observed(nn.Module):
+    """A layer whose observer writes in every mode, whose running statistics are those of training, and a counter."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.norm = layer, nn.BatchNorm1d(32)
+        self.register_buffer("largest", torch.zeros(()))
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.largest.mul_(0.9).add_(hidden.detach().abs().max(), alpha=0.1)
+        self.calls: Any = self.calls + 1  # another object
+        if not self.seen.numel():
+            self.seen.resize_(3).fill_(1.0)
+        out: Tensor = self.norm(self.layer(hidden).flatten(0, -2)).view_as(hidden)
+        return out
+
+
+def observed() -> Any:
+    torch.manual_seed(0)
+    model = tiny_model("qwen3")
+    model.model.layers[0].mlp = Observed(model.model.layers[0].mlp)
+    nn.utils.parametrizations.spectral_norm(model.model.layers[1].mlp.down_proj)
+    return model
+
+
+@pytest.mark.parametrize("fast", [{}, {"activation_memory": "checkpoint"}], ids=["proof", "plan"])
+def test_proof_and_plan_leave_the_buffers_of_layers_to_the_steps(tmp_path: Path, fast: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"packing": True, "gradient_checkpointing": bool(fast), "eval_strategy": "no"}
+    stock, ours = (
+        train(cls, tmp_path / cls.__name__, model=observed(), fast=given, max_steps=3, **options)
+        for cls, given in ((SFTTrainer, None), (FastSFTTrainer, fast))
+    )
+    assert_same_log(ours, stock)
+    assert ours.fastpack_report["verify_packing"].path == "proof"
+    theirs = dict(stock.model.named_buffers())
+    for name, buffer in ours.model.named_buffers():
+        torch.testing.assert_close(buffer, theirs[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_model_and_the_random_state_are_as_before_also_after_an_exception(training: bool) -> None:
+    model, calls = observed(), list[bool]()
+    model.model.layers[1].eval().register_forward_hook(lambda *_: calls.append(True))
+    before = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
+    modes, state = [module.training for module in model.modules()], torch.get_rng_state()
+    with contextlib.suppress(KeyboardInterrupt), isolated_run(model, training=training):
+        assert {module.training for module in model.modules()} == {training}
+        model(input_ids=torch.arange(8)[None])
+        assert (int(model.model.layers[0].mlp.calls), calls) == (1, [])
+        torch.rand(3)
+        raise KeyboardInterrupt
+    after = dict(model.named_buffers())
+    assert after.keys() == before.keys()
+    for name, (buffer, content) in before.items():
+        assert after[name] is buffer
+        assert torch.equal(buffer, content), name
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_graph_may_hold_the_buffers_and_weights_are_left() -> None:
+    model = nn.Module()
+    buffers = {"scale": torch.tensor([2.0]), "none": None, "meta": torch.zeros(3, device="meta"),
+               "weights": torch.zeros(2**17, dtype=torch.int8), "large": torch.zeros(2**17)}  # fmt: skip
+    with torch.inference_mode():
+        buffers["inference"] = torch.zeros(3)
+    for name, buffer in buffers.items():
+        model.register_buffer(name, buffer)
+    leaf = torch.tensor([3.0], requires_grad=True)
+    product = leaf * model.scale
+    with restore_buffers(model):
+        model.scale.data.mul_(5)
+        model.weights.add_(1)
+        model.large.add_(1)
+    assert torch.autograd.grad(product, leaf)[0].item() == 2
+    assert model.weights.max() == 1, "weights of quantized layers are not copied"
+    assert model.large.max() == 0
