@@ -18,6 +18,7 @@ from fastpack_trl.errors import DataError, describe, shown
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX
 
 _CONVERSATIONS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
+_TEMPLATE = "jinja2"  # whose errors chat templates raise
 _CONTENT, _CALLS = ("content", "value"), ("tool_calls", "function_call")
 _ROWS_AT_A_TIME = 10_000
 _ROWS_OF_A_CHUNK = 100  # on average, below which chunks are joined: each costs a tenth of a millisecond
@@ -59,7 +60,7 @@ def naming_the_row(prepare: Callable[..., Any], stock: Callable[..., Any], datas
 def _why_not_prepared(error: Exception, name: str, row: int | None) -> str:
     """Describe an error of a row, or of one that is not known; empty if it may be of something else."""
     where = f"some row of the {name} data set" if row is None else f"row {row} of the {name} data set (the first is 0)"
-    if _is_of_template(error):
+    if type(error).__module__.startswith(_TEMPLATE):
         return (
             f"the chat template cannot render {where}: {describe(error)}: correct the messages or the template "
             "(chat_template_path names another)"
@@ -82,17 +83,13 @@ def _contents(dataset: Any, row: int | None) -> str:
         return ""
 
 
-def _is_of_template(error: Exception | None) -> bool:
-    return type(error).__module__.startswith("jinja2")
-
-
 def _first_failure(dataset: Dataset, again: Callable[[Dataset], object]) -> int | None:
     """Return the first row on which `again` fails; None if all do, e.g. because of a setting, or none by itself."""
 
-    def failure(start: int, stop: int) -> Exception | None:
+    def failure(start: int, stop: int, first: int = 0) -> Exception | None:
         try:
             # TRL takes the kind of data from the first row.
-            again(dataset.select([*([0] if start else []), *range(start, stop)]))
+            again(dataset.select([first, *range(max(first + 1, start), stop)]))
         except Exception as error:  # noqa: BLE001 - a chat template raises what it likes
             return error
         return None
@@ -104,8 +101,9 @@ def _first_failure(dataset: Dataset, again: Callable[[Dataset], object]) -> int 
             start, stop = (start, middle) if failure(start, middle) else (middle, stop)
         error = failure(start, stop)
         # A template may refuse every conversation, and every example may hold numbers for text; else it is a setting.
-        of_contents = _is_of_template(error) or isinstance(error, AttributeError | TypeError | KeyError)
-        if error is None or (start == 0 < last and not of_contents and failure(last, last + 1)):
+        of_contents = isinstance(error, AttributeError | TypeError | KeyError)
+        refused = of_contents or type(error).__module__.startswith(_TEMPLATE)
+        if error is None or (start == 0 < last and not refused and failure(last, last, first=last)):
             return None
     return start
 

@@ -220,9 +220,9 @@ class PackedBatch:
     def has_copy_of_labels(self, labels: Tensor) -> bool:
         """Return whether `labels` are another tensor than `loss_positions` were made from, with its values; syncs."""
         made = self.labels
-        if made is None or not made.matches(made.tensor) or made.tensor.device != labels.device:
+        if made is None or labels is made.tensor or not made.matches(made.tensor):
             return False
-        return torch.equal(made.tensor, labels)
+        return made.tensor.device == labels.device and torch.equal(made.tensor, labels)
 
     def describes(self, row: Tensor, position_ids: object) -> bool:
         """Return whether a row of tokens or embeddings has these documents, by its shape and its position ids."""

@@ -142,7 +142,10 @@ def test_damaged_shards_and_adapters_are_found(tmp_path: Path, material: Materia
     for folder in (tmp_path / "both", tmp_path / "both" / "second"):
         assert "adapter_model.safetensors is cut short" in weights_fault(folder)
     (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "training_args.bin").touch()
     assert "no weights" in weights_fault(tmp_path / "empty", needed=True)
+    (tmp_path / "empty" / "adapters.safetensors").touch()
+    assert weights_fault(tmp_path / "empty", needed=True) == "", "config.json may name it"
 
 
 def test_what_the_trainer_cannot_use_is_refused_before_the_data_are_read(tmp_path: Path, material: Material) -> None:
