@@ -136,7 +136,7 @@ def head_sees_last(model: nn.Module, count: int) -> Iterator[None]:
         if isinstance(output, tuple):
             return output[0][:, -count:], *output[1:]
         if hasattr(output, "last_hidden_state"):
-            output.last_hidden_state = output.last_hidden_state[:, -count:]
+            return type(output)(**{**output, "last_hidden_state": output.last_hidden_state[:, -count:]})
         return output
 
     handles = [module.register_forward_hook(cut) for module in backbones(model)[:1]]

@@ -39,9 +39,10 @@ def naming_the_row(prepare: Callable[..., Any], stock: Callable[..., Any], datas
         return prepare(dataset, *given)
     except (DataError, OSError, MemoryError):
         raise
-    except StopIteration as error:
-        raise DataError(f"the {name} data set is empty (0 rows): check the file, the split or the filter") from error
     except Exception as error:
+        if isinstance(error, StopIteration) or (isinstance(dataset, Dataset) and not len(dataset)):
+            why = f"the {name} data set is empty (0 rows): check the file, the split or the filter"
+            raise DataError(why) from error
         alone = copy.copy(given[1])
         alone.dataset_num_proc = None
         # The processes of a run prepare in turn: one that tried again by itself would wait for the others.

@@ -51,7 +51,7 @@ def _rows(model: Any) -> dict[Any, int]:
 
 def _saved_rows(model: Any, folder: Path) -> int:
     """Return the rows of the embeddings or the head in the file of an adapter; 0 if it holds neither."""
-    from peft.utils import load_peft_weights
+    from peft import load_peft_weights
 
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     names = {f".{name.rpartition('.')[2]}." for name, module in model.named_modules() if module in ends}
