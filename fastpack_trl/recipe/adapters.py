@@ -11,9 +11,7 @@ from typing import Any
 
 from fastpack_trl.errors import UserError
 
-_UNTIED = (
-    "lm_head: a weight of its own (tie_word_embeddings=false), since the adapter changes it and the embeddings apart"
-)
+_UNTIED = "lm_head: a weight of its own (tie_word_embeddings=false), as the adapter changes it and the embeddings apart"
 
 
 def resize_to_adapter(model: Any, folder: Path, tokenizer: Callable[[], Any]) -> str:
@@ -22,31 +20,26 @@ def resize_to_adapter(model: Any, folder: Path, tokenizer: Callable[[], Any]) ->
     An adapter that was saved without them needs a row for each token that it trains and, as in PEFT's `AutoPeftModel`,
     for each token of the tokenizer in its folder.
     """
+    from torch import nn
+
     rows, needed = model.get_input_embeddings().weight.shape[0], _saved_rows(model, folder)
     lost = [] if needed else ["embeddings"]
     if not needed:
-        trained = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get(
-            "trainable_token_indices"
-        )
-        indices = chain.from_iterable(trained.values()) if isinstance(trained, dict) else trained or ()
+        about = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        trained = about.get("trainable_token_indices") or ()
+        indices = chain.from_iterable(trained.values()) if isinstance(trained, dict) else trained
         beside = len(tokenizer()) if (folder / "tokenizer_config.json").is_file() else 0
         needed = max(rows, beside, *(index + 1 for index in indices), 0)
     if needed == rows:
         return ""
-    before = _rows(model)
+    others = {module: len(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     model.resize_token_embeddings(needed, mean_resizing=bool(lost))
-    others = before.keys() - {model.get_input_embeddings(), model.get_output_embeddings()}
+    others.pop(model.get_input_embeddings(), None)
     # Gemma 4 has embeddings per layer too, which PEFT does not save.
-    if needed > rows and any(table.weight.shape[0] != before[table] for table in others):
+    if needed > rows and any(len(table.weight) != before for table, before in others.items()):
         lost.append("embeddings per layer")
     anew = f"; {' and '.join(lost)}: rows from {rows} on are drawn anew, as the adapter was saved without them"
     return f"embeddings: {rows} rows -> {needed}, as many as the adapter was trained with{anew if lost else ''}"
-
-
-def _rows(model: Any) -> dict[Any, int]:
-    from torch import nn
-
-    return {module: module.weight.shape[0] for module in model.modules() if isinstance(module, nn.Embedding)}
 
 
 def _saved_rows(model: Any, folder: Path) -> int:
@@ -56,11 +49,9 @@ def _saved_rows(model: Any, folder: Path) -> int:
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     names = {f".{name.rpartition('.')[2]}." for name, module in model.named_modules() if module in ends}
     for key, tensor in load_peft_weights(str(folder), device="cpu").items():
-        if any(name in key for name in names):
-            if key.endswith("embedding_A"):
-                return int(tensor.shape[1])
-            if key.endswith(".weight") and not key.endswith("lora_A.weight"):
-                return int(tensor.shape[0])
+        by_row = key.endswith(".weight") and not key.endswith("lora_A.weight")
+        if any(name in key for name in names) and (by_row or key.endswith("embedding_A")):
+            return int(tensor.shape[0 if by_row else 1])
     return 0
 
 
@@ -89,7 +80,7 @@ def merge_adapter(model: Any) -> tuple[Any, str]:
 
     base = model.get_base_model()
     ends = [base.get_input_embeddings(), base.get_output_embeddings()]
-    configs = [each for each in (base.config, base.config.get_text_config()) if each.tie_word_embeddings]
+    configs = [each for each in (base.config, base.config.get_text_config()) if getattr(each, "tie_word_embeddings", 0)]
     plain = [end.get_base_layer() if isinstance(end, BaseTunerLayer) else end for end in ends]
     if plain != ends and plain[1] is not None and plain[0].weight is plain[1].weight:
         plain[1].weight = nn.Parameter(plain[1].weight.detach().clone(), requires_grad=False)
@@ -111,16 +102,10 @@ def merge_adapter(model: Any) -> tuple[Any, str]:
 
 
 def check_runs(model: Any) -> None:
-    """Check that PEFT can run an adapter.
-
-    Raises:
-        UserError: the head is in `modules_to_save` and has trained tokens too, which PEFT can only merge. TRL asks for
-            both if `chat_template_path` adds tokens to a model with tied weights.
-    """
+    """Check that PEFT can run an adapter, which for a head in `modules_to_save` with trained tokens it cannot."""
     from peft.utils import ModulesToSaveWrapper
 
+    # TRL asks for both if `chat_template_path` adds tokens to a model with tied weights.
     token_adapter = getattr(model.get_output_embeddings(), "token_adapter", None)
     if isinstance(getattr(token_adapter, "base_layer", None), ModulesToSaveWrapper):
-        raise UserError(
-            "PEFT cannot run a head in modules_to_save that has trained tokens too: merge the adapter first"
-        )
+        raise UserError("PEFT cannot run a head in modules_to_save with trained tokens: merge the adapter first")

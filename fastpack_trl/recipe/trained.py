@@ -56,8 +56,7 @@ class Trained:
         """
         with preparing():
             options = self.options | ({"num_labels": 1} if self.classifies else {})
-            if self.quantization is not None:
-                options["quantization_config"] = self.quantization
+            options |= {"quantization_config": self.quantization} if self.quantization is not None else {}
             for loads in self._classes():
                 model = loads.from_pretrained(self.base or self.folder, **options)
                 if dequantised and getattr(model, "hf_quantizer", None) is not None:
@@ -81,15 +80,11 @@ class Trained:
 
         if self.classifies:
             return [transformers.AutoModelForSequenceClassification]
-        config = transformers.AutoConfig.from_pretrained(
-            self.base or self.folder,
-            revision=self.options.get("revision"),
-            trust_remote_code=self.options["trust_remote_code"],
-        )
-        auto = transformers.AutoModelForCausalLM
+        keywords = {name: self.options.get(name) for name in ("revision", "trust_remote_code")}
+        config = transformers.AutoConfig.from_pretrained(self.base or self.folder, **keywords)
+        auto, mapping = transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING
         named = getattr(transformers, config.architectures[0], auto)
-        text = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), named)
-        return [named] if named in (auto, text) else [named, auto]
+        return [named] if named in (auto, mapping.get(type(config), named)) else [named, auto]
 
 
 def add_trained(parser: ArgumentParser) -> None:
