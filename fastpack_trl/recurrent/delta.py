@@ -12,7 +12,7 @@ from fastpack_trl.model.mixers import Scan
 from fastpack_trl.packing.chunks import CHUNK, Chunks
 from fastpack_trl.recurrent.decay import differences, log_decay, masked_exp
 from fastpack_trl.recurrent.recomputed import recomputed
-from fastpack_trl.recurrent.solve import Recurrence, Solve
+from fastpack_trl.recurrent.solve import ChunkedRule
 
 _EPSILON = 1e-6  # of the norm of query and key, as in transformers
 
@@ -20,11 +20,7 @@ _EPSILON = 1e-6  # of the norm of query and key, as in transformers
 def delta_rule(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, normalise: bool, *fields: Any
 ) -> Tensor:
-    """Compute `packed_delta` from the fields of `Chunks`.
-
-    With ``T = (I + weights below the diagonal)^-1``, the tokens of a chunk write ``fresh = T write + T erase S`` into
-    the state S that enters it; they read ``read S + scores fresh``, and ``through S + kept^T fresh`` leaves.
-    """
+    """Compute `packed_delta` from the fields of `Chunks`."""
     chunks, dtype, groups = Chunks(*fields), torch.promote_types(query.dtype, torch.float32), key.shape[1]
     q, k, v, rate = (chunks.split(part, dtype) for part in (query, key, value, beta[..., None]))
     if normalise:
@@ -40,10 +36,10 @@ def delta_rule(
     def flat(part: Tensor) -> Tensor:
         return part.flatten(1, 2)
 
-    weights, scores = flat((k @ k.mT) * (between * rate)), flat((q @ k.mT) * between)
-    erased, written = Solve.apply(weights, flat(k * (carried * -rate)), flat(v * rate))
-    states, fresh = Recurrence.apply(written, erased, flat(k * to_end), flat(carried[..., -1:, :]), chunks.reach)
-    out = scores @ fresh + flat(q * carried) @ states
+    out = ChunkedRule.apply(
+        flat((k @ k.mT) * (between * rate)), flat((q @ k.mT) * between), flat(k * (carried * -rate)), flat(v * rate),
+        flat(q * carried), flat(k * to_end), flat(carried[..., -1:, :]), chunks.reach,
+    )  # fmt: skip
     return chunks.join(out).to(query.dtype)
 
 

@@ -1,6 +1,6 @@
-"""The triangular system of a chunk and the recurrence of the state over chunks, which a delta rule solves.
+"""What a delta rule makes of the products of its chunks: a triangular system each, and a state that goes over chunks.
 
-Both are autograd functions: autograd of the steps inside would save each of them.
+One autograd function: autograd of the steps inside would save each of them.
 """
 
 from __future__ import annotations
@@ -44,47 +44,40 @@ def merged_inverse(lower: Tensor) -> Tensor:
     return torch.cat([F.pad(upper, (0, half)), torch.cat([corner, under], -1)], -2)
 
 
-class Solve(torch.autograd.Function):
-    """``(I + weights below the diagonal)^-1`` times two matrices; the inverse is made in full fp32."""
+class ChunkedRule(torch.autograd.Function):
+    """The output of a delta rule from the products of its chunks, (chunks, heads, CHUNK, ...).
 
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, erase: Tensor, write: Tensor) -> tuple[Tensor, Tensor]:
-        with fp32_matmuls("ieee"):
-            inverse = chunk_inverse(weights.tril(-1))
-        solved = inverse @ erase, inverse @ write
-        ctx.save_for_backward(inverse, *solved)
-        return solved
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        inverse, *solved = ctx.saved_tensors
-        # dL = -T^T dX X^T for X = T B, T = (I + L)^-1
-        to_erase, to_write = (inverse.mT @ grad for grad in grads)
-        weights = to_erase @ solved[0].mT + to_write @ solved[1].mT
-        return weights.tril_(-1).neg_(), to_erase, to_write
-
-
-class Recurrence(torch.autograd.Function):
-    """The first form of `recurrence`, from the first chunk on, with its gradient."""
+    With ``T = (I + weights below the diagonal)^-1``, the tokens of a chunk write ``fresh = T write + T erase S`` into
+    the state S that enters it; they read ``read S + scores fresh``, and ``through S + kept^T fresh`` leaves.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, written: Tensor, erased: Tensor, kept: Tensor, through: Tensor, reach: int
-    ) -> tuple[Tensor, Tensor]:
-        states, fresh = recurrence(written, erased, kept, through, None, reach)
-        ctx.save_for_backward(erased, kept, through, states, fresh)
+        ctx: Any, weights: Tensor, scores: Tensor, erase: Tensor, write: Tensor, read: Tensor, kept: Tensor,
+        through: Tensor, reach: int,
+    ) -> Tensor:  # fmt: skip
+        with fp32_matmuls("ieee"):
+            inverse = chunk_inverse(weights.tril(-1))
+        erased = inverse @ erase
+        states, fresh = recurrence(inverse @ write, erased, kept, through, None, reach)
+        ctx.save_for_backward(inverse, scores, erased, read, kept, through, states, fresh)
         ctx.reach = reach
-        return states, fresh
+        return _sum(scores @ fresh, read, states)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, to_states: Tensor, to_fresh: Tensor) -> tuple[Tensor | None, ...]:
-        erased, kept, through, states, fresh = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inverse, scores, erased, read, kept, through, states, fresh = ctx.saved_tensors
         # What leaves a chunk enters the next one: the same recurrence from the other end.
-        leaving, written = recurrence(to_fresh, kept, erased, through, to_states, ctx.reach)
+        ends = (scores.mT @ grad, kept, erased, through, read.mT @ grad)
+        leaving, to_fresh = recurrence(*ends, ctx.reach)
+        write = inverse.mT @ to_fresh
+        # dT^-1 = -T^T dT T^T, with dT = dfresh (write + erase S)^T
+        weights = (write @ fresh.mT).tril_(-1).neg_()
         to_through = (leaving * states).sum((-2, -1), keepdim=True)
-        return written, written @ states.mT, fresh @ leaving.mT, to_through, None
+        return (
+            weights, grad @ fresh.mT, write @ states.mT, write, grad @ states.mT, fresh @ leaving.mT, to_through, None
+        )  # fmt: skip
 
 
 def recurrence(
@@ -123,7 +116,7 @@ def recurrence(
         before = states[1:-width].clone()
         states[1 + width :].flatten(0, 1).baddbmm_(over.flatten(0, 1), before.flatten(0, 1))
     states = states if added is None else states.flip(0)
-    return states, torch.baddbmm(*(part.flatten(0, 1) for part in (base, left, states))).view_as(base)
+    return states, _sum(base, left, states)
 
 
 def _chunk_by_chunk(
@@ -140,3 +133,8 @@ def _chunk_by_chunk(
             torch.addcmul(added[chunk], entering, through[chunk], out=leaving)
         leaving.baddbmm_(right[chunk].mT, inner[chunk])
     return states[back : count + back], inner
+
+
+def _sum(base: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Return ``base + left @ right``."""
+    return torch.baddbmm(*(part.flatten(0, 1) for part in (base, left, right))).view_as(base)
