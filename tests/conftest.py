@@ -28,6 +28,9 @@ os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
 # Read when torch is loaded: threads that wait for work sleep instead of spinning, which on a busy machine of two cores
 # makes small steps several times faster.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
+    # torch's attention asks oneDNN for vectors: else "pack_vnni2 is only supported when avx512 is supported" in bf16.
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the processes share the cores already
 

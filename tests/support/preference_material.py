@@ -126,14 +126,12 @@ def trained(model: nn.Module) -> dict[str, Tensor]:
 
 def assert_same(ours: Any, stock: Any, rtol: float = 1e-5, atol: float = 2e-6) -> None:
     """The logs of two trainers are equal."""
-    mine, theirs = (
-        [{k: v for k, v in row.items() if k != "step_time"} for row in figures(each)] for each in (ours, stock)
-    )
+    logs = [[{k: v for k, v in row.items() if k != "step_time"} for row in figures(each)] for each in (ours, stock)]
 
     def own(name: str) -> float:
         return max((error for part, error in ABSOLUTE.items() if part in name), default=0.0)
 
-    assert_equal(mine, theirs, rtol, atol, own)
+    assert_equal(*logs, rtol, atol, own)
 
 
 def both(name: str, folder: Path, options: Callable[[], dict[str, Any]] | None = None, **more: Any) -> tuple[Any, Any]:

@@ -16,7 +16,6 @@ PAIRS = {"rewards/accuracies": "rewards/margins", "accuracy": "margin"}
 TOKENS = "mean_token_accuracy"
 FEW_TOKENS = 0.05
 """One token of twenty. In fp32 two logits of a log may be a tie, which is one row; in bf16 there are some in each."""
-COARSE = 1e-3
 
 Log = Sequence[Mapping[str, Any]]
 
@@ -40,7 +39,7 @@ def difference(mine: Log, theirs: Log, rtol: float, atol: float, more: Callable[
             margin = expected.get(name.replace(kind, PAIRS[kind])) if kind in PAIRS else None
             if margin is not None and abs(margin) <= atol + more(PAIRS[kind]):
                 continue
-            if kind == TOKENS and abs(found - value) <= FEW_TOKENS and (rtol >= COARSE or (rtol > 0 and not tied)):
+            if kind == TOKENS and abs(found - value) <= FEW_TOKENS and (rtol >= 1e-3 or (rtol > 0 and not tied)):
                 tied = True
                 continue
             return f"{name} of step {expected.get('step')}: {found} and {value}"
@@ -48,11 +47,10 @@ def difference(mine: Log, theirs: Log, rtol: float, atol: float, more: Callable[
 
 
 def assert_equal(
-    mine: Log, theirs: Log, rtol: float = 1e-5, atol: float = 2e-6, more: Callable[[str], float] = lambda _: 0.0,
-    nan_ok: bool = False,
-) -> None:  # fmt: skip
+    mine: Log, theirs: Log, rtol: float = 1e-5, atol: float = 2e-6, *more: Callable[[str], float], nan_ok: bool = False
+) -> None:
     """Check two logs; see `difference`."""
-    assert difference(mine, theirs, rtol, atol, more) == ""
+    assert difference(mine, theirs, rtol, atol, *more) == ""
     assert nan_ok or not any(value != value for row in theirs for value in row.values()), theirs
 
 
