@@ -14,6 +14,7 @@ import torch.distributed as dist
 import transformers.integrations
 from compile_material import Counting
 from fsdp2 import fsdp2
+from gemma4_uses import STEPS, gemma4
 from peft import LoraConfig
 from ranks import leave
 from replayed_graphs import TapeDevice
@@ -121,6 +122,22 @@ def memory() -> None:
     ours, _ = both(gradient_checkpointing=True, fast={"checkpoint_offload": "double_buffer"})
     assert ours.fastpack_report["checkpoint_offload"].status == "on"
     assert "offload, host memory" in ours.fastpack_report.facts, ours.fastpack_report.table()
+
+
+def shared_keys() -> None:
+    """Gemma 4, whose last layers take the keys of earlier ones: proof and plan run the whole row in each of them."""
+    logs = []
+    options = {"packing": True, "gradient_checkpointing": True, **STEPS}
+    for cls, fast in ((FastSFTTrainer, {"activation_memory_gib": 1.0, "verify_packing": "on"}), (SFTTrainer, None)):
+        trainer = build(cls, Path(FOLDER), model=gemma4("text", 2, "full"), fast=fast, **options)
+        with fsdp2(trainer, transformer_cls_names_to_wrap=["Gemma4TextDecoderLayer"]):
+            trainer.train()
+        logs.append(trainer)
+    ours, stock = logs
+    assert ours.fastpack_report["activation_memory"].status == "on"
+    assert "proven" in ours.fastpack_report["verify_packing"].reason
+    losses = [[row["loss"] for row in each.state.log_history if "loss" in row] for each in (ours, stock)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 class Noise(torch.nn.Module):
@@ -353,6 +370,7 @@ CASES = {
     "merged": merged,
     "experts": experts,
     "proof": proof,
+    "shared_keys": shared_keys,
     "memory": memory,
     "compiled": compiled,
 }

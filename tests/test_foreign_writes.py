@@ -53,6 +53,8 @@ ALLOWED: dict[str, dict[str, str]] = {
         "should_save": "how a callback speaks to its trainer",
         "should_training_stop": "how a callback speaks to its trainer",
         "type": "of an action of a parser made there",
+        "tie_word_embeddings": "of a model that is loaded there to be merged and saved",
+        "weight": "of a model that is loaded there to be merged and saved",
     },
     "step": {
         "*": "what a descriptor of ours stands for",

@@ -41,7 +41,7 @@ def test_models_that_are_sharded_step_as_those_of_torch_and_of_stock(tmp_path: P
 
 
 def test_two_ranks_train_under_fsdp2_as_stock(tmp_path: Path) -> None:
-    """Compiled layers, plans, offload, proof, experts, merged micro-batches: see `fsdp2_ranks.py`."""
+    """Compiled layers, plans, offload, proof, shared keys, experts, merged micro-batches: see `fsdp2_ranks.py`."""
     fork_ranks(HERE / "fsdp2_ranks.py", str(tmp_path), timeout=900)
 
 

