@@ -129,9 +129,7 @@ def _run_backbone(rows: Rows, backbone: Callable[..., Any], families: Families, 
     own = {name: value for name, value in given.items() if name not in _PADDED}
     hidden = rows.replay(backbone, batch, tokens, own) if rows.replay is not None else None
     if hidden is not None:
-        return types.SimpleNamespace(
-            last_hidden_state=hidden, past_key_values=None, hidden_states=None, attentions=None
-        )
+        return types.SimpleNamespace(last_hidden_state=hidden, hidden_states=None, attentions=None)
     keywords = to_transformers_kwargs(batch) | {"packed_batch": batch, "use_cache": False}
     return backbone(input_ids=tokens, **keywords, **own)
 
