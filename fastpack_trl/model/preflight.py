@@ -53,8 +53,26 @@ def check_given(given: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{type(model).__name__} cannot generate, which SFTTrainer needs: load an AutoModelForCausalLM"
         )
+    check_adapters(model, args)
     if isinstance(model, str):
         check_weights(model, getattr(args, "model_init_kwargs", None) or {})
+
+
+def check_adapters(model: Any, args: Any) -> None:
+    """Raise `ValueError` if a run would save adapters that transformers loaded and the installed PEFT cannot save.
+
+    transformers 5.24 raises for PEFT before 0.22 when it saves, after the steps up to there.
+    """
+    saves = args is None or _is_set(args.save_strategy)
+    if not saves or not isinstance(model, PreTrainedModel) or not getattr(model, "_hf_peft_config_loaded", False):
+        return
+    try:
+        model.active_adapters()
+    except (ValueError, ImportError) as error:
+        raise ValueError(
+            f"the adapter in {type(model).__name__} cannot be saved with the installed versions ({error}): load the "
+            "base model, and give the trainer PeftModel.from_pretrained(base, adapter, is_trainable=True)"
+        ) from error
 
 
 def check_counts(args: Any) -> None:

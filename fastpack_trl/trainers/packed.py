@@ -23,7 +23,7 @@ from fastpack_trl.model.facts import attention_modules, read_features, state_mod
 from fastpack_trl.model.hooks import is_users
 from fastpack_trl.model.patches import patch_attribute, restore_attributes
 from fastpack_trl.model.precision import fit_precision
-from fastpack_trl.model.preflight import bound
+from fastpack_trl.model.preflight import bound, check_adapters
 from fastpack_trl.packing.batching import BatchPlan, plan_families
 from fastpack_trl.packing.buckets import RowSize
 from fastpack_trl.packing.examples import check_not_empty, dropped
@@ -67,6 +67,7 @@ class PackedTrainer(FeaturedTrainer):
             run.say("fastpack", "off", "stock", self._fastpack_disabled)
             return
         check_not_empty(given.get("train_dataset"))
+        check_adapters(given.get("model"), given.get("args"))
         with _each_head(self._fastpack_stock, self._fastpack_lay):  # before accelerate wraps a reference model
             super().__init__(*args, **kwargs)
         self._fastpack_choose()
