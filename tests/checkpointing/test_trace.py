@@ -181,8 +181,6 @@ def test_the_peak_over_stacks_of_experts_is_predicted_within_a_tenth(family: str
     with installed(model):
         run = decoder(model, 1)
         costs, _ = trace_levels(model, layers, run)
-        # Where what a token adds is worked with at another moment, stacks that are made dense are hidden by it.
-        assert (costs.working.constant > STACK / 2) == (packed and family == "qwen3_moe")
         for level in (Level.KEEP, Level.CHECKPOINT):
             plan = Planner(costs, 0, tokens=600, longest=600).plan([level] * 2)
             with isolated_run(model, training=True), layer_levels(layers, [level] * 2), LiveBytes() as live:
