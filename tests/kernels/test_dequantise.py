@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from counted_launches import kernels_of
+from old_device import forced_capability
 from quantised_material import dequantise_4bit_torch, packed_weight
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastpack_trl.kernels.dequantise import dequantise_4bit
 
@@ -33,6 +38,41 @@ def test_the_twin_equals_bitsandbytes(
     packed, state = packed_weight(shape, kind, nested=nested, blocksize=blocksize, dtype=dtype)
     twin = dequantise_4bit_torch(packed, state, functional.get_4bit_type(kind, device="cpu"))
     assert torch.equal(twin, functional.dequantize_4bit(packed, state).view(shape))
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows", "capability", "runs"),
+    [
+        ({}, 64, (8, 0), True), ({}, 64, (7, 5), False), ({}, 1, (8, 0), False),
+        ({"dtype": torch.float64}, 64, (8, 0), False), ({"state2": None}, 64, (8, 0), False),
+        ({"absmax": (2, torch.float32)}, 64, (8, 0), False), ({"offset": ((), torch.float16)}, 64, (8, 0), False),
+        ({"state2": None, "absmax": (2, torch.float32)}, 64, (8, 0), True),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_only_formats_that_the_kernel_reads_reach_it(
+    changes: dict[str, Any], rows: int, capability: tuple[int, int], runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors without values, as on CUDA; bitsandbytes takes the others."""
+    pytest.importorskip("triton")
+    kernel = ModuleType("dequantise_triton")
+    monkeypatch.setattr(kernel, "dequantise_4bit_triton", lambda *_: "by the kernel", raising=False)
+    monkeypatch.setitem(sys.modules, "fastpack_trl.kernels.dequantise_triton", kernel)
+    with FakeTensorMode(), forced_capability(capability):
+        inner = SimpleNamespace(absmax=(1, torch.float32), code=(256, torch.float32), blocksize=256)
+        state = SimpleNamespace(
+            absmax=(2, torch.uint8), offset=((), torch.float32), state2=inner, nested=True, dtype=torch.bfloat16,
+            quant_type="nf4", blocksize=64, shape=(2, 64),
+        )  # fmt: skip
+        vars(state).update(changes)
+        for part in (state, inner):
+            tensors = {name: value for name, value in vars(part).items() if name in ("absmax", "offset", "code")}
+            vars(part).update({n: torch.zeros(size, dtype=d, device="cuda") for n, (size, d) in tensors.items()})
+        try:
+            dense: Any = dequantise_4bit(torch.zeros(rows, 64 // rows, dtype=torch.uint8, device="cuda"), state)
+        except Exception as error:  # noqa: BLE001 - whatever bitsandbytes says of a format that is none of its own
+            dense = error
+    assert isinstance(dense, str) == runs
 
 
 @pytest.mark.cuda

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from moe_material import GATES, gate_case, gate_name, norm_of_difference, reference_gate, routed
+from old_device import forced_capability
 
 from fastpack_trl.kernels.combine import bias_weight_grad, combine
 from fastpack_trl.kernels.gate import gate_backward, gate_forward
 from fastpack_trl.kernels.gate_form import Gate
-from fastpack_trl.kernels.grouped import aligned_rank, grouped_mm, grouped_outer, grouped_sum
+from fastpack_trl.kernels.grouped import aligned_rank, grouped_mm, grouped_outer, grouped_sum, reads_offsets
 from fastpack_trl.moe.routing import routing_plan
 
 
@@ -84,3 +85,16 @@ def test_grouped_products_with_an_empty_group(dtype: torch.dtype, width: int) ->
 )
 def test_rank_is_rounded_up_to_sixteen_bytes(rank: int, dtype: torch.dtype, padded: int) -> None:
     assert aligned_rank(rank, dtype) == padded
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "reads"),
+    [((9, 0), torch.bfloat16, False), ((10, 0), torch.bfloat16, False), ((9, 0), torch.half, True),
+     ((8, 0), torch.bfloat16, True), ((12, 0), torch.bfloat16, True)],
+)  # fmt: skip
+def test_grouped_products_read_offsets_on_the_host_but_in_bf16_on_hopper_and_blackwell(
+    capability: tuple[int, int], dtype: torch.dtype, reads: bool
+) -> None:
+    with forced_capability(capability):
+        assert reads_offsets(dtype, torch.device("cuda", 0)) == reads
+    assert not reads_offsets(dtype, torch.device("cpu"))

@@ -270,6 +270,20 @@ def test_tf32_in_a_bf16_layer_is_within_twice_stocks_own_error(name: str, form: 
     assert torch.backends.cuda.matmul.fp32_precision == "none"
 
 
+@pytest.mark.parametrize(("own", "whole"), [("none", "none"), ("none", "tf32"), ("tf32", "none"), ("ieee", "tf32")])
+def test_the_precision_of_matmuls_is_the_users_again(own: str, whole: str) -> None:
+    """Also that of matmuls follows the setting for all of torch, if it did before."""
+    matmul, other = torch.backends.cuda.matmul, "none" if whole == "tf32" else "tf32"
+    try:
+        torch.backends.fp32_precision, matmul.fp32_precision = whole, own
+        results(ours(DELTA, (9, 3)), delta_arguments(12), torch.bfloat16)
+        assert matmul.fp32_precision == (whole if own == "none" else own)
+        torch.backends.fp32_precision = other
+        assert matmul.fp32_precision == (other if own == "none" else own)
+    finally:
+        torch.backends.fp32_precision = matmul.fp32_precision = "none"
+
+
 @SCANS
 def test_under_autocast_a_scan_computes_what_it_computes_without(name: str, form: None) -> None:
     arguments = CASES[name].arguments(sum(MIXED))

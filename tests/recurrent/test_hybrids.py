@@ -22,7 +22,7 @@ from fastpack_trl.errors import NonFiniteError, PackingError
 from fastpack_trl.model.facts import read_features
 from fastpack_trl.model.mixers import FUNCTIONS, _mixer
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
-from fastpack_trl.testing import gradients
+from fastpack_trl.testing import count_host_syncs, gradients
 
 LENGTHS = (150, 1, 14, 64, 66)
 """A document over more than two chunks, one of one token, one of a chunk, and boundaries inside and between chunks."""
@@ -59,8 +59,10 @@ def test_packed_loss_and_gradients_equal_separate_documents(family: str) -> None
     with packed_attention(model) as attention:
         assert attention.path == "per_document"
         assert "over chunks" in attention.choice.reason
-        loss = packed(model, ids, batch)
-        loss.backward()
+        with count_host_syncs() as syncs:
+            loss = packed(model, ids, batch)
+            loss.backward()
+        assert syncs.total == 0, syncs.entries
         actual = gradients(model)
         # In float64 stock's functions would still compute in fp32: ours, in rows of one document, are the exact ones.
         wide = copy.deepcopy(model).double()
