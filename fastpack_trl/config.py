@@ -72,8 +72,10 @@ def normalise_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
         value = switched_on
     if isinstance(value, str) and value in choices:
         return value
-    refuse_removed([f"{name}={value!r}"])
-    hint = did_you_mean(value, choices) if isinstance(value, str) else ""
+    hint = ""
+    if isinstance(value, str):
+        refuse_removed([f"{name}={value!r}"])
+        hint = did_you_mean(value, choices)
     raise ValueError(f"{name}={shown(value)} is not available: use one of {', '.join(choices)}{hint}")
 
 

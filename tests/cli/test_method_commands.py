@@ -154,7 +154,7 @@ def test_data_of_another_kind_name_the_command_that_trains_on_them(
     ("command", "row", "broken", "says"),
     [
         ("kto", ROWS["kto"], {"label": "no"}, "row 0 of the train data set holds 'no' in 'label', not true or false"),
-        ("dpo", PAIR, {"rejected": None}, "row 2 of the train data set has no 'rejected' (null)"),
+        ("dpo", PAIR, {"rejected": None}, "row 2 of the train data set (the first is 0) cannot be prepared"),
     ],
 )
 def test_a_wrong_cell_names_its_row(
