@@ -8,25 +8,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from fastpack_trl.attention import dense, flash_attention_4, per_document, varlen, xformers
 from fastpack_trl.attention.interface import AttentionCall, Backend
-from fastpack_trl.attention.operators import sink_gradient
-from fastpack_trl.attention.reference import (
-    NO_SOFTCAP,
-    NO_WINDOW,
-    DocumentInputs,
-    reference_backward,
-    reference_forward,
-    window_band,
-)
+from fastpack_trl.attention.reference import band_mask, document_attention
 from fastpack_trl.config import refuse_removed
 from fastpack_trl.model.facts import UNREADABLE, ModelFeatures
 from fastpack_trl.packing.packed_batch import PackedBatch
@@ -147,19 +139,13 @@ def _try(backend: Backend, features: ModelFeatures) -> str:
     lengths = _SHORT if window is None else (window + _PAST, max(1, min(_SHORT[1], window - 1)))
     heads, kv_heads = features.num_heads, features.kv_heads or features.num_heads
     generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
-
-    query = draw(1, heads, sum(lengths), features.head_dim)
-    key, value = (draw(1, kv_heads, sum(lengths), features.head_dim) for _ in range(2))
-    sinks = draw(heads) if features.sinks else None
-    batch = PackedBatch.from_lengths(lengths).to(device)
-    softcap = 30.0 if features.softcap else None
-    call = AttentionCall(query, key, value, features.head_dim**-0.5, window, sinks, softcap)
+    shapes = [(1, count, sum(lengths), features.head_dim) for count in (heads, kv_heads, kv_heads)]
+    shapes += [(heads,)] * features.sinks
+    leaves = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
+    batch, scale = PackedBatch.from_lengths(lengths).to(device), features.head_dim**-0.5
+    sinks, softcap = leaves[3] if features.sinks else None, 30.0 if features.softcap else None
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        out = backend.prepare(batch, features, device).attend(call)
-        leaves = [query, key, value, *([sinks] if sinks is not None else [])]
+        out = backend.prepare(batch, features, device).attend(AttentionCall(*leaves[:3], scale, window, sinks, softcap))
         for start, end in pairwise((0, lengths[0], sum(lengths))):
             gradients = torch.autograd.grad(out[:, end - 1].float().sum(), leaves, retain_graph=True)
             if not all(bool(torch.isfinite(result).all()) for result in (out, *gradients)):
@@ -167,21 +153,22 @@ def _try(backend: Backend, features: ModelFeatures) -> str:
             seen = gradients[2][0].abs().amax((0, 2)).nonzero().flatten().tolist()
             if seen != list(range(max(start, end - (window or end)), end)):
                 return "a query sees other tokens than those before it in its document and window"
-        error = _error(call, lengths, out, leaves)
+        upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(device)
+        found = [out, *torch.autograd.grad(out, leaves, upstream.to(dtype))]
+        exact = [leaf.detach().float().requires_grad_() for leaf in leaves]
+        expected = _in_fp32(exact, lengths, window, scale, softcap)
+        oracle = [expected, *torch.autograd.grad(expected, exact, upstream)]
+    pairs = ((one.detach().float(), other.detach()) for one, other in zip(found, oracle, strict=True))
+    error = max(float((one - other).norm() / other.norm()) for one, other in pairs)
     return f"its results are {error:.1%} off those of plain torch" if error > _MOST_ERROR else ""
 
 
-def _error(call: AttentionCall, lengths: Sequence[int], out: Tensor, leaves: list[Tensor]) -> float:
-    """Return the largest relative error of output and gradients against plain torch in fp32."""
-    query, key, value, *more = (leaf.detach().float() for leaf in leaves)
-    window, longest, sinks = call.window or NO_WINDOW, max(lengths), more[0] if more else None
-    band, ends = window_band(longest, window, out.device), torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    softcap = call.softcap or NO_SOFTCAP
-    inputs = DocumentInputs(query, key, value, ends, sinks, band, window, call.scale, softcap, longest)
-    oracle, lse = reference_forward(inputs)
-    upstream = torch.randn(oracle.shape, generator=torch.Generator().manual_seed(1)).to(oracle)
-    expected = [oracle, *reference_backward(inputs, upstream, oracle, lse)]
-    if sinks is not None:
-        expected.append(sink_gradient(upstream, oracle, lse, sinks))
-    found = [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
-    return max(float((one.float() - other).norm() / other.norm()) for one, other in zip(found, expected, strict=True))
+def _in_fp32(
+    leaves: list[Tensor], lengths: tuple[int, ...], window: int | None, scale: float, softcap: float | None
+) -> Tensor:
+    """Compute the same attention in plain torch: (1, total_tokens, num_heads, head_dim)."""
+    outs = []
+    for query, key, value in zip(*(tensor.split(lengths, dim=2) for tensor in leaves[:3]), strict=True):
+        mask = band_mask(query.shape[2], window or query.shape[2], query.device)
+        outs.append(document_attention(query, key, value, mask, scale, *(leaves[3:] or [None]), softcap)[0])
+    return torch.cat(outs, dim=2).transpose(1, 2)

@@ -14,10 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastpack_trl.attention import varlen_common as common
 from fastpack_trl.attention.interface import Backend
-from fastpack_trl.attention.operators import HEAD_ALIGNMENT
-from fastpack_trl.attention.per_document import FLASH_DTYPES
-from fastpack_trl.attention.whole_row import KERNELS, MAX_HEAD_DIM, RowInputs, RowLayer, reason_for, row_operator
 from fastpack_trl.errors import describe, first_reason
 from fastpack_trl.measure.payback import StartUpCost
 from fastpack_trl.model.facts import UNREADABLE, ModelFeatures
@@ -40,7 +38,7 @@ def _function(name: str) -> Any:
     return getattr(import_module(_INTERFACE), name)
 
 
-def _in_kernel(row: RowInputs) -> dict[str, Any]:
+def _in_kernel(row: common.RowInputs) -> dict[str, Any]:
     """Return what forward and backward take alike; the kernel does not count the token itself in a window."""
     window = {"window_size_left": row.window - 1, "window_size_right": 0} if row.window else {}
     return {
@@ -50,14 +48,14 @@ def _in_kernel(row: RowInputs) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def flash4_attention(row: RowInputs) -> tuple[Tensor, Tensor]:
+def flash4_attention(row: common.RowInputs) -> tuple[Tensor, Tensor]:
     """Compute causal attention inside each segment on CUDA; see `row_operator`."""
     out, lse, *_ = _function(_FORWARD)(*row[:3], return_lse=True, **_in_kernel(row))
     return out, lse
 
 
 def flash4_attention_backward(
-    row: RowInputs, grad_out: Tensor, out: Tensor, lse: Tensor
+    row: common.RowInputs, grad_out: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return its gradients."""
     dq, dk, dv, *dsinks = _function(_BACKWARD)(
@@ -66,7 +64,7 @@ def flash4_attention_backward(
     return dq, dk, dv, dsinks[0] if dsinks else row.query.new_empty(0)
 
 
-KERNELS[NAME] = (row_operator(flash4_attention, flash4_attention_backward), True)
+common.KERNELS[NAME] = (common.row_operator(flash4_attention, flash4_attention_backward), True)
 
 
 class FlashAttention4(Backend):
@@ -84,11 +82,11 @@ class FlashAttention4(Backend):
             has = ".".join(map(str, features.capability or ()))
             yield f"{NAME} needs compute capability 9.0 or higher, below 13, this device has {has}"
         yield (
-            features.compute_dtype not in FLASH_DTYPES
+            features.compute_dtype not in common.FLASH_DTYPES
             and f"{NAME} needs bf16 or fp16, this run computes in {str(features.compute_dtype).removeprefix('torch.')}"
         )
-        too_wide = features.head_dim > MAX_HEAD_DIM
-        yield too_wide and f"head_dim {features.head_dim} is over {NAME}'s limit of {MAX_HEAD_DIM}"
+        too_wide = features.head_dim > common.MAX_HEAD_DIM
+        yield too_wide and f"head_dim {features.head_dim} is over {NAME}'s limit of {common.MAX_HEAD_DIM}"
         yield from _lacks_on_generation(features)
         yield features.dropout and f"{NAME} has no dropout, the model's is {features.dropout}"
         yield _why_absent()
@@ -101,7 +99,7 @@ class FlashAttention4(Backend):
         return "" if cost.pays(1) else f"{NAME} would be compiled for longer than it saves in this run"
 
     def reason(self, features: ModelFeatures) -> str:
-        return reason_for("flash-attn-4", features)
+        return common.reason_for("flash-attn-4", features)
 
     def refuses_static(self, bucket: Bucket, features: ModelFeatures) -> str:
         return ""
@@ -109,8 +107,8 @@ class FlashAttention4(Backend):
     def refuses_shared(self, features: ModelFeatures) -> str:
         return ""
 
-    def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> RowLayer:
-        return RowLayer.of(NAME, batch, device)
+    def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> common.RowLayer:
+        return common.RowLayer.of(NAME, batch, device)
 
 
 def has_device(features: ModelFeatures) -> bool:
@@ -121,7 +119,7 @@ def has_device(features: ModelFeatures) -> bool:
 def _lacks_on_generation(features: ModelFeatures) -> Iterator[object]:
     """Yield what 4.0.0b36 lacks, or computes wrongly, on devices of one generation only."""
     generation, size = (features.capability or (0,))[0], features.head_dim
-    width, device = -(-size // HEAD_ALIGNMENT) * HEAD_ALIGNMENT, f"on compute capability {generation}.x"
+    width, device = -(-size // common.HEAD_ALIGNMENT) * common.HEAD_ALIGNMENT, f"on compute capability {generation}.x"
     if generation == 9:
         # Its backward adds gradients up in heads rounded up to 16, and reads the sums as of heads rounded up to 32:
         # as large as their error at 8, 16, 40, 72, 80, 112 on an H100, right at 24, 32, 64, 96, 128, 160, 192, 256.

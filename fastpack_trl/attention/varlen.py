@@ -1,7 +1,7 @@
 """torch's own variable-length flash kernel over a whole packed row: CUDA, bf16 and fp16, nothing to install.
 
 `torch.nn.attention.varlen` wraps the same two operators; they are called directly, because its wrapper takes grouped
-heads only from torch 2.12 on and passes no gradient through a corrected log-sum-exp (`operators.py`).
+heads only from torch 2.12 on and passes no gradient through a corrected log-sum-exp (`varlen_common.py`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastpack_trl.attention import varlen_common as common
 from fastpack_trl.attention.interface import Backend
-from fastpack_trl.attention.operators import fold_sinks, sink_gradient
-from fastpack_trl.attention.per_document import FLASH_CAPABILITY, FLASH_DTYPES
-from fastpack_trl.attention.whole_row import KERNELS, MAX_HEAD_DIM, RowInputs, RowLayer, reason_for, row_operator
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.model.upstream import missing_reason
@@ -41,22 +39,22 @@ class Varlen(Backend):
         return reason and f"varlen {reason}"
 
     def _lacks(self, features: ModelFeatures) -> Iterator[object]:
-        needed, capability = _dotted(FLASH_CAPABILITY), features.capability
+        needed, capability = _dotted(common.FLASH_CAPABILITY), features.capability
         dtype = str(features.compute_dtype).removeprefix("torch.")
         yield features.device_type != "cuda" and f"needs CUDA, the model is on {features.device_type}"
-        low = capability is not None and capability < FLASH_CAPABILITY
+        low = capability is not None and capability < common.FLASH_CAPABILITY
         yield low and f"needs compute capability {needed}, this device has {_dotted(capability)}"
         yield (
-            features.compute_dtype not in FLASH_DTYPES
+            features.compute_dtype not in common.FLASH_DTYPES
             and f"needs bf16 or fp16, this run computes in {dtype} (bf16=False?)"
         )
-        too_wide = features.head_dim > MAX_HEAD_DIM
-        yield too_wide and f"head_dim {features.head_dim} is over its limit of {MAX_HEAD_DIM}"
+        too_wide = features.head_dim > common.MAX_HEAD_DIM
+        yield too_wide and f"head_dim {features.head_dim} is over its limit of {common.MAX_HEAD_DIM}"
         yield features.dropout and f"has no dropout, the model's is {features.dropout}"
         yield features.softcap and "has no softcap"
 
     def reason(self, features: ModelFeatures) -> str:
-        return reason_for("torch's flash kernel", features)
+        return common.reason_for("torch's flash kernel", features)
 
     def refuses_static(self, bucket: Bucket, features: ModelFeatures) -> str:
         if can_index(bucket.tokens, elements_per_token(features), bucket.segments):
@@ -66,7 +64,7 @@ class Varlen(Backend):
     def refuses_shared(self, features: ModelFeatures) -> str:
         return ""
 
-    def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> RowLayer:
+    def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> common.RowLayer:
         """Return the segments of the row.
 
         Raises:
@@ -78,7 +76,7 @@ class Varlen(Backend):
                 f"a row of {batch.total_tokens:,} tokens in {segments:,} segments is too long for varlen's int32 "
                 "backward: set packed_attention='per_document', or a smaller max_length"
             )
-        return RowLayer.of("varlen", batch, device)
+        return common.RowLayer.of("varlen", batch, device)
 
 
 def elements_per_token(features: ModelFeatures) -> int:
@@ -95,21 +93,21 @@ def can_index(tokens: int, elements_per_token: int, segments: int = 1) -> bool:
     return (tokens + _BUFFER_ROWS_PER_SEGMENT * segments) * elements_per_token < _INT32
 
 
-def _in_kernel(row: RowInputs) -> dict[str, Any]:
+def _in_kernel(row: common.RowInputs) -> dict[str, Any]:
     """Return scale and window as torch's operators take them: flash kernels do not count the token itself."""
     return {"scale": row.scale, "window_size_left": row.window - 1 if row.window else -1, "window_size_right": 0}
 
 
-def varlen_attention(row: RowInputs) -> tuple[Tensor, Tensor]:
+def varlen_attention(row: common.RowInputs) -> tuple[Tensor, Tensor]:
     """Compute causal attention inside each segment on CUDA; see `row_operator`."""
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         row.query, row.key, row.value, *row.segments, 0.0, True, False, **_in_kernel(row)
     )
-    return fold_sinks(out, lse, row.sinks)
+    return common.fold_sinks(out, lse, row.sinks)
 
 
 def varlen_attention_backward(
-    row: RowInputs, grad_out: Tensor, out: Tensor, lse: Tensor
+    row: common.RowInputs, grad_out: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return its gradients."""
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=row.query.device)
@@ -117,7 +115,7 @@ def varlen_attention_backward(
         grad_out, row.query, row.key, row.value, out, lse, *row.segments, 0.0, True, no_dropout,
         row.query.new_empty(0), **_in_kernel(row),
     )  # fmt: skip
-    return dq, dk, dv, sink_gradient(grad_out, out, lse, row.sinks)
+    return dq, dk, dv, common.sink_gradient(grad_out, out, lse, row.sinks)
 
 
-KERNELS["varlen"] = (row_operator(varlen_attention, varlen_attention_backward), False)
+common.KERNELS["varlen"] = (common.row_operator(varlen_attention, varlen_attention_backward), False)

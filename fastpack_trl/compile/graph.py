@@ -120,8 +120,7 @@ def packed_call(
         return None
     asked = _recorder.get() if _recorder is not None else None
     names = tuple(asked or ())
-    per_document = hidden.device.type != "cpu" and getattr(packed, "calls_per_document", False)
-    if per_document or not _RECORDED.issuperset(names):
+    if getattr(packed, "calls_per_document", False) or not _RECORDED.issuperset(names):
         return None
     if not hidden.requires_grad:
         if not any(parameter.requires_grad for parameter in layer.parameters()):

@@ -54,10 +54,6 @@ NEEDS = {
     ),
     "packed_attention": _paths("transformers.masking_utils: ALL_MASK_ATTENTION_FUNCTIONS AttentionMaskInterface"),
     "varlen": _paths("torch.ops.aten: _flash_attention_forward _flash_attention_backward"),
-    "per_document on the CPU": _paths(
-        "torch.ops.aten: _scaled_dot_product_flash_attention_for_cpu "
-        "_scaled_dot_product_flash_attention_for_cpu_backward"
-    ),
     "sync_free": _paths(
         "trl.kernels: ChunkedLogProbFunction chunked_logprob; "
         "transformers.Trainer: _maybe_log_save_evaluate _finalize_training"

@@ -30,7 +30,7 @@ from shared_material import tree_row, trees
 from trainer_material import train
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.attention import backends, flash_attention_4, whole_row
+from fastpack_trl.attention import backends, flash_attention_4, varlen_common
 from fastpack_trl.attention.backends import BACKENDS, choose, failure
 from fastpack_trl.cli import doctor
 from fastpack_trl.model.facts import ModelFeatures
@@ -60,8 +60,8 @@ def in_place_of_the_twin() -> Iterator[None]:
     """The operator runs what it runs on CUDA, over a loop in plain torch that takes the kernel's arguments."""
     with pytest.MonkeyPatch.context() as patch:
         put_in(patch, flash4_interface)
-        patch.setattr(whole_row, "_twin", flash_attention_4.flash4_attention)
-        patch.setattr(whole_row, "_twin_backward", flash_attention_4.flash4_attention_backward)
+        patch.setattr(varlen_common, "_twin", flash_attention_4.flash4_attention)
+        patch.setattr(varlen_common, "_twin_backward", flash_attention_4.flash4_attention_backward)
         yield
     flash_attention_4._function.cache_clear()
 

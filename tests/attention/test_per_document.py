@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from attention_material import (
     HEAD_DIM,
-    HEADS,
     SCALE,
     assert_as_near_as_dense,
     attend,
@@ -21,10 +19,9 @@ from attention_material import (
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastpack_trl.attention import per_document
 from fastpack_trl.attention.interface import AttentionCall
-from fastpack_trl.attention.reference import NO_SOFTCAP, NO_WINDOW
-from fastpack_trl.attention.varlen import RowLayer
+from fastpack_trl.attention.reference import NO_SOFTCAP, band_mask, document_attention
+from fastpack_trl.attention.varlen_common import RowLayer, fold_sinks, sink_gradient
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 LENGTHS = (1, 7, 20, 2)
@@ -56,19 +53,17 @@ def test_forward_and_gradients_within_twice_the_error_of_dense_attention(
 def test_operators_pass_torchs_own_checks() -> None:
     batch = PackedBatch.from_lengths((3, 2))
     query, key, value, sinks = make_inputs(batch, torch.float64, sinks=True)
-    cu_seqlens = batch.cu_seqlens
-    check_operators(
-        "per_document_attention", (query, key, value, cu_seqlens, sinks, None, NO_WINDOW, SCALE, NO_SOFTCAP, 3, None)
-    )
     tokens = [tensor.detach()[0].transpose(0, 1).contiguous().requires_grad_() for tensor in (query, key, value)]
+    ends = batch.cu_seqlens
     for name in ("varlen_attention", "flash4_attention"):
         for sink, window in ((sinks, 2), (None, 0)):
-            check_operators(name, (*tokens, cu_seqlens, sink, window, SCALE, 3, cu_seqlens, 3, NO_SOFTCAP))
+            check_operators(name, (*tokens, ends, sink, window, SCALE, 3, ends, 3, NO_SOFTCAP))
 
 
-def test_a_flop_counter_changes_no_bit() -> None:
+@pytest.mark.parametrize("name", ["per_document", "varlen"])
+def test_a_flop_counter_changes_no_bit(name: str) -> None:
     batch = PackedBatch.from_lengths(LENGTHS)
-    inputs, ours = make_inputs(batch, torch.float32, sinks=True), attend(prepared("per_document", batch, 4), window=4)
+    inputs, ours = make_inputs(batch, torch.float32, sinks=True), attend(prepared(name, batch, 4), window=4)
     eager = run(ours, inputs)
     with FlopCounterMode(display=False):
         observed = run(ours, inputs)
@@ -76,15 +71,22 @@ def test_a_flop_counter_changes_no_bit() -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
-        lambda *metadata: per_document.PerDocumentLayer(*metadata, {}),
-        lambda *metadata: RowLayer("varlen", *metadata, *metadata),
-    ],
-    ids=["per_document", "varlen"],
-)
-def test_traces_without_a_graph_break_and_without_lengths_in_the_graph(layer: Callable[..., Any]) -> None:
+def test_sinks_on_a_kernel_without_them_are_those_of_plain_torch() -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 7, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    sinks, mask = torch.randn(2, dtype=torch.float64, requires_grad=True), band_mask(7, 4)
+    expected, lse = document_attention(query, key, value, mask, SCALE, sinks)
+    upstream = torch.randn_like(expected)
+    (gradient,) = torch.autograd.grad(expected, sinks, upstream)
+    plain = [one[0] for one in document_attention(query, key, value, mask, SCALE)]
+    out, folded = fold_sinks(plain[0].detach().transpose(0, 1).clone(), plain[1].detach(), sinks.detach())
+    torch.testing.assert_close(out, expected[0].transpose(0, 1))
+    torch.testing.assert_close(folded, lse[0])
+    found = sink_gradient(upstream[0].transpose(0, 1), out, folded, sinks.detach())
+    torch.testing.assert_close(found, gradient)
+
+
+def test_varlen_traces_without_a_graph_break_and_without_lengths_in_the_graph() -> None:
     graphs = []
 
     def backend(module: Any, _example: Any) -> Any:
@@ -92,7 +94,7 @@ def test_traces_without_a_graph_break_and_without_lengths_in_the_graph(layer: Ca
         return module.forward
 
     def eager(query: Tensor, key: Tensor, value: Tensor, *metadata: Any) -> Tensor:
-        out: Tensor = layer(*metadata).attend(AttentionCall(query, key, value, SCALE))
+        out: Tensor = RowLayer("varlen", *metadata, *metadata).attend(AttentionCall(query, key, value, SCALE))
         return out
 
     compiled = torch.compile(eager, backend=backend, fullgraph=True, dynamic=True)
@@ -103,20 +105,6 @@ def test_traces_without_a_graph_break_and_without_lengths_in_the_graph(layer: Ca
         arguments += [batch.cu_seqlens, batch.bucketed_max_seqlen]
         torch.testing.assert_close(compiled(*arguments), eager(*arguments))
     assert len(graphs) <= 2
-
-
-def test_flops_are_those_of_the_documents() -> None:
-    batch = PackedBatch.from_lengths((3, 5))
-    inputs = make_inputs(batch, torch.float32)
-    layer = prepared("per_document", batch)
-    with FlopCounterMode(display=False) as forward:
-        out = layer.attend(AttentionCall(*inputs, SCALE))
-    with FlopCounterMode(display=False) as backward:
-        out.sum().backward()
-    pairs = 3 * 3 + 5 * 5
-    product = 2 * HEADS * HEAD_DIM * pairs
-    assert forward.get_total_flops() == 2 * product
-    assert backward.get_total_flops() == 5 * product
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,8 @@ from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.attention.dense import dense_mask
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.attention.interface import AttentionCall, Backend
-from fastpack_trl.attention.operators import gather_keys
 from fastpack_trl.attention.per_document import PerDocument
-from fastpack_trl.attention.whole_row import RowInputs
+from fastpack_trl.attention.varlen_common import RowInputs, gather_keys
 from fastpack_trl.errors import PackingError
 from fastpack_trl.packing.packed_batch import to_transformers_kwargs
 from fastpack_trl.testing import tiny_model
@@ -149,15 +148,11 @@ def test_operators_pass_torchs_own_checks() -> None:
     query, key, value, sinks = make_inputs(batch, torch.float64, sinks=True)
     index, ends_k = batch.shared.key_index, batch.shared.cu_seqlens_k
     tokens = [tensor.detach()[0].transpose(0, 1).contiguous().requires_grad_() for tensor in (query, key, value)]
-    torch.library.opcheck(torch.ops.fastpack.gather_keys.default, (tokens[1], index))
-    torch.library.opcheck(torch.ops.fastpack.add_rows.default, (tokens[1].detach(), index[:7], 7))
     keys = [gather_keys(tensor.detach(), index).requires_grad_() for tensor in tokens[1:]]
     check_operators("varlen_attention", (tokens[0], *keys, batch.cu_seqlens, sinks, 0, SCALE, 4, ends_k, 7, 0.0))
-    heads_first = [tensor.detach().transpose(0, 1)[None].requires_grad_() for tensor in (tokens[0], *keys)]
-    check_operators("per_document_attention", (*heads_first, batch.cu_seqlens, sinks, None, 0, SCALE, 0.0, 4, ends_k))
 
 
-@pytest.mark.parametrize("name", ["per_document", "varlen", "flash_attention_4"])
+@pytest.mark.parametrize("name", ["varlen", "flash_attention_4"])
 def test_traces_without_a_graph_break_and_without_lengths_in_the_graph(name: str) -> None:
     graphs = []
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.attention.interface import AttentionCall
-from fastpack_trl.attention.varlen import RowLayer
+from fastpack_trl.attention.varlen_common import RowLayer
 from fastpack_trl.errors import PackingError
 from fastpack_trl.packing.buckets import Bucket, RowSize
 from fastpack_trl.packing.static_batch import copy_into

@@ -43,7 +43,7 @@ def changed(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*_: Any, **_keywords: Any) -> Any:
         raise TypeError("_scaled_dot_product_flash_attention_for_cpu() got an unexpected argument 'scale'")
 
-    monkeypatch.setattr(per_document, "_flash_cpu", refuses)
+    monkeypatch.setattr(per_document.PerDocumentLayer, "attend", refuses)
 
 
 def test_where_an_operator_has_changed_auto_takes_the_next_and_says_so(
@@ -81,7 +81,8 @@ def test_a_backend_that_sees_a_wrong_token_fails(monkeypatch: pytest.MonkeyPatch
 
     def without_window(self: Any, batch: PackedBatch, *where: Any) -> Any:
         layer = right(self, batch, *where)
-        return layer._replace(bands={window: torch.zeros_like(band) for window, band in layer.bands.items()})
+        causal = {window: torch.ones_like(mask).tril() for window, mask in layer.masks.items()}
+        return layer._replace(masks=causal)
 
     for wrong in (one_document, without_window) if features.windows else (one_document,):
         backends._failure.cache_clear()

@@ -16,7 +16,7 @@ from fastpack_trl.checkpointing.retry import StepState
 from fastpack_trl.step.sync_free import why_stock_loss
 from fastpack_trl.testing import HostSyncs, count_host_syncs
 
-TWIN = ("fastpack_trl/attention/whole_row.py", "fastpack_trl/attention/per_document.py")
+TWIN = ("fastpack_trl/attention/varlen_common.py",)
 """On the CPU the attention operator runs its twin, which reads lengths that the kernel reads on the device."""
 
 

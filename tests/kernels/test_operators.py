@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastpack_trl.attention.interface import AttentionCall
-from fastpack_trl.attention.varlen import RowLayer
+from fastpack_trl.attention.varlen_common import RowLayer
 from fastpack_trl.lora.base_weight import BaseWeight, from_4bit
 from fastpack_trl.lora.projection import lora_projection
 

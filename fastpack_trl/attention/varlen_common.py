@@ -1,0 +1,304 @@
+"""What kernels over a whole packed row share: their inputs, one operator with a gradient, and a twin in plain torch.
+
+On the CPU the operator runs the twin, so that everything around the kernel is tested without a device.
+
+A sink is one logit per head that takes part in the softmax and has no value (gpt-oss). It adds ``exp(sink)`` to the
+denominator of each row and nothing to the sum, so with ``lse' = logaddexp(lse, sink)`` the output is
+``out' = out * exp(lse - lse')``. The backward of a kernel without sinks computes ``exp(scores - lse')`` and
+``rowsum(dout * out')``: given `out'` and `lse'` in place of `out` and `lse` it returns exact dQ, dK and dV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from itertools import pairwise
+from typing import Any, NamedTuple, get_type_hints
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fastpack_trl.attention.interface import AttentionCall, described
+from fastpack_trl.attention.reference import NO_SOFTCAP, NO_WINDOW, band_mask, document_attention
+from fastpack_trl.kernels.operators import arguments_of, differentiable, operator, recording
+from fastpack_trl.model.facts import ModelFeatures
+from fastpack_trl.packing.packed_batch import PackedBatch, rounded_length
+
+MAX_HEAD_DIM = 256
+"""Of flash kernels."""
+HEAD_ALIGNMENT = 8
+FLASH_CAPABILITY = (8, 0)
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class RowInputs(NamedTuple):
+    """Inputs of a kernel over a whole row, in the order of the operator's arguments."""
+
+    query: Tensor
+    """(total_tokens, num_heads, head_dim); head_dim a multiple of 8, at most `MAX_HEAD_DIM`."""
+    key: Tensor
+    """(total_keys, num_kv_heads, head_dim)."""
+    value: Tensor
+    """(total_keys, num_kv_heads, head_dim)."""
+    cu_seqlens: Tensor
+    """(num_segments + 1,) int32, on the device of the query."""
+    sinks: Tensor | None
+    """(num_heads,)."""
+    window: int
+    """Tokens that a query sees, itself included; 0: all before it."""
+    scale: float
+    max_seqlen: int
+    """At least the longest segment."""
+    cu_seqlens_k: Tensor
+    """(num_segments + 1,) int32, on the device of the query: segments of the keys, aligned bottom-right with those of
+    the queries."""
+    max_seqlen_k: int
+    """At least the most keys of a segment."""
+    softcap: float = NO_SOFTCAP
+
+    @property
+    def segments(self) -> tuple[Tensor, Tensor, int, int]:
+        """Return segments of queries and keys, and the longest of each, as torch's operators take them."""
+        return self.cu_seqlens, self.cu_seqlens_k, self.max_seqlen, self.max_seqlen_k
+
+
+_NAMES = RowInputs._fields
+_HINTS = get_type_hints(RowInputs)
+_SAVED = [name for name in _NAMES if _HINTS[name] in (Tensor, Tensor | None)]
+_GRADIENTS = ("query", "key", "value", "sinks")
+
+Forward = Callable[[RowInputs], tuple[Tensor, Tensor]]
+Backward = Callable[[RowInputs, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
+
+
+def row_operator(forward: Forward, backward: Backward) -> Any:
+    """Register two operators and their gradient; return ``(*RowInputs) -> (out, log-sum-exp)``, the latter without one.
+
+    Args:
+        forward: on CUDA; returns (total_tokens, num_heads, head_dim), and the log-sum-exp with the sinks,
+            (num_heads, total_tokens) fp32.
+        backward: on CUDA, also given ``grad_out, out, lse``; returns the gradients of query, key, value and sinks (an
+            empty tensor if there are none).
+    """
+
+    @wraps(forward)
+    def run(*fields: Any) -> tuple[Tensor, Tensor]:
+        row = RowInputs(*fields)
+        return forward(row) if row.query.is_cuda else _twin(row)
+
+    @wraps(backward)
+    def run_backward(grad_out: Tensor, out: Tensor, lse: Tensor, *fields: Any) -> tuple[Tensor, ...]:
+        row = RowInputs(*fields)
+        return (backward if row.query.is_cuda else _twin_backward)(row, grad_out, out, lse)
+
+    arguments = arguments_of(RowInputs)
+    inner = operator(run, fake=_fake, flops=_flops, signature=f"({arguments}) -> (Tensor, Tensor)")
+    inner_backward = operator(
+        run_backward, fake=_fake_backward, flops=_flops_backward,
+        signature=f"(Tensor grad_out, Tensor out, Tensor lse, {arguments}) -> (Tensor, Tensor, Tensor, Tensor)",
+    )  # fmt: skip
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *fields: Any) -> tuple[Tensor, Tensor]:
+            out, lse = inner(*fields)
+            row = RowInputs(*fields)
+            ctx.constants = {name: getattr(row, name) for name in _NAMES if name not in _SAVED}
+            ctx.save_for_backward(out, lse, *(getattr(row, name) for name in _SAVED))
+            ctx.mark_non_differentiable(lse)
+            return out, lse
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, grad_out: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+            out, lse, *tensors = ctx.saved_tensors
+            row = RowInputs(**dict(zip(_SAVED, tensors, strict=True)), **ctx.constants)
+            found = inner_backward(grad_out.contiguous(), out, lse, *row)
+            gradients = dict(zip(_GRADIENTS, found, strict=True))
+            return tuple(gradients.get(name) if getattr(row, name) is not None else None for name in _NAMES)
+
+    name = f"{forward.__name__}_with_gradient"
+    return differentiable(name, f"({arguments}) -> (Tensor, Tensor)", Attention)
+
+
+def _twin(row: RowInputs) -> tuple[Tensor, Tensor]:
+    """Compute a row segment by segment; what a kernel leaves uninitialized is NaN.
+
+    That is: tokens of no segment, and those of a segment beyond `max_seqlen`, by which kernels size their grid.
+    """
+    heads = row.query.shape[1]
+    out = row.query.new_full((*row.query.shape[:2], row.value.shape[2]), torch.nan)
+    dtype = torch.promote_types(row.query.dtype, torch.float32)
+    lse = row.query.new_full((heads, row.query.shape[0]), torch.nan, dtype=dtype)
+    with torch.autocast(row.query.device.type, enabled=False):
+        for start, stop, first, last in _segments(row):
+            beyond = max(0, stop - start - row.max_seqlen)
+            stop, last = stop - beyond, last - beyond
+            mask = band_mask(last - first, row.window or last - first)[start - stop :] if stop > start else None
+            if mask is None:
+                continue
+            tensors = (row.query[start:stop], row.key[first:last], row.value[first:last])
+            query, key, value = (tensor.transpose(0, 1)[None] for tensor in tensors)
+            found = document_attention(query, key, value, mask, row.scale, row.sinks, row.softcap)
+            out[start:stop], lse[:, start:stop] = found[0][0].transpose(0, 1), found[1][0]
+    return out, lse
+
+
+def _twin_backward(
+    row: RowInputs, grad_out: Tensor, _out: Tensor, _lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Differentiate `_twin`; NaN for tokens that no segment has, and for all of a segment longer than `max_seqlen`."""
+    with recording():
+        given = {name: getattr(row, name) for name in _GRADIENTS if getattr(row, name) is not None}
+        leaves = {name: tensor.detach().contiguous().requires_grad_() for name, tensor in given.items()}
+        out, _ = _twin(row._replace(**leaves))
+        gradients = dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), grad_out), strict=True))
+    written = [torch.zeros(len(tensor), dtype=torch.bool) for tensor in (row.query, row.key)]
+    for start, stop, first, last in _segments(row):
+        if stop - start <= row.max_seqlen:
+            written[0][start:stop] = written[1][first:last] = True
+    for name, has in zip(_GRADIENTS[:3], (written[0], written[1], written[1]), strict=True):
+        gradients[name][~has] = torch.nan
+    sinks = gradients.get("sinks", row.query.new_empty(0))
+    if not written[0].all():
+        sinks.fill_(torch.nan)  # a sum over all tokens
+    return gradients["query"], gradients["key"], gradients["value"], sinks
+
+
+def _segments(row: RowInputs) -> list[tuple[int, int, int, int]]:
+    """Return the bounds of the queries and of the keys of each segment of a row on the host."""
+    ends = (pairwise(bounds.tolist()) for bounds in (row.cu_seqlens, row.cu_seqlens_k))
+    return [(*queries, *keys) for queries, keys in zip(*ends, strict=True)]
+
+
+def _fake(*fields: Any) -> tuple[Tensor, Tensor]:
+    query = RowInputs(*fields).query
+    total, heads, _ = query.shape
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    return torch.empty_like(query, memory_format=torch.contiguous_format), query.new_empty(heads, total, dtype=dtype)
+
+
+def _fake_backward(grad_out: Tensor, _out: Tensor, _lse: Tensor, *fields: Any) -> tuple[Tensor, ...]:
+    row = RowInputs(*fields)
+    gradients = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in row[:3]]
+    return *gradients, grad_out.new_empty(0) if row.sinks is None else torch.empty_like(row.sinks)
+
+
+# Reading lengths would synchronize: an upper bound from the longest segment, so that no partitioner takes it for free.
+def _flops(*fields: Any, **_keywords: Any) -> int:
+    row = RowInputs(*fields)
+    return int(4 * row.query.numel() * row.max_seqlen_k)
+
+
+def _flops_backward(_grad_out: Tensor, _out: Tensor, _lse: Tensor, *fields: Any, **_keywords: Any) -> int:
+    return _flops(*fields) * 5 // 2
+
+
+class RowLayer(NamedTuple):
+    """Segments of a row, as a kernel over the whole row reads them: what crosses a layer boundary."""
+
+    kernel: str
+    """Its key in `KERNELS`."""
+    cu_seqlens: Tensor
+    """(num_segments + 1,) int32 on the device, starting at 0."""
+    max_seqlen: int
+    cu_seqlens_k: Tensor
+    """Of the keys; the same tensor if no segment has a prefix."""
+    max_seqlen_k: int
+    key_index: Tensor | None = None
+    """(total_keys,) int64 on the device, tokens of the row that are its keys (`SharedKeys`); None: its own tokens."""
+
+    @classmethod
+    def of(cls, kernel: str, batch: PackedBatch, device: torch.device) -> RowLayer:
+        """Return the segments of a batch on a device."""
+        ends, longest, shared = batch.cu_seqlens.to(device), batch.bucketed_max_seqlen, batch.shared
+        if shared is None:
+            return cls(kernel, ends, longest, ends, longest)
+        keys = shared.map(lambda tensor: tensor.to(device))
+        longest_k = rounded_length(keys.max_seqlen_k)
+        return cls(kernel, ends, longest, keys.cu_seqlens_k, longest_k, keys.key_index)
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Attend over the whole row.
+
+        Raises:
+            ValueError: a dtype, dropout or softcap that the kernel does not support; names the fix.
+        """
+        attention, has_softcap = KERNELS[self.kernel]
+        _check_call(self.kernel, call, has_softcap)
+        width = -(-max(call.query.shape[-1], call.value.shape[-1]) // HEAD_ALIGNMENT) * HEAD_ALIGNMENT
+        tensors = [tensor[0].transpose(0, 1) for tensor in (call.query, call.key, call.value)]
+        # Zeros change no score, and no value before them.
+        padded = [F.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in tensors]
+        if torch.compiler.is_compiling():
+            # The kernel's results have the strides of its inputs, a graph expects rows one after the other. There the
+            # kernel that writes them (rotary embedding) writes them so; eager it would be a copy, and is not needed.
+            padded = [tensor.contiguous() for tensor in padded]
+        query, *keyed = padded
+        if self.key_index is not None:
+            keyed = [gather_keys(tensor, self.key_index) for tensor in keyed]
+        out, _ = attention(
+            query, *keyed, self.cu_seqlens, call.sinks, call.window or NO_WINDOW, call.scale, self.max_seqlen,
+            self.cu_seqlens_k, self.max_seqlen_k, call.softcap or NO_SOFTCAP,
+        )  # fmt: skip
+        return out[None, ..., : call.value.shape[-1]].contiguous()
+
+
+KERNELS: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], bool]] = {}
+"""By name of the backend: its operator, and whether it supports a softcap. Each backend's file adds its own."""
+
+
+def _check_call(name: str, call: AttentionCall, has_softcap: bool) -> None:
+    wrong_dtype = call.query.is_cuda and call.query.dtype not in FLASH_DTYPES
+    # The message is made only when it is needed: inside a graph its parts are symbols.
+    if wrong_dtype or call.dropout or (call.softcap is not None and not has_softcap):
+        what = f"dropout {call.dropout}" if call.dropout else f"softcap {call.softcap}"
+        what = str(call.query.dtype).replace("torch.", "dtype ") if wrong_dtype else what
+        raise ValueError(f"{name} has no {what}: set packed_attention='per_document' or 'sdpa'")
+
+
+def gather_keys(tensor: Tensor, index: Tensor, dim: int = 0) -> Tensor:
+    """Return the tokens of each key along `dim`, some more than once; their gradients are summed in fp32.
+
+    Of two copies, as a prompt of a pair has, any order gives the same sum; of more, the order on CUDA is that of atomic
+    additions unless `torch.use_deterministic_algorithms` is on.
+    """
+    exact = torch.promote_types(tensor.dtype, torch.float32)
+    return tensor.to(exact).index_select(dim, index).to(tensor.dtype)
+
+
+def fold_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp with the sinks, if there are any, in the denominator.
+
+    Args:
+        out: (tokens, heads, head_dim), of a kernel without sinks; overwritten.
+        lse: (heads, tokens), natural logarithm.
+        sinks: (heads,).
+    """
+    if sinks is None:
+        return out, lse
+    with_sink = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    out *= torch.exp(lse - with_sink).transpose(0, 1)[..., None].to(out.dtype)
+    return out, with_sink
+
+
+def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return ``-sum(exp(sink - lse') * rowsum(dout * out'))`` per head; an empty tensor if there are no sinks.
+
+    Args:
+        grad_out, out: (tokens, heads, head_dim), as `fold_sinks` returned it.
+        lse: (heads, tokens), as `fold_sinks` returned it.
+        sinks: (heads,).
+    """
+    if sinks is None:
+        return grad_out.new_empty(0)
+    delta = (grad_out.to(lse.dtype) * out).sum(-1).transpose(0, 1)
+    return -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum(1).to(sinks.dtype)
+
+
+def reason_for(kernel: str, features: ModelFeatures) -> str:
+    """Return what the report says: ``flash-attn-4, bfloat16, sm90; plain causal``."""
+    dtype = str(features.compute_dtype).removeprefix("torch.")
+    return f"{kernel}, {dtype}, sm{''.join(map(str, features.capability or ()))}; {described(features)}"
