@@ -6,10 +6,10 @@ from __future__ import annotations
 import argparse
 import math
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
-from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+from functools import partial, wraps
+from typing import Any, Literal, Self, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from transformers import TrainingArguments
 from trl import SFTConfig
@@ -18,9 +18,7 @@ from fastpack_trl.errors import did_you_mean, first_reason, shown
 from fastpack_trl.model.preflight import check_counts, check_recompute
 from fastpack_trl.report import disabled_by_environment
 
-PackedAttentionPath = Literal[
-    "auto", "varlen", "per_document", "padded_rows", "flash_attention_4", "xformers", "sdpa", "off",
-]  # fmt: skip
+PackedAttentionPath = Literal["auto", "varlen", "per_document", "flash_attention_4", "xformers", "sdpa", "off"]
 Switch = Literal["auto", "on", "off"]
 OnOff = Literal["off", "on"]
 SavesReport = Literal["on", "off"]
@@ -28,9 +26,18 @@ FrozenBase = Literal["as_loaded", "fp8"]
 ActivationMemory = Literal["auto", "keep", "selective", "checkpoint", "offload", "off"]
 CheckpointOffload = Literal["auto", "double_buffer", "single_buffer", "off"]
 PACKED_ATTENTION_CHOICES: tuple[str, ...] = get_args(PackedAttentionPath)
-DEFAULT_PADDED_ROWS_LIMIT = 4.0
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 REMOVED = {
+    **dict.fromkeys(
+        ("padded_rows_limit", "verify_packing(padded_rows_limit=)", "packed_attention(padded_rows_limit=)"),
+        ("0.2.0", "leave it out; documents that no attention keeps apart are padded one by one"),
+    ),
+    "packed_attention='padded_rows'": (
+        "0.2.0",
+        "set packed_attention='auto', which pads documents one by one if no attention keeps them apart",
+    ),
     "packing_order": ("0.2.0", "TRL's order of documents is used; leave it out"),
     "packed_attention='flex'": ("0.2.0", "set packed_attention='auto'"),
     **{
@@ -53,6 +60,17 @@ def refuse_removed(names: Iterable[str]) -> None:
     """Raise `ValueError` for the first of `names` that `REMOVED` lists."""
     if reason := first_reason(map(removal, names)):
         raise ValueError(reason)
+
+
+def refusing_removed(function: _Function) -> _Function:
+    """Let a public function refuse arguments that `REMOVED` lists as ``name(argument=)`` with their remedy."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        refuse_removed(f"{function.__name__}({name}=)" for name in kwargs)
+        return function(*args, **kwargs)
+
+    return cast("_Function", call)
 
 
 def normalise_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
@@ -123,11 +141,10 @@ class ModelSettings:
     packed_attention: PackedAttentionPath = choice(
         "auto",
         "How packed documents are kept apart: auto (the fastest that is right for the model), varlen (torch's flash "
-        "kernel: CUDA, bf16 or fp16), per_document (one attention call per document, any device), padded_rows "
-        "(documents unpacked into padded rows under stock attention), flash_attention_4 (flash-attn-4: Hopper and "
-        "later, where installed), xformers (where installed), sdpa (stock attention, its dense mask built once per "
-        "batch) or off (stock). No extra memory except for sdpa (total_tokens^2 bytes per window) and padded_rows "
-        "(padding, see padded_rows_limit).",
+        "kernel: CUDA, bf16 or fp16), per_document (one attention call per document, any device), "
+        "flash_attention_4 (flash-attn-4: Hopper and later, where installed), xformers (where installed), sdpa (stock "
+        "attention, its dense mask built once per batch) or off (stock). Only sdpa takes extra memory (total_tokens^2 "
+        "bytes per window).",
     )
     verify_packing: Switch = choice(
         "auto",
@@ -176,11 +193,6 @@ class ModelSettings:
         "Store frozen expert stacks in four bits (NF4), for LoRA: on or off. What is computed changes, as with QLoRA. "
         "About 0.53 bytes per weight, and one dense stack at a time while it is used. The model is loaded in its own "
         "dtype first. Needs bitsandbytes.",
-    )
-    padded_rows_limit: float = option(
-        DEFAULT_PADDED_ROWS_LIMIT,
-        "Highest accepted ratio (padded tokens computed / real tokens) when packed rows are unpacked into padded "
-        "rows; above it stock runs where it is proven right, else training stops with the remedy.",
     )
     activation_memory: ActivationMemory = choice(
         "auto",
@@ -236,11 +248,6 @@ class ModelSettings:
         if self.moe_quantize_experts == "on" and self.moe == "off":
             raise ValueError(
                 "moe_quantize_experts='on' needs moe='auto' or 'on': PEFT cannot train on four-bit experts"
-            )
-        self.padded_rows_limit = _number("padded_rows_limit", self.padded_rows_limit, "e.g. 4")
-        if not self.padded_rows_limit >= 1:
-            raise ValueError(
-                f"padded_rows_limit={self.padded_rows_limit} is below 1: it is padded tokens / real tokens, e.g. 4"
             )
         if self.activation_memory_gib is not None:
             self.activation_memory_gib = _number("activation_memory_gib", self.activation_memory_gib, "GiB, e.g. 24")

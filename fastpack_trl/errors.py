@@ -79,10 +79,6 @@ class NonFiniteError(ValueError):
     """A model computes NaN or infinity by itself, so that no proof is possible with it; names the parameter."""
 
 
-class UnsteadyError(ValueError):
-    """A model's own results differ from run to run in evaluation mode, so that no proof is possible with it."""
-
-
 def one_line(message: object) -> str:
     """Return the message without line breaks, cut after 600 characters."""
     text = " ".join(str(message).split())

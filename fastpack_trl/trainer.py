@@ -18,6 +18,7 @@ from fastpack_trl.model.preflight import bound, check_given
 from fastpack_trl.packing.batching import fast_view, is_stock_collator, packing_collator
 from fastpack_trl.packing.collator import unshared
 from fastpack_trl.packing.dataset import can_prepare_in_two_passes, prepare_in_two_passes
+from fastpack_trl.packing.documents import DocumentsCollator
 from fastpack_trl.packing.examples import check_label_column, check_not_empty
 from fastpack_trl.packing.packed_inputs import PackedInputs
 from fastpack_trl.run import Run
@@ -92,20 +93,24 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         return prepared
 
     def _get_dataloader(self, dataset: Any, description: str, *args: Any, **kwargs: Any) -> DataLoader[Any]:
-        if not self._fastpack_collates(dataset, kwargs.get("is_training", False), description):
+        training = kwargs.get("is_training", False)
+        if not self._fastpack_collates(dataset, training, description):
             return super()._get_dataloader(dataset, description, *args, **kwargs)
         stock: Any = self.data_collator
-        shares = self.fastpack_run.shares_prefixes and kwargs.get("is_training", False)
-        self.data_collator = packing_collator(self, share_prefixes=shares)
+        if self.fastpack_run.packs:
+            shares = self.fastpack_run.shares_prefixes and training
+            self.data_collator, dataset = packing_collator(self, share_prefixes=shares), fast_view(self, dataset)
+        else:
+            self.data_collator = DocumentsCollator(stock)
         try:
-            return super()._get_dataloader(fast_view(self, dataset), description, *args, **kwargs)
+            return super()._get_dataloader(dataset, description, *args, **kwargs)
         finally:
             self.data_collator = stock
 
     def _fastpack_collates(self, dataset: Any, is_training: bool, description: str) -> bool:
         """Return whether a loader gets our collator; evaluation that returns predictions keeps stock's shapes."""
         run = self.fastpack_run
-        if self._fastpack_disabled or not self._fastpack_entered or not run.packs:
+        if self._fastpack_disabled or not self._fastpack_entered or run.plan.kind == "stock":
             return False
         if not is_stock_collator(self.data_collator):  # set by the user during the run
             why = f"data_collator was replaced by {type(self.data_collator).__name__}"
@@ -114,7 +119,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
                 run.say("batches", "stock", "stock", why)
                 logger.warning(f"batches: stock ({why})")
             return False
-        if is_training or run.plan.kind == "packed":
+        if is_training or run.plan.kind != "padding_free":
             return True
         # The mean of the evaluation losses is over batches, so flattening changes no figure; a data set without a
         # length would be counted by the first dimension of its batches.

@@ -15,7 +15,6 @@ from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.config import _CHOICES, PACKED_ATTENTION_CHOICES, REMOVED, Settings
 from fastpack_trl.errors import UserError
 from fastpack_trl.recipe.arguments import parse
-from fastpack_trl.run import PADDED_ROWS
 from fastpack_trl.testing import tiny_model
 
 ROOT = Path(__file__).parents[1]
@@ -28,9 +27,6 @@ ROOT = Path(__file__).parents[1]
         ("lora", "nonsense", "lora='nonsense' is not available: use one of auto, on, off"),
         ("packed_attention", "varlne", "did you mean"),
         ("packed_attention", "flahs", r"packed_attention='flahs'.*use one of"),
-        ("padded_rows_limit", -3, r"padded_rows_limit=-3\.0 is below 1"),
-        ("padded_rows_limit", 0.5, r"padded_rows_limit=0\.5 is below 1"),
-        ("padded_rows_limit", "four", "padded_rows_limit='four' is not a number"),
         ("activation_memory_gib", 0, r"activation_memory_gib=0\.0 must be above 0"),
         ("offload_budget_gib", "much", "offload_budget_gib='much' is not a number"),
         ("keep_last_layers", -1, "keep_last_layers=-1 is no number of layers"),
@@ -50,13 +46,13 @@ def test_a_wrong_value_is_refused_also_if_it_was_set_on_a_config(
 @pytest.mark.parametrize("kind", [SFTConfig, FastSFTConfig])
 def test_a_value_that_was_set_on_a_config_is_normalised(kind: Any) -> None:
     config = kind(use_cpu=True)
-    config.sync_free, config.packed_attention, config.padded_rows_limit = False, "ON", "3"
+    config.sync_free, config.packed_attention, config.activation_memory_gib = False, "ON", "3"
     found = Settings.of(config)
-    assert (found.sync_free, found.packed_attention, found.padded_rows_limit) == ("off", "auto", 3.0)
+    assert (found.sync_free, found.packed_attention, found.activation_memory_gib) == ("off", "auto", 3.0)
 
 
 def test_every_backend_can_be_asked_for_and_nothing_else() -> None:
-    assert set(PACKED_ATTENTION_CHOICES) == {"auto", *BACKENDS, PADDED_ROWS, "off"}
+    assert set(PACKED_ATTENTION_CHOICES) == {"auto", *BACKENDS, "off"}
     assert len(set(PACKED_ATTENTION_CHOICES)) == len(PACKED_ATTENTION_CHOICES)
 
 

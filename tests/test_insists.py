@@ -48,8 +48,8 @@ class Case(NamedTuple):
     """What is done to the trainer before `train()`; not before it evaluates."""
 
 
-def shard(trainer: Any) -> None:
-    trainer.is_fsdp_enabled = True
+def spoil(trainer: Any) -> None:
+    next(iter(trainer.model.parameters())).data[0] = float("nan")
 
 
 def collate(trainer: Any) -> None:
@@ -63,13 +63,13 @@ CONTRADICTED = Case("gradient_checkpointing=False", options=KEEPS_ALL, contradic
 CASES: dict[tuple[str, str], Case] = {
     **{("packed_attention", name): Case(CONSTRUCTED) for name in
        ("varlen", "xformers", "flash_attention_4")},
-    **{("packed_attention", name): COLLATED for name in ("per_document", "padded_rows", "sdpa")},
-    ("verify_packing", "on"): Case("parameters are sharded when training starts", late=shard),
+    **{("packed_attention", name): COLLATED for name in ("per_document", "sdpa")},
+    ("verify_packing", "on"): Case("has non-finite values", late=spoil),
     ("lora", "on"): Case("the model has no LoRA layers"),
     ("cache_dequantized", "on"): Case("no LoRA layer is fast"),
     ("frozen_base", "fp8"): Case("the model has no LoRA layers"),
     ("moe", "on"): Case("the model has no experts"),
-    ("layer_compile", "on"): Case("padded_rows has another shape", fast={"packed_attention": "padded_rows"}),
+    ("layer_compile", "on"): Case("per_document calls a kernel per document"),
     ("cuda_graph", "on"): Case("the model is on cpu"),
     ("moe_quantize_experts", "on"): Case("has no expert stacks"),
     ("sync_free", "on"): Case("compute_loss_func needs the full logits", given={"compute_loss_func": summed}),
@@ -101,7 +101,7 @@ def make(folder: Path, case: Case, **fast: Any) -> FastSFTTrainer:
     given = {"eval_dataset": make_dataset("text", 2)} | case.given
     model = given.pop("model", lambda: tiny_model("llama"))()
     options = {"packing": True, "max_steps": 1, "eval_strategy": "no", **case.options}
-    fast = {"padded_rows_limit": 50} | case.fast | fast
+    fast = case.fast | fast
     return build(FastSFTTrainer, folder, model=model, fast=fast, trainer=given, **options)
 
 

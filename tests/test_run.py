@@ -81,27 +81,6 @@ def test_attention_is_chosen_again_where_its_setting_was_changed(
             trainer.train()
 
 
-def test_padded_rows_are_weighed_again_where_their_limit_was_changed(tmp_path: Path) -> None:
-    trainer = make(tmp_path, packed_attention="padded_rows", padded_rows_limit=40)
-    trainer.args.padded_rows_limit = 1
-    for _ in range(2):
-        with pytest.raises(ValueError, match="over padded_rows_limit=1 "):
-            trainer.train()
-    trainer.args.packed_attention = "sdpa"
-    trainer.train()
-    assert trainer.fastpack_run.choice.path == "sdpa"
-    trainer.args.packed_attention, trainer.args.padded_rows_limit = "padded_rows", 1
-    with pytest.raises(ValueError, match="over padded_rows_limit=1 "):
-        trainer.train()
-    trainer.args.packed_attention = "sdpa"
-    trainer.train()
-    assert trainer.fastpack_run.choice.path == "sdpa", "not the choice that was refused"
-    trainer.args.packed_attention = "padded_rows"
-    trainer.args.padded_rows_limit = "50"
-    trainer.train()
-    assert "padded_rows_limit 50" in trainer.fastpack_report.facts["padded tokens per token"]
-
-
 def test_a_feature_that_is_off_misses_no_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

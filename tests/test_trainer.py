@@ -168,13 +168,15 @@ def test_gpt_oss_packs_without_the_leak_of_stock(tmp_path: Path) -> None:
     assert packed.fastpack_proof.proven
 
 
-def test_padded_rows_where_nothing_faster_is_right(tmp_path: Path) -> None:
-    ours = train(FastSFTTrainer, tmp_path, family="bloom", packing=True, max_steps=2, fast={"padded_rows_limit": 9})
-    line = ours.fastpack_report["packed_attention"]
-    assert (line.status, line.path) == ("on", "padded_rows")
-    assert "up to" in ours.fastpack_report.facts["padded tokens per token"]
-    with pytest.raises(ValueError, match=r"padded tokens per real token.*raise padded_rows_limit"):
-        train(FastSFTTrainer, tmp_path, family="bloom", packing=True, fast={"padded_rows_limit": 1})
+@pytest.mark.parametrize("family", ["stablelm", "nemotron", "bloom", "llama4_text"])
+def test_documents_are_padded_one_by_one_where_no_attention_keeps_them_apart(family: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"family": family, "packing": True, "gradient_accumulation_steps": 2}
+    ours = train(FastSFTTrainer, tmp_path / "ours", **options)
+    report = ours.fastpack_report
+    assert (report["packed_attention"].status, report["batches"].path) == ("stock", "documents")
+    assert report.facts["padded tokens per token"].startswith("up to ")
+    if family in ("stablelm", "nemotron"):  # stock's own rows are right
+        assert_same_log(ours, train(SFTTrainer, tmp_path / "stock", **options))
 
 
 def _model_state(model: Any) -> dict[str, Any]:
@@ -380,13 +382,6 @@ def test_data_that_only_stock_can_train_on_is_left_to_it(tmp_path: Path) -> None
         trainer.predict(make_dataset("text"))
 
 
-def test_where_stock_packs_right_the_limit_of_padded_rows_takes_nothing_away(tmp_path: Path) -> None:
-    ours = train(FastSFTTrainer, tmp_path, family="stablelm", packing=True, fast={"padded_rows_limit": 1})
-    line = ours.fastpack_report["packed_attention"]
-    assert line.status == "stock"
-    assert "stock keeps this model's documents apart, proven" in line.reason
-
-
 def test_lengths_of_a_row_are_read_only_where_stock_reads_them(tmp_path: Path) -> None:
     """Without packing, stock takes a row as one document, whatever a column `seq_lengths` says."""
     rows = Dataset.from_dict({"input_ids": [list(range(3, 43))] * 8, "seq_lengths": [[20, 20]] * 8})
@@ -455,16 +450,11 @@ def test_a_failed_proof_names_the_remedy(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(PerDocument, "prepare", leaking)
     for module in (feature, seam):  # it passes its trial, and leaks in the model
         monkeypatch.setattr(module, "failure", lambda *_: "")
-    ours = train(FastSFTTrainer, tmp_path, packing=True, fast={"padded_rows_limit": 9})
-    line = ours.fastpack_report["packed_attention"]
-    assert line.path == "padded_rows"
-    assert "failed its proof" in line.reason
-    assert ours.fastpack_proof is not None
-    assert ours.fastpack_proof.path == "padded_rows"
-    assert ours.fastpack_run.choice.path == "padded_rows", (
-        "an evaluation after training must not take the path that failed"
-    )
-    with pytest.raises(PackingError, match=r"LEAK.*set packed_attention='padded_rows'"):
+    ours = train(FastSFTTrainer, tmp_path / "ours", packing=True)
+    assert "failed its proof" in ours.fastpack_report["packed_attention"].reason
+    assert ours.fastpack_run.plan.kind == "documents", "an evaluation after training must not take the path that failed"
+    assert_same_log(ours, train(SFTTrainer, tmp_path / "stock", packing=True))
+    with pytest.raises(PackingError, match=r"LEAK.*set packing=False"):
         train(FastSFTTrainer, tmp_path, packing=True, fast={"packed_attention": "per_document"})
 
 

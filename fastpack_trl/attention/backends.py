@@ -21,8 +21,9 @@ from fastpack_trl.attention.interface import AttentionCall, Backend
 from fastpack_trl.attention.reference import band_mask, document_attention
 from fastpack_trl.config import refuse_removed
 from fastpack_trl.model.facts import UNREADABLE, ModelFeatures
+from fastpack_trl.packing.documents import PADDED_DOCUMENTS
 from fastpack_trl.packing.packed_batch import PackedBatch
-from fastpack_trl.run import PADDED_ROWS, Choice
+from fastpack_trl.run import Choice
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ def choose(
     """Choose the path for a model.
 
     Args:
-        requested: ``auto``, ``off``, ``padded_rows`` or the name of a backend.
+        requested: ``auto``, ``off`` or the name of a backend.
         stock_requested: an `attn_implementation` that the user asked for by name. One of `ORDINARY` says how batches
             that are not packed run; ``auto`` leaves packed rows to any other, which has a kernel for them.
         attempt: returns why a backend that should be right fails on this machine, or ``""`` (`failure`); None: untried.
@@ -76,14 +77,11 @@ def choose(
 
     if requested == "off":
         return Choice("off", "switched off")
-    if requested == PADDED_ROWS:
-        return Choice(PADDED_ROWS, "asked for")
     if requested != "auto":
         if requested not in BACKENDS:
             refuse_removed([f"packed_attention={requested!r}"])
             raise ValueError(
-                f"packed_attention={requested!r} does not exist: use one of auto, {', '.join(BACKENDS)}, "
-                f"{PADDED_ROWS}, off"
+                f"packed_attention={requested!r} does not exist: use one of auto, {', '.join(BACKENDS)}, off"
             )
         backend = BACKENDS[requested]
         if refusal := refused(backend):
@@ -102,7 +100,7 @@ def choose(
         if not refusal:
             return _choice(backend, features, backend.reason(features), *asked, *refusals)
         refusals.append(refusal)
-    return Choice(PADDED_ROWS, "; ".join([refusals[-1], *asked]))
+    return Choice(PADDED_DOCUMENTS, "; ".join([refusals[-1], *asked]))
 
 
 def failure(backend: Backend, features: ModelFeatures) -> str:
@@ -139,13 +137,17 @@ def _try(backend: Backend, features: ModelFeatures) -> str:
     lengths = _SHORT if window is None else (window + _PAST, max(1, min(_SHORT[1], window - 1)))
     heads, kv_heads = features.num_heads, features.kv_heads or features.num_heads
     generator = torch.Generator().manual_seed(0)
-    shapes = [(1, count, sum(lengths), features.head_dim) for count in (heads, kv_heads, kv_heads)]
+    shapes: list[tuple[int, ...]] = [
+        (1, count, sum(lengths), features.head_dim) for count in (heads, kv_heads, kv_heads)
+    ]
     shapes += [(heads,)] * features.sinks
     leaves = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
     batch, scale = PackedBatch.from_lengths(lengths).to(device), features.head_dim**-0.5
     sinks, softcap = leaves[3] if features.sinks else None, 30.0 if features.softcap else None
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        out = backend.prepare(batch, features, device).attend(AttentionCall(*leaves[:3], scale, window, sinks, softcap))
+        query, key, value = leaves[:3]
+        call = AttentionCall(query, key, value, scale, window, sinks, softcap)
+        out = backend.prepare(batch, features, device).attend(call)
         for start, end in pairwise((0, lengths[0], sum(lengths))):
             gradients = torch.autograd.grad(out[:, end - 1].float().sum(), leaves, retain_graph=True)
             if not all(bool(torch.isfinite(result).all()) for result in (out, *gradients)):
@@ -167,8 +169,8 @@ def _in_fp32(
     leaves: list[Tensor], lengths: tuple[int, ...], window: int | None, scale: float, softcap: float | None
 ) -> Tensor:
     """Compute the same attention in plain torch: (1, total_tokens, num_heads, head_dim)."""
-    outs = []
+    outs, sinks = [], leaves[3] if len(leaves) > 3 else None
     for query, key, value in zip(*(tensor.split(lengths, dim=2) for tensor in leaves[:3]), strict=True):
         mask = band_mask(query.shape[2], window or query.shape[2], query.device)
-        outs.append(document_attention(query, key, value, mask, scale, *(leaves[3:] or [None]), softcap)[0])
+        outs.append(document_attention(query, key, value, mask, scale, sinks, softcap)[0])
     return torch.cat(outs, dim=2).transpose(1, 2)

@@ -15,13 +15,14 @@ from datasets import Dataset
 from fastpack_trl.attention import install
 from fastpack_trl.attention.backends import BACKENDS, choose, failure
 from fastpack_trl.attention.install import PackedAttention
-from fastpack_trl.attention.start_proof import is_examined, prove, prove_stock, stock_is_right, tell_stock_error
+from fastpack_trl.attention.start_proof import is_examined, prove, prove_stock, tell_stock_error
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.facts import asked_for, attention_modules, read_features
 from fastpack_trl.packing.batching import BatchPlan, vocabulary
 from fastpack_trl.packing.dataset import check_vocabulary, highest_padding_cost, is_token_lists
+from fastpack_trl.packing.documents import PADDED_DOCUMENTS
 from fastpack_trl.report import Status
-from fastpack_trl.run import PADDED_ROWS, Choice, Run
+from fastpack_trl.run import Choice, Run
 
 logger = get_logger(__name__)
 
@@ -30,7 +31,6 @@ class _Asked(NamedTuple):
     """The settings for which a run has chosen its attention."""
 
     packed_attention: str
-    padded_rows_limit: float
     by_name: bool
     """As for `choose_attention`."""
 
@@ -41,7 +41,7 @@ def choose_attention(run: Run, *, by_name: bool) -> None:
     Raises:
         ValueError: what was asked for would be wrong for the model; names the remedy.
     """
-    run.keep(_Asked("", 0, by_name))  # where this fails, the next start chooses again
+    run.keep(_Asked("", by_name))  # where this fails, the next start chooses again
     keywords = run.args.model_init_kwargs or {}
     features = read_features(run.model, run.compute_dtype)
     run.choice = choose(
@@ -52,7 +52,7 @@ def choose_attention(run: Run, *, by_name: bool) -> None:
         elements=_tokens_of(run) * features.num_heads * features.head_dim * len(list(attention_modules(run.model))),
     )
     plan_rows(run)
-    run.keep(_Asked(run.settings.packed_attention, run.settings.padded_rows_limit, by_name))
+    run.keep(_Asked(run.settings.packed_attention, by_name))
 
 
 def _tokens_of(run: Run) -> float:
@@ -66,34 +66,17 @@ def _tokens_of(run: Run) -> float:
 
 
 def plan_rows(run: Run, plan: BatchPlan | None = None) -> None:
-    """Plan the batches of a run for its attention path, or take the `plan` that all processes have agreed on.
-
-    Padded rows that cost too much are not taken.
-
-    Raises:
-        ValueError: padded rows would cost more than ``padded_rows_limit``, and nothing else is right.
-    """
+    """Plan the batches of a run for its attention path, or take the `plan` that all processes have agreed on."""
     run.plan = plan or _plan(run)
     _tell(run)
     run.say("batches", "on" if run.packs else "stock", run.plan.kind.replace("_", "-"), run.plan.reason)
     if run.counts_documents:
         unknown = {"truncated tokens": "unknown (streamed or prepared elsewhere)"}
         run.report.facts |= unknown if run.facts is None else run.facts.lines(run.args.max_length)
-    dataset, limit = run.trainer.train_dataset, run.settings.padded_rows_limit
-    if run.attention_path != PADDED_ROWS or not isinstance(dataset, Dataset):
-        return
-    cost = highest_padding_cost(dataset, run.args.per_device_train_batch_size, run.args.seed)
-    run.report.facts["padded tokens per token"] = f"up to {cost:.2f} (padded_rows_limit {limit:g})"
-    if cost <= limit:
-        return
-    over = f"{PADDED_ROWS} would compute up to {cost:.1f} padded tokens per real token, over "
-    over += f"padded_rows_limit={limit:g} ({run.choice.reason})"
-    if run.settings.packed_attention != "auto" or not stock_is_right(run.model):
-        raise ValueError(
-            f"{over}: train with packing=False, pack documents of similar length, or raise padded_rows_limit"
-        )
-    run.choice = Choice("off", f"{over}; stock keeps this model's documents apart, proven")
-    plan_rows(run)
+    dataset = run.trainer.train_dataset
+    if run.plan.kind == "documents" and isinstance(dataset, Dataset):
+        cost = highest_padding_cost(dataset, run.args.per_device_train_batch_size, run.args.seed)
+        run.report.facts["padded tokens per token"] = f"up to {cost:.2f}"
 
 
 def _tell(run: Run) -> None:
@@ -104,6 +87,8 @@ def _tell(run: Run) -> None:
     elif choice.path == "off":
         status: Status = "off" if run.settings.packed_attention == "off" else "stock"
         run.say("packed_attention", status, "stock", choice.reason)
+    elif choice.path == PADDED_DOCUMENTS:
+        run.say("packed_attention", "stock", "stock", choice.reason)
     else:
         run.say("packed_attention", "off", "stock", run.plan.reason, holds=not run.trainer.padding_free)
 
@@ -122,13 +107,13 @@ def plan_rows_again(run: Run) -> None:
     Raises:
         ValueError: as `choose_attention`.
     """
-    asked, settings = run.part(_Asked), run.settings
+    asked = run.part(_Asked)
     assert asked is not None
     own = run.plan
 
     def why_stock() -> str:
         nonlocal own
-        if asked[:2] != (settings.packed_attention, settings.padded_rows_limit):
+        if asked.packed_attention != run.settings.packed_attention:
             choose_attention(run, by_name=asked.by_name)
             logger.warning(f"packed_attention: {run.choice.path} ({run.choice.reason})")
         own = _plan(run)
@@ -149,17 +134,17 @@ def install_attention(run: Run) -> Iterator[None]:
     with ExitStack() as stack:
         if run.packs:
             _install(run, stack)
-        elif run.training and run.trainer.padding_free:
-            prove_stock(run, stack)
+        elif run.training and run.trainer.padding_free and run.plan.kind != "documents":
+            prove_stock(run)
         elif run.training:
             run.say("verify_packing", "off", "not run", "a row is one document", holds=True)
         yield
 
 
 def _install(run: Run, stack: ExitStack) -> None:
-    """Install the chosen path; where ``auto`` chose it and the proof fails, padded rows take over, named.
+    """Install the chosen path; where nothing shows that it is right, TRL pads: each document of a packed row, or rows.
 
-    Rows that stock pads, and nobody asked to pack, stay stock's where nothing is proven.
+    What was chosen by name stops instead.
     """
     dataset = run.trainer.train_dataset
     if run.training and isinstance(dataset, Dataset) and is_token_lists(dataset, ("input_ids",)):
@@ -168,51 +153,34 @@ def _install(run: Run, stack: ExitStack) -> None:
         tell_stock_error(run)
     attempt = stack.enter_context(ExitStack())
     attention = attempt.enter_context(_installed(run))
-    unasked = run.plan.kind == "padding_free"
-    if not run.training and (is_examined(run) or run.is_fsdp2):
-        if unasked and not is_examined(run) and run.settings.verify_packing != "off":
-            attempt.close()  # until `train` has parted the parameters, on which the proof runs
-            plan_rows(run, BatchPlan("stock", "nothing is proven before train() has parted the parameters"))
+    if not run.training and is_examined(run):
         return
+    unasked = run.plan.kind == "padding_free"
 
     def why_not() -> str:
         try:
-            unproven = prove(run, attention, stack)
+            unproven = prove(run, attention)
         except PackingError as error:
-            insists = run.settings.packed_attention != "auto" or run.choice.path == PADDED_ROWS
-            if insists and (run.training or not unasked):
+            if run.settings.packed_attention != "auto" and (run.training or not unasked):
                 raise
             run.say("verify_packing", "on", "proof", str(error))
             return f"{run.choice.path} failed its proof: {error}"
-        return f"rows without padding are not proven: {unproven}" if unproven and unasked else ""
+        return unproven and f"rows without padding are not proven: {unproven}"
 
     failed = run.ranks.first_reason(why_not)
     if not failed:
         return
     attempt.close()
-    run.choice = replace(run.choice, unproven=failed) if unasked else Choice(PADDED_ROWS, failed)
+    run.choice = replace(run.choice, unproven=failed) if unasked else Choice(PADDED_DOCUMENTS, failed)
     plan_rows(run)
-    if run.packs:
-        prove(run, stack.enter_context(_installed(run)), stack)
-    else:
-        logger.warning(f"batches: stock ({failed})")
+    logger.warning(f"batches: {run.plan.kind} ({failed})")
 
 
 @contextmanager
 def _installed(run: Run) -> Iterator[PackedAttention]:
-    # A prepared data set was measured as a whole: no batch of it stops a run that is under way.
-    measured = isinstance(run.trainer.train_dataset, Dataset)
-    with install.packed_attention(
-        run.model,
-        run.choice.path,
-        padded_rows_limit=float("inf") if measured else run.settings.padded_rows_limit,
-        compute_dtype=run.compute_dtype,
-    ) as attention:
+    with install.packed_attention(run.model, run.choice.path, compute_dtype=run.compute_dtype) as attention:
         attention.batch_check.tell = partial(run.report.remark, "packed_attention")
-        backend = BACKENDS.get(attention.path)
-        if backend is None:
-            yield attention
-            return
+        backend = BACKENDS[attention.path]
         before, run.refuses_static = run.refuses_static, partial(backend.refuses_static, features=attention.features)
         try:
             with run.keeping(attention):  # for `why_not_shared`

@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from fastpack_trl.attention.backends import BACKENDS, choose, failure
 from fastpack_trl.attention.batch_check import BatchCheck
 from fastpack_trl.attention.interface import AttentionCall, Backend, PackedLayer, shared_refusal
-from fastpack_trl.attention.padded_rows import DEFAULT_LIMIT, padded_rows
+from fastpack_trl.config import refusing_removed
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.facts import (
     KINDS,
@@ -36,9 +36,10 @@ from fastpack_trl.model.facts import (
 from fastpack_trl.model.patches import patch_attribute, shared
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.chunks import chunks_of
+from fastpack_trl.packing.documents import PADDED_DOCUMENTS
 from fastpack_trl.recurrent import fla
 from fastpack_trl.recurrent.seams import KEYWORD, recurrent_layers
-from fastpack_trl.run import PADDED_ROWS, Choice
+from fastpack_trl.run import Choice
 
 
 class PackedAttention:
@@ -64,12 +65,12 @@ class PackedAttention:
         return f"PackedAttention(path={self.path!r}, reason={self.choice.reason!r})"
 
 
+@refusing_removed
 @contextlib.contextmanager
 def packed_attention(
     model: nn.Module,
     implementation: str = "auto",
     *,
-    padded_rows_limit: float = DEFAULT_LIMIT,
     stock_requested: str | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> Iterator[PackedAttention]:
@@ -89,7 +90,6 @@ def packed_attention(
     Args:
         model: a transformers causal language model, plain or inside PEFT.
         implementation: a value of `FastSFTConfig.packed_attention`: ``auto``, ``varlen``, ``per_document``, ...
-        padded_rows_limit: highest ratio of padded to real tokens that ``padded_rows`` accepts for a batch.
         stock_requested: the `attn_implementation` that the user asked for by name, which ``auto`` respects.
         compute_dtype: the autocast dtype of the run (``torch.bfloat16`` under ``bf16=True``); default: the weights'.
 
@@ -100,11 +100,12 @@ def packed_attention(
     features = read_features(model, compute_dtype)
     choice = choose(implementation, features, stock_requested=stock_requested, attempt=failure)
     handle = PackedAttention(choice, features)
-    with contextlib.ExitStack() as stack:
-        if handle.path == PADDED_ROWS:
-            stack.enter_context(padded_rows(model, padded_rows_limit, handle.batch_check))
-        elif handle.path in BACKENDS:
-            stack.enter_context(backend_installed(model, handle))
+    if handle.path == PADDED_DOCUMENTS:
+        raise ValueError(
+            f"no packed attention keeps the documents of this {features.model_type} apart: {choice.reason}; train with "
+            "packing=False, or with FastSFTTrainer, which pads each document by itself"
+        )
+    with backend_installed(model, handle) if handle.path in BACKENDS else contextlib.nullcontext():
         yield handle
 
 
@@ -129,7 +130,7 @@ def _switch(base: Any, features: ModelFeatures) -> Iterator[None]:
     if stock not in OVER:
         raise ValueError(
             f"attn_implementation={stock!r} cannot be replaced: load the model with attn_implementation='sdpa', or "
-            f"set packed_attention='{PADDED_ROWS}' or 'off'"
+            "set packed_attention='off'"
         )
     name = OVER[stock]
     text = base.config.get_text_config()
@@ -145,7 +146,7 @@ def _switch(base: Any, features: ModelFeatures) -> Iterator[None]:
         base.set_attn_implementation(name if key is None else {key: name})
         if text._attn_implementation != name:  # falcon, bloom and xglm only log a warning
             raise ValueError(
-                f"{features.model_type} ignored the switch of its attention: set packed_attention='{PADDED_ROWS}'"
+                f"{features.model_type} ignored the switch of its attention: set packing=False, packed_attention='off'"
             )
         yield
 
@@ -223,7 +224,7 @@ class _Prepare:
             raise PackingError(
                 f"attn_implementation was set to {self.config._attn_implementation!r} in the middle of a run whose "
                 "rows hold several documents, with and without packing=True: set it before the run, or set "
-                f"packed_attention='{PADDED_ROWS}' with packing=True, 'off' without"
+                "packed_attention='off'"
             )
         if batch.is_static and (reason := self.backend.refuses_static(Bucket.of(batch), self.features)):
             raise PackingError(f"a static batch cannot run: {reason}; give the model the plain batch")
@@ -234,8 +235,8 @@ class _Prepare:
             if bool((kwargs[name] > 0).any()):  # asks the device, in rows with such ids
                 raise PackingError(
                     f"{name} of {self.features.model_type} says which tokens see each other in both directions (those "
-                    f"of an image), and packed_attention={self.backend.name!r} would make them causal: set "
-                    f"packed_attention='{PADDED_ROWS}', or train such data with packing=False"
+                    f"of an image), and packed_attention={self.backend.name!r} would make them causal: train such data "
+                    "with packing=False and packed_attention='off'"
                 )
         device = batch.device  # where the data loader put the batch; parameters may be offloaded
         kwargs["packed_layer"] = self.backend.layer(batch, self.features, device)
@@ -261,7 +262,7 @@ def _attention(
         if attention_mask is not None and attention_mask.shape == (1, 1, 1, 1) and query.shape[2] > 1:
             raise PackingError(
                 f"{type(module).__name__} was not given the packed metadata: its layers drop keywords; set "
-                f"packed_attention='{PADDED_ROWS}'"
+                "packing=False and packed_attention='off'"
             )
         return stock_attention(module, stock)(module, query, key, value, attention_mask, *args, **kwargs)
     expected = query.shape[2] if packed_tokens is None else packed_tokens
@@ -271,7 +272,7 @@ def _attention(
             f"{type(module).__name__} attends with {query.shape[2]} queries over {key.shape[2]} keys and "
             f"{value.shape[2]} values, and the documents of its row (cu_seqlens) end at {expected}: every token has to "
             "be there in all layers; leave out what cuts rows inside of the model (logits_to_keep, where layers share "
-            f"keys), or set packed_attention='{PADDED_ROWS}'"
+            "keys), or set packing=False and packed_attention='off'"
         )
     return _packed(module, query, key, value, packed_layer, **kwargs), None
 

@@ -1,11 +1,12 @@
-"""The few tokens on which a proof runs a model: documents of a packed row, and each of them by itself."""
+"""The few tokens on which a packing check runs a model: the documents of a packed row, and each of them by itself."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -15,39 +16,57 @@ from fastpack_trl.attention.dense import stock_error
 from fastpack_trl.attention.install import PackedAttention
 from fastpack_trl.model import facts
 from fastpack_trl.model.patches import patch_attribute
-from fastpack_trl.model.sharded import embed, embeddings_put_in, embeddings_take_gradients, fsdp_modules, head_sees_last
+from fastpack_trl.model.sharded import head_sees_last
 from fastpack_trl.packing.chunks import CHUNK
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
+from fastpack_trl.packing.prefixes import SharedRow, packed_batch
 
 DEFAULT_LENGTHS = (9, 1, 14, 6)
 """Tokens per document: unequal, one of a single token, one longer than both of its neighbours."""
+SHARED_LENGTHS = (7, 6, 1, 5, 4, 9)
+SHARED_PARENTS = (-1, 0, 0, 0, 3, -1)
+"""A prefix with three branches, one of them a single token and one that goes on, and a document beside them."""
 LARGEST_WINDOW = {"cpu": 512, "cuda": 1024}
 """Per device: the largest window or chunk, in tokens, that a document of the probe exceeds."""
 PAST = 16
-"""Tokens of that document past the window; of its logits only theirs are made."""
+"""Tokens of that document past the window."""
 
 _OVER_CHUNKS = 2 * CHUNK + PAST  # tokens of a document whose state goes through a chunk
 _NEIGHBOURS = (9, 6)  # documents before and after it
 _LAST_PREDICTS_NOTHING = 1
-# What a probe past a window may cost, above which the window stays unexercised: operations, and bytes of logits.
 _MOST_OPERATIONS = {"cpu": 5e12, "cuda": 5e14}
-_MOST_LOGITS = 2**30
+"""Cost of a probe past a window above which the window stays unexercised."""
 
 Reach = dict[tuple[str, int], int]
 """Tokens that a query sees, itself included, by the name of the layer and the index of the query."""
 
 
-class Probe:
-    """One packed row of random tokens.
+class Passed(NamedTuple):
+    """A forward pass of a model: the embeddings that it began with, and the hidden states of its backbone."""
 
-    A model that FSDP 2 has sharded is run as a whole, in every process; its embeddings are put in by a hook.
+    embeddings: Tensor
+    """(1, tokens, hidden), a leaf with a gradient."""
+    hidden: Tensor
+    """(tokens, hidden), or the logits of a model without a backbone inside."""
+
+
+class Probe:
+    """One packed row of random tokens, whose segments may go on from each other.
+
+    The whole model runs, in every process if FSDP 2 has sharded it, with its head over one token. It is given token
+    ids: some families read them beside the embeddings.
 
     Args:
-        attention: what `packed_attention` yielded for it.
+        attention: what `packed_attention` yielded for the model.
+        lengths: tokens of each segment.
+        parents: the segment that each one goes on from, -1 for none; None: segments are whole documents.
     """
 
-    def __init__(self, model: nn.Module, attention: PackedAttention, lengths: tuple[int, ...], seed: int) -> None:
-        self.model, self.attention, self.lengths = model, attention, lengths
+    def __init__(
+        self, model: nn.Module, attention: PackedAttention, lengths: Sequence[int], seed: int,
+        parents: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        self.model, self.attention, self.lengths = model, attention, tuple(lengths)
         device = next(iter(model.parameters())).device
         sizes = (getattr(text_config(model), name, None) for name in ("vocab_size", "vocab_size_per_layer_input"))
         vocabulary = min(int(size) for size in sizes if size)
@@ -57,119 +76,89 @@ class Probe:
         if padding is not None:
             ids[ids == padding] = (padding + 1) % vocabulary
         self.ids = ids.to(device)
-        self.documents = self.ids[0].split(lengths)
-        self.batch = PackedBatch.from_lengths(lengths).to(device)
+        own = torch.arange(sum(lengths)).split(self.lengths)
+        self.parents = tuple(parents or (-1,) * len(own))
+        self.paths: list[Tensor] = []
+        """For each segment the tokens of the row from the beginning of its document to its own end."""
+        for tokens, parent in zip(own, self.parents, strict=True):
+            self.paths.append(tokens if parent < 0 else torch.cat([self.paths[parent], tokens]))
+        self.batch = (self._shared_batch() if parents else PackedBatch.from_lengths(self.lengths)).to(device)
         self.packed_keywords = to_transformers_kwargs(self.batch)
         if attention.path != "off":
             self.packed_keywords["packed_batch"] = self.batch
 
-    def embed(self, ids: Tensor) -> Tensor:
-        """Return embeddings as a leaf that takes a gradient, for every comparison.
+    def _shared_batch(self) -> PackedBatch:
+        lengths, tokens = np.array(self.lengths), np.arange(sum(self.lengths))
+        before = np.array([len(path) for path in self.paths]) - lengths
+        return packed_batch(SharedRow(lengths, before, torch.cat(self.paths).numpy(), tokens, tokens))
 
-        On the CPU bitsandbytes re-packs 4-bit weights for good in an evaluation forward whose input takes none, and
-        training then runs a kernel without a backward (bitsandbytes 0.50, `Linear4bit.forward`).
-        """
-        if fsdp_modules(self.model):
-            return embed(self.model, ids).requires_grad_()
-        embedding: Any = facts.text_model(self.model).get_input_embeddings()
-        embeddings: Tensor = embedding(ids).detach().requires_grad_()
-        return embeddings
+    def packed(self) -> Passed:
+        """Run the packed row."""
+        try:
+            return self._run(self.ids, **self.packed_keywords)
+        finally:
+            self.batch.clear_derived()
 
-    def packed(self, leaf: Tensor, last: int) -> Tensor:
-        """Return logits of the `last` tokens of the packed row, (last, vocabulary)."""
-        return self._logits(self.ids, leaf, last, **self.packed_keywords)
-
-    def separate(self, document: int, last: int) -> Tensor:
-        """Return those of one document by itself, detached: without `packed_batch` the model runs stock's attention."""
-        ids = self.documents[document][None]
+    def separate(self, segment: int) -> Tensor:
+        """Return the hidden states of one document by itself, (tokens, hidden): without `packed_batch`, TRL's way."""
         with self._right_stock():
-            return self._logits(ids, self.embed(ids), last).detach()
+            return self._run(self.ids[:, self.paths[segment].to(self.ids.device)]).hidden.detach()
 
     def _right_stock(self) -> AbstractContextManager[None]:
-        """Compare a path of ours with the model's own function if stock's attention computes another one."""
+        """Compare with the model's own function if stock's attention computes another one."""
         if self.attention.path not in BACKENDS or not stock_error(self.attention.features):
             return nullcontext()
         return patch_attribute(text_config(self.model), "_attn_implementation_internal", "eager")
 
-    def by_ids(self, ids: Tensor, *, packed: bool) -> Tensor:
-        """Return logits of `ids`, given as a batch gives them: of the packed row, or of one document; detached."""
-        kwargs = self.packed_keywords if packed else {}
-        stock = nullcontext() if packed else self._right_stock()
-        with stock, torch.enable_grad(), embeddings_take_gradients(self.model):  # see `embed`
-            return self._run(ids.shape[1], input_ids=ids, **kwargs).detach()
+    def _run(self, ids: Tensor, **kwargs: Any) -> Passed:
+        found: dict[str, Tensor] = {}
 
-    def _logits(self, ids: Tensor, leaf: Tensor, last: int, **kwargs: Any) -> Tensor:
-        with torch.enable_grad(), ExitStack() as stack:
-            if fsdp_modules(self.model):
-                stack.enter_context(embeddings_put_in(self.model, leaf))
-                kwargs["input_ids"] = torch.zeros_like(ids)
-            else:
-                # Some families scale their embeddings in place.
-                kwargs |= {"inputs_embeds": leaf.clone(), **facts.beside_embeddings(self.model, ids)}
-            return self._run(last, **kwargs)
+        def begin(_module: Any, _args: Any, output: Tensor) -> Tensor:
+            # The input takes a gradient in every comparison: on the CPU bitsandbytes re-packs 4-bit weights for good in
+            # a forward without one, and training then runs a kernel without a backward (0.50, `Linear4bit.forward`).
+            found["embeddings"] = output.detach().requires_grad_()
+            return found["embeddings"].clone()  # some families scale their embeddings in place
 
-    def _run(self, last: int, **kwargs: Any) -> Tensor:
-        """Return logits of the last tokens; of a classifier, which has none, the products with its embedding."""
-        if facts.text_model(self.model).can_generate():
-            # Prompt learning puts its virtual tokens before each row, whose outputs PEFT returns too.
-            few = ExitStack() if facts.is_prompt_learning(self.model) else head_sees_last(self.model, last)
-            with few:
-                logits: Tensor = self.model(use_cache=False, **kwargs).logits[0]
-            return logits[-last:]
-        hidden: Tensor
-        if fsdp_modules(self.model):
-            hidden = self.model(use_cache=False, output_hidden_states=True, **kwargs).hidden_states[-1][0]
-        else:
-            hidden = facts.backbones(self.model)[0](use_cache=False, **kwargs).last_hidden_state[0]
-        weight: Any = facts.token_table(self.model).weight
-        weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-        return hidden[-last:] @ weight.detach().to(hidden.dtype).T
+        def end(_module: Any, _args: Any, output: Any) -> None:
+            found["hidden"] = output[0]
 
-    def packed_losses(self, logits: Tensor) -> float:
-        """Sum the losses of all documents, whose packed logits are given."""
-        return sum(self.loss(index, part) for index, part in enumerate(logits.split(self.lengths)))
+        base = facts.text_model(self.model)
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            stack.callback(base.get_input_embeddings().register_forward_hook(begin).remove)
+            for backbone in facts.backbones(base) or [base]:  # the outermost that runs ends last
+                stack.callback(backbone.register_forward_hook(end).remove)
+            if base.can_generate():  # a classifier reads the token that it finds last
+                stack.enter_context(head_sees_last(self.model, 1))
+            self.model(input_ids=ids, use_cache=False, **kwargs)
+        # Prompt learning puts virtual tokens before each row.
+        return Passed(found["embeddings"], found["hidden"][0, -ids.shape[1] :])
 
-    def separate_losses(self, *, by_ids: bool = False) -> float:
-        """Sum the losses of the documents, each by itself; by their embeddings, or by their ids."""
-        total = 0.0
-        for index, length in enumerate(self.lengths):
-            if length > 1:
-                ids = self.documents[index][None]
-                total += self.loss(index, self.by_ids(ids, packed=False) if by_ids else self.separate(index, length))
-        return total
-
-    def loss(self, document: int, logits: Tensor) -> float:
-        """Sum the losses that `logits`, of the last tokens of a document, give to the tokens after them."""
-        labels = self.documents[document][len(self.documents[document]) - len(logits) + 1 :].to(logits.device)
-        return float(nn.functional.cross_entropy(logits.detach()[:-1].double(), labels, reduction="sum"))
-
-    def reach(self, last: int) -> tuple[Reach, Reach, list[tuple[float, float]]]:
+    def reach(self) -> tuple[Reach, Reach, float]:
         """Return what the last token of each document sees, packed and separate, by layer and document.
 
-        And, for each document among the `last` tokens of the row, the sums of their losses, packed and separate.
+        And the largest relative difference of a document's hidden states.
         """
         ends = torch.tensor(self.lengths).cumsum(0).tolist()
 
         def packed_queries(hidden: Tensor) -> list[tuple[int, int]]:
-            rows, tokens = hidden.shape[:2]
-            if rows > 1:  # padded on the right
-                return [(row, tokens - max(self.lengths) + length - 1) for row, length in enumerate(self.lengths)]
-            return [(0, tokens - ends[-1] + end - 1) for end in ends]
+            return [(0, hidden.shape[1] - ends[-1] + end - 1) for end in ends]
 
         with measured_reach(self.model, packed_queries) as packed:
-            logits = self.packed(self.embed(self.ids), last).detach()
+            hidden = self.packed().hidden.detach()
         separate: Reach = {}
-        losses = []
-        for document, length in enumerate(self.lengths):
-            after = sum(self.lengths[document + 1 :])
-            compared = min(length, last - after)
+        differences = []
+        for document, path in enumerate(self.paths):
             with measured_reach(self.model, lambda hidden: [(0, hidden.shape[1] - 1)]) as found:
-                alone = self.separate(document, max(1, compared))
+                alone = self.separate(document)
             separate |= {(layer, document): tokens for (layer, _), tokens in found.items()}
-            if compared > 1:
-                end = len(logits) - after
-                losses.append((self.loss(document, logits[end - compared : end]), self.loss(document, alone)))
-        return packed, separate, losses
+            differences.append(relative(hidden[path.to(hidden.device)], alone))
+        return packed, separate, max(differences)
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference over that of `expected`."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
 @contextmanager
@@ -250,18 +239,11 @@ def lengths_past(model: nn.Module, sizes: list[int]) -> tuple[int, ...]:
 
     A window may be too large for the model's positions, for `LARGEST_WINDOW`, or for the start of a run.
     """
-    config, device = text_config(model), next(iter(model.parameters())).device.type
+    device = next(iter(model.parameters())).device.type
     device = device if device in LARGEST_WINDOW else "cpu"
-    positions = getattr(config, "max_position_embeddings", None) or 2**62
+    positions = getattr(text_config(model), "max_position_embeddings", None) or 2**62
     most = min(LARGEST_WINDOW[device], positions - PAST)
     size = max((size for size in sizes if size <= most), default=0)
     lengths = (_NEIGHBOURS[0], size + PAST, _NEIGHBOURS[1])
-    logits = sum(lengths) if facts.is_prompt_learning(model) else last_past(lengths)
     operations = 2 * sum(p.numel() for p in model.parameters()) * 2 * sum(lengths)  # packed and separate
-    affordable = operations <= _MOST_OPERATIONS[device] and logits * int(config.vocab_size) * 4 <= _MOST_LOGITS
-    return lengths if size and affordable else ()
-
-
-def last_past(lengths: tuple[int, ...]) -> int:
-    """Return the tokens at the end of such a row whose logits are compared: past the window, and the next document."""
-    return PAST + lengths[-1]
+    return lengths if size and operations <= _MOST_OPERATIONS[device] else ()

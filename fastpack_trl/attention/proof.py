@@ -1,4 +1,4 @@
-"""Run-time proof that packed documents do not see each other."""
+"""Run-time check that packed documents do not see each other."""
 
 from __future__ import annotations
 
@@ -6,38 +6,48 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fastpack_trl.attention.install import PackedAttention, packed_attention
-from fastpack_trl.attention.probe import Probe, default_lengths, exceeds, last_past, lengths_past, spans, text_config
-from fastpack_trl.errors import NonFiniteError, PackingError, UnsteadyError
+from fastpack_trl.attention.probe import (
+    SHARED_LENGTHS,
+    SHARED_PARENTS,
+    Passed,
+    Probe,
+    default_lengths,
+    exceeds,
+    lengths_past,
+    relative,
+    spans,
+)
+from fastpack_trl.config import refusing_removed
+from fastpack_trl.errors import NonFiniteError, PackingError
 from fastpack_trl.model.aside import isolated_run
-from fastpack_trl.model.facts import UNREADABLE
-from fastpack_trl.model.sharded import any_rank, fsdp_modules
+from fastpack_trl.model.sharded import fsdp_modules
 
-# Rounding of a mean loss may differ by a few units in the last place of the dtype that computed it.
-_ULPS = 4
+BUDGET = 2.0**-12
+"""Relative difference of hidden states in fp32 up to which it is rounding; a wrong position or window is far beyond."""
 
-Leaks = list[tuple[int, int, float]]
+Pairs = tuple[tuple[int, int], ...]
+Leaks = tuple[tuple[int, int, float], ...]
+Windows = tuple[tuple[str, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PackingProof:
-    """Result of a packing proof.
+    """Result of a packing check.
 
     Attributes:
         path: how documents were kept apart, e.g. ``per_document``; ``stock`` where nothing of ours ran.
-        lengths: tokens of each document of the probe.
-        leaks: ``(i, j, gradient)`` for every pair in which document j's logits depend on document i's embeddings, with
-            the largest absolute gradient; or on its token ids alone, with the largest change. Empty is the proof.
-        packed_loss, separate_loss: mean loss per token, packed and document by document under stock attention; by
-            token ids where these differ more than by embeddings.
-        budget: how far the two may be apart; None where the difference is reported only (experts below fp32, whose
-            routing may flip on rounding).
+        lengths: tokens of each document of the probe, or of each segment where documents share a prefix.
+        leaks: ``(i, j, gradient)`` for every pair in which document j's hidden states depend on document i's
+            embeddings, with the largest absolute gradient. Empty is the proof.
+        difference: the largest relative difference of a document's hidden states, packed and by itself under stock
+            attention: the norm of the difference over the norm.
+        budget: how large it may be; None where it is reported only (below fp32, and in TF32).
         not_exercised: windows and chunks that no document of the probe exceeds.
         past_window: tokens of each document of a second row, with one that exceeds the model's windows; empty where
             none was needed or affordable.
@@ -49,24 +59,18 @@ class PackingProof:
 
     path: str
     lengths: tuple[int, ...]
-    leaks: tuple[tuple[int, int, float], ...]
-    packed_loss: float
-    separate_loss: float
+    leaks: Leaks
+    difference: float
     budget: float | None
     not_exercised: tuple[str, ...] = ()
     past_window: tuple[int, ...] = ()
-    windows: tuple[tuple[str, int, int], ...] = ()
-    unseen: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def difference(self) -> float:
-        return abs(self.packed_loss - self.separate_loss)
+    windows: Windows = ()
+    unseen: Pairs = ()
 
     @property
     def proven(self) -> bool:
-        return not (self.leaks or self.windows or self.unseen) and (
-            self.budget is None or self.difference <= self.budget
-        )
+        within = self.budget is None or self.difference <= self.budget
+        return within and not (self.leaks or self.windows or self.unseen)
 
     def __str__(self) -> str:
         if self.leaks:
@@ -83,48 +87,45 @@ class PackingProof:
             )
         if self.unseen:
             return f"UNSEEN: segment {self.unseen[0][1]} does not depend on segment {self.unseen[0][0]} before it"
-        loss = f"loss differs by {self.difference:.1e} from separate documents"
         bound = "reported only" if self.budget is None else f"budget {self.budget:.1e}"
         skipped = f"; not exercised: {', '.join(self.not_exercised)}" if self.not_exercised else ""
         verdict = "proven: no document sees another" if self.proven else "FAILED: packed is not what it must be"
-        return f"{verdict}; {loss} ({bound}){skipped}"
+        return f"{verdict}; hidden states differ by {self.difference:.1e} from separate documents ({bound}){skipped}"
 
     def raise_if_failed(self, remedy: str = "") -> PackingProof:
         """Return self, or raise.
 
         Args:
-            remedy: what to do instead; default: the attention that would be right.
+            remedy: what to do instead; default: the setting that would be right.
 
         Raises:
-            PackingError: a leak, a wrong window or a loss over the budget; names the remedy.
+            PackingError: a leak, a wrong window or a difference over the budget; names the remedy.
         """
         if self.proven:
             return self
-        settings = {"stock": "packed_attention='auto'", "padded_rows": "packing=False"}
-        setting = settings.get(self.path, "packed_attention='padded_rows'")
-        raise PackingError(f"packing proof with {self.path}: {self}; {remedy or f'set {setting}'}")
+        fallback = "set packed_attention='auto'" if self.path == "stock" else "set packing=False"
+        raise PackingError(f"packing proof with {self.path}: {self}; {remedy or fallback}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
-        return {**asdict(self), "difference": self.difference, "proven": self.proven}
+        return {**asdict(self), "proven": self.proven}
 
 
+@refusing_removed
 def verify_packing(
     model: nn.Module,
     *,
     implementation: str = "auto",
     lengths: Sequence[int] | None = None,
     attention: PackedAttention | None = None,
-    padded_rows_limit: float = float("inf"),
     seed: int = 0,
 ) -> PackingProof:
     """Prove on a few tokens that no packed document of `model` depends on another.
 
-    (1) For every pair i != j the gradient of document j's logits with respect to document i's input embeddings is
-    exactly zero. (2) The packed loss is that of the documents run one by one under the model's stock attention.
-    (3) In a model with windows each attention layer sees as many tokens in the packed row as in the document by
-    itself, in a row with a document that exceeds the window. (4) Where token ids give other results than their
-    embeddings, (2) holds for them too, and no document's logits change with the ids of another.
+    (1) For every pair i != j the gradient of document j's hidden states with respect to document i's input embeddings
+    is exactly zero. (2) In fp32 the hidden states are those of the documents run one by one under the model's stock
+    attention. (3) In a model with windows each attention layer sees as many tokens in the packed row as in the document
+    by itself, in a row with a document that exceeds the window.
 
     Runs in evaluation mode, without the module hooks of the user; modes, random states, buffers and every ``.grad``
     are as before afterwards.
@@ -135,192 +136,128 @@ def verify_packing(
         lengths: tokens per document of the probe, at least two documents; None: `default_lengths`, and for windows that
             these do not exceed a second row with a document that does (up to `LARGEST_WINDOW`).
         attention: what `packed_attention` yielded, when the model is already inside of it.
-        padded_rows_limit: as in `packed_attention`; the probe's own padding says nothing about the data.
         seed: of the probe's tokens.
 
     Raises:
         ValueError: fewer than two documents, or an implementation that is wrong for the model.
         NonFiniteError: the model's own results are NaN or infinite; a ValueError that names the parameter.
-        UnsteadyError: they differ from run to run, also document by document; a ValueError.
     """
     if lengths is not None and len(lengths) < 2:
         raise ValueError(f"lengths={tuple(lengths)} has {len(lengths)} document: give at least two, e.g. 9 1 14 6")
     with contextlib.ExitStack() as stack:
         if attention is None:
-            attention = stack.enter_context(
-                packed_attention(model, implementation, padded_rows_limit=padded_rows_limit)
-            )
+            attention = stack.enter_context(packed_attention(model, implementation))
         stack.enter_context(isolated_run(model, training=False))
-        probe = Probe(model, attention, tuple(lengths or default_lengths(model)), seed)
-        leaks, packed, separate = _leaks_and_losses(probe, seed + 1)
-        past, windows, losses = _past_windows(probe, seed, fixed=lengths is not None)
-    # The losses of the second row count as those of the first.
-    predictions = _predictions(probe)
-    if losses:
-        predictions += last_past(past) - 2
-        packed, separate = packed + sum(one for one, _ in losses), separate + sum(other for _, other in losses)
+        probe = Probe(model, attention, lengths or default_lengths(model), seed)
+        leaks, _, difference = _examine(probe, seed + 1)
+        past, windows, past_difference = _past_windows(probe, seed, fixed=lengths is not None)
     exercised = max(probe.lengths + past)
     return PackingProof(
         path=attention.path if attention.path != "off" else "stock",
         lengths=probe.lengths,
-        leaks=tuple(leaks),
-        packed_loss=packed / predictions,
-        separate_loss=separate / predictions,
-        budget=budget_of(model, separate / predictions),
+        leaks=leaks,
+        difference=max(difference, past_difference),
+        budget=_budget(model),
         not_exercised=tuple(name for name, size in spans(attention, model).items() if not exceeds(exercised, size)),
         past_window=past,
         windows=windows,
     )
 
 
-def _predictions(probe: Probe) -> int:
-    return max(1, sum(length - 1 for length in probe.lengths))
+def verify_shared(model: nn.Module, attention: PackedAttention, *, seed: int = 0) -> PackingProof:
+    """Prove on a few tokens that documents of `model` may share what they begin with in a row.
 
+    As `verify_packing`: the embeddings of a segment that is not before another in its document have a gradient of
+    exactly zero, and those of the segment that it goes on from have not.
 
-def _leaks_and_losses(probe: Probe, seed: int) -> tuple[Leaks, float, float]:
-    """Return the dependences of documents on others, and the sums of losses, packed and separate."""
-    leaf = probe.embed(probe.ids)
-    try:
-        row = probe.packed(leaf, sum(probe.lengths))
-    finally:
-        probe.batch.clear_derived()
-    leaks = _gradients(probe, row, leaf, seed)
-    row = row.detach()
-    packed = probe.packed_losses(row)
-    finite = math.isfinite(packed) and all(math.isfinite(size) for *_, size in leaks)
-    if not finite:
-        _check_weights(probe.model)
-    separate = probe.separate_losses()
-    if not finite and not math.isfinite(separate):
-        raise NonFiniteError("the loss of separate documents under stock is not finite, though every parameter is")
-    if leaks or not finite:
-        return leaks, packed, separate
-    _check_steady(probe, packed, separate)
-    leaks, by_ids = _leaks_by_ids(probe, row, seed + 1)
-    if by_ids is not None and not abs(by_ids[0] - by_ids[1]) <= abs(packed - separate):
-        packed, separate = by_ids
-    return leaks, packed, separate
-
-
-def _gradients(probe: Probe, row: Tensor, leaf: Tensor, seed: int) -> Leaks:
-    """Return the gradients of documents' logits, of the packed row, that are not zero at other documents."""
-    directions = torch.Generator().manual_seed(seed)
-    leaks = []
-    for target, document in enumerate(row.split(probe.lengths)):
-        direction = torch.randn(document.shape, generator=directions).to(document)
-        (gradient,) = torch.autograd.grad((document * direction).sum(), leaf, retain_graph=True)
-        leaks += [(source, target, size) for source, size in _sizes(probe, gradient[0]) if source != target]
-    return leaks
-
-
-def _sizes(probe: Probe, values: Tensor) -> list[tuple[int, float]]:
-    """Return the documents in which `values`, of the tokens of the row, are not exactly zero, and the largest there."""
-    sizes = enumerate(float(part.abs().max()) for part in values.split(probe.lengths))
-    return [(document, size) for document, size in sizes if size != 0.0]  # a NaN is a leak too
-
-
-def _leaks_by_ids(probe: Probe, row: Tensor, seed: int) -> tuple[Leaks, tuple[float, float] | None]:
-    """Return changes of documents' logits with the ids of others, and the sums of losses by ids, packed and separate.
-
-    None of both where ids give `row`, the logits by their embeddings, or the model takes none: else ids say more, e.g.
-    of n-grams.
+    Args:
+        model: a transformers causal language model, plain or inside PEFT.
+        attention: what `packed_attention` yielded for it, inside of its context.
+        seed: of the probe's tokens.
     """
-    model = probe.model
-    try:
-        packed = probe.by_ids(probe.ids, packed=True)
-        if not any_rank(model, not torch.equal(packed, row)):  # the same operations on the same numbers
-            return [], None
-        # Experts round by what is beside a token, and a kernel that rounds otherwise in each run tells nothing exactly.
-        exact = not _has_experts(model) and not any_rank(
-            model, not torch.equal(probe.by_ids(probe.ids, packed=True), packed)
-        )
-        leaks = _changes(probe, packed, seed) if exact else []
-        separate = probe.separate_losses(by_ids=True)
-    except (PackingError, torch.OutOfMemoryError, torch.AcceleratorError):
-        raise
-    except UNREADABLE:  # the model takes no `input_ids`, or not those of a packed row
-        if fsdp_modules(model):
-            raise  # the other processes run on without this one
-        return [], None
-    finally:
-        probe.batch.clear_derived()
-    return leaks, (probe.packed_losses(packed), separate)
+    with isolated_run(model, training=False):
+        leaks, unseen, difference = _examine(Probe(model, attention, SHARED_LENGTHS, seed, SHARED_PARENTS), seed + 1)
+    return PackingProof(attention.path, SHARED_LENGTHS, leaks, difference, _budget(model), unseen=unseen)
 
 
-def _changes(probe: Probe, packed: Tensor, seed: int) -> Leaks:
-    others = Probe(probe.model, probe.attention, probe.lengths, seed).ids
-    leaks = []
-    for source, (start, end) in enumerate(pairwise(probe.batch.cu_seqlens.tolist())):
-        ids = probe.ids.clone()
-        ids[:, start:end] = others[:, start:end]
-        changes = _sizes(probe, probe.by_ids(ids, packed=True) - packed)
-        leaks += [(source, target, size) for target, size in changes if target != source]
-    return leaks
+def _examine(probe: Probe, seed: int) -> tuple[Leaks, Pairs, float]:
+    """Return dependences of segments on others, prefixes that have none, and the largest difference of a document."""
+    run = probe.packed()
+    leaks, unseen = _dependences(probe, run, seed)
+    hidden = run.hidden.detach()
+    del run  # and its activations
+    separate = [probe.separate(segment) for segment in range(len(probe.lengths))]
+    if not all(bool(torch.isfinite(one).all()) for one in separate):
+        _name_non_finite(probe.model)
+    differences = [relative(hidden[path.to(hidden.device)], alone)
+                   for path, alone in zip(probe.paths, separate, strict=True)]  # fmt: skip
+    # No comparison with NaN holds: it must not hide behind `max`.
+    return leaks, unseen, max(differences) if all(map(math.isfinite, differences)) else math.inf
 
 
-def _check_steady(probe: Probe, packed: float, separate: float) -> None:
-    """Run separate documents again where the packed ones give another loss: a model may be random by itself."""
-    predictions = _predictions(probe)
-    budget = budget_of(probe.model, separate / predictions)
-    if budget is None or not any_rank(probe.model, abs(packed - separate) > budget * predictions):
-        return
-    again = probe.separate_losses()
-    if any_rank(probe.model, abs(again - separate) > budget * predictions):
-        raise UnsteadyError(
-            "its results differ from run to run in evaluation mode: the same documents have a loss of "
-            f"{separate / predictions:.6g}, then of {again / predictions:.6g}"
-        )
+def _dependences(probe: Probe, run: Passed, seed: int) -> tuple[Leaks, Pairs]:
+    directions = torch.Generator().manual_seed(seed)
+    leaks: list[tuple[int, int, float]] = []
+    unseen: list[tuple[int, int]] = []
+    tokens = torch.arange(sum(probe.lengths)).split(probe.lengths)
+    for target, segment in enumerate(run.hidden.split(probe.lengths)):
+        direction = torch.randn(segment.shape, generator=directions).to(segment)
+        (gradient,) = torch.autograd.grad((segment * direction).sum(), run.embeddings, retain_graph=True)
+        sizes = [float(part.abs().max()) for part in gradient[0, -len(run.hidden) :].split(probe.lengths)]
+        before = set(probe.paths[target].tolist())
+        for source, size in enumerate(sizes):
+            if size != 0.0 and not before.issuperset(tokens[source].tolist()):  # a NaN is a leak too
+                leaks.append((source, target, size))
+        # Of a parent the last tokens may be all that a window leaves.
+        parent = probe.parents[target]
+        if parent >= 0 and sizes[parent] == 0.0:
+            unseen.append((parent, target))
+    return tuple(leaks), tuple(unseen)
 
 
-def _past_windows(
-    probe: Probe, seed: int, *, fixed: bool
-) -> tuple[tuple[int, ...], tuple[tuple[str, int, int], ...], list[tuple[float, float]]]:
+def _past_windows(probe: Probe, seed: int, *, fixed: bool) -> tuple[tuple[int, ...], Windows, float]:
     """Compare what layers see in a row that exceeds the model's windows: `probe`, or if not `fixed` a longer one.
 
     Returns:
-        The documents of that row where it is another than `probe`, `PackingProof.windows`, and its losses.
+        The documents of that row where it is another than `probe`, `PackingProof.windows`, and the difference.
     """
     model, attention = probe.model, probe.attention
     sizes = list(spans(attention, model).values())
     larger = [size for size in sizes if not exceeds(max(probe.lengths), size)]
     past = lengths_past(model, larger) if larger and not fixed else ()
     # In fp16 the softmax rounds weights to zero of keys that are seen, but hardly.
-    if not sizes or (not past and _compute_dtype(model) == torch.float16):
-        return (), (), []
-    row = Probe(model, attention, past, seed) if past else probe
+    rounds = _compute_dtype(model) == torch.float16
+    if not sizes or (not past and rounds):
+        return (), (), 0.0
     try:
-        packed, separate, losses = row.reach(last_past(past) if past else 1)
+        packed, separate, difference = (Probe(model, attention, past, seed) if past else probe).reach()
     except torch.OutOfMemoryError:
         if fsdp_modules(model):
             raise  # the other processes run the next document without this one
-        return (), (), []
-    finally:
-        row.batch.clear_derived()
+        return (), (), 0.0
     wrong = tuple(
         (layer, seen, separate[layer, document])
         for (layer, document), seen in packed.items()
         if separate.get((layer, document), seen) != seen
     )
-    return past, wrong if _compute_dtype(model) != torch.float16 else (), losses
+    return past, () if rounds else wrong, difference
 
 
-def budget_of(model: nn.Module, loss: float) -> float | None:
-    """Return how far two mean losses may be apart by rounding; None where that says nothing (`PackingProof.budget`)."""
-    dtype, device = _compute_dtype(model), next(iter(model.parameters())).device
-    if _has_experts(model) and torch.finfo(dtype).eps > torch.finfo(torch.float32).eps:
-        return None
-    # fp32 products on CUDA may run in TF32, which has 10 bits.
-    tf32 = dtype == torch.float32 and device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return _ULPS * (2.0**-10 if tf32 else torch.finfo(dtype).eps) * max(1.0, abs(loss))
+def _budget(model: nn.Module) -> float | None:
+    """Return `PackingProof.budget`. fp32 matmuls on CUDA may run in TF32, which has 10 bits."""
+    on_cuda = next(iter(model.parameters())).device.type == "cuda"
+    exact = not on_cuda or torch.backends.cuda.matmul.fp32_precision != "tf32"
+    return BUDGET if exact and torch.finfo(_compute_dtype(model)).eps <= torch.finfo(torch.float32).eps else None
 
 
-def _check_weights(model: nn.Module) -> None:
-    """Raise `NonFiniteError` for the first parameter or buffer with values that are not finite."""
+def _name_non_finite(model: nn.Module) -> None:
+    """Raise `NonFiniteError` with the first parameter or buffer that has values which are not finite."""
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
             bad = int((~torch.isfinite(tensor.detach().float())).sum()) if tensor.is_floating_point() else 0
             if bad:
                 raise NonFiniteError(f"{kind} {name} has non-finite values: {bad:,} of {tensor.numel():,}")
+    raise NonFiniteError("hidden states of separate documents under stock are not finite, though every parameter is")
 
 
 def _compute_dtype(model: nn.Module) -> torch.dtype:
@@ -329,8 +266,3 @@ def _compute_dtype(model: nn.Module) -> torch.dtype:
         return torch.get_autocast_dtype(device)
     dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-
-
-def _has_experts(model: nn.Module) -> bool:
-    config, names = text_config(model), ("num_experts", "num_local_experts", "n_routed_experts")
-    return any((getattr(config, name, None) or 0) > 1 for name in names)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from datasets import Dataset
 from trl import SFTTrainer
 
-from fastpack_trl.attention.shared_proof import why_not_shared
+from fastpack_trl.attention.shared_rows import why_not_shared
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.hooks import BATCH_METHODS, hook_inside, replaced_methods
 from fastpack_trl.model.patches import patch_attribute

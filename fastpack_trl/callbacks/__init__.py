@@ -48,8 +48,7 @@ class ThroughputCallback(TrainerCallback):
 
     All figures are of *this* device: of the process that logs, divided by its devices under `DataParallel`.
 
-    - ``tokens/capacity_per_s``: positions handed to the model, padding included, per second. What `padded_rows`
-      pads once more inside of the model is in no figure.
+    - ``tokens/capacity_per_s``: positions handed to the model, padding included, per second.
     - ``tokens/nonpad_per_s``: of these, tokens of documents (see `TokenSums.nonpad` for what stock does not tell).
     - ``tokens/loss_per_s``: of these, tokens that the loss counts. Left out where the model gets no labels.
     - ``mfu``: per cent of the device's peak, as TRL's own: operations that the mathematics needs for the tokens of the

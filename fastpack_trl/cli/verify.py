@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from fastpack_trl.errors import NonFiniteError, UnsteadyError, UserError, describe, did_you_mean, preparing
+from fastpack_trl.errors import NonFiniteError, UserError, describe, did_you_mean, preparing
 from fastpack_trl.recipe.paths import add_json, json_file, model_folder
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--attn",
         metavar="NAME",
         default="auto",
-        help="auto (what the trainer would choose), padded_rows, a backend such as per_document or sdpa, or off: "
+        help="auto (what the trainer would choose), a backend such as per_document or sdpa, or off: "
         "stock as it is, which shows where stock leaks (default: auto)",
     )
     add(
@@ -58,7 +58,7 @@ def run(args: Namespace) -> int:
     """Load, prove, print.
 
     Returns:
-        0 when no document sees another and the packed loss is that of separate documents, else 1, with the remedy on
+        0 when no document sees another and packed results are those of separate documents, else 1, with the remedy on
         stderr.
     """
     lengths = None if args.lengths is None else tuple(args.lengths)
@@ -78,9 +78,8 @@ def run(args: Namespace) -> int:
     from fastpack_trl.attention.install import packed_attention
     from fastpack_trl.attention.proof import verify_packing
     from fastpack_trl.measure.record import versions, write_json
-    from fastpack_trl.run import PADDED_ROWS
 
-    names = ("auto", *BACKENDS, PADDED_ROWS, "off")
+    names = ("auto", *BACKENDS, "off")
     if args.attn not in names:
         raise UserError(
             f"--attn {args.attn!r} does not exist{did_you_mean(args.attn, names)} (names: {', '.join(names)})"
@@ -94,17 +93,14 @@ def run(args: Namespace) -> int:
         _check_positions(model, lengths)
     with ExitStack() as stack:
         with _naming_attn(), preparing():  # a backend that is wrong for this model is a setting
-            # The probe's own padding says nothing about the data: no limit.
-            attention = stack.enter_context(packed_attention(model, args.attn, padded_rows_limit=float("inf")))
+            attention = stack.enter_context(packed_attention(model, args.attn))
         try:
             proof = verify_packing(model, attention=attention, lengths=lengths)
-        except (NonFiniteError, UnsteadyError) as error:
+        except NonFiniteError as error:
             raise UserError(f"--model {args.model} cannot be examined: {error}") from error
         except (ValueError, RuntimeError) as error:  # stock's hybrid models refuse packed rows without their kernels
-            remedy = "auto" if args.attn == "off" else PADDED_ROWS
-            raise UserError(
-                f"packed rows do not run with --attn {args.attn}: {describe(error)}; use --attn {remedy}"
-            ) from error
+            remedy = "use --attn auto" if args.attn == "off" else "train with packing=False"
+            raise UserError(f"packed rows do not run with --attn {args.attn}: {describe(error)}; {remedy}") from error
     reason = attention.choice.reason
     facts = _facts(model)
     print(_table(facts, proof, reason))
@@ -114,7 +110,7 @@ def run(args: Namespace) -> int:
         write_json(file, {**asked, **proof.to_dict(), "leaks": leaks, **facts, "versions": versions()})
     if proof.proven:
         return 0
-    print(f"fastpack-trl verify: not proven: {proof}; remedy: {_remedy(args.attn, proof)}", file=sys.stderr)
+    print(f"fastpack-trl verify: not proven: {proof}; remedy: {_remedy(args.attn)}", file=sys.stderr)
     return 1
 
 
@@ -160,12 +156,10 @@ def _check_positions(model: Any, lengths: Sequence[int]) -> None:
         raise UserError(f"--lengths has a document of {max(lengths)} tokens, the model has {most} positions")
 
 
-def _remedy(requested: str, proof: PackingProof) -> str:
-    from fastpack_trl.run import PADDED_ROWS
-
+def _remedy(requested: str) -> str:
     if requested == "off":
         return "train with packed_attention='auto' (FastSFTTrainer's default), not with stock"
-    return "set packing=False" if proof.path == PADDED_ROWS else f"set packed_attention='{PADDED_ROWS}'"
+    return "set packing=False"
 
 
 def _facts(model: Any) -> dict[str, Any]:
@@ -184,17 +178,14 @@ def _facts(model: Any) -> dict[str, Any]:
 
 
 def _table(facts: Mapping[str, Any], proof: PackingProof, reason: str) -> str:
-    budget = "reported only: experts below fp32 may be routed differently"
-    if proof.budget is not None:
-        budget = f"budget {proof.budget:.1e}"
+    budget = "reported only below fp32" if proof.budget is None else f"budget {proof.budget:.1e}"
     rows = {
         "model": f"{facts['model_type']}, {facts['layers']} layers, {facts['parameters']:,} parameters, "
         f"{'/'.join(facts['dtypes'])} on {facts['device']}",
         "path": f"{proof.path} ({reason})",
         "documents": f"{' + '.join(map(str, proof.lengths))} tokens",
-        "packed loss": f"{proof.packed_loss:.7f}",
-        "separate loss": f"{proof.separate_loss:.7f} (one by one, stock {facts['stock_attention']})",
-        "difference": f"{proof.difference:.1e} ({budget})",
+        "difference": f"{proof.difference:.1e} of hidden states, from documents one by one under stock "
+        f"{facts['stock_attention']} ({budget})",
         "not exercised": ", ".join(f"{name} (no document is longer)" for name in proof.not_exercised) or _NO_WINDOW,
     }
     width = max(map(len, rows))
@@ -204,7 +195,7 @@ def _table(facts: Mapping[str, Any], proof: PackingProof, reason: str) -> str:
 
 
 def _leak_lines(proof: PackingProof) -> list[str]:
-    """Format the largest gradient of each document's logits with respect to each other document's embeddings."""
+    """Format the largest gradient of each document's hidden states with respect to each other document's embeddings."""
     count = len(proof.lengths)
     leaks = {(source, target): gradient for source, target, gradient in proof.leaks}
     if count > _LARGEST_MATRIX:
@@ -218,4 +209,7 @@ def _leak_lines(proof: PackingProof) -> list[str]:
         cells.append([f"from {source}", *sizes])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
-    return ["leaks: largest gradient of a document's logits (to) at another's embeddings (from); 0 is exact", *lines]
+    return [
+        "leaks: largest gradient of a document's hidden states (to) at another's embeddings (from); 0 is exact",
+        *lines,
+    ]

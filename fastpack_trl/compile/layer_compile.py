@@ -10,7 +10,7 @@ from fastpack_trl.errors import first_reason
 from fastpack_trl.model.patches import patch_attribute
 from fastpack_trl.model.upstream import resolve
 from fastpack_trl.report import Status
-from fastpack_trl.run import PADDED_ROWS, SHARDED, Run
+from fastpack_trl.run import SHARDED, Run
 
 FEATURE = "layer_compile"
 
@@ -60,7 +60,6 @@ def _reasons(run: Run) -> Iterator[object]:
     whole = plugin is not None and plugin.backend.value != "NO"
     yield whole and "accelerate compiles the whole model"
     yield not run.packs and "stock's batches have no packed metadata"
-    yield run.attention_path == PADDED_ROWS and f"{PADDED_ROWS} has another shape for every batch"
     yield run.choice.refuses_compile
     yield run.is_sharded and not run.is_fsdp2 and SHARDED
     yield not decoder_layers(run.model) and "the model has no list of decoder layers with packed attention"

@@ -17,6 +17,7 @@ from fastpack_trl.model.hooks import BATCH_METHODS, hook_inside, replaced_method
 from fastpack_trl.model.upstream import DataCollatorForLanguageModeling, missing_names
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.packing.dataset import is_token_lists
+from fastpack_trl.packing.documents import PADDED_DOCUMENTS
 
 COLUMNS = ("input_ids", "labels", "seq_lengths")
 PADDING_FREE_COLUMNS = COLUMNS[:2]
@@ -25,9 +26,13 @@ PADDING_FREE_COLUMNS = COLUMNS[:2]
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """``packed``: stock packs or flattens, we describe it; ``padding_free``: stock pads, we flatten; ``stock``."""
+    """How batches are made.
 
-    kind: Literal["packed", "padding_free", "stock"]
+    ``packed``: stock packs or flattens, we describe it; ``padding_free``: stock pads, we flatten; ``documents``: stock
+    packs, each document becomes a padded row; ``stock``.
+    """
+
+    kind: Literal["packed", "padding_free", "documents", "stock"]
     reason: str
 
 
@@ -56,6 +61,8 @@ def plan_batches(trainer: SFTTrainer, path: str, flattens: bool, unproven: str =
     if stock:
         return BatchPlan("stock", stock)
     if trainer.padding_free:
+        if path == PADDED_DOCUMENTS:
+            return BatchPlan("documents", "each document of a packed row is padded as a row of its own")
         source = f"packing_strategy={trainer.args.packing_strategy!r}" if trainer.args.packing else "padding_free=True"
         return BatchPlan("packed", source)
     padded = unproven or first_reason(_rather_padded(trainer, path, flattens))
@@ -68,6 +75,7 @@ def plan_families(trainer: Any, path: str, flattens: bool, unproven: str = "") -
     return BatchPlan("stock", stock) if stock else BatchPlan("padding_free", "rows without padding, same tokens")
 
 
+_NOTHING = "no packed attention keeps this model's documents apart"
 _SCORE = ("_compute_loss", "compute_ref_log_probs", "_compute_kl_logps", "_get_per_token_logps_and_entropies")
 
 
@@ -75,6 +83,7 @@ def _only_padded(trainer: Any, path: str, flattens: bool) -> Iterator[object]:
     """Yield why the padded batches of a trainer that scores completions stay."""
     yield is_prompt_learning(trainer.model) and "prompt learning puts virtual tokens before each row"
     yield from _in_any_trainer(trainer, path)
+    yield path == PADDED_DOCUMENTS and _NOTHING
     yield not flattens and f"{path} would pad the rows again"
     yield (own := replaced_methods(trainer, (*_SEE_BATCHES, *_SCORE))) and f"{own} may expect padded rows"
     yield (hook := hook_inside(trainer.model)) and f"{hook} may expect padded rows"
@@ -124,6 +133,7 @@ def _rather_padded(trainer: SFTTrainer, path: str, flattens: bool) -> Iterator[o
     """Yield why stock's padded batches stay, though rows without padding would compute the same."""
     args = trainer.args
     config, multiple = args.accelerator_config, trainer.data_collator.pad_to_multiple_of
+    yield path == PADDED_DOCUMENTS and _NOTHING
     yield not flattens and f"{path} would pad the documents again"
     yield multiple and f"pad_to_multiple_of={multiple} asks for padded shapes"
     yield trainer.compute_loss_func is not None and "compute_loss_func expects one document per row"

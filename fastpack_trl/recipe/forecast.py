@@ -171,6 +171,7 @@ def predict(arguments: Arguments, gpu: Gpu, precision: str = "bf16", seen: dict[
     import torch
 
     from fastpack_trl.attention.backends import BACKENDS
+    from fastpack_trl.packing.documents import PADDED_DOCUMENTS
     from fastpack_trl.recipe import probe
 
     seen = {} if seen is None else seen
@@ -183,8 +184,8 @@ def predict(arguments: Arguments, gpu: Gpu, precision: str = "bf16", seen: dict[
         found = Forecast(gpu, model, fixed, path, features=paths(arguments, model.module, features, path, precision))
         if arguments.training.packed_attention == "auto" and path in ("per_document", "dense"):
             found.features["packed_attention"] = f"{path}: {BACKENDS['varlen'].refuses(features)}"
-        if path == "padded_rows":
-            found.unknown = f"documents run as padded rows ({features.gap or 'no backend takes them'})"
+        if path == PADDED_DOCUMENTS:
+            found.unknown = f"documents are padded one by one ({features.gap or 'no backend takes them'})"
             return found
         on = {name: found.features.get(name, "").startswith("on") for name in ("lora", "moe")}
         key = (path, *on.values())
@@ -215,12 +216,13 @@ def attention_of(module: Any, gpu: Gpu, dtype: Any, asked: str = "auto") -> tupl
     """Return the features of a model on a GPU, and the backend that is taken there, of those installed here."""
     from fastpack_trl.attention.backends import AUTO
     from fastpack_trl.model.facts import read_features
+    from fastpack_trl.packing.documents import PADDED_DOCUMENTS
 
     features = replace(read_features(module, dtype), device_type="cuda", capability=gpu.capability, compute_dtype=dtype)
     named = [backend for backend in AUTO if backend.name == asked]
     backends = named or [backend for backend in AUTO if backend.considered(features)]
     right = (backend.name for backend in backends if not features.gap and not backend.refuses(features))
-    return features, next(right, "padded_rows")
+    return features, next(right, PADDED_DOCUMENTS)
 
 
 def paths(arguments: Arguments, model: Any, features: Any, attention: str, precision: str) -> dict[str, str]:

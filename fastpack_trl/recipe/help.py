@@ -27,7 +27,7 @@ COMMAND_OPTIONS: Mapping[str, str] = {
 """Options of the command itself, which no dataclass has."""
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "Packing, of fastpack-trl": (
-        "packed_attention", "share_prefixes", "verify_packing", "padded_rows_limit",
+        "packed_attention", "share_prefixes", "verify_packing",
     ),
     "Memory, of fastpack-trl": (
         "activation_memory", "activation_memory_gib", "checkpoint_offload", "offload_budget_gib", "keep_last_layers",

@@ -20,7 +20,7 @@ class Choice:
     """The path that keeps packed documents apart, and the reason."""
 
     path: str
-    """A backend (``varlen``, ...), ``padded_rows``, or ``off``: stock's attention."""
+    """A backend (``varlen``, ...), `PADDED_DOCUMENTS`, or ``off``: stock's attention."""
     reason: str
     flattens: bool = False
     """Batches that stock pads become rows without padding."""

@@ -25,8 +25,6 @@ from fastpack_trl.run.services import StepServices
 
 logger = get_logger(__name__)
 
-PADDED_ROWS = "padded_rows"
-"""The attention path that unpacks documents into padded rows, under stock's own attention."""
 SHARDED = "parameters are sharded while the step runs"
 ONCE_SHARDED = "decided when train() begins, once FSDP has parted the parameters; its banner says what"
 DEEPSPEED = "DeepSpeed's engine owns backward and step"
@@ -127,7 +125,7 @@ class Run(Decisions):
     @property
     def packs(self) -> bool:
         """Batches are rows that the collator describes with a `PackedBatch`."""
-        return self.plan.kind != "stock"
+        return self.plan.kind in ("packed", "padding_free")
 
     @property
     def attention_path(self) -> str:

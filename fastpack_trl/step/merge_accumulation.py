@@ -19,7 +19,7 @@ from fastpack_trl.model.hooks import (
     replaced_methods,
 )
 from fastpack_trl.model.patches import patch_attribute
-from fastpack_trl.run import DEEPSPEED, MERGED_ROW_TOKENS, PADDED_ROWS, Run
+from fastpack_trl.run import DEEPSPEED, MERGED_ROW_TOKENS, Run
 from fastpack_trl.step.accumulation import FEATURE, Merging, longest_row
 
 CPU_ROW_NUMBERS = 1 << 17
@@ -67,7 +67,6 @@ def _reasons(run: Run) -> Iterator[object]:
     yield args.gradient_accumulation_steps == 1 and "gradient_accumulation_steps is 1"
     yield run.is_deepspeed and DEEPSPEED
     yield not run.loss_is_ours and "loss and metrics per micro-batch need sync_free"
-    yield attention == PADDED_ROWS and f"{PADDED_ROWS} pads each row to its longest document"
     dense = attention == "sdpa" and setting == "auto"
     yield dense and f"the dense mask of {attention} grows with the square of a row"
     yield (own := replaced_methods(trainer, BATCH_METHODS)) and f"{own} may expect one micro-batch"

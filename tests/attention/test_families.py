@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
 from attention_material import (
     LENGTHS,
-    PADDED_ROWS,
     PER_DOCUMENT,
     assert_packed_equals_separate,
     leaks_of_stock,
@@ -15,23 +13,22 @@ from attention_material import (
     packed,
     separate,
 )  # fmt: skip
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor
 
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.attention.proof import verify_packing
-from fastpack_trl.packing.packed_batch import to_transformers_kwargs
-from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
+from fastpack_trl.testing import tiny_model
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
-@pytest.mark.parametrize("family", [*PER_DOCUMENT, *PADDED_ROWS])
+@pytest.mark.parametrize("family", PER_DOCUMENT)
 def test_packed_loss_and_gradients_equal_separate_documents(family: str, checkpointing: bool) -> None:
     model = tiny_model(family)
     if not checkpointing:
         proof = verify_packing(model)
         assert (proof.proven, proof.leaks) == (True, ()), str(proof)
-    path = assert_packed_equals_separate(model, checkpointing=checkpointing)
-    assert path == ("per_document" if family in PER_DOCUMENT else "padded_rows")
+    assert assert_packed_equals_separate(model, checkpointing=checkpointing) == "per_document"
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "afmoe", "opt", "bloom", "falcon"])
@@ -71,43 +68,20 @@ def test_mixed_windows_of_composite_gemma3_switch_only_the_text_model() -> None:
     assert abs(loss.item() - expected) <= 1e-5
 
 
-@pytest.mark.parametrize("method", ["lora", "prompt_tuning", "prefix_tuning"])
-def test_peft_models(method: str) -> None:
-    from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
-
-    config = {
-        "lora": LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False),
-        "prompt_tuning": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
-        "prefix_tuning": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
-    }[method]
-    torch.manual_seed(0)
-    model = get_peft_model(tiny_model("qwen3"), config)
-    ids, labels, batch = make_row()
-    count = sum(length - 1 for length in LENGTHS)
-    expected_loss = 0.0
-    for document in ids[0].split(LENGTHS):
-        if len(document) > 1:
-            logits = model(input_ids=document[None]).logits[0, -len(document) : -1]
-            loss = F.cross_entropy(logits, document[1:], reduction="sum") / count
-            loss.backward()
-            expected_loss += loss.item()
-    expected = gradients(model)
-    model.zero_grad()
-    with packed_attention(model) as attention:
-        assert attention.path == ("per_document" if method == "lora" else "padded_rows")
-        kwargs = {} if method == "prefix_tuning" else {"use_cache": False}
-        output = model(input_ids=ids, labels=labels, packed_batch=batch, **to_transformers_kwargs(batch), **kwargs)
-        output.loss.backward()
-    virtual = 3 if method == "prompt_tuning" else 0
-    assert output.logits.shape[:2] == (1, virtual + sum(LENGTHS)), "as stock's: one row, virtual tokens once"
-    assert abs(output.loss.item() - expected_loss) <= 1e-5
-    assert_gradients_close(gradients(model), expected)
+def test_a_model_with_adapters_is_packed_and_one_with_virtual_tokens_refused() -> None:
+    model = get_peft_model(tiny_model("qwen3"), LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False))
+    assert_packed_equals_separate(model)
     assert verify_packing(model).proven
+    virtual = get_peft_model(tiny_model("qwen3"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with (
+        pytest.raises(ValueError, match=r"prompt learning prepends .*; train with packing=False"),
+        packed_attention(virtual),
+    ):
+        pass
+    assert verify_packing(virtual, implementation="off").leaks, "PEFT drops position_ids"
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "mistral", "gemma2", "gpt_oss", "qwen3_moe", "opt", "falcon", "qwen3_next"]
-)
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss", "qwen3_moe", "opt", "qwen3_next"])
 def test_ordinary_batches_stay_bit_equal_to_stock(family: str) -> None:
     """Left-padded `generate` and padded evaluation, while the feature is on."""
     model = tiny_model(family).eval()

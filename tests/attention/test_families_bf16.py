@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_material import LENGTHS, PADDED_ROWS, PER_DOCUMENT, packed, separate
+from attention_material import LENGTHS, PER_DOCUMENT, packed, separate
 from torch import Tensor
 
 from fastpack_trl.attention.install import packed_attention
@@ -33,8 +33,6 @@ def relative_errors(loss: float, grads: dict[str, Tensor], exact: tuple[float, d
 
 
 def expected_path(family: str, device: str) -> str:
-    if family in PADDED_ROWS:
-        return "padded_rows"
     return "varlen" if device == "cuda" and family not in SOFTCAPPED else "per_document"
 
 
@@ -68,7 +66,7 @@ def packed_step(model: Any, ids: Tensor, batch: PackedBatch, path: str, device: 
     return loss.item(), {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("family", [*PER_DOCUMENT, *PADDED_ROWS])
+@pytest.mark.parametrize("family", PER_DOCUMENT)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_packed_within_twice_the_error_of_separate_documents(device: str, family: str) -> None:
     compare(family, device)

@@ -19,9 +19,10 @@ from fastpack_trl.attention.backends import BACKENDS, choose
 from fastpack_trl.attention.batch_check import BatchCheck
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.attention.interface import AttentionCall
-from fastpack_trl.attention.padded_rows import padding_cost
+from fastpack_trl.attention.proof import verify_packing
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.facts import ModelFeatures, asked_for, read_features
+from fastpack_trl.packing.documents import PADDED_DOCUMENTS
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.testing import FAMILIES, tiny_model
 
@@ -35,12 +36,12 @@ def forward(model: Any, batch: PackedBatch, **kwargs: Any) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("implementation", ["auto", "sdpa", "padded_rows"])
+@pytest.mark.parametrize("implementation", ["auto", "sdpa"])
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "falcon"])
 def test_model_is_as_stock_made_it_after_success_and_after_an_exception(family: str, implementation: str) -> None:
     model = tiny_model(family)
     before = snapshot(model)
-    if family == "falcon" and implementation == "sdpa":
+    if family == "falcon":
         with pytest.raises(ValueError, match="falcon does not call"), packed_attention(model, implementation):
             pass
         assert snapshot(model) == before
@@ -79,12 +80,11 @@ def test_a_copy_taken_inside_works_as_stock_outside() -> None:
     assert torch.equal(duplicate(input_ids=IDS, use_cache=False).logits, expected)
 
 
-@pytest.mark.parametrize("implementation", ["per_document", "padded_rows"])
-def test_a_model_is_pickled_while_its_attention_is_installed_and_after_a_batch(implementation: str) -> None:
+def test_a_model_is_pickled_while_its_attention_is_installed_and_after_a_batch() -> None:
     model = tiny_model("mistral").eval()
     expected = model(input_ids=IDS, use_cache=False).logits
     batch = PackedBatch.from_lengths(LENGTHS)
-    with packed_attention(model, implementation):
+    with packed_attention(model):
         packed = forward(model, batch)
         duplicate = pickle.loads(pickle.dumps(model))
         assert torch.equal(forward(duplicate, batch), packed)
@@ -110,7 +110,7 @@ def test_metadata_is_built_once_per_batch_whatever_the_depth(
         assert set(batch.build_counts.values()) == {1}
 
 
-@pytest.mark.parametrize("implementation", ["per_document", "sdpa", "padded_rows"])
+@pytest.mark.parametrize("implementation", ["per_document", "sdpa"])
 def test_nothing_outlives_the_next_batch_under_the_stock_trainer(implementation: str) -> None:
     model = tiny_model("mistral")
     first, second = PackedBatch.from_lengths(LENGTHS), PackedBatch.from_lengths((15, 15))
@@ -138,6 +138,9 @@ def test_autocast_decides_the_dtype_of_attention(monkeypatch: pytest.MonkeyPatch
     from fastpack_trl.attention import per_document
 
     seen = []
+    model = tiny_model("qwen3")
+    with packed_attention(model):
+        pass  # it is tried
     attend = per_document.PerDocumentLayer.attend
 
     def record(self: Any, call: AttentionCall) -> Tensor:
@@ -145,7 +148,6 @@ def test_autocast_decides_the_dtype_of_attention(monkeypatch: pytest.MonkeyPatch
         return attend(self, call)
 
     monkeypatch.setattr(per_document.PerDocumentLayer, "attend", record)
-    model = tiny_model("qwen3")
     with packed_attention(model), torch.autocast("cpu", torch.bfloat16):
         forward(model, PackedBatch.from_lengths(LENGTHS)).float().sum().backward()
     assert set(seen) == {(torch.bfloat16,) * 3}
@@ -164,19 +166,19 @@ def test_a_family_that_drops_keywords_after_all_is_named() -> None:
     model = tiny_model("stablelm")
     features = replace(read_features(model), gap="")
     with switched(model, features), _fed(model, BACKENDS["per_document"], features, BatchCheck()):
-        with pytest.raises(PackingError, match="drop keywords; set packed_attention='padded_rows'"):
+        with pytest.raises(PackingError, match="drop keywords; set packing=False"):
             forward(model, PackedBatch.from_lengths(LENGTHS))
 
 
-def test_padding_cost_over_the_limit_names_the_remedy() -> None:
-    model = tiny_model("falcon")
-    lengths = (23, 1, 1, 1, 1, 1, 1, 1)
-    assert padding_cost(lengths) == pytest.approx(8 * 23 / 30)
-    with packed_attention(model, padded_rows_limit=4), pytest.raises(ValueError, match=r"6\.1 padded.*raise padded"):
-        forward(model, PackedBatch.from_lengths(lengths))
-    with packed_attention(model, padded_rows_limit=7) as attention:
-        assert attention.path == "padded_rows"
-        forward(model, PackedBatch.from_lengths(lengths))
+def test_removed_arguments_and_values_name_their_remedy() -> None:
+    model: Any = tiny_model("qwen3")
+    with pytest.raises(ValueError, match=r"packed_attention\(padded_rows_limit=\) was removed in 0.2.0: leave it out"):
+        packed_attention(model, padded_rows_limit=4)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match=r"verify_packing\(padded_rows_limit=\) was removed in 0.2.0"):
+        verify_packing(model, padded_rows_limit=4)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match=r"packed_attention='padded_rows' was removed in 0.2.0: set packed_attention="):
+        with packed_attention(model, "padded_rows"):
+            pass
 
 
 @pytest.mark.parametrize(
@@ -185,7 +187,7 @@ def test_padding_cost_over_the_limit_names_the_remedy() -> None:
         (PLAIN, None, "per_document", "cpu; plain causal"),
         (replace(PLAIN, windows=frozenset({5}), sinks=True), None, "per_document", "window 5, sinks"),
         (replace(PLAIN, dropout=0.1), None, "sdpa", "attention dropout is 0.1"),
-        (replace(PLAIN, gap="lfm2 has conv layers"), None, "padded_rows", "conv layers"),
+        (replace(PLAIN, gap="lfm2 has conv layers"), None, PADDED_DOCUMENTS, "conv layers"),
         (HOPPER, None, "varlen", "torch's flash kernel, bfloat16, sm90; plain causal"),
         (replace(HOPPER, windows=frozenset({128}), sinks=True), None, "varlen", "window 128, sinks"),
         (replace(HOPPER, capability=(8, 0), compute_dtype=torch.float16), None, "varlen", "float16, sm80"),
@@ -199,11 +201,11 @@ def test_padding_cost_over_the_limit_names_the_remedy() -> None:
         (replace(HOPPER, head_dim=288), None, "per_document", "head_dim 288 is over its limit of 256"),
         (replace(HOPPER, softcap=True), None, "per_document", "varlen has no softcap"),
         (replace(HOPPER, dropout=0.1), None, "sdpa", "varlen has no dropout, the model's is 0.1"),
-        (replace(HOPPER, gap="lfm2 has conv layers"), None, "padded_rows", "conv layers"),
+        (replace(HOPPER, gap="lfm2 has conv layers"), None, PADDED_DOCUMENTS, "conv layers"),
         (PLAIN, "sdpa", "per_document", "batches that are not packed run attn_implementation='sdpa'"),
         (PLAIN, "eager", "per_document", "batches that are not packed run attn_implementation='eager'"),
         (replace(PLAIN, dropout=0.1), "eager", "sdpa", "batches that are not packed run attn_implementation='eager'"),
-        (replace(PLAIN, gap="falcon ignores it"), "sdpa", "padded_rows", "batches that are not packed run"),
+        (replace(PLAIN, gap="falcon ignores it"), "sdpa", PADDED_DOCUMENTS, "batches that are not packed run"),
         (PLAIN, "flash_attention_2", "off", "was asked for"),
     ],
 )
@@ -241,10 +243,10 @@ def test_a_choice_says_what_other_rooms_need_of_its_backend() -> None:
         "varlen",
         "per_document",
     }
-    choices = {path: choose(path, cpu) for path in ("per_document", "sdpa", "padded_rows", "off")}
+    choices = {path: choose(path, cpu) for path in ("per_document", "sdpa", "off")}
     assert [path for path, choice in choices.items() if choice.flattens] == ["per_document"]
-    assert [choice.refuses_compile for choice in choices.values()] == [""] * 4
-    refused = "per_document on cuda calls a kernel per document, which is no part of a graph"
+    refused = "per_document calls a kernel per document, which is no part of a graph"
+    assert [choice.refuses_compile for choice in choices.values()] == [refused, "", ""]
     for named in ("per_document", "auto"):  # varlen has no fp32
         choice = choose(named, cuda)
         assert (choice.path, choice.flattens, choice.refuses_compile) == ("per_document", True, refused)
@@ -258,7 +260,7 @@ def test_reading_the_features_of_a_family_gives_a_reason_for_every_detour(family
     assert features.dropout == 0
     choice = choose("auto", features)
     assert choice.reason
-    assert (choice.path == "padded_rows") == bool(features.gap)
+    assert (choice.path == PADDED_DOCUMENTS) == bool(features.gap)
     if family in ("mistral", "gemma2", "gpt_oss", "cohere2"):
         assert features.windows == {5}
     assert features.sinks == (family == "gpt_oss")

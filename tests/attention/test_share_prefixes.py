@@ -184,7 +184,7 @@ def test_little_in_common_stays_as_it_is(tmp_path: Path) -> None:
     [
         ({"fast": {"share_prefixes": "off"}}, "switched off"),
         ({"fast": {"sync_free": "off"}}, "needs sync_free"),
-        ({"fast": {"packed_attention": "padded_rows"}}, "padded_rows has no form"),
+        ({"family": "bloom"}, "each document of a packed row is padded"),
         ({"neftune_noise_alpha": 5.0}, "NEFTune"),
         ({"include_num_input_tokens_seen": "all"}, "include_num_input_tokens_seen"),
         ({"data": prefixed().to_iterable_dataset()}, "a stream has no sample"),

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from fastpack_trl.attention import shared_proof
+from fastpack_trl.attention import probe
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.attention.per_document import PerDocument
-from fastpack_trl.attention.shared_proof import LENGTHS, verify_shared
+from fastpack_trl.attention.probe import SHARED_LENGTHS as LENGTHS
+from fastpack_trl.attention.proof import verify_shared
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.packing.shared_keys import SharedKeys
 from fastpack_trl.testing import tiny_model
@@ -76,14 +77,14 @@ def test_a_branch_that_does_not_see_its_prefix_is_named(monkeypatch: pytest.Monk
     assert "UNSEEN: segment 1 does not depend on segment 0" in str(proof)
 
 
-def test_wrong_positions_show_in_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = shared_proof.packed_batch
+def test_wrong_positions_show_in_the_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = probe.packed_batch
 
     def shifted(*args: Any, **kwargs: Any) -> PackedBatch:
         batch = stock(*args, **kwargs)
         return replace(batch, position_ids=torch.arange(batch.total_tokens)[None], positions=None)
 
-    monkeypatch.setattr(shared_proof, "packed_batch", shifted)
+    monkeypatch.setattr(probe, "packed_batch", shifted)
     model = tiny_model("opt")  # learned positions: a rotary embedding hides a shift of a whole segment, not of a part
     with packed_attention(model, "per_document") as attention:
         proof = verify_shared(model, attention)

@@ -17,6 +17,7 @@ from fastpack_trl.attention import backends, per_document
 from fastpack_trl.attention.backends import BACKENDS, choose, failure
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.model.facts import read_features
+from fastpack_trl.packing.documents import PADDED_DOCUMENTS
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.testing import FAMILIES, tiny_model
 
@@ -92,8 +93,8 @@ def test_a_backend_that_sees_a_wrong_token_fails(monkeypatch: pytest.MonkeyPatch
             "per_document failed its trial on this cpu (a query sees other tokens than those before it in its document "
             "and window)"
         )
-        # transformers' sdpa leaves out the softcap: there documents become padded rows.
-        fallback = "padded_rows" if features.softcap else "sdpa"
+        # transformers' sdpa leaves out the softcap: there documents are padded one by one.
+        fallback = PADDED_DOCUMENTS if features.softcap else "sdpa"
         assert choose("auto", features, attempt=failure).path == fallback
 
 

@@ -44,8 +44,8 @@ from fastpack_trl.testing import tiny_model
 @pytest.mark.parametrize(
     ("family", "lora", "checkpointing", "attention", "graphs"),
     [
-        ("llama", False, False, "sdpa", 1), ("llama", True, False, "per_document", 1),
-        ("llama", True, True, "per_document", 1), ("gemma3_text", True, False, None, 2),
+        ("llama", False, False, "sdpa", 1), ("llama", True, False, "varlen", 1),
+        ("llama", True, True, "varlen", 1), ("gemma3_text", True, False, None, 2),
         ("gpt_oss", False, False, None, 2),
     ],
 )  # fmt: skip
@@ -293,7 +293,7 @@ def test_the_trainer_compiles_checkpointed_experts_and_trains_as_stock(
     ("options", "why"),
     [
         ({"fast": {"layer_compile": "off"}}, "switched off"),
-        ({"fast": {"packed_attention": "padded_rows"}}, "padded_rows"),
+        ({"fast": {"packed_attention": "per_document"}}, "per_document calls a kernel per document"),
         ({"fast": {"packed_attention": "off"}}, "no packed metadata"),
     ],
 )

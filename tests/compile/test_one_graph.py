@@ -11,7 +11,6 @@ from peft import LoraConfig, get_peft_model
 from static_material import bucket_for, make_rows, to_static
 
 from fastpack_trl.attention.install import packed_attention
-from fastpack_trl.attention.varlen import Varlen
 from fastpack_trl.compile.layers import compiled_layers
 from fastpack_trl.lora.linear import apply_lora
 from fastpack_trl.moe.apply import apply_moe
@@ -49,7 +48,7 @@ def run(model: Any, inputs: Any) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", *EXPERTS])
 def test_every_layer_of_a_kind_runs_the_graph_of_the_first(family: str) -> None:
     model = adapted(family)
-    with compiled(model, "per_document") as (graphs, layers):
+    with compiled(model, "varlen") as (graphs, layers):
         for lengths in ([[7, 9]], [[5, 8, 11]]):
             run(model, make_rows(lengths))
         assert sum(len(kind.members) for kind in layers.kinds) == 4
@@ -58,8 +57,7 @@ def test_every_layer_of_a_kind_runs_the_graph_of_the_first(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
-def test_merged_and_static_rows_run_the_graph_of_the_plain_ones(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Varlen, "refuses", lambda self, features: "")  # its twin runs on the CPU
+def test_merged_and_static_rows_run_the_graph_of_the_plain_ones(family: str) -> None:
     model = adapted(family)
     with compiled(model, "varlen") as (graphs, layers):
         plain, merged = make_rows([[7, 9]]), make_rows([[7, 9], [4, 6, 8]])
@@ -84,7 +82,7 @@ def test_the_rank_of_adapters_and_the_widths_of_the_model_are_constants_of_the_g
         return graph.forward
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(packed_attention(model, "per_document"))
+        stack.enter_context(packed_attention(model, "varlen"))
         stack.callback(apply_lora(model).revert)
         stack.enter_context(compiled_layers(model, verbose=False, _backend=backend))
         run(model, make_rows([[7, 9]]))

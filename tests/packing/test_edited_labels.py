@@ -330,12 +330,6 @@ def test_other_edits_count_as_in_stock_and_are_named(edit: Edit, place: Any, tmp
     assert OTHER[edit] or "asks the device" not in said
 
 
-@pytest.mark.parametrize("edit", [cut_short, longer_documents, shorter_documents_in_place, shifted_documents])
-def test_padded_rows_follow_edited_position_ids(edit: Edit, tmp_path: Path) -> None:
-    fast = {"verify_packing": "off", "packed_attention": "padded_rows", "padded_rows_limit": 50}
-    compare(in_compute_loss, edit, tmp_path, fast=fast, **ROWS["packed"])
-
-
 def test_an_edit_in_a_hook_reaches_the_attention(tmp_path: Path) -> None:
     """Past the trainer, where only the model sees it."""
     for place, edit in ((in_a_hook, shorter_documents_in_place), (in_a_hook, longer_documents)):

@@ -188,12 +188,6 @@ def test_eight_micro_batches_of_512_tokens_take_four_times_fewer_kernels(tmp_pat
         ("gradient_accumulation_steps is 1", MERGED, {"gradient_accumulation_steps": 1}),
         ("need sync_free", {"sync_free": "off"}, {}),
         ("need sync_free", {"packed_attention": "off"}, {}),
-        ("padded_rows pads", {"packed_attention": "padded_rows"}, {}),
-        (
-            "padded_rows pads",
-            {"packed_attention": "padded_rows", "padded_rows_limit": 50},
-            {"family": "granitemoehybrid"},
-        ),
         ("dense mask of sdpa", {"packed_attention": "sdpa"}, {}),
         ("NEFTune", {}, {"neftune_noise_alpha": 5.0}),
         ("longest document", {}, {"model": {"rope_parameters": DYNAMIC}}),

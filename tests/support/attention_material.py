@@ -29,7 +29,6 @@ PER_DOCUMENT = (
     "glm4", "exaone4", "starcoder2", "qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "gpt_oss", "opt", "afmoe",
     "granitemoehybrid", "qwen3_next",
 )  # fmt: skip
-PADDED_ROWS = ("falcon", "bloom", "llama4_text", "stablelm", "nemotron")
 
 PLAIN = ModelFeatures(
     model_type="qwen3", implementation="sdpa", device_type="cpu", windows=frozenset(), sinks=False, softcap=False,

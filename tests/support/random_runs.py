@@ -132,8 +132,7 @@ def draw(number: int) -> dict[str, Any]:
             "activation_memory": pick(["auto", "auto", "keep", "checkpoint"])
             if stock["gradient_checkpointing"]
             else "auto",
-            "packed_attention": pick(["auto", "auto", "sdpa", "padded_rows"]),
-            "padded_rows_limit": 100.0,
+            "packed_attention": pick(["auto", "auto", "sdpa", "per_document"]),
         },
     }
 

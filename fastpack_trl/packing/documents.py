@@ -1,0 +1,41 @@
+"""`DocumentsCollator`: each document of a packed row as a padded row, for models that nothing keeps them apart in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fastpack_trl.model.upstream import DataCollatorForLanguageModeling
+from fastpack_trl.packing.packed_batch import IGNORE_INDEX
+
+PADDED_DOCUMENTS = "padded_documents"
+"""In the place of an attention path: documents are handed to TRL's padding collator one by one."""
+
+
+class DocumentsCollator:
+    """Split packed rows at their ``seq_lengths``, and let TRL's collator pad the documents.
+
+    ``[{"input_ids": [5, 6, 7, 8, 9], "seq_lengths": [3, 2]}]`` -> ``input_ids=[[5, 6, 7], [8, 9, 0]]``. The loss counts
+    the same tokens as in the packed row: first tokens of documents have no label.
+
+    Args:
+        stock: the trainer's collator, with ``padding_free=True``.
+    """
+
+    def __init__(self, stock: DataCollatorForLanguageModeling) -> None:
+        self.pad = replace(stock, padding_free=False)
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        batch: dict[str, Any] = self.pad([document for example in examples for document in _documents(example)])
+        batch["labels"][:, 0] = IGNORE_INDEX
+        return batch
+
+
+def _documents(example: Mapping[str, Any]) -> list[dict[str, Any]]:
+    start, documents = 0, []
+    for length in example.get("seq_lengths") or [len(example["input_ids"])]:
+        columns = {name: example[name] for name in ("input_ids", "labels") if example.get(name) is not None}
+        documents += [{name: values[start : start + length] for name, values in columns.items()}] if length else []
+        start += length
+    return documents
