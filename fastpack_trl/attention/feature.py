@@ -183,7 +183,7 @@ def _installed(run: Run) -> Iterator[PackedAttention]:
         backend = BACKENDS[attention.path]
         before, run.refuses_static = run.refuses_static, partial(backend.refuses_static, features=attention.features)
         try:
-            with run.keeping(attention):  # for `why_not_shared`
+            with run.keeping(attention):  # for `share_prefixes`
                 yield attention
         finally:
             run.refuses_static = before

@@ -46,13 +46,11 @@ class PerDocumentLayer(NamedTuple):
         key, value = call.key, call.value
         if self.key_index is not None:
             key, value = (gather_keys(tensor, self.key_index, dim=2) for tensor in (key, value))
+        if len(self.lengths) == 1:
+            return self._segment(call, call.query, key, value).transpose(1, 2).contiguous()
         # `split` has one `cat` as its backward pass; slices would each add to a tensor as long as the row.
-        parts = zip(
-            call.query.split(self.lengths, 2), key.split(self.key_lengths, 2), value.split(self.key_lengths, 2),
-            strict=True,
-        )  # fmt: skip
-        outs = [self._segment(call, *part).transpose(1, 2) for part in parts]
-        return (outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)).contiguous()
+        parts = (call.query.split(self.lengths, 2), key.split(self.key_lengths, 2), value.split(self.key_lengths, 2))
+        return torch.cat([self._segment(call, *part).transpose(1, 2) for part in zip(*parts, strict=True)], dim=1)
 
     def _segment(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         keys, prefix = key.shape[2], key.shape[2] - query.shape[2]

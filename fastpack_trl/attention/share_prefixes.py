@@ -7,10 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from datasets import Dataset
+from torch import nn
 from trl import SFTTrainer
 
-from fastpack_trl.attention.shared_rows import why_not_shared
+from fastpack_trl.attention.backends import BACKENDS
+from fastpack_trl.attention.install import PackedAttention
+from fastpack_trl.attention.proof import verify_shared
 from fastpack_trl.errors import first_reason
+from fastpack_trl.model import facts
 from fastpack_trl.model.hooks import BATCH_METHODS, hook_inside, replaced_methods
 from fastpack_trl.model.patches import patch_attribute
 from fastpack_trl.packing.batching import fast_view, packing_collator
@@ -32,18 +36,8 @@ def share_prefixes(run: Run) -> Iterator[None]:
     share = f"tokens computed: {computed:.0%} of the documents' tokens" if computed else ""
     little = computed is not None and computed > MOST_COMPUTED
     run.report.facts.pop(FACT, None)
-
-    def why() -> str:
-        # The proof is the last of the reasons: it is not run for what would save nothing.
-        asked = run.settings.share_prefixes == "on"
-        return (
-            first_reason(_reasons(run))
-            or (f"little to share, {share}" if little and not asked else "")
-            or why_not_shared(run)
-        )
-
     # As one: an evaluation between has all of them wait for each other.
-    if found := run.ranks.first_reason(why):
+    if found := run.ranks.first_reason(lambda: first_reason(_reasons(run, little, share))):
         saves = f"; without that {share}" if share and not little and found != "switched off" else ""
         run.say(FEATURE, "off", "each document whole", f"{found}{saves}")
         if saves:  # the banner shows no reason of what is off
@@ -55,22 +49,54 @@ def share_prefixes(run: Run) -> Iterator[None]:
         yield
 
 
-def _reasons(run: Run) -> Iterator[object]:
-    trainer, args = run.trainer, run.args
-    config = args.accelerator_config
-    yield run.settings.share_prefixes == "off" and "switched off"
+def _reasons(run: Run, little: bool, share: str) -> Iterator[object]:
+    trainer, args, model = run.trainer, run.args, run.model
+    config, setting = args.accelerator_config, run.settings.share_prefixes
+    yield setting == "off" and "switched off"
     yield not run.packs and run.plan.reason
     yield trainer.compute_loss_func is not None and "compute_loss_func expects whole documents"
     yield not run.loss_is_ours and "the loss of shared positions needs sync_free"
     methods = (*BATCH_METHODS, "_get_num_items_in_batch", "_track_num_input_tokens")
     yield (own := replaced_methods(trainer, methods)) and f"{own} may expect whole documents"
-    yield (hook := hook_inside(trainer.model)) and f"{hook} may expect whole documents"
+    yield (hook := hook_inside(model)) and f"{hook} may expect whole documents"
     yield args.neftune_noise_alpha and "NEFTune would add the same noise to a prefix for all documents"
     counts = str(args.include_num_input_tokens_seen).lower() not in ("no", "false")
     yield counts and "include_num_input_tokens_seen counts the tokens of rows"
     yield (config.split_batches or config.dispatch_batches) and "split_batches cuts a batch by rows"
-    streamed = run.settings.share_prefixes == "auto" and not isinstance(trainer.train_dataset, Dataset)
+    streamed = setting == "auto" and not isinstance(trainer.train_dataset, Dataset)
     yield streamed and "a stream has no sample that would say what it saves: share_prefixes='on' shares"
+    yield little and setting != "on" and f"little to share, {share}"
+    attention, backend = run.part(PackedAttention), BACKENDS.get(run.choice.path)
+    assert attention is not None
+    assert backend is not None
+    yield backend.refuses_shared(attention.features)
+    yield run.is_sharded and "parameters are sharded: the check of shared prefixes needs them whole"
+    states = facts.state_modules(model)
+    yield states and f"{type(states[-1]).__name__} carries state along the row"
+    yield facts.is_invoked_once_per_row(model) and facts.ALORA
+    dropout = max(_dropouts(model), default=attention.features.dropout)
+    yield dropout and f"dropout {dropout:g} would drop the same of a prefix for all documents: 0 shares them"
+    noise = getattr(facts.text_model(model).config.get_text_config(), "router_jitter_noise", 0.0)
+    yield noise and f"router_jitter_noise {noise:g} would be the same on a prefix for all documents"
+    if run.settings.verify_packing != "off":  # last: it runs the model
+        yield _failed_check(run, attention)
+
+
+def _dropouts(model: nn.Module) -> Iterator[float]:
+    """Yield the rates above 0 of modules that drop, and of those that call a function for it."""
+    for module in model.modules():
+        rates = [module.p] if isinstance(module, nn.modules.dropout._DropoutNd) else []
+        rates += [value for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]
+        yield from (rate for rate in rates if rate > 0)
+
+
+def _failed_check(run: Run, attention: PackedAttention) -> str:
+    try:
+        with run.step.taking("proof"), run.autocast():
+            proof = verify_shared(run.model, attention)
+    except (*facts.UNREADABLE, ImportError) as error:
+        return f"the check of shared prefixes cannot run on this model: {type(error).__name__}: {error}"
+    return "" if proof.proven else f"{attention.path} failed its check of shared prefixes: {proof}"
 
 
 def computed_share(trainer: SFTTrainer) -> float | None:

@@ -16,9 +16,8 @@ FUNCTIONS = {
     "attention/varlen.py": ["_lacks"],
     "attention/per_document.py": ["refuses", "refuses_compile"],
     "attention/feature.py": ["plan_rows", "install_attention", "_install"],
-    "attention/start_proof.py": ["prove", "_prove_stock", "_due", "_proof"],
-    "attention/share_prefixes.py": ["_reasons"],
-    "attention/shared_proof.py": ["why_not_shared", "_refusals", "_failure"],
+    "attention/start_proof.py": ["prove", "prove_stock", "_proof"],
+    "attention/share_prefixes.py": ["_reasons", "_failed_check"],
     "model/preflight.py": ["against_plan"],
     "model/facts.py": ["_gaps", "read_features"],
     "packing/batching.py": ["_only_stock", "_rather_padded"],
@@ -62,7 +61,6 @@ FUNCTIONS = {
 
 CONSTANTS = {
     "run/run.py": ["SHARDED"],
-    "attention/start_proof.py": ["_SHARDED"],
     "attention/batch_check.py": ["_READ_AGAIN", "_STOCK"],
     "model/facts.py": ["ALORA"],
     "step/sync_free.py": ["_EVALUATION"],
