@@ -18,8 +18,8 @@ from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer, apply_lora
 from fastpack_trl.attention.backends import choose
-from fastpack_trl.attention.per_document import _native_sdpa, has_grouped_kernel
-from fastpack_trl.attention.reference import NO_SOFTCAP, NO_WINDOW, DocumentInputs
+from fastpack_trl.attention.interface import AttentionCall
+from fastpack_trl.attention.per_document import has_grouped_kernel
 from fastpack_trl.capture.feature import unavailable
 from fastpack_trl.kernels._triton import is_supported
 from fastpack_trl.lora import linear
@@ -125,22 +125,20 @@ def test_documents_run_one_by_one_and_heads_are_repeated_where_no_kernel_groups_
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-@pytest.mark.parametrize("window", [NO_WINDOW, 5])
-def test_repeated_heads_give_what_grouped_ones_do(window: int, device: str) -> None:
+@pytest.mark.parametrize("window", [None, 5])
+def test_repeated_heads_give_what_grouped_ones_do(window: int | None, device: str) -> None:
     torch.manual_seed(0)
     batch = PackedBatch.from_lengths((3, 17, 1, 9)).to(torch.device(device))
-    layer = prepared("per_document", batch, *({window} - {NO_WINDOW}), device=device)
+    layer = prepared("per_document", batch, *([window] if window else []), device=device)
     drawn = [torch.randn(1, heads, 30, 8, device=device) for heads in (6, 2, 2)]
     results = []
-    for repeats in (False, True):
-        leaves = [tensor.clone().requires_grad_() for tensor in drawn]
-        band = layer.bands.get(window)
-        inputs = DocumentInputs(*leaves, layer.cu_seqlens, None, band, window, 0.3, NO_SOFTCAP, layer.max_seqlen)
-        out = _native_sdpa(inputs, None, repeats)
+    for grouped in (True, False):
+        query, key, value = (tensor.clone().requires_grad_() for tensor in drawn)
+        out = layer._replace(grouped=grouped).attend(AttentionCall(query, key, value, 0.3, window))
         out.sin().sum().backward()
-        results.append([out, *(leaf.grad for leaf in leaves)])
-    for grouped, repeated in zip(*results, strict=True):
-        torch.testing.assert_close(repeated, grouped)
+        results.append([out, query.grad, key.grad, value.grad])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(other, one)
 
 
 def test_graphs_and_kernels_of_triton_are_for_capability_8_on() -> None:
