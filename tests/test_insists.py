@@ -49,7 +49,7 @@ class Case(NamedTuple):
 
 
 def spoil(trainer: Any) -> None:
-    next(iter(trainer.model.parameters())).data[0] = float("nan")
+    next(iter(trainer.model.parameters())).data.fill_(float("nan"))
 
 
 def collate(trainer: Any) -> None:

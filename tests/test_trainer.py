@@ -168,7 +168,7 @@ def test_gpt_oss_packs_without_the_leak_of_stock(tmp_path: Path) -> None:
     assert packed.fastpack_proof.proven
 
 
-@pytest.mark.parametrize("family", ["stablelm", "nemotron", "bloom", "llama4_text"])
+@pytest.mark.parametrize("family", ["stablelm", "nemotron", "bloom", "falcon"])
 def test_documents_are_padded_one_by_one_where_no_attention_keeps_them_apart(family: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"family": family, "packing": True, "gradient_accumulation_steps": 2}
     ours = train(FastSFTTrainer, tmp_path / "ours", **options)
@@ -213,7 +213,7 @@ def test_masks_are_built_once_per_batch_and_nothing_is_alive_after_the_step(
 
     def record(self: PackedBatch, key: Any, build: Any) -> Any:
         value = derive(self, key, build)
-        for band in value.bands.values() if key[0] == "per_document" else ():
+        for band in value.masks.values() if key[0] == "per_document" else ():
             if not any(reference() is band for reference in alive):
                 alive.append(weakref.ref(band))
         if self not in batches:
@@ -348,26 +348,6 @@ def test_stock_runs_where_a_private_seam_is_missing(tmp_path: Path, monkeypatch:
     assert figures(ours) == figures(stock)
     line = ours.fastpack_report["fastpack"]
     assert line.reason == "torch, transformers or trl lacks trl.SFTTrainer._renamed_upstream"
-
-
-def test_a_proof_that_cannot_run_is_reported_and_training_goes_on(tmp_path: Path) -> None:
-    def without_embeddings() -> Any:
-        model = tiny_model("qwen3")
-        forward = model.model.forward
-
-        def only_ids(*args: Any, inputs_embeds: Any = None, **kwargs: Any) -> Any:
-            if inputs_embeds is not None:
-                raise ValueError("give input_ids")
-            return forward(*args, **kwargs)
-
-        model.model.forward = only_ids
-        return model
-
-    ours = train(FastSFTTrainer, tmp_path, model=without_embeddings(), packing=True)
-    assert "cannot run on this model: ValueError: give input_ids" in ours.fastpack_report["verify_packing"].reason
-    remedy = "verify_packing='on': .*give input_ids; set verify_packing='auto' or 'off'"
-    with pytest.raises(ValueError, match=remedy):
-        train(FastSFTTrainer, tmp_path, model=without_embeddings(), packing=True, fast={"verify_packing": "on"})
 
 
 def test_data_that_only_stock_can_train_on_is_left_to_it(tmp_path: Path) -> None:

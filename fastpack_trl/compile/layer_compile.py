@@ -60,11 +60,11 @@ def _reasons(run: Run) -> Iterator[object]:
     whole = plugin is not None and plugin.backend.value != "NO"
     yield whole and "accelerate compiles the whole model"
     yield not run.packs and "stock's batches have no packed metadata"
-    yield run.choice.refuses_compile
     yield run.is_sharded and not run.is_fsdp2 and SHARDED
     yield not decoder_layers(run.model) and "the model has no list of decoder layers with packed attention"
     rarely = setting == "auto" and device == "cpu"
     yield rarely and f"on {device} compiling takes longer than most runs; layer_compile='on' compiles"
+    yield run.choice.refuses_compile
 
 
 def start_workers(run: Run) -> None:

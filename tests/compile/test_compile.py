@@ -293,7 +293,6 @@ def test_the_trainer_compiles_checkpointed_experts_and_trains_as_stock(
     ("options", "why"),
     [
         ({"fast": {"layer_compile": "off"}}, "switched off"),
-        ({"fast": {"packed_attention": "per_document"}}, "per_document calls a kernel per document"),
         ({"fast": {"packed_attention": "off"}}, "no packed metadata"),
     ],
 )

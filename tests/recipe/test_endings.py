@@ -120,7 +120,7 @@ def test_a_home_that_cannot_be_written_names_the_variable(material: Material) ->
     variables = {"HOME": "/proc/none", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
     ran = subprocess.run(
         [sys.executable, "-m", "fastpack_trl", "sft", "--config", str(material.yaml())],
-        env=variables, capture_output=True, text=True, timeout=120, check=False,
+        env=variables, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert ran.returncode == 2
     assert "name another folder with the environment variable HF_HOME" in ran.stderr.splitlines()[-1]
