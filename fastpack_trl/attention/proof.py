@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fastpack_trl.attention.install import PackedAttention, packed_attention
 from fastpack_trl.attention.probe import Probe, default_lengths, exceeds, last_past, lengths_past, spans, text_config
 from fastpack_trl.errors import NonFiniteError, PackingError, UnsteadyError
-from fastpack_trl.model.aside import isolated_run
+from fastpack_trl.model.changes import isolated_run
 from fastpack_trl.model.facts import UNREADABLE
 from fastpack_trl.model.sharded import any_rank, fsdp_modules
 

@@ -11,8 +11,8 @@ from trl import SFTTrainer
 
 from fastpack_trl.attention.shared_proof import why_not_shared
 from fastpack_trl.errors import first_reason
+from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.hooks import BATCH_METHODS, hook_inside, replaced_methods
-from fastpack_trl.model.patches import patch_attribute
 from fastpack_trl.packing.batching import fast_view, packing_collator
 from fastpack_trl.run import Run
 

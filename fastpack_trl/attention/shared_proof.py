@@ -18,7 +18,7 @@ from fastpack_trl.attention.probe import Probe
 from fastpack_trl.attention.proof import PackingProof, budget_of
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model import facts
-from fastpack_trl.model.aside import isolated_run
+from fastpack_trl.model.changes import isolated_run
 from fastpack_trl.packing.packed_batch import to_transformers_kwargs
 from fastpack_trl.packing.prefixes import SharedRow, packed_batch
 from fastpack_trl.run import Choice, Run

@@ -17,7 +17,7 @@ from fastpack_trl.attention.install import PackedAttention
 from fastpack_trl.attention.probe import default_lengths, spans
 from fastpack_trl.attention.proof import PackingProof, verify_packing
 from fastpack_trl.errors import NonFiniteError, PackingError, UnsteadyError, first_reason
-from fastpack_trl.model.callbacks import during_training
+from fastpack_trl.model.changes import during_training
 from fastpack_trl.model.facts import (
     UNREADABLE,
     backbones,

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from fastpack_trl.model.patches import patch_attribute, shared
+from fastpack_trl.model.changes import patch_attribute, shared
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
 CHECKPOINT = "_gradient_checkpointing_func"

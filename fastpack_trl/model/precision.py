@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from fastpack_trl.model.patches import patch_attribute
+from fastpack_trl.model.changes import patch_attribute
 
 _PACKS = "support_avx512bf16_for_cpu"
 """Set by bitsandbytes on layers whose 4-bit weights an evaluation packs: the matmul then has no backward."""

@@ -16,8 +16,7 @@ from trainer_material import assert_same_log, train
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.model.aside import isolated_run, restore_buffers
-from fastpack_trl.model.patches import patch_attribute, shared
+from fastpack_trl.model.changes import isolated_run, patch_attribute, restore_buffers, shared
 from fastpack_trl.testing import tiny_model
 
 
