@@ -1,8 +1,8 @@
 """One stack of wrappers around the checkpoint function of a layer, `_gradient_checkpointing_func`.
 
-Others set that function at any time: a trainer when training begins, `activation_memory` for each layer. It stays what
-they set, also in a copy or a pickle of the model: while a layer has wrappers, its class has a property of that name,
-which stores the function in the layer and returns the stack around it.
+Others set that function at any time: a trainer when training begins, `activation_memory` for each layer. While a layer
+has wrappers, its class has a property of that name, which stores in the layer what they set and returns the stack
+around it. A copy or a pickle of the model has the function alone.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ def checkpoint_wrapped(layer: nn.Module, wrapper: Wrapper, nesting: Nesting) -> 
     seam = partial(patch_attribute, type(layer), CHECKPOINT, property(_read, _write, _delete))
     with shared(type(layer), "_fastpack_seam", seam), shared(layer, _STACK, lambda: nullcontext(_Stack())) as stack:
         entry = (nesting, wrapper)
-        stack.entries = sorted([*stack.entries, entry], key=lambda each: each[0])
+        stack.append(entry)
+        stack.sort(key=lambda each: each[0])
         try:
             yield
         finally:
-            stack.entries.remove(entry)
+            stack.remove(entry)
 
 
 def stock_checkpoint(layer: nn.Module) -> Any:
@@ -73,12 +74,9 @@ def checkpointing_modules(model: nn.Module) -> list[nn.Module]:
 
     A decoder whose layers checkpoint themselves has the flag too, and ignores it.
     """
-
-    def is_layer(module: nn.Module) -> bool:
-        return isinstance(module, GradientCheckpointingLayer)
-
+    layers = {module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
     flagged = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
-    return [module for module in flagged if is_layer(module) or not any(map(is_layer, module.modules()))]
+    return [module for module in flagged if module in layers or layers.isdisjoint(module.modules())]
 
 
 def checkpoints_reentrantly(module: Any) -> bool:
@@ -96,19 +94,15 @@ def layer_keywords(function: Any) -> dict[str, Any]:
 
     Wrappers may have put a function of theirs around it: ``partial(theirs, ..., partial(forward, ...))``.
     """
-    while isinstance(function, partial):
-        if function.keywords:
-            return function.keywords
+    while isinstance(function, partial) and not function.keywords:
         function = function.args[-1] if function.args else function.func
-    return {}
+    return function.keywords if isinstance(function, partial) else {}
 
 
-class _Stack:
-    """The wrappers of one layer, innermost first, and the function that its property returned last."""
+class _Stack(list[tuple[Nesting, Wrapper]]):
+    """The wrappers of one layer, innermost first; `wrapped` is what its property has returned last."""
 
-    def __init__(self) -> None:
-        self.entries: list[tuple[Nesting, Wrapper]] = []
-        self.wrapped: _Wrapped | None = None
+    wrapped: _Wrapped | None = None
 
 
 class _Wrapped:
@@ -120,7 +114,7 @@ class _Wrapped:
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = self.stock
         if self.stack.wrapped is self:  # else somebody wrapped this one and set that: the stack is around theirs
-            for _, wrapper in self.stack.entries:
+            for _, wrapper in self.stack:
                 call = partial(wrapper, call)
         return call(function, *args, **kwargs)
 
@@ -129,14 +123,13 @@ class _Wrapped:
 
 
 def _read(layer: nn.Module) -> Any:
-    own = layer.__dict__
-    if CHECKPOINT not in own:
+    if CHECKPOINT not in layer.__dict__:
         raise AttributeError(CHECKPOINT)
-    patch, stock = own.get(_STACK), own[CHECKPOINT]
+    stock, patch = stock_checkpoint(layer), layer.__dict__.get(_STACK)
     if patch is None:
         return stock
     stack: _Stack = patch.value[0]
-    if stack.wrapped is None or stack.wrapped.stock is not stock:
+    if stack.wrapped is None or stack.wrapped.stock is not stock:  # kept, as compiled code compares it
         stack.wrapped = _Wrapped(stack, stock)
     return stack.wrapped
 
@@ -146,5 +139,4 @@ def _write(layer: nn.Module, function: Any) -> None:
 
 
 def _delete(layer: nn.Module) -> None:
-    if layer.__dict__.pop(CHECKPOINT, None) is None:
-        raise AttributeError(CHECKPOINT)
+    del layer.__dict__[CHECKPOINT]
