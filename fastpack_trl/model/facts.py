@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,62 +20,58 @@ from fastpack_trl.model.mixers import Scan, mixers, scan_of
 from fastpack_trl.model.upstream import missing_reason
 
 # Causal attention under the names that configs use; "attention" is granitemoehybrid's.
-_UNDERSTOOD_LAYERS = frozenset({"full_attention", "attention", "sliding_attention"})
+_UNDERSTOOD_LAYERS = {"full_attention", "attention", "sliding_attention"}
 # Layers of a model with mixers, "hybrid" ones with attention besides, and pointwise layers between them.
-_MIXER_LAYERS = frozenset({"linear_attention", "conv", "mamba", "hybrid", "moe", "mlp"})
+_MIXER_LAYERS = {"linear_attention", "conv", "mamba", "hybrid", "moe", "mlp"}
 # Mixers that carry state from token to token; most have a Conv1d (GPT-2's pointwise `Conv1D` is another class).
 _STATE_MODULE = re.compile(r"Mamba|SSM|Rwkv|Recurrent|GatedDelta|LightningAttention|LinearAttention|ShortConv")
-_DROPS_KEYWORDS = frozenset({"nemotron", "stablelm"})
+_DROPS_KEYWORDS = ("nemotron", "stablelm")
 """Families whose layers take the keywords of a batch and do not hand them on to attention."""
 _DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 UNREADABLE = (AttributeError, LookupError, TypeError, ValueError, RuntimeError)
 """Errors of reading a model whose modules or config have another form than expected."""
-
+ALORA = "aLoRA adapts what follows the one invocation that it finds in a row"
 KINDS = ("token_type_ids", "mm_token_type_ids", "block_sequence_ids")
 """Keywords that give the kind of each token; above 0 it is not text (PaliGemma, whose text is 1, has a gap)."""
-OVER = {
-    "eager": "fastpack_over_eager",
-    "sdpa": "fastpack_over_torch",
-    "flash_attention_2": "fastpack_over_fa2",
-    "flash_attention_3": "fastpack_over_fa3",
-    "flash_attention_4": "fastpack_over_fa4",
-    "flex_attention": "fastpack_over_flex",
-}
+OVER = {"eager": "fastpack_over_eager", "sdpa": "fastpack_over_torch", "flex_attention": "fastpack_over_flex"}
+OVER |= {f"flash_attention_{version}": f"fastpack_over_fa{version}" for version in (2, 3, 4)}
 """Implementation of transformers -> our name over it, which tells what ordinary batches run.
 
 No name contains "flash", "sdpa" or "flex_attention", on which transformers checks for those kernels.
 """
-_UNDER = {ours: stock for stock, ours in OVER.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFeatures:
-    """The attention of one model, as the choice of a backend needs it."""
+    """The attention of one model, as the choice of a backend needs it.
+
+    Attributes:
+        implementation: transformers' implementation of the text config, e.g. ``sdpa``.
+        windows: sizes of the sliding windows in tokens, the token itself included.
+        head_dim: the widest of query, key and value.
+        compute_dtype: of attention: the autocast dtype of the run, else that of the weights.
+        capability: compute capability of the CUDA device; None elsewhere.
+        gap: the reason why the attention interface cannot keep documents apart; empty if it can.
+        kv_heads: heads of key and value; None: as many as of the query.
+        mixers: kinds of its recurrent layers, whose functions are replaced for packed rows (`model/mixers.py`).
+        scans: of these layers.
+    """
 
     model_type: str
     implementation: str
-    """Transformers' implementation of the text config, e.g. ``sdpa``."""
     device_type: str
     windows: frozenset[int] = frozenset()
-    """Sizes of the sliding windows in tokens, the token itself included."""
     sinks: bool = False
     softcap: bool = False
     dropout: float = 0.0
     num_heads: int = 1
     head_dim: int = 1
-    """The widest of query, key and value."""
     compute_dtype: torch.dtype
-    """The dtype of attention: the autocast dtype of the run, else that of the weights."""
     capability: tuple[int, int] | None
-    """Compute capability of the CUDA device; None elsewhere."""
     gap: str = ""
-    """The reason why the attention interface cannot keep documents apart; empty if it can."""
     kv_heads: int | None = None
-    """Heads of key and value; None: as many as of the query."""
     mixers: frozenset[str] = frozenset()
-    """Kinds of its recurrent layers, whose functions are replaced for packed rows (`model/mixers.py`)."""
     scans: frozenset[Scan] = frozenset()
-    """Scans of these layers."""
 
 
 def text_model(model: nn.Module) -> Any:
@@ -127,9 +122,6 @@ def is_prompt_learning(model: nn.Module) -> bool:
     return bool(getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False))
 
 
-ALORA = "aLoRA adapts what follows the one invocation that it finds in a row"
-
-
 def is_invoked_once_per_row(model: nn.Module) -> bool:
     """Return whether PEFT looks for one invocation in each *row* and adapts what follows it: aLoRA, active or not."""
     configs = getattr(model, "peft_config", None)
@@ -141,9 +133,7 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules of the text decoder that call transformers' attention interface."""
     config = text_model(model).config.get_text_config()
     of_text = [module for module in model.modules() if getattr(module, "config", None) is config]
-    scaled = [module for module in of_text if hasattr(module, "layer_idx") and hasattr(module, "scaling")]
-    homes = [sys.modules.get(inspect.unwrap(type(module).forward).__module__) for module in scaled]  # of the forwards
-    return [module for module, home in zip(scaled, homes, strict=True) if hasattr(home, "ALL_ATTENTION_FUNCTIONS")]
+    return [module for module in of_text if hasattr(module, "layer_idx") and hasattr(module, "scaling")]
 
 
 def state_modules(model: nn.Module) -> list[nn.Module]:
@@ -154,7 +144,7 @@ def state_modules(model: nn.Module) -> list[nn.Module]:
 def stock_implementation(config: Any) -> str:
     """Return transformers' implementation of a text config, e.g. ``sdpa``, also while ours is registered over it."""
     name = str(config._attn_implementation)
-    return _UNDER.get(name, name)
+    return next((stock for stock, ours in OVER.items() if ours == name), name)
 
 
 def stock_attention(module: Any, implementation: str) -> Callable[..., tuple[Any, Any]]:
@@ -165,15 +155,11 @@ def stock_attention(module: Any, implementation: str) -> Callable[..., tuple[Any
     Raises:
         LookupError: the file of the module defines neither; such a model never called the interface.
     """
-    for cls in type(module).__mro__:
-        home = sys.modules.get(cls.__module__)
-        eager = getattr(home, "eager_attention_forward", None)
-        interface = getattr(home, "ALL_ATTENTION_FUNCTIONS", None)
-        if interface is not None:
-            function: Callable[..., tuple[Any, Any]] | None
-            function = eager if implementation == "eager" else interface.get(implementation, eager)
-            if function is not None:
-                return function
+    for home in (sys.modules.get(cls.__module__) for cls in type(module).__mro__):
+        functions: dict[str, Any] = {"eager": getattr(home, "eager_attention_forward", None)}
+        interface = getattr(home, "ALL_ATTENTION_FUNCTIONS", functions)
+        if function := functions.get(implementation) or interface.get(implementation, functions["eager"]):
+            return function
     raise LookupError(f"{type(module).__name__} defines no attention function for {implementation!r}")
 
 
@@ -188,8 +174,8 @@ def asked_for(model: nn.Module, by_name: Any = None) -> str | None:
     implementation = stock_implementation(base.config.get_text_config())
     if by_name is not None:
         return by_name if isinstance(by_name, str) else implementation
-    default = ("sdpa",) if getattr(base, "_supports_sdpa", False) else ("sdpa", "eager")
-    return None if implementation in default else implementation
+    is_default = implementation == "sdpa" or (implementation == "eager" and not getattr(base, "_supports_sdpa", False))
+    return None if is_default else implementation
 
 
 def read_features(model: nn.Module, compute_dtype: torch.dtype | None = None) -> ModelFeatures:
@@ -209,12 +195,12 @@ def read_features(model: nn.Module, compute_dtype: torch.dtype | None = None) ->
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
     )
     try:
-        return replace(unread, **_attention_facts(model, base, config))
+        return replace(unread, **_attention_facts(base, config), gap=next(_gaps(model, base, config), ""))
     except UNREADABLE as error:
         return replace(unread, gap=f"{config.model_type}'s attention cannot be read ({type(error).__name__}: {error})")
 
 
-def _attention_facts(model: nn.Module, base: Any, config: Any) -> dict[str, Any]:
+def _attention_facts(base: Any, config: Any) -> dict[str, Any]:
     attentions, known = attention_modules(base), mixers(base)
     heads = [int(count or 1) for count in layer_values(config, "num_attention_heads")]
     kv_heads = min(int(count or max(heads)) for count in layer_values(config, "num_key_value_heads"))
@@ -230,8 +216,7 @@ def _attention_facts(model: nn.Module, base: Any, config: Any) -> dict[str, Any]
         "kv_heads": kv_heads if max(heads) % kv_heads == 0 else None,
         "head_dim": max(map(int, widths)),
         "mixers": frozenset(mixer.kind for mixer in known.values()),
-        "scans": frozenset(scan for layer, mixer in known.items() if (scan := scan_of(layer, mixer)) is not None),
-        "gap": next(_gaps(model, base, config, attentions), ""),
+        "scans": frozenset(filter(None, (scan_of(layer, mixer) for layer, mixer in known.items()))),
     }
 
 
@@ -264,23 +249,19 @@ def window_of(module: nn.Module) -> int | None:
     return int(size) if size is not None and has_window else None
 
 
-@lru_cache(maxsize=256)
-def _mask_reads_kinds(module: Any) -> bool:
-    try:
-        source = inspect.getsource(module)
-    except (OSError, TypeError):
-        return True
-    return "block_sequence_ids" in source or "or_mask_function" in source
-
-
 def masks_by_kind(model: nn.Module) -> bool:
-    """Return whether the mask depends on the kinds of tokens, if they are given: those of an image see each other."""
-    return any(_mask_reads_kinds(inspect.getmodule(type(module))) for module in backbones(model))
+    """Return whether the mask depends on the kinds of tokens, if they are given: those of an image see each other.
+
+    Such a family makes its own masks for `generate`: a class in the file of its backbone has the function.
+    """
+    homes = {type(module).__module__ for module in backbones(model)}
+    values = [value for home in homes if home in sys.modules for value in vars(sys.modules[home]).values()]
+    return any(hasattr(value, "create_masks_for_generate") for value in values if isinstance(value, type))
 
 
-def _gaps(model: nn.Module, base: Any, config: Any, attentions: list[nn.Module]) -> Iterator[str]:
+def _gaps(model: nn.Module, base: Any, config: Any) -> Iterator[str]:
     """Yield the reasons why the attention interface cannot keep documents of this model apart, most basic first."""
-    family, known = config.model_type, mixers(base)
+    family, attentions, known = config.model_type, attention_modules(base), mixers(base)
     if missing := missing_reason("packed_attention"):
         yield missing
     if is_prompt_learning(model):
@@ -288,7 +269,7 @@ def _gaps(model: nn.Module, base: Any, config: Any, attentions: list[nn.Module])
     if not attentions or not base._can_set_attn_implementation():
         yield f"{family} does not call transformers' attention interface"
     types = set(getattr(config, "layer_types", None) or ())
-    if other := sorted(types - _UNDERSTOOD_LAYERS - (_MIXER_LAYERS if known else frozenset())):
+    if other := sorted(types - _UNDERSTOOD_LAYERS - (_MIXER_LAYERS if known else set())):
         yield f"{family} has {', '.join(other)} layers, which the attention interface cannot keep apart"
     inside = {part for mixer in (*attentions, *known) for part in mixer.modules()}
     for module in state_modules(base):

@@ -17,12 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
-_KINDS = {
-    "_forward_pre_hooks": "forward pre-hook",
-    "_forward_hooks": "forward hook",
-    "_backward_pre_hooks": "backward pre-hook",
-    "_backward_hooks": "backward hook",
-}
+_KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """The dictionaries of a module; `torch.nn.modules.module` has one of each for all modules, after ``_global``."""
 _LIBRARIES = (
     *("accelerate.", "bitsandbytes.", "deepspeed.", "fastpack_trl.", "peft.", "transformers.", "trl."),
@@ -74,18 +69,13 @@ class PartsHooked:
 
     def __call__(self, *parts: nn.Module) -> bool:
         """Return whether a call of one of `parts` would run a hook or a replaced forward."""
+        answer = any(map(is_hooked, parts))
         if torch.compiler.is_compiling():  # in a graph torch traces the hooks on all modules
-            return any(map(is_hooked, parts))
-        answer = any(map(is_hooked, parts)) or bool(global_hook())
+            return answer
+        answer = answer or bool(_users_hook(nn.modules.module, "_global"))
         if answer != self._last and not in_backward():
             self._last = answer
         return self._last
-
-
-def global_hook() -> str:
-    """Return a hook of the user on every module, e.g. ``the global forward hook count``; empty if there is none."""
-    hook = _users_hook(nn.modules.module, "_global")
-    return f"the global {hook}" if hook else ""
 
 
 def hook_inside(module: nn.Module, name: str = "") -> str:
@@ -93,8 +83,8 @@ def hook_inside(module: nn.Module, name: str = "") -> str:
 
     ``the forward hook scale on layers.1.mlp``, after the name of the module if it is given.
     """
-    if hook := global_hook():
-        return hook
+    if hook := _users_hook(nn.modules.module, "_global"):
+        return f"the global {hook}"
     modules: list[Any] = [module]
     for inner in modules:  # grows; a walk that makes the names takes five times as long
         if is_hooked(inner) and (hook := _users_hook(inner)):
@@ -106,13 +96,12 @@ def hook_inside(module: nn.Module, name: str = "") -> str:
 
 def _users_hook(owner: Any, prefix: str = "") -> str:
     """Return the kind and the name of the first hook of the user on a module; empty if there is none."""
-    for attribute, kind in _KINDS.items():
+    for kind in _KINDS:
         # A torch without the global dictionaries lacks a name of "batches" in `model.upstream.NEEDS`.
-        for hook in getattr(owner, prefix + attribute, {}).values():
-            if is_users(hook):
-                function = _unwrapped(hook)
-                name = getattr(function, "__qualname__", type(function).__qualname__)
-                return f"{kind} {name.rpartition('<locals>.')[2]}"
+        for hook in filter(is_users, getattr(owner, prefix + kind, {}).values()):
+            function = _unwrapped(hook)
+            name = getattr(function, "__qualname__", type(function).__qualname__)
+            return f"{kind[1:-1].replace('pre_', 'pre-').replace('_', ' ')} {name.rpartition('<locals>.')[2]}"
     return ""
 
 
@@ -144,17 +133,13 @@ def users_hooks_off(model: nn.Module) -> Iterator[None]:
     dictionaries += [getattr(nn.modules.module, f"_global{kind}", {}) for kind in _KINDS]
     hidden = [(hooks, key, hook) for hooks in dictionaries for key, hook in hooks.items() if is_users(hook)]
     for hooks, key, _ in hidden:
-        hooks[key] = _silent  # in its place: its handle still removes it
+        hooks[key] = lambda *_args, **_keywords: None  # in its place: its handle still removes it
     try:
         yield
     finally:
         for hooks, key, hook in hidden:
             if key in hooks:
                 hooks[key] = hook
-
-
-def _silent(*_args: Any, **_keywords: Any) -> None:
-    """Stand in for a hidden hook: inputs and outputs of the module stay."""
 
 
 def in_backward() -> bool:

@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import inspect
 import sys
-from functools import lru_cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from torch import nn
 
 CONV = "causal_conv1d_fn"
-SCANS = {
-    "torch_chunk_gated_delta_rule": "gated delta rule",
-    "mamba2_chunk_scan": "Mamba-2",
-}
+SCANS = {"torch_chunk_gated_delta_rule": "gated delta rule", "mamba2_chunk_scan": "Mamba-2"}
 """Functions that carry a state along the row, with the name of their layers."""
 FUSED = "mamba2_split_conv1d_scan_combined"
 """Convolution, scan and output projection in one kernel of mamba_ssm, in training; None if it is not installed."""
 FUNCTIONS = (CONV, *SCANS, FUSED)
 SHORT_CONV = "short convolution"
-_OTHER_SCANS = ("mamba_selective_scan", "chunk_kimi_delta_attention")
+_OTHER_SCANS = {"mamba_selective_scan", "chunk_kimi_delta_attention"}
 """Functions beside the same convolution that carry a state and cannot be replaced: Mamba 1's, Kimi's delta rule."""
+_SIZES = (
+    ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim"),
+    ("n_groups", "num_heads", "ssm_state_size", "head_dim"),
+    ("num_heads", "num_heads", "head_dim", "head_dim"),
+)
+"""Attributes of transformers' layers for the sizes of their scan, the most telling first."""
 
 
 class Mixer(NamedTuple):
@@ -73,14 +75,6 @@ class Scan(NamedTuple):
         return 2 * (chunk * inside + with_state * self.heads * self.size * self.width)
 
 
-_SIZES = (
-    ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim"),
-    ("n_groups", "num_heads", "ssm_state_size", "head_dim"),
-    ("num_heads", "num_heads", "head_dim", "head_dim"),
-)
-"""Attributes of transformers' layers for the sizes of their scan, the most telling first."""
-
-
 def scan_of(module: Any, mixer: Mixer) -> Scan | None:
     """Return the scan of a layer; None if it has none, or its sizes have other names."""
     names = next((names for names in _SIZES if all(hasattr(module, name) for name in names)), None)
@@ -92,21 +86,16 @@ def scan_of(module: Any, mixer: Mixer) -> Scan | None:
 
 def mixers(model: nn.Module) -> dict[nn.Module, Mixer]:
     """Return the recurrent layers of a model whose functions can be replaced, and that take the model's keywords."""
-    layers: dict[nn.Module, Mixer] = {}
-    for module in model.modules():
-        cls: Any = type(module)
-        if any(isinstance(child, nn.Conv1d) for child in module.children()) and (mixer := _mixer(cls)) is not None:
-            layers[module] = mixer
-    return layers
+    convolve = [module for module in model.modules() if any(isinstance(c, nn.Conv1d) for c in module.children())]
+    kinds = {cls: _mixer(cls) for cls in set(map(type, convolve))}
+    return {module: mixer for module in convolve if (mixer := kinds[type(module)]) is not None}
 
 
-@lru_cache(maxsize=256)
 def _mixer(cls: Any) -> Mixer | None:
     forward = inspect.unwrap(cls.forward)
-    home, takes = sys.modules[forward.__module__], inspect.signature(forward).parameters.values()
-    functions = {name for name in (*FUNCTIONS, *_OTHER_SCANS) if vars(home).get(name) is not None}
-    passes = any(parameter.kind == parameter.VAR_KEYWORD for parameter in takes)
-    if not passes or CONV not in functions or functions.intersection(_OTHER_SCANS):
+    home = sys.modules[forward.__module__]
+    functions = {name for name, value in vars(home).items() if value is not None}
+    if CONV not in functions or functions & _OTHER_SCANS or inspect.getfullargspec(forward).varkw is None:
         return None
     kind = next((kind for name, kind in SCANS.items() if name in functions), SHORT_CONV)
     return Mixer(kind, home, "repeat_interleave" in forward.__code__.co_names)

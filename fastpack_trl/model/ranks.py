@@ -28,7 +28,7 @@ class Ranks:
         self.count = count if distributed.is_available() and distributed.is_initialized() else 1
         self._timeout, self._group = timeout, None
 
-    def _reduce(self, values: torch.Tensor, timeout: float | None = None) -> None:
+    def _reduce(self, values: torch.Tensor, timeout: float | None = None) -> torch.Tensor:
         """Take the maximum of each value over all processes, in place."""
         if self._group is None:
             self._group = distributed.new_group(backend="gloo", timeout=self._timeout)
@@ -39,14 +39,13 @@ class Ranks:
             options.timeout = timedelta(seconds=timeout)
         group: Any = self._group
         group.allreduce([values], options).wait()
+        return values
 
     def all_max(self, values: Sequence[float]) -> list[float]:
         """Return the maximum of each value over all processes."""
         if self.count == 1:
             return list(values)
-        everywhere = torch.tensor(values, dtype=torch.float64)
-        self._reduce(everywhere)
-        maxima: list[float] = everywhere.tolist()
+        maxima: list[float] = self._reduce(torch.tensor(values, dtype=torch.float64)).tolist()
         return maxima
 
     def all_min(self, values: Sequence[float]) -> list[float]:
@@ -68,22 +67,17 @@ class Ranks:
         text = own.encode()[:_REASON_BYTES]
         texts = torch.zeros(self.count, _REASON_BYTES, dtype=torch.uint8)
         texts[distributed.get_rank(), : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-        self._reduce(texts, patience)
-        decoded = (bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in texts)
-        return own or next((f"rank {rank}: {reason}" for rank, reason in enumerate(decoded) if reason), "")
+        rows = self._reduce(texts, patience).tolist()
+        reasons = (bytes(row).rstrip(b"\0").decode(errors="ignore") for row in rows)
+        return own or next((f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason), "")
 
     def first_reason(self, why_not: Callable[[], str]) -> str:
         """Return the reason of `why_not` in this process, else that of another; see `reason`.
 
         An exception in `why_not` is a reason to the others, and is raised once they have it.
         """
-        try:
+        with self._failure_told(None):
             own = why_not()
-        except RankFailedError:
-            raise
-        except Exception as error:
-            self.reason(_summary(error))
-            raise
         return self.reason(own)
 
     @contextmanager
@@ -98,22 +92,24 @@ class Ranks:
             RuntimeError: another process failed, and this one did not; names its rank and its reason.
             RankFailedError: this process failed, and the others wait for it: the run has to end.
         """
+        with self._failure_told(patience):
+            yield
+        if theirs := self.reason(""):
+            raise RuntimeError(theirs)
+
+    @contextmanager
+    def _failure_told(self, patience: float | None) -> Iterator[None]:
         try:
             yield
         except RankFailedError:
             raise
         except Exception as error:
+            summary = f"{type(error).__name__}: {describe(error)}"
             try:
-                self.reason(_summary(error), patience)
+                self.reason(summary, patience)
             except RuntimeError:
                 raise RankFailedError(
-                    f"rank {distributed.get_rank()}: {_summary(error)}; the other processes wait for this one in a "
-                    "collective that it has left, so the run ends"
+                    f"rank {distributed.get_rank()}: {summary}; the other processes wait for this one in a collective "
+                    "that it has left, so the run ends"
                 ) from error
             raise
-        if theirs := self.reason(""):
-            raise RuntimeError(theirs)
-
-
-def _summary(error: Exception) -> str:
-    return f"{type(error).__name__}: {describe(error)}"

@@ -7,7 +7,7 @@ parameters of the others are missing. So a hook replaces, or returns, embeddings
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +20,12 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
     """Return the modules of `model` that gather their parameters by themselves, itself first; none before FSDP 2."""
     # By two methods of `FSDPModule`: torch builds without FSDP stay importable.
     return [module for module in model.modules() if hasattr(module, "reshard") and hasattr(module, "unshard")]
+
+
+def layer_units(model: nn.Module) -> list[Any]:
+    """Return the decoder layers of `model` that gather their parameters by themselves."""
+    checkpointing = [unit for unit in fsdp_modules(model) if hasattr(unit, "gradient_checkpointing")]
+    return [unit for unit in checkpointing if not hasattr(unit, "get_input_embeddings")]
 
 
 def any_rank(model: nn.Module, here: bool) -> bool:
@@ -37,22 +43,23 @@ def reshard_all(model: nn.Module) -> None:
         unit.reshard()
 
 
+def pieces(tensors: Iterable[Any]) -> list[Any]:
+    """Return the shard of each DTensor that this process holds, and other tensors as they are; memory is shared."""
+    with torch.no_grad():
+        return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+
+
 def local(parameter: Any) -> Tensor:
     """Return the part of a parameter that this process holds, detached: all of it, or a shard of a DTensor."""
-    with torch.no_grad():
-        held: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter.detach()
+    held: Tensor = pieces([parameter])[0].detach()
     return held
 
 
 def gathered_bytes(model: nn.Module, itemsize: int) -> int:
-    """Return the peak bytes in a step of gathered parameters and of gradients that are not yet sharded.
+    """Return the peak bytes in a step of gathered parameters, `itemsize` each, and of gradients not yet sharded.
 
     Two decoder layers are gathered at a time, the present one and the next; embeddings, the last norm with the head and
     the parameters of no unit may all be gathered besides. A gradient is fp32 until it is sharded.
-
-    Args:
-        model: sharded by FSDP 2.
-        itemsize: of a gathered parameter.
     """
 
     def size(unit: Any) -> int:
@@ -63,10 +70,10 @@ def gathered_bytes(model: nn.Module, itemsize: int) -> int:
     return sum(size(unit) for unit in fsdp_modules(model) if unit not in layers) + 2 * max(map(size, layers), default=0)
 
 
-def pieces(tensors: Iterable[Any]) -> list[Any]:
-    """Return the shard of each DTensor that this process holds, and other tensors as they are; memory is shared."""
-    with torch.no_grad():
-        return [tensor if type(tensor) is Tensor else tensor.to_local() for tensor in tensors]
+def whole_bytes(layers: Sequence[nn.Module], itemsize: int) -> int:
+    """Return the bytes of the gathered parameters of `layers`, with `itemsize` bytes per floating-point number."""
+    parameters = [p for layer in layers for p in layer.parameters()]
+    return sum(p.numel() * (itemsize if p.is_floating_point() else p.element_size()) for p in parameters)
 
 
 def shard_group(tensors: Sequence[Any]) -> Any:
@@ -76,18 +83,6 @@ def shard_group(tensors: Sequence[Any]) -> Any:
         return None
     alike = all(getattr(tensor, "device_mesh", None) == mesh and tensor.placements[0].is_shard() for tensor in tensors)
     return mesh.get_group() if alike else None
-
-
-def layer_units(model: nn.Module) -> list[Any]:
-    """Return the decoder layers of `model` that gather their parameters by themselves."""
-    checkpointing = [unit for unit in fsdp_modules(model) if hasattr(unit, "gradient_checkpointing")]
-    return [unit for unit in checkpointing if not hasattr(unit, "get_input_embeddings")]
-
-
-def whole_bytes(layers: Sequence[nn.Module], itemsize: int) -> int:
-    """Return the bytes of the gathered parameters of `layers`, with `itemsize` bytes per floating-point number."""
-    parameters = [p for layer in layers for p in layer.parameters()]
-    return sum(p.numel() * (itemsize if p.is_floating_point() else p.element_size()) for p in parameters)
 
 
 @contextmanager
@@ -107,12 +102,12 @@ def keep_unsharded(layers: Sequence[Any]) -> Iterator[None]:
             layer.reshard()
 
 
-def embeddings_put_in(model: nn.Module, leaf: Tensor) -> AbstractContextManager[None]:
+def embeddings_put_in(model: nn.Module, leaf: Tensor) -> AbstractContextManager[Any]:
     """Make the decoder of `model` begin with `leaf`, (rows, tokens, hidden), whatever tokens it is given."""
     return _after_embedding(model, lambda output: leaf.to(output.device, output.dtype, copy=True))
 
 
-def embeddings_take_gradients(model: nn.Module) -> AbstractContextManager[None]:
+def embeddings_take_gradients(model: nn.Module) -> AbstractContextManager[Any]:
     """Make the decoder of `model` begin with embeddings that take a gradient, trained or not."""
     return _after_embedding(model, lambda output: output.detach().requires_grad_().clone())
 
@@ -125,8 +120,13 @@ def embed(model: nn.Module, ids: Tensor) -> Tensor:
     return outputs[0]
 
 
-@contextmanager
-def head_sees_last(model: nn.Module, count: int) -> Iterator[None]:
+def _after_embedding(model: nn.Module, change: Callable[[Tensor], Tensor | None]) -> AbstractContextManager[Any]:
+    """Replace the embeddings by what `change` returns: a copy, since some families scale them in place."""
+    embedding: nn.Module = text_model(model).get_input_embeddings()
+    return embedding.register_forward_hook(lambda _module, _args, output: change(output))
+
+
+def head_sees_last(model: nn.Module, count: int) -> AbstractContextManager[Any]:
     """Let the head of `model` make logits of the last `count` tokens alone, where it reads them from its backbone.
 
     `logits_to_keep` would have gemma4 cut the queries of layers whose keys are those of the whole row.
@@ -135,24 +135,9 @@ def head_sees_last(model: nn.Module, count: int) -> Iterator[None]:
     def cut(_module: nn.Module, _args: Any, output: Any) -> Any:
         if isinstance(output, tuple):
             return output[0][:, -count:], *output[1:]
-        if hasattr(output, "last_hidden_state"):
-            return type(output)(**{**output, "last_hidden_state": output.last_hidden_state[:, -count:]})
-        return output
+        if not hasattr(output, "last_hidden_state"):
+            return output
+        return type(output)(**{**output, "last_hidden_state": output.last_hidden_state[:, -count:]})
 
-    handles = [module.register_forward_hook(cut) for module in backbones(model)[:1]]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def _after_embedding(model: nn.Module, change: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
-    """Replace the embeddings by what `change` returns: a copy, since some families scale them in place."""
-    embedding: Any = text_model(model).get_input_embeddings()
-    handle = embedding.register_forward_hook(lambda _module, _args, output: change(output))
-    try:
-        yield
-    finally:
-        handle.remove()
+    inner = backbones(model)
+    return inner[0].register_forward_hook(cut) if inner else nullcontext()

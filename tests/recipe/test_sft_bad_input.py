@@ -188,11 +188,10 @@ def test_folder_that_holds_no_causal_model(
 
 
 # Files of a saved model -> what is in them instead: None for no file, nothing for all but its last bytes.
-WEIGHTS, POINTER = "model.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+WEIGHTS = "model.safetensors"
 DAMAGES: dict[str, tuple[dict[str, bytes | None], list[str]]] = {
     "no weights": ({WEIGHTS: None}, ["model_name_or_path", "it holds no weights, such as model.safetensors"]),
-    "cut weights": ({WEIGHTS: b""}, ["model.safetensors is cut short or damaged", "copy or download it again"]),
-    "git-lfs pointer": ({WEIGHTS: POINTER}, ["model.safetensors is a pointer of git-lfs", "git lfs pull"]),
+    "cut weights": ({WEIGHTS: b""}, ["model.safetensors is missing or damaged (Safe", "copy or download it again"]),
     "no tokenizer": (
         {"tokenizer.json": None, "tokenizer_config.json": None, "chat_template.jinja": None},
         ["gives no tokens for any text", "vocabulary of 1"],
