@@ -68,7 +68,7 @@ FRAMES = {
     "compile/graph.py": "torch counts graphs per code object",
     "measure/host_syncs.py": "names the line that waited",
     "model/changes.py": "callbacks are not handed the trainer",
-    "model/mixers.py": "transformers 5.17 repeats the heads of keys in the layer, later versions in the function",
+    "model/facts.py": "transformers 5.17 repeats the heads of keys in the layer, later versions in the function",
 }
 """Files that look at frames or take functions apart, and why."""
 

@@ -36,9 +36,8 @@ from fastpack_trl.model.checkpoint_seam import (
     layer_keywords,
     stock_checkpoint,
 )
-from fastpack_trl.model.facts import attention_modules, text_model, window_of
+from fastpack_trl.model.facts import attention_modules, mixers, text_model, window_of
 from fastpack_trl.model.hooks import HookWatch
-from fastpack_trl.model.mixers import mixers
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
 logger = logging.getLogger(__name__)

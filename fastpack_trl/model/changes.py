@@ -24,11 +24,10 @@ _LARGEST_STATE = 2**16
 
 @contextmanager
 def patch_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of an object, a class or a module while the context is open.
+    """Set an attribute of an object, a class or a module, but no property, while the context is open.
 
     Exit restores what `owner` itself had, or deletes the name; a value that somebody else has set meanwhile stays.
-    The ``__setattr__`` of an object is bypassed: that of a compiled model writes to the model inside. Not for a
-    property, which keeps its value elsewhere.
+    The ``__setattr__`` of an object is bypassed: that of a compiled model writes to the model inside.
     """
     before = vars(owner).get(name, _NONE)
     kind: Any = type(owner) if isinstance(owner, type | ModuleType) else object
@@ -36,33 +35,27 @@ def patch_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        if vars(owner).get(name, _NONE) is value:
-            if before is _NONE:
-                kind.__delattr__(owner, name)
-            else:
-                kind.__setattr__(owner, name, before)
+        is_ours = vars(owner).get(name, _NONE) is value
+        if is_ours and before is _NONE:
+            kind.__delattr__(owner, name)
+        elif is_ours:
+            kind.__setattr__(owner, name, before)
 
 
 @contextmanager
 def restore_attributes(owners: Iterable[Any], name: str) -> Iterator[None]:
     """Restore an attribute of each of `owners` on exit, whoever has changed it."""
-    before = [(owner, getattr(owner, name)) for owner in owners]
-    try:
+    with ExitStack() as stack:
+        for owner in owners:
+            stack.callback(setattr, owner, name, getattr(owner, name))
         yield
-    finally:
-        for owner, value in before:
-            setattr(owner, name, value)
 
 
 class Patch:
-    """Keeps a value alive on another object; a copy or a pickle of that object has None instead.
-
-    A context of a generator that nobody keeps is collected, and so restores: the changed object must keep its own.
-    """
+    """Keeps a value alive on another object, such as a context that restores when it is collected; copies have None."""
 
     def __init__(self, value: Any = None) -> None:
-        self.value = value
-        self.holders = 0
+        self.value, self.holders = value, 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -72,8 +65,7 @@ class Patch:
 def shared(owner: Any, name: str, install: Callable[[], AbstractContextManager[_T]]) -> Iterator[_T]:
     """Enter `install` for the first holder and leave it with the last, in whatever order they leave.
 
-    A trainer that is made in a callback of another finds the model as it is in the middle of that one's training.
-    The attribute `name` of `owner`, the object or the class that is changed, holds the `Patch`.
+    A trainer may be made in a callback of another. `owner`, what is changed, holds the `Patch` under `name`.
     """
     patch = vars(owner).get(name)
     if patch is None:
@@ -106,13 +98,11 @@ def silence_renamed_checkpointing() -> AbstractContextManager[None]:
 @contextmanager
 def callbacks_added(trainer: Trainer, *callbacks: TrainerCallback) -> Iterator[None]:
     """Let `trainer` call `callbacks` after its own until the context ends."""
-    for callback in callbacks:
-        trainer.add_callback(callback)
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for callback in callbacks:
-            trainer.remove_callback(callback)
+            trainer.add_callback(callback)
+            stack.callback(trainer.remove_callback, callback)
+        yield
 
 
 def during_training(trainer: Trainer, *, at_begin: Callable[[], object]) -> AbstractContextManager[None]:
@@ -139,10 +129,7 @@ def callers(method: Any = None) -> Iterator[Any]:
 
 @contextmanager
 def isolated_run(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Put `model` in training or evaluation mode, without hooks of the user.
-
-    Afterwards, also after an exception, restore the mode of every module, the random states and the buffers.
-    """
+    """Run `model` in a mode, without hooks of the user; exit restores modes, random states and buffers."""
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     modes = restore_attributes(model.modules(), "training")
     with modes, users_hooks_off(model), torch.random.fork_rng(devices=devices), restore_buffers(model):
@@ -154,8 +141,8 @@ def isolated_run(model: nn.Module, *, training: bool) -> Iterator[None]:
 def restore_buffers(*models: nn.Module) -> Iterator[None]:
     """Restore the buffers of `models` on exit: the same tensors with the same content, large integers left out."""
     before = {module: dict(module._buffers) for model in models for module in model.modules()}
-    tensors = [tensor for buffers in before.values() for tensor in buffers.values() if _is_state(tensor)]
-    contents = [local(tensor).clone() for tensor in tensors]
+    tensors = filter(_is_state, (tensor for buffers in before.values() for tensor in buffers.values()))
+    contents: list[Any] = [(tensor, local(tensor).clone()) for tensor in tensors]
     try:
         yield
     finally:
@@ -163,7 +150,7 @@ def restore_buffers(*models: nn.Module) -> Iterator[None]:
             module._buffers.clear()
             module._buffers.update(buffers)
         with torch.no_grad():
-            for tensor, content in zip(tensors, contents, strict=True):
+            for tensor, content in contents:
                 if local(tensor).shape != content.shape:  # some observers resize
                     tensor.resize_(content.shape)
                 # Through `data` autograd sees no write: a graph that has saved the buffer stays valid.
@@ -171,5 +158,6 @@ def restore_buffers(*models: nn.Module) -> Iterator[None]:
 
 
 def _is_state(tensor: Tensor | None) -> bool:
-    wide = tensor is not None and tensor.is_floating_point() and tensor.element_size() > 1
-    return wide or (tensor is not None and tensor.numel() <= _LARGEST_STATE)
+    if tensor is None:
+        return False
+    return tensor.numel() <= _LARGEST_STATE or (tensor.is_floating_point() and tensor.element_size() > 1)

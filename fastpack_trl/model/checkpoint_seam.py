@@ -24,22 +24,24 @@ CHECKPOINT = "_gradient_checkpointing_func"
 _STACK = "_fastpack_checkpoint"
 
 
-class Nesting(IntEnum):
-    """Place of a wrapper, from the checkpoint function outwards."""
-
-    PLANS = 0
-    """Routing plans kept for the recompute. Innermost: a compiled layer sorts in its own graph and skips them."""
-    COMPILE = 1
-    OFFLOAD = 2
-    """Layer inputs to host memory. Outermost: its hooks are around the checkpoint, which is then not compiled."""
-
-
 Wrapper = Callable[..., Any]
 """Called as ``wrapper(inner, function, *args, **kwargs)``, returns ``inner(function, *args, **kwargs)``.
 
 `inner` is the checkpoint function with the wrappers further inside. `function`, the forward of the layer with its
 keywords, runs again in backward; the hidden states come first in `args`.
 """
+
+
+class Nesting(IntEnum):
+    """Place of a wrapper, from the checkpoint function outwards.
+
+    A compiled layer sorts in its own graph and skips routing plans, so they are innermost. The hooks of the offload are
+    around the checkpoint, which is then not compiled.
+    """
+
+    PLANS = 0
+    COMPILE = 1
+    OFFLOAD = 2
 
 
 @contextmanager
@@ -70,10 +72,7 @@ def is_reentrant(checkpoint: Any) -> bool:
 
 
 def checkpointing_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that checkpoint if their ``gradient_checkpointing`` is set: layers, or decoders of plain ones.
-
-    A decoder whose layers checkpoint themselves has the flag too, and ignores it.
-    """
+    """Return the modules that checkpoint if ``gradient_checkpointing`` is set: layers, or decoders of plain ones."""
     layers = {module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
     flagged = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
     return [module for module in flagged if module in layers or layers.isdisjoint(module.modules())]
@@ -90,9 +89,9 @@ def checkpoints_inside_hooks() -> bool:
 
 
 def layer_keywords(function: Any) -> dict[str, Any]:
-    """Return the keywords of the layer in the function of its checkpoint: ``partial(forward, layer, **keywords)``.
+    """Return the keywords of the layer in the function of its checkpoint, which wrappers may have put into theirs.
 
-    Wrappers may have put a function of theirs around it: ``partial(theirs, ..., partial(forward, ...))``.
+    ``partial(theirs, ..., partial(forward, layer, **keywords))`` -> ``keywords``
     """
     while isinstance(function, partial) and not function.keywords:
         function = function.args[-1] if function.args else function.func

@@ -10,13 +10,13 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fastpack_trl.model.mixers import Scan, mixers, scan_of
 from fastpack_trl.model.upstream import missing_reason
 
 # Causal attention under the names that configs use; "attention" is granitemoehybrid's.
@@ -39,6 +39,60 @@ OVER |= {f"flash_attention_{version}": f"fastpack_over_fa{version}" for version 
 
 No name contains "flash", "sdpa" or "flex_attention", on which transformers checks for those kernels.
 """
+CONV = "causal_conv1d_fn"
+SCANS = {"torch_chunk_gated_delta_rule": "gated delta rule", "mamba2_chunk_scan": "Mamba-2"}
+"""Functions that carry a state along the row, with the name of their layers."""
+FUSED = "mamba2_split_conv1d_scan_combined"
+"""Convolution, scan and output projection in one kernel of mamba_ssm, in training; None if it is not installed."""
+FUNCTIONS = (CONV, *SCANS, FUSED)
+SHORT_CONV = "short convolution"
+_OTHER_SCANS = {"mamba_selective_scan", "chunk_kimi_delta_attention"}
+"""Functions beside the same convolution that carry a state and cannot be replaced: Mamba 1's, Kimi's delta rule."""
+_SIZES = (
+    ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim"),
+    ("n_groups", "num_heads", "ssm_state_size", "head_dim"),
+    ("num_heads", "num_heads", "head_dim", "head_dim"),
+)
+"""Attributes of transformers' layers for the sizes of their scan, the most telling first."""
+
+
+class Mixer(NamedTuple):
+    """A kind of recurrent layer, e.g. ``"gated delta rule"``, whose functions can be replaced.
+
+    Attributes:
+        home: the module of Python that has its `FUNCTIONS`.
+        repeats: the forward repeats the heads of keys before it calls them, as transformers 5.17 does.
+    """
+
+    kind: str
+    home: ModuleType
+    repeats: bool = False
+
+
+class Scan(NamedTuple):
+    """Sizes of the scan of a recurrent layer: ``Scan("gated delta rule", 16, 32, 128, 128)``.
+
+    `key_heads` of queries and keys (Mamba-2's groups), `size` each (Mamba-2's state); `heads` of values, `width` each.
+    """
+
+    kind: str
+    key_heads: int
+    heads: int
+    size: int
+    width: int
+
+    def flops(self, chunk: int) -> int:
+        """Return the operations of a forward pass per token, in chunks of `chunk` tokens: matmuls alone.
+
+        A delta rule multiplies keys and queries with keys, both with the inverse, makes the inverse, and multiplies
+        three times with a state; Mamba-2 multiplies its two matrices, them with values, and twice with a state.
+        """
+        if self.kind == SCANS["mamba2_chunk_scan"]:
+            inside, with_state = self.key_heads * self.size + self.heads * self.width, 2
+        else:
+            inside, with_state = 2 * self.key_heads * self.size, 3
+            inside += self.heads * (chunk // 3 + self.size + 2 * self.width)
+        return 2 * (chunk * inside + with_state * self.heads * self.size * self.width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +107,7 @@ class ModelFeatures:
         capability: compute capability of the CUDA device; None elsewhere.
         gap: the reason why the attention interface cannot keep documents apart; empty if it can.
         kv_heads: heads of key and value; None: as many as of the query.
-        mixers: kinds of its recurrent layers, whose functions are replaced for packed rows (`model/mixers.py`).
+        mixers: kinds of its recurrent layers, whose functions are replaced for packed rows (`mixers`).
         scans: of these layers.
     """
 
@@ -106,13 +160,11 @@ def backbones(model: nn.Module) -> list[Any]:
 
 
 def learned_positions(model: nn.Module) -> int | None:
-    """Return the most positions of a document if the model reads them from a table, as GPT-2 and OPT do, else None.
-
-    Found as an embedding beside that of the tokens with a row per position, of which some families skip the first two.
-    """
+    """Return the most positions of a document if the model reads them from a table, as GPT-2 and OPT do, else None."""
     base = text_model(model)
     positions = getattr(base.config.get_text_config(), "max_position_embeddings", None)
     tokens = set(base.get_input_embeddings().modules())  # PEFT may keep several
+    # A table has a row per position, of which some families skip the first two.
     others = [module for module in base.modules() if isinstance(module, nn.Embedding) and module not in tokens]
     return positions if positions and any(0 <= table.num_embeddings - positions <= 2 for table in others) else None
 
@@ -141,6 +193,32 @@ def state_modules(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if isinstance(m, nn.Conv1d) or _STATE_MODULE.search(type(m).__name__)]
 
 
+def scan_of(module: Any, mixer: Mixer) -> Scan | None:
+    """Return the scan of a layer; None if it has none, or its sizes have other names."""
+    names = next((names for names in _SIZES if all(hasattr(module, name) for name in names)), None)
+    if names is None or mixer.kind == SHORT_CONV:
+        return None
+    key_heads, heads, size, width = (int(getattr(module, name)) for name in names)
+    return Scan(mixer.kind, heads if mixer.repeats else key_heads, heads, size, width)
+
+
+def mixers(model: nn.Module) -> dict[nn.Module, Mixer]:
+    """Return the recurrent layers of a model whose functions can be replaced, and that take the model's keywords."""
+    convolve = [module for module in model.modules() if any(isinstance(c, nn.Conv1d) for c in module.children())]
+    kinds = {cls: _mixer(cls) for cls in set(map(type, convolve))}
+    return {module: mixer for module in convolve if (mixer := kinds[type(module)]) is not None}
+
+
+def _mixer(cls: Any) -> Mixer | None:
+    forward = inspect.unwrap(cls.forward)
+    home = sys.modules[forward.__module__]
+    functions = {name for name, value in vars(home).items() if value is not None}
+    if CONV not in functions or functions & _OTHER_SCANS or inspect.getfullargspec(forward).varkw is None:
+        return None
+    kind = next((kind for name, kind in SCANS.items() if name in functions), SHORT_CONV)
+    return Mixer(kind, home, "repeat_interleave" in forward.__code__.co_names)
+
+
 def stock_implementation(config: Any) -> str:
     """Return transformers' implementation of a text config, e.g. ``sdpa``, also while ours is registered over it."""
     name = str(config._attn_implementation)
@@ -151,9 +229,7 @@ def stock_attention(module: Any, implementation: str) -> Callable[..., tuple[Any
     """Return the function that an attention module would call under `implementation` (``eager``, ``sdpa``, ...).
 
     Families define their own eager function beside the module (softcap, sinks) and may override others locally.
-
-    Raises:
-        LookupError: the file of the module defines neither; such a model never called the interface.
+    A `LookupError` tells that the file of the module defines neither; such a model never called the interface.
     """
     for home in (sys.modules.get(cls.__module__) for cls in type(module).__mro__):
         functions: dict[str, Any] = {"eager": getattr(home, "eager_attention_forward", None)}
@@ -166,9 +242,7 @@ def stock_attention(module: Any, implementation: str) -> Callable[..., tuple[Any
 def asked_for(model: nn.Module, by_name: Any = None) -> str | None:
     """Return the attention implementation that the user chose; None if it is transformers' default.
 
-    Args:
-        by_name: `attn_implementation` of `model_init_kwargs`, if the model was given by its name; it may name one per
-            sub-model.
+    `by_name` is that of `model_init_kwargs`, if the model was given by its name; it may name one per sub-model.
     """
     base = text_model(model)
     implementation = stock_implementation(base.config.get_text_config())
@@ -179,11 +253,7 @@ def asked_for(model: nn.Module, by_name: Any = None) -> str | None:
 
 
 def read_features(model: nn.Module, compute_dtype: torch.dtype | None = None) -> ModelFeatures:
-    """Read the attention of `model` (PEFT or plain); a model that cannot be read has a `gap`.
-
-    Args:
-        compute_dtype: the autocast dtype that it will run in; default: that of its weights.
-    """
+    """Read the attention of `model`, which will run in `compute_dtype`; a model that cannot be read has a `gap`."""
     base = text_model(model)
     device = next(iter(base.parameters())).device
     config = base.config.get_text_config()
@@ -234,16 +304,14 @@ def layer_value(module: Any, name: str) -> Any:
     return values[module.layer_idx] if len(values) > 1 else values[0]
 
 
-def window_of(module: nn.Module) -> int | None:
+def window_of(module: Any) -> int | None:
     """Return the window that the family's *mask* gives this layer, in tokens; None if it sees the whole document.
 
     Not always the keyword that reaches attention: olmoe passes `config.sliding_window` although its mask has none.
     """
-    config: Any = module.config
-    size = layer_value(module, "sliding_window")
-    layer_types, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-    if layer_types is not None and layer is not None:
-        has_window = layer_types[layer] == "sliding_attention"
+    size, types = layer_value(module, "sliding_window"), layer_values(module.config, "layer_types")[0]
+    if types is not None and module.layer_idx is not None:
+        has_window = types[module.layer_idx] == "sliding_attention"
     else:
         has_window = hasattr(sys.modules.get(type(module).__module__), "create_sliding_window_causal_mask")
     return int(size) if size is not None and has_window else None

@@ -1,8 +1,6 @@
 """Code of the user that sees single batches or gradients: module hooks, callbacks, methods of a trainer.
 
-It gets them as TRL makes them, one by one; a module with a hook of the user runs the library's own code. `hook_inside`
-names such a hook for the report. A forward that replaces the calls of its parts asks `PartsHooked`. torch announces no
-registration, but the id of `RemovableHandle` grows with each: `HookWatch` searches only then, and while it has a hook.
+It gets them as TRL makes them, one by one; a module with a hook of the user runs the library's own code.
 """
 
 from __future__ import annotations
@@ -23,11 +21,9 @@ _LIBRARIES = (
     *("accelerate.", "bitsandbytes.", "deepspeed.", "fastpack_trl.", "peft.", "transformers.", "trl."),
     *("torch.distributed.", "torch.nn.parallel.", "torch.nn.utils.", "torch.utils."),
 )
-"""Packages whose hooks are part of the model (they record outputs, gather shards, make weights), whose callbacks do not
-look at gradients between two micro-batches, and whose methods are known."""
+"""Packages whose hooks are part of the model, and whose callbacks and methods need no single micro-batch."""
 _CACHES = "bitsandbytes.nn.parametrize"
 """Its hooks keep a dense stack during a call of a module: code that skips the call needs none."""
-
 LOOP_METHODS = ("_inner_training_loop", "_run_epoch")
 BATCH_METHODS = (
     *LOOP_METHODS,
@@ -58,10 +54,9 @@ def is_hooked(module: Any) -> bool:
 
 
 class PartsHooked:
-    """Whether a forward that replaces the calls of its parts must leave them to the library's code: asked in each.
+    """Tells a forward that replaces the calls of its parts whether a part has a hook, and must be called.
 
-    A recompute gets the answer of its forward: a checkpoint compares what both save, so a hook that came or went in
-    between must not change the path.
+    A recompute gets the answer of its forward: a checkpoint compares what both save.
     """
 
     def __init__(self) -> None:
@@ -95,7 +90,7 @@ def hook_inside(module: nn.Module, name: str = "") -> str:
 
 
 def _users_hook(owner: Any, prefix: str = "") -> str:
-    """Return the kind and the name of the first hook of the user on a module; empty if there is none."""
+    """Return the kind and the name of the first hook of the user on a module, empty if there is none."""
     for kind in _KINDS:
         # A torch without the global dictionaries lacks a name of "batches" in `model.upstream.NEEDS`.
         for hook in filter(is_users, getattr(owner, prefix + kind, {}).values()):
@@ -106,20 +101,16 @@ def _users_hook(owner: Any, prefix: str = "") -> str:
 
 
 class HookWatch:
-    """The hooks of the user that a call of one module reaches, searched only if one may have come or gone."""
+    """The hooks of the user that a call of one module reaches; `found` is the last answer of `look`."""
 
     def __init__(self, module: nn.Module, name: str = "") -> None:
-        self.module, self.name = module, name
-        self.found = ""
-        """The last answer of `look`."""
-        self._handles: int | None = None
+        self.module, self.name, self.found, self._handles = module, name, "", -1
 
     def look(self) -> str:
-        """Return `hook_inside`; two comparisons unless a hook of any kind was registered since, or one is there."""
-        handles = getattr(RemovableHandle, "next_id", None)
-        if self.found or handles is None or handles != self._handles:
-            self._handles = handles
-            self.found = hook_inside(self.module, self.name)
+        """Return `hook_inside`, searched if a hook was found or one of any kind was registered since."""
+        handles = getattr(RemovableHandle, "next_id", -1)  # grows with each registration
+        if self.found or handles == -1 or handles != self._handles:
+            self.found, self._handles = hook_inside(self.module, self.name), handles
         return self.found
 
 

@@ -93,8 +93,6 @@ def unwritable(folder: Path) -> str:
         # Tried, not looked up: root may write anywhere, but not to a file system that is mounted read-only.
         with tempfile.TemporaryFile(dir=place):
             return ""
-    except NotADirectoryError:
-        return f"{str(place)!r} is a file: name a folder or a new path"
     except OSError as error:
         return f"nothing can be written in {str(place)!r} (the system says: {error.strerror}): name another folder"
 
@@ -142,11 +140,7 @@ def newest_checkpoint(output_dir: str | None) -> Path | None:
 def choose_checkpoint(requested: Any, output_dir: str | None) -> tuple[Any, str]:
     """Return the checkpoint to resume from, and a warning if a newer one is not complete.
 
-    Args:
-        requested: as `Trainer.train` takes it: a folder, or True for the last checkpoint in `output_dir`.
-
-    Raises:
-        ValueError: the folder, or every checkpoint in `output_dir`, is not complete.
+    `requested` as `Trainer.train` takes it: a folder, which must be complete, or True for the last in `output_dir`.
     """
     is_folder = isinstance(requested, str | Path) and Path(requested).is_dir()
     folders = [Path(requested)] if is_folder else _checkpoints(output_dir) if requested is True else []
@@ -182,8 +176,7 @@ def against_plan(args: Any, level: str, offload: str) -> Iterator[object]:
     yield other_offload(args)
     yield not enabled and "gradient_checkpointing=False keeps all activations"
     yield keywords and f"gradient_checkpointing_kwargs={keywords} says what to keep"
-    own = offload not in ("auto", "off") and level != "offload"
-    yield own and f"checkpoint_offload={offload!r} says what to keep"
+    yield offload not in ("auto", "off") and level != "offload" and f"checkpoint_offload={offload!r} says what to keep"
     yield args.torch_compile and "torch_compile=True decides by itself what to keep"
 
 
@@ -198,9 +191,7 @@ def _against_offload(args: Any) -> Iterator[object]:
 def check_recompute(args: Any, level: str, offload: str, reasons: Iterator[object] | None = None) -> None:
     """Raise `ValueError` if another setting excludes a level or an offload that was asked for by name.
 
-    Args:
-        level, offload: the fields `activation_memory` and `checkpoint_offload`.
-        reasons: against a plan; default: those of the arguments.
+    `level` is `activation_memory`, `offload` is `checkpoint_offload`, `reasons` are against a plan.
     """
     asked = level not in ("auto", "off") and (level != "keep" or checkpointing_arguments(args)[0])
     if asked and (conflict := first_reason(reasons or against_plan(args, level, offload))):

@@ -241,7 +241,7 @@ def test_a_chat_template_that_cannot_render(
 def test_output_dir_that_is_a_file(material: Material, capsys: pytest.CaptureFixture[str], below: str) -> None:
     file = write_jsonl(material.folder / "taken", TEXT_ROWS[:1])
     line = refused(material, capsys, "--config", material.yaml(), "--output_dir", file / below)
-    assert f"{str(file)!r} is a file" in line
+    assert f"nothing can be written in {str(file)!r} (the system says: Not a directory)" in line
 
 
 def test_launch_flags_under_a_launcher(
