@@ -33,11 +33,7 @@ keywords, runs again in backward; the hidden states come first in `args`.
 
 
 class Nesting(IntEnum):
-    """Place of a wrapper, from the checkpoint function outwards.
-
-    A compiled layer sorts in its own graph and skips routing plans, so they are innermost. The hooks of the offload are
-    around the checkpoint, which is then not compiled.
-    """
+    """Place of a wrapper, from the checkpoint function outwards: a compiled layer skips plans, and has no offload."""
 
     PLANS = 0
     COMPILE = 1
@@ -48,7 +44,7 @@ class Nesting(IntEnum):
 def checkpoint_wrapped(layer: nn.Module, wrapper: Wrapper, nesting: Nesting) -> Iterator[None]:
     """Put `wrapper` around the checkpoint function of `layer`, set before or later, while the context is open.
 
-    Wrappers come and go in any order; of two in one place the later one is outside.
+    Wrappers come and go in any order.
     """
     seam = partial(patch_attribute, type(layer), CHECKPOINT, property(_read, _write, _delete))
     with shared(type(layer), "_fastpack_seam", seam), shared(layer, _STACK, lambda: nullcontext(_Stack())) as stack:

@@ -25,8 +25,8 @@ _UNDERSTOOD_LAYERS = {"full_attention", "attention", "sliding_attention"}
 _MIXER_LAYERS = {"linear_attention", "conv", "mamba", "hybrid", "moe", "mlp"}
 # Mixers that carry state from token to token; most have a Conv1d (GPT-2's pointwise `Conv1D` is another class).
 _STATE_MODULE = re.compile(r"Mamba|SSM|Rwkv|Recurrent|GatedDelta|LightningAttention|LinearAttention|ShortConv")
+# Families whose layers take the keywords of a batch and do not hand them on to attention.
 _DROPS_KEYWORDS = ("nemotron", "stablelm")
-"""Families whose layers take the keywords of a batch and do not hand them on to attention."""
 _DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 UNREADABLE = (AttributeError, LookupError, TypeError, ValueError, RuntimeError)
 """Errors of reading a model whose modules or config have another form than expected."""
@@ -82,7 +82,7 @@ class Scan(NamedTuple):
     width: int
 
     def flops(self, chunk: int) -> int:
-        """Return the operations of a forward pass per token, in chunks of `chunk` tokens: matmuls alone.
+        """Return the operations of the matmuls of a forward pass per token, in chunks of `chunk` tokens.
 
         A delta rule multiplies keys and queries with keys, both with the inverse, makes the inverse, and multiplies
         three times with a state; Mamba-2 multiplies its two matrices, them with values, and twice with a state.
@@ -148,10 +148,10 @@ def inside_peft(module: Any) -> Any:
 
 
 def backbones(model: nn.Module) -> list[Any]:
-    """Return the modules that turn tokens into hidden states, outermost first; the first that runs makes the masks.
+    """Return the inner models that hold the token embedding, outermost first; the first that runs makes the masks.
 
-    Found as the inner models that hold the token embedding: usually one, `base_model`. Composite models make their
-    masks above the decoder; opt's head calls the decoder past the backbone; llama4_text's `base_model` is itself.
+    Usually one, `base_model`. But composite models make their masks above the decoder, opt's head calls the decoder
+    past the backbone, and llama4_text's `base_model` is itself.
     """
     base = text_model(model)
     embedding = base.get_input_embeddings()
@@ -203,10 +203,12 @@ def scan_of(module: Any, mixer: Mixer) -> Scan | None:
 
 
 def mixers(model: nn.Module) -> dict[nn.Module, Mixer]:
-    """Return the recurrent layers of a model whose functions can be replaced, and that take the model's keywords."""
+    """Return the recurrent layers of a model whose functions can be replaced, and that take the model's keywords.
+
+    transformers' hybrid models convolve and scan in functions beside the layer. A layer of another form is no mixer.
+    """
     convolve = [module for module in model.modules() if any(isinstance(c, nn.Conv1d) for c in module.children())]
-    kinds = {cls: _mixer(cls) for cls in set(map(type, convolve))}
-    return {module: mixer for module in convolve if (mixer := kinds[type(module)]) is not None}
+    return {module: mixer for module in convolve if (mixer := _mixer(type(module))) is not None}
 
 
 def _mixer(cls: Any) -> Mixer | None:
@@ -229,7 +231,6 @@ def stock_attention(module: Any, implementation: str) -> Callable[..., tuple[Any
     """Return the function that an attention module would call under `implementation` (``eager``, ``sdpa``, ...).
 
     Families define their own eager function beside the module (softcap, sinks) and may override others locally.
-    A `LookupError` tells that the file of the module defines neither; such a model never called the interface.
     """
     for home in (sys.modules.get(cls.__module__) for cls in type(module).__mro__):
         functions: dict[str, Any] = {"eager": getattr(home, "eager_attention_forward", None)}
@@ -305,10 +306,8 @@ def layer_value(module: Any, name: str) -> Any:
 
 
 def window_of(module: Any) -> int | None:
-    """Return the window that the family's *mask* gives this layer, in tokens; None if it sees the whole document.
-
-    Not always the keyword that reaches attention: olmoe passes `config.sliding_window` although its mask has none.
-    """
+    """Return the window that the family's *mask* gives this layer, in tokens; None if it sees the whole document."""
+    # Not always the keyword that reaches attention: olmoe passes `config.sliding_window` although its mask has none.
     size, types = layer_value(module, "sliding_window"), layer_values(module.config, "layer_types")[0]
     if types is not None and module.layer_idx is not None:
         has_window = types[module.layer_idx] == "sliding_attention"
@@ -318,13 +317,11 @@ def window_of(module: Any) -> int | None:
 
 
 def masks_by_kind(model: nn.Module) -> bool:
-    """Return whether the mask depends on the kinds of tokens, if they are given: those of an image see each other.
-
-    Such a family makes its own masks for `generate`: a class in the file of its backbone has the function.
-    """
-    homes = {type(module).__module__ for module in backbones(model)}
-    values = [value for home in homes if home in sys.modules for value in vars(sys.modules[home]).values()]
-    return any(hasattr(value, "create_masks_for_generate") for value in values if isinstance(value, type))
+    """Return whether the mask depends on the kinds of tokens, if they are given: those of an image see each other."""
+    homes = [vars(sys.modules[type(module).__module__]) for module in backbones(model)]
+    # Such a family makes its own masks for `generate`: a class in the file of its backbone has the function.
+    classes = [value for home in homes for value in home.values() if isinstance(value, type)]
+    return any(hasattr(cls, "create_masks_for_generate") for cls in classes)
 
 
 def _gaps(model: nn.Module, base: Any, config: Any) -> Iterator[str]:
@@ -357,7 +354,7 @@ def _gaps(model: nn.Module, base: Any, config: Any) -> Iterator[str]:
 def beside_embeddings(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
     """Return what `model` reads of token ids beside their embeddings (Gemma 4's per-layer inputs), as its keywords.
 
-    Without them it would look for each embedding in its whole table, where it finds none that was rounded elsewhere.
+    Without them it would look each embedding up in its table, and finds none that was rounded elsewhere.
     """
     inner = backbones(model)
     read = getattr(inner[-1], "get_per_layer_inputs", None) if inner else None

@@ -161,12 +161,13 @@ def checkpointing_arguments(args: Any) -> tuple[bool, dict[str, Any]]:
 
 def other_offload(args: Any) -> str:
     """Return which other offload of the same memory a run asks for, with the fix; empty if none."""
-    others = {"activation_offloading=True": getattr(args, "activation_offloading", False)}
-    others["gradient_checkpointing_kwargs={'offload': True}"] = checkpointing_arguments(args)[1].get("offload")
-    return first_reason(
-        is_on and f"{other} is another offload of the same memory: leave one of the two out"
-        for other, is_on in others.items()
-    )
+    if getattr(args, "activation_offloading", False):
+        other = "activation_offloading=True"
+    elif checkpointing_arguments(args)[1].get("offload"):
+        other = "gradient_checkpointing_kwargs={'offload': True}"
+    else:
+        return ""
+    return f"{other} is another offload of the same memory: leave one of the two out"
 
 
 def against_plan(args: Any, level: str, offload: str) -> Iterator[object]:
@@ -184,8 +185,8 @@ def _against_offload(args: Any) -> Iterator[object]:
     enabled, keywords = checkpointing_arguments(args)
     yield other_offload(args)
     yield not enabled and "gradient_checkpointing=False: without checkpointing no layer input is kept by itself"
-    reentrant = keywords.get("use_reentrant")
-    yield reentrant and "use_reentrant=True stores layer inputs where no hook sees them: set it to False"
+    if keywords.get("use_reentrant"):
+        yield "use_reentrant=True stores layer inputs where no hook sees them: set it to False"
 
 
 def check_recompute(args: Any, level: str, offload: str, reasons: Iterator[object] | None = None) -> None:

@@ -25,8 +25,8 @@ _REASON_BYTES = 512
 class Ranks:
     """Collectives for joint decisions. Every process must make the same calls in the same order.
 
-    They use a process group of their own (gloo), made at the first call: past the device and its queue, and apart from
-    the run's collectives. A single process makes none; `timeout` is that of a call that other processes do not join.
+    They use a process group of their own (gloo), made at the first call, past the device and the run's collectives. A
+    single process makes none; `timeout` is that of a call that other processes do not join.
     """
 
     def __init__(self, count: int, timeout: timedelta | None = None) -> None:
@@ -128,7 +128,7 @@ def any_rank(model: nn.Module, here: bool) -> bool:
     """Return `here`; of a sharded model, which all processes have to run alike, whether it holds in any of them."""
     if not (fsdp_modules(model) and distributed.is_available() and distributed.is_initialized()):
         return here
-    answers: list[Any] = [None] * distributed.get_world_size()
+    answers = [here] * distributed.get_world_size()
     distributed.all_gather_object(answers, here)
     return any(answers)
 
@@ -154,8 +154,7 @@ def local(parameter: Any) -> Tensor:
 def gathered_bytes(model: nn.Module, itemsize: int) -> int:
     """Return the peak bytes in a step of gathered parameters, `itemsize` each, and of gradients not yet sharded.
 
-    Two decoder layers are gathered at a time, the present one and the next; embeddings, the last norm with the head and
-    the parameters of no unit may all be gathered besides. A gradient is fp32 until it is sharded.
+    Two decoder layers are gathered at a time, and all outside of layers. A gradient is fp32 until it is sharded.
     """
 
     def size(unit: Any) -> int:
@@ -185,8 +184,7 @@ def shard_group(tensors: Sequence[Any]) -> Any:
 def keep_unsharded(layers: Sequence[Any]) -> Iterator[None]:
     """Keep the parameters of `layer_units` gathered from their forward pass in this context to their backward pass.
 
-    The backward pass shards them again, or the end of the context if none ran: gathered parameters that outlive an
-    optimizer step have the values from before it.
+    That shards them again, or the end of the context: past an optimizer step they would have the values from before it.
     """
     for layer in layers:
         layer.set_reshard_after_forward(False, recurse=False)
@@ -223,11 +221,9 @@ def _after_embedding(model: nn.Module, change: Callable[[Tensor], Tensor | None]
 
 
 def head_sees_last(model: nn.Module, count: int) -> AbstractContextManager[Any]:
-    """Let the head of `model` make logits of the last `count` tokens alone, where it reads them from its backbone.
+    """Let the head of `model` make logits of the last `count` tokens alone, where it reads them from its backbone."""
 
-    `logits_to_keep` would have gemma4 cut the queries of layers whose keys are those of the whole row.
-    """
-
+    # `logits_to_keep` would have gemma4 cut the queries of layers whose keys are those of the whole row.
     def cut(_module: nn.Module, _args: Any, output: Any) -> Any:
         if isinstance(output, tuple):
             return output[0][:, -count:], *output[1:]

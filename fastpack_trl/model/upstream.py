@@ -1,8 +1,7 @@
 """Private and deep names of torch, transformers, trl and peft: the place to import them from and to look them up.
 
-`NEEDS` has the names that a feature cannot do without: they are looked up before it runs, and if a version has moved
-one, the library's own code runs instead and the report names it. `docs/upstream.md` lists every private name that this
-package uses, also those with a fallback at the place of use.
+If a version lacks a name in `NEEDS`, the library's own code runs instead and the report names it. `docs/upstream.md`
+lists every private name that this package uses, also those with a fallback at the place of use.
 """
 
 from __future__ import annotations
