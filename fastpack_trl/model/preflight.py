@@ -101,6 +101,8 @@ def file_fault(file: Path) -> str:
     """Return why a JSON file or safetensors cannot be read, after the name of the file; empty if it can."""
     from safetensors import SafetensorError, safe_open
 
+    if not file.is_file():  # a device has no end
+        return f"{file.name} is missing"
     try:
         if file.suffix == ".json":
             json.loads(file.read_text(encoding="utf-8"))
@@ -108,7 +110,7 @@ def file_fault(file: Path) -> str:
             with safe_open(file, framework="numpy"):
                 pass
     except (OSError, ValueError, SafetensorError) as error:
-        return f"{file.name} is missing or damaged ({type(error).__name__}: {error})"
+        return f"{file.name} is damaged ({type(error).__name__}: {error})"
     return ""
 
 

@@ -57,7 +57,7 @@ def test_an_incomplete_checkpoint_is_refused_and_true_takes_the_newest_complete_
         line = refused(material, capsys, "--config", material.yaml(max_steps=3), "--resume_from_checkpoint", requested)
         assert f"{str(requested)!r} is not a complete checkpoint" in line
     (newest / "trainer_state.json").unlink()
-    with pytest.raises(ValueError, match=r"checkpoint-3' is not .*trainer_state\.json is missing .* name another one"):
+    with pytest.raises(ValueError, match=r"checkpoint-3' is not .*trainer_state\.json is missing.* name another one"):
         trainer(FastSFTTrainer, material.model, output).train(resume_from_checkpoint=str(newest))
     assert newest_checkpoint(str(output)) == complete
     resumed = trainer(FastSFTTrainer, material.model, output, 3)
@@ -89,7 +89,7 @@ def test_what_the_trainer_cannot_use_is_refused_before_the_data_are_read(tmp_pat
     model = shutil.copytree(material.model, tmp_path / "model")
     cut(model / "model.safetensors")
     refusals: list[tuple[str, Any, dict[str, Any]]] = [
-        (r"cannot be loaded: model\.safetensors is missing or damaged", model, {}),
+        (r"cannot be loaded: model\.safetensors is damaged", model, {}),
         ("Qwen3Model cannot generate", AutoModel.from_pretrained(material.model), {}),
         ("train_dataset is empty", material.model, {"rows": ROWS.select([])}),
     ]

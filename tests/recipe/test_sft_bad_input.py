@@ -191,7 +191,7 @@ def test_folder_that_holds_no_causal_model(
 WEIGHTS = "model.safetensors"
 DAMAGES: dict[str, tuple[dict[str, bytes | None], list[str]]] = {
     "no weights": ({WEIGHTS: None}, ["model_name_or_path", "it holds no weights, such as model.safetensors"]),
-    "cut weights": ({WEIGHTS: b""}, ["model.safetensors is missing or damaged (Safe", "copy or download it again"]),
+    "cut weights": ({WEIGHTS: b""}, ["model.safetensors is damaged (Safe", "copy or download it again"]),
     "no tokenizer": (
         {"tokenizer.json": None, "tokenizer_config.json": None, "chat_template.jinja": None},
         ["gives no tokens for any text", "vocabulary of 1"],
