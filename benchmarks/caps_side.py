@@ -32,7 +32,7 @@ from fastpack_trl.checkpointing.trace import trace_levels
 from fastpack_trl.measure.device_memory import free_memory
 from fastpack_trl.measure.failures import attempt
 from fastpack_trl.measure.payback import LONG_RUN
-from fastpack_trl.model.patches import patch_attribute
+from fastpack_trl.model.changes import patch_attribute
 
 OURS = "fastpack"
 SIDES: dict[str, dict[str, Any]] = {"stock": {}, OURS: {"verify_packing": "off"}}

@@ -19,7 +19,7 @@ from fastpack_trl.bench.baselines import SideRecipe
 from fastpack_trl.bench.compare import bar, measure
 from fastpack_trl.bench.side import RoundPlan
 from fastpack_trl.config import FastSFTConfig
-from fastpack_trl.model.patches import patch_attribute
+from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.trainer import FastSFTTrainer
 

@@ -32,7 +32,7 @@ from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.compile.layers import compiled_layers
 from fastpack_trl.config import Settings
 from fastpack_trl.errors import PackingError, RankFailedError
-from fastpack_trl.model.ranks import Ranks
+from fastpack_trl.model.sharded import Ranks
 from fastpack_trl.step import merge_accumulation as merging
 from fastpack_trl.testing import tiny_model
 

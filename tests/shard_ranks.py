@@ -26,7 +26,7 @@ from trainer_material import build, make_dataset
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer, PackedBatch, packed_attention
-from fastpack_trl.model.patches import patch_attribute
+from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.sharded import keep_unsharded, layer_units, whole_bytes
 from fastpack_trl.step.local_shards import clip, local_steps, why_stock_step
 from fastpack_trl.step.sync_free import SyncFreeStep

@@ -1,4 +1,4 @@
-"""Foreign objects are changed through `fastpack_trl.model.patches` alone, which takes each change back."""
+"""Foreign objects are changed through `fastpack_trl.model.changes` alone, which takes each change back."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "config.py": {"*": "of the namespace that a parser fills", "__doc__": "of a class of ours"},
     "lora": {"__class__": "put back by `_restore`, unless FSDP 2 has put a class of its own over ours"},
     "model": {
-        "*": "`patches`, and the property of `checkpoint_seam` that stands for an attribute of the layer",
+        "*": "`changes`, and the property of `checkpoint_seam` that stands for an attribute of the layer",
         "reduceOp": "of options made there",
     },
     "packing": dict.fromkeys(("max_length", "shuffle_dataset", "dataset_num_proc"), "of a copy of the arguments"),
@@ -67,8 +67,8 @@ ALLOWED: dict[str, dict[str, str]] = {
 FRAMES = {
     "compile/graph.py": "torch counts graphs per code object",
     "measure/host_syncs.py": "names the line that waited",
-    "model/callbacks.py": "callbacks are not handed the trainer",
-    "model/mixers.py": "transformers 5.17 repeats the heads of keys in the layer, later versions in the function",
+    "model/changes.py": "callbacks are not handed the trainer",
+    "model/facts.py": "transformers 5.17 repeats the heads of keys in the layer, later versions in the function",
 }
 """Files that look at frames or take functions apart, and why."""
 
@@ -153,7 +153,7 @@ def test_every_change_of_a_foreign_object_goes_through_patches() -> None:
     for path, tree in trees().items():
         allowed = ALLOWED.get(path.partition("/")[0], {})
         wrong = [f"{path}:{line}: {name}" for name, line in writes(tree, ours(tree)) if name not in allowed]
-        assert not wrong, "written directly, see model/patches.py"
+        assert not wrong, "written directly, see model/changes.py"
 
 
 def test_every_exception_is_still_one() -> None:

@@ -60,7 +60,7 @@ BUDGETS = {
     "kernels": 1150,
     "lora": 2000,
     "measure": 1500,
-    "model": 1750,
+    "model": 1500,
     "moe": 1500,
     "packing": 2900,
     "quickstart": 950,

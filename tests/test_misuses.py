@@ -162,7 +162,7 @@ COMMANDS = [
     Misuse("generate here/model --prompt a", "the model 'here/model' cannot be loaded: it holds no weights"),
     Misuse("generate left --prompt a", "the adapter's model (--base names another) './moved' is not a folder"),
     Misuse("merge left --base {model}", "the adapter 'left' cannot be loaded: it holds no weights"),
-    Misuse("generate cut --prompt a", "the adapter 'cut' cannot be loaded: adapter_config.json is cut short"),
+    Misuse("generate cut --prompt a", "the adapter 'cut' cannot be loaded: adapter_config.json is damaged"),
     Misuse("merge adapters/checkpoint-9", "names no model: name the one that it is for with --base DIR"),
     Misuse("generate mute --prompt a", "the tokenizer of 'mute' gives no tokens for any text"),
     Misuse("sft --config {yaml} --model_name_or_path left", "or the folder that `fastpack-trl merge left` writes"),

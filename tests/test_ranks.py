@@ -22,7 +22,7 @@ ALONE = """
 import sys
 from datetime import timedelta
 import torch.distributed as dist
-from fastpack_trl.model.ranks import Ranks
+from fastpack_trl.model.sharded import Ranks
 
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=2, timeout=timedelta(seconds=300))

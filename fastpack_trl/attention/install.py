@@ -21,6 +21,7 @@ from fastpack_trl.attention.batch_check import BatchCheck
 from fastpack_trl.attention.interface import AttentionCall, Backend, PackedLayer, shared_refusal
 from fastpack_trl.config import refusing_removed
 from fastpack_trl.errors import PackingError
+from fastpack_trl.model.changes import patch_attribute, shared
 from fastpack_trl.model.facts import (
     KINDS,
     OVER,
@@ -33,7 +34,6 @@ from fastpack_trl.model.facts import (
     text_model,
     window_of,
 )  # fmt: skip
-from fastpack_trl.model.patches import patch_attribute, shared
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.chunks import chunks_of
 from fastpack_trl.packing.documents import PADDED_DOCUMENTS

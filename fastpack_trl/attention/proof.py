@@ -25,7 +25,7 @@ from fastpack_trl.attention.probe import (
 )
 from fastpack_trl.config import refusing_removed
 from fastpack_trl.errors import NonFiniteError, PackingError
-from fastpack_trl.model.aside import isolated_run
+from fastpack_trl.model.changes import isolated_run
 from fastpack_trl.model.sharded import fsdp_modules
 
 BUDGET = 2.0**-12

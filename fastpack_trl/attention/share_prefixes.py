@@ -15,8 +15,8 @@ from fastpack_trl.attention.install import PackedAttention
 from fastpack_trl.attention.proof import verify_shared
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model import facts
+from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.hooks import BATCH_METHODS, hook_inside, replaced_methods
-from fastpack_trl.model.patches import patch_attribute
 from fastpack_trl.packing.batching import fast_view, packing_collator
 from fastpack_trl.run import Run
 

@@ -145,7 +145,9 @@ def _proof(run: Run, attention: PackedAttention | None) -> tuple[PackingProof | 
     except NonFiniteError as error:
         reason = str(error)
         if insists:
-            raise ValueError(f"verify_packing='on': {reason}; load weights that are finite") from error
+            raise ValueError(
+                f"verify_packing='on': {reason}; load finite weights, or set verify_packing='off'"
+            ) from error
         logger.warning(f"verify_packing: not run: {reason}; training goes on with them, as stock does")
         run.say("verify_packing", "off", "not run", reason)
         return None, ""

@@ -14,7 +14,7 @@ import transformers.utils
 from fastpack_trl.bench.learner import learner_alone
 from fastpack_trl.bench.parity import GRADIENT_NORM, LOSS
 from fastpack_trl.bench.rebuild import rebuild_per_layer
-from fastpack_trl.model.patches import patch_attribute
+from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.recipe.methods import SFT, Method
 
 STOCK, TUNED, REBUILD, OURS, PLANNED = SIDES = "stock", "tuned", "rebuild", "fastpack", "fastpack_plan"

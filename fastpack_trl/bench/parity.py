@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fastpack_trl.errors import UserError
-from fastpack_trl.model.patches import patch_attribute
+from fastpack_trl.model.changes import patch_attribute
 
 FLOAT32_TOLERANCE = 1e-5
 LOSS, GRADIENT_NORM = "loss", "gradient norm"

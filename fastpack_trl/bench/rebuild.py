@@ -17,8 +17,8 @@ from fastpack_trl.attention.dense import DenseLayer
 from fastpack_trl.attention.install import switched
 from fastpack_trl.attention.interface import AttentionCall
 from fastpack_trl.attention.reference import band_mask
+from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.facts import attention_modules, backbones, read_features, window_of
-from fastpack_trl.model.patches import patch_attribute
 
 
 def metadata_of(position_ids: Tensor) -> tuple[Tensor, Tensor, int]:

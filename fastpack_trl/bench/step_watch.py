@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from fastpack_trl.bench.profiles import LABEL
 from fastpack_trl.measure.timing import Clock
 from fastpack_trl.measure.tokens import TokenCounter
-from fastpack_trl.model.patches import patch_attribute
+from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.packing.collator import unshared
 from fastpack_trl.packing.packed_batch import PackedBatch
 

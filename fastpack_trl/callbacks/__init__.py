@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback
 
 from fastpack_trl.measure.flops import ModelFlops, model_flops
 from fastpack_trl.measure.tokens import TokenCounter, TokenSums
-from fastpack_trl.model.callbacks import callers
+from fastpack_trl.model.changes import callers
 from fastpack_trl.model.facts import text_model
 from fastpack_trl.model.upstream import NEEDS, CallbackHandler, missing_reason, resolve
 from fastpack_trl.packing.dataset import DatasetFacts

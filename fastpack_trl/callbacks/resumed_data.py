@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from accelerate.logging import get_logger
 from datasets import Dataset
 
-from fastpack_trl.model.callbacks import during_training
+from fastpack_trl.model.changes import during_training
 from fastpack_trl.packing.dataset import is_token_lists, rows_digest
 from fastpack_trl.run import Run
 

@@ -14,8 +14,7 @@ from transformers import TrainerCallback
 
 from fastpack_trl._version import REPOSITORY, __version__
 from fastpack_trl.attention.proof import PackingProof
-from fastpack_trl.model.callbacks import callbacks_added
-from fastpack_trl.model.patches import patch_attribute, shared
+from fastpack_trl.model.changes import callbacks_added, patch_attribute, shared
 from fastpack_trl.run import Run
 
 logger = logging.getLogger(__name__)

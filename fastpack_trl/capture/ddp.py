@@ -19,8 +19,7 @@ from transformers import TrainerCallback
 
 from fastpack_trl.capture.decision import EAGER_STEPS, GraphDecision
 from fastpack_trl.errors import first_reason
-from fastpack_trl.model.callbacks import callbacks_added
-from fastpack_trl.model.patches import patch_attribute
+from fastpack_trl.model.changes import callbacks_added, patch_attribute
 from fastpack_trl.run import MicroStep, Run
 
 _MOST_BYTES = 512 << 20

@@ -16,10 +16,9 @@ from fastpack_trl.capture.device import CudaGraphs
 from fastpack_trl.capture.graphs import StepGraphs
 from fastpack_trl.capture.rows import RowGraphs
 from fastpack_trl.errors import first_reason
-from fastpack_trl.model.callbacks import callbacks_added, during_training
+from fastpack_trl.model.changes import callbacks_added, during_training, patch_attribute
 from fastpack_trl.model.checkpoint_seam import checkpointing_modules, checkpoints_reentrantly
 from fastpack_trl.model.hooks import BATCH_METHODS, hook_inside, hook_on_a_gradient, replaced_methods
-from fastpack_trl.model.patches import patch_attribute
 from fastpack_trl.packing.buckets import Bucket, RowSize
 from fastpack_trl.run import DEEPSPEED, SHARDED, Run
 from fastpack_trl.step.merge_accumulation import rope_follows_length

@@ -16,7 +16,7 @@ from fastpack_trl.checkpointing.streams import GIB, host_copy_seconds
 from fastpack_trl.checkpointing.trace import decoder_run, trace_levels
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model import sharded
-from fastpack_trl.model.callbacks import callbacks_added, during_training
+from fastpack_trl.model.changes import callbacks_added, during_training
 from fastpack_trl.model.facts import UNREADABLE, text_model
 from fastpack_trl.model.hooks import HookWatch
 from fastpack_trl.model.preflight import against_plan, check_recompute

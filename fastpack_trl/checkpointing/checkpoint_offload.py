@@ -22,7 +22,7 @@ from fastpack_trl.checkpointing.offloader import MIN_BYTES
 from fastpack_trl.checkpointing.streams import CudaStreams, HostStreams, HostUse
 from fastpack_trl.config import check_offload
 from fastpack_trl.errors import shown
-from fastpack_trl.model.callbacks import callbacks_added, callers
+from fastpack_trl.model.changes import callbacks_added, callers
 from fastpack_trl.run import Run
 
 logger = logging.getLogger(__name__)

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fastpack_trl.checkpointing.offload import Offload, offload_checkpoints
 from fastpack_trl.checkpointing.streams import GIB
+from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.checkpoint_seam import CHECKPOINT, layer_keywords
 from fastpack_trl.model.facts import text_model
-from fastpack_trl.model.patches import patch_attribute
 from fastpack_trl.model.upstream import GradientCheckpointingLayer, TorchDispatchMode, tree_leaves
 
 WORKING_SHARE = 1.5

@@ -28,7 +28,7 @@ from fastpack_trl.checkpointing.plan import (
     storage_of,
 )
 from fastpack_trl.model import facts
-from fastpack_trl.model.aside import isolated_run
+from fastpack_trl.model.changes import isolated_run
 from fastpack_trl.model.sharded import embeddings_put_in, fsdp_modules, head_sees_last, local
 from fastpack_trl.model.upstream import GradientCheckpointingLayer, TorchDispatchMode, tree_leaves
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs

@@ -33,7 +33,7 @@ from fastpack_trl.measure.failures import FAILURES
 from fastpack_trl.measure.payback import StartUpCost, StepsLeft
 from fastpack_trl.measure.rounds import take_turns, timed
 from fastpack_trl.measure.timing import Clock, clock_of
-from fastpack_trl.model.aside import restore_buffers
+from fastpack_trl.model.changes import restore_buffers
 from fastpack_trl.model.checkpoint_seam import is_reentrant
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 
 from fastpack_trl.compile.layers import CompiledLayers, compiled_layers, decoder_layers
 from fastpack_trl.errors import first_reason
-from fastpack_trl.model.patches import patch_attribute
+from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.upstream import resolve
 from fastpack_trl.report import Status
 from fastpack_trl.run import SHARDED, Run

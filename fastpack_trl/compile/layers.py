@@ -28,6 +28,7 @@ from torch import nn
 
 from fastpack_trl.compile.kind import LayerKind, LayerRun, Options
 from fastpack_trl.measure.payback import StepsLeft
+from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.checkpoint_seam import (
     Nesting,
     checkpoint_wrapped,
@@ -35,10 +36,8 @@ from fastpack_trl.model.checkpoint_seam import (
     layer_keywords,
     stock_checkpoint,
 )
-from fastpack_trl.model.facts import attention_modules, text_model, window_of
+from fastpack_trl.model.facts import attention_modules, mixers, text_model, window_of
 from fastpack_trl.model.hooks import HookWatch
-from fastpack_trl.model.mixers import mixers
-from fastpack_trl.model.patches import patch_attribute
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from fastpack_trl.lora.fp8_layers import (
 )
 from fastpack_trl.lora.report import FrozenCopies, LoraReport, has_lora, shown_bytes
 from fastpack_trl.measure.device_memory import allocatable
-from fastpack_trl.model.aside import isolated_run
+from fastpack_trl.model.changes import isolated_run
 from fastpack_trl.model.facts import UNREADABLE, backbones, learned_positions, token_table
 from fastpack_trl.model.upstream import missing_reason
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs

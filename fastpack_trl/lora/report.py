@@ -24,7 +24,7 @@ from torch import nn
 
 from fastpack_trl.lora.base_weight import BaseWeight, loaded_weight
 from fastpack_trl.measure.device_memory import allocatable
-from fastpack_trl.model.patches import patch_attribute
+from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.upstream import LoraLayer
 
 _SHARE_OF_FREE = 0.25

@@ -14,8 +14,17 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from fastpack_trl.model.facts import attention_modules, inside_peft, layer_value, layer_values, text_model, window_of
-from fastpack_trl.model.mixers import SCANS, mixers, scan_of
+from fastpack_trl.model.facts import (
+    SCANS,
+    attention_modules,
+    inside_peft,
+    layer_value,
+    layer_values,
+    mixers,
+    scan_of,
+    text_model,
+    window_of,
+)
 from fastpack_trl.model.upstream import Conv1D, GradientCheckpointingLayer
 from fastpack_trl.packing.chunks import CHUNK
 
@@ -68,7 +77,7 @@ class ModelFlops:
     Counted exactly: every ``Linear`` (bitsandbytes' 4-bit ones by their features; PEFT's LoRA pair, only the active
     adapters; of `modules_to_save` the copy in use), GPT-2's ``Conv1D``, routers, experts (tokens x top-k), attention
     (both products, query heads, so that grouped keys count as torch counts them), convolution and scan of the recurrent
-    layers that pack (`model/mixers.py`), and the head. Embeddings are look-ups and count nothing. In the backward pass
+    layers that pack (`model/facts.py`), and the head. Embeddings are look-ups and count nothing. In the backward pass
     a weight's gradient counts where the weight is trainable, an input's where something before it is, or where
     ``enable_input_require_grads`` says so.
 

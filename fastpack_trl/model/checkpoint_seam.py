@@ -1,8 +1,8 @@
 """One stack of wrappers around the checkpoint function of a layer, `_gradient_checkpointing_func`.
 
-Others set that function at any time: a trainer when training begins, `activation_memory` for each layer. It stays what
-they set, also in a copy or a pickle of the model: while a layer has wrappers, its class has a property of that name,
-which stores the function in the layer and returns the stack around it.
+Others set that function at any time: a trainer when training begins, `activation_memory` for each layer. While a layer
+has wrappers, its class has a property of that name, which stores in the layer what they set and returns the stack
+around it. A copy or a pickle of the model has the function alone.
 """
 
 from __future__ import annotations
@@ -15,23 +15,13 @@ from typing import Any
 
 from torch import nn
 
-from fastpack_trl.model.patches import patch_attribute, shared
+from fastpack_trl.model.changes import patch_attribute, shared
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
 CHECKPOINT = "_gradient_checkpointing_func"
 """Attribute in which transformers keeps the checkpoint function of a layer."""
 
 _STACK = "_fastpack_checkpoint"
-
-
-class Nesting(IntEnum):
-    """Place of a wrapper, from the checkpoint function outwards."""
-
-    PLANS = 0
-    """Routing plans kept for the recompute. Innermost: a compiled layer sorts in its own graph and skips them."""
-    COMPILE = 1
-    OFFLOAD = 2
-    """Layer inputs to host memory. Outermost: its hooks are around the checkpoint, which is then not compiled."""
 
 
 Wrapper = Callable[..., Any]
@@ -42,20 +32,29 @@ keywords, runs again in backward; the hidden states come first in `args`.
 """
 
 
+class Nesting(IntEnum):
+    """Place of a wrapper, from the checkpoint function outwards: a compiled layer skips plans, and has no offload."""
+
+    PLANS = 0
+    COMPILE = 1
+    OFFLOAD = 2
+
+
 @contextmanager
 def checkpoint_wrapped(layer: nn.Module, wrapper: Wrapper, nesting: Nesting) -> Iterator[None]:
     """Put `wrapper` around the checkpoint function of `layer`, set before or later, while the context is open.
 
-    Wrappers come and go in any order; of two in one place the later one is outside.
+    Wrappers come and go in any order.
     """
     seam = partial(patch_attribute, type(layer), CHECKPOINT, property(_read, _write, _delete))
     with shared(type(layer), "_fastpack_seam", seam), shared(layer, _STACK, lambda: nullcontext(_Stack())) as stack:
         entry = (nesting, wrapper)
-        stack.entries = sorted([*stack.entries, entry], key=lambda each: each[0])
+        stack.append(entry)
+        stack.sort(key=lambda each: each[0])
         try:
             yield
         finally:
-            stack.entries.remove(entry)
+            stack.remove(entry)
 
 
 def stock_checkpoint(layer: nn.Module) -> Any:
@@ -69,16 +68,10 @@ def is_reentrant(checkpoint: Any) -> bool:
 
 
 def checkpointing_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that checkpoint if their ``gradient_checkpointing`` is set: layers, or decoders of plain ones.
-
-    A decoder whose layers checkpoint themselves has the flag too, and ignores it.
-    """
-
-    def is_layer(module: nn.Module) -> bool:
-        return isinstance(module, GradientCheckpointingLayer)
-
+    """Return the modules that checkpoint if ``gradient_checkpointing`` is set: layers, or decoders of plain ones."""
+    layers = {module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
     flagged = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
-    return [module for module in flagged if is_layer(module) or not any(map(is_layer, module.modules()))]
+    return [module for module in flagged if module in layers or layers.isdisjoint(module.modules())]
 
 
 def checkpoints_reentrantly(module: Any) -> bool:
@@ -92,23 +85,19 @@ def checkpoints_inside_hooks() -> bool:
 
 
 def layer_keywords(function: Any) -> dict[str, Any]:
-    """Return the keywords of the layer in the function of its checkpoint: ``partial(forward, layer, **keywords)``.
+    """Return the keywords of the layer in the function of its checkpoint, which wrappers may have put into theirs.
 
-    Wrappers may have put a function of theirs around it: ``partial(theirs, ..., partial(forward, ...))``.
+    ``partial(theirs, ..., partial(forward, layer, **keywords))`` -> ``keywords``
     """
-    while isinstance(function, partial):
-        if function.keywords:
-            return function.keywords
+    while isinstance(function, partial) and not function.keywords:
         function = function.args[-1] if function.args else function.func
-    return {}
+    return function.keywords if isinstance(function, partial) else {}
 
 
-class _Stack:
-    """The wrappers of one layer, innermost first, and the function that its property returned last."""
+class _Stack(list[tuple[Nesting, Wrapper]]):
+    """The wrappers of one layer, innermost first; `wrapped` is what its property has returned last."""
 
-    def __init__(self) -> None:
-        self.entries: list[tuple[Nesting, Wrapper]] = []
-        self.wrapped: _Wrapped | None = None
+    wrapped: _Wrapped | None = None
 
 
 class _Wrapped:
@@ -120,7 +109,7 @@ class _Wrapped:
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = self.stock
         if self.stack.wrapped is self:  # else somebody wrapped this one and set that: the stack is around theirs
-            for _, wrapper in self.stack.entries:
+            for _, wrapper in self.stack:
                 call = partial(wrapper, call)
         return call(function, *args, **kwargs)
 
@@ -129,14 +118,13 @@ class _Wrapped:
 
 
 def _read(layer: nn.Module) -> Any:
-    own = layer.__dict__
-    if CHECKPOINT not in own:
+    if CHECKPOINT not in layer.__dict__:
         raise AttributeError(CHECKPOINT)
-    patch, stock = own.get(_STACK), own[CHECKPOINT]
+    stock, patch = stock_checkpoint(layer), layer.__dict__.get(_STACK)
     if patch is None:
         return stock
     stack: _Stack = patch.value[0]
-    if stack.wrapped is None or stack.wrapped.stock is not stock:
+    if stack.wrapped is None or stack.wrapped.stock is not stock:  # kept, as compiled code compares it
         stack.wrapped = _Wrapped(stack, stock)
     return stack.wrapped
 
@@ -146,5 +134,4 @@ def _write(layer: nn.Module, function: Any) -> None:
 
 
 def _delete(layer: nn.Module) -> None:
-    if layer.__dict__.pop(CHECKPOINT, None) is None:
-        raise AttributeError(CHECKPOINT)
+    del layer.__dict__[CHECKPOINT]

@@ -10,73 +10,122 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fastpack_trl.model.mixers import Scan, mixers, scan_of
 from fastpack_trl.model.upstream import missing_reason
 
 # Causal attention under the names that configs use; "attention" is granitemoehybrid's.
-_UNDERSTOOD_LAYERS = frozenset({"full_attention", "attention", "sliding_attention"})
+_UNDERSTOOD_LAYERS = {"full_attention", "attention", "sliding_attention"}
 # Layers of a model with mixers, "hybrid" ones with attention besides, and pointwise layers between them.
-_MIXER_LAYERS = frozenset({"linear_attention", "conv", "mamba", "hybrid", "moe", "mlp"})
+_MIXER_LAYERS = {"linear_attention", "conv", "mamba", "hybrid", "moe", "mlp"}
 # Mixers that carry state from token to token; most have a Conv1d (GPT-2's pointwise `Conv1D` is another class).
 _STATE_MODULE = re.compile(r"Mamba|SSM|Rwkv|Recurrent|GatedDelta|LightningAttention|LinearAttention|ShortConv")
-_DROPS_KEYWORDS = frozenset({"nemotron", "stablelm"})
-"""Families whose layers take the keywords of a batch and do not hand them on to attention."""
+# Families whose layers take the keywords of a batch and do not hand them on to attention.
+_DROPS_KEYWORDS = ("nemotron", "stablelm")
 _DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 UNREADABLE = (AttributeError, LookupError, TypeError, ValueError, RuntimeError)
 """Errors of reading a model whose modules or config have another form than expected."""
-
+ALORA = "aLoRA adapts what follows the one invocation that it finds in a row"
 KINDS = ("token_type_ids", "mm_token_type_ids", "block_sequence_ids")
 """Keywords that give the kind of each token; above 0 it is not text (PaliGemma, whose text is 1, has a gap)."""
-OVER = {
-    "eager": "fastpack_over_eager",
-    "sdpa": "fastpack_over_torch",
-    "flash_attention_2": "fastpack_over_fa2",
-    "flash_attention_3": "fastpack_over_fa3",
-    "flash_attention_4": "fastpack_over_fa4",
-    "flex_attention": "fastpack_over_flex",
-}
+OVER = {"eager": "fastpack_over_eager", "sdpa": "fastpack_over_torch", "flex_attention": "fastpack_over_flex"}
+OVER |= {f"flash_attention_{version}": f"fastpack_over_fa{version}" for version in (2, 3, 4)}
 """Implementation of transformers -> our name over it, which tells what ordinary batches run.
 
 No name contains "flash", "sdpa" or "flex_attention", on which transformers checks for those kernels.
 """
-_UNDER = {ours: stock for stock, ours in OVER.items()}
+CONV = "causal_conv1d_fn"
+SCANS = {"torch_chunk_gated_delta_rule": "gated delta rule", "mamba2_chunk_scan": "Mamba-2"}
+"""Functions that carry a state along the row, with the name of their layers."""
+FUSED = "mamba2_split_conv1d_scan_combined"
+"""Convolution, scan and output projection in one kernel of mamba_ssm, in training; None if it is not installed."""
+FUNCTIONS = (CONV, *SCANS, FUSED)
+SHORT_CONV = "short convolution"
+_OTHER_SCANS = {"mamba_selective_scan", "chunk_kimi_delta_attention"}
+"""Functions beside the same convolution that carry a state and cannot be replaced: Mamba 1's, Kimi's delta rule."""
+_SIZES = (
+    ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim"),
+    ("n_groups", "num_heads", "ssm_state_size", "head_dim"),
+    ("num_heads", "num_heads", "head_dim", "head_dim"),
+)
+"""Attributes of transformers' layers for the sizes of their scan, the most telling first."""
+
+
+class Mixer(NamedTuple):
+    """A kind of recurrent layer, e.g. ``"gated delta rule"``, whose functions can be replaced.
+
+    Attributes:
+        home: the module of Python that has its `FUNCTIONS`.
+        repeats: the forward repeats the heads of keys before it calls them, as transformers 5.17 does.
+    """
+
+    kind: str
+    home: ModuleType
+    repeats: bool = False
+
+
+class Scan(NamedTuple):
+    """Sizes of the scan of a recurrent layer: ``Scan("gated delta rule", 16, 32, 128, 128)``.
+
+    `key_heads` of queries and keys (Mamba-2's groups), `size` each (Mamba-2's state); `heads` of values, `width` each.
+    """
+
+    kind: str
+    key_heads: int
+    heads: int
+    size: int
+    width: int
+
+    def flops(self, chunk: int) -> int:
+        """Return the operations of the matmuls of a forward pass per token, in chunks of `chunk` tokens.
+
+        A delta rule multiplies keys and queries with keys, both with the inverse, makes the inverse, and multiplies
+        three times with a state; Mamba-2 multiplies its two matrices, them with values, and twice with a state.
+        """
+        if self.kind == SCANS["mamba2_chunk_scan"]:
+            inside, with_state = self.key_heads * self.size + self.heads * self.width, 2
+        else:
+            inside, with_state = 2 * self.key_heads * self.size, 3
+            inside += self.heads * (chunk // 3 + self.size + 2 * self.width)
+        return 2 * (chunk * inside + with_state * self.heads * self.size * self.width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFeatures:
-    """The attention of one model, as the choice of a backend needs it."""
+    """The attention of one model, as the choice of a backend needs it.
+
+    Attributes:
+        implementation: transformers' implementation of the text config, e.g. ``sdpa``.
+        windows: sizes of the sliding windows in tokens, the token itself included.
+        head_dim: the widest of query, key and value.
+        compute_dtype: of attention: the autocast dtype of the run, else that of the weights.
+        capability: compute capability of the CUDA device; None elsewhere.
+        gap: the reason why the attention interface cannot keep documents apart; empty if it can.
+        kv_heads: heads of key and value; None: as many as of the query.
+        mixers: kinds of its recurrent layers, whose functions are replaced for packed rows (`mixers`).
+        scans: of these layers.
+    """
 
     model_type: str
     implementation: str
-    """Transformers' implementation of the text config, e.g. ``sdpa``."""
     device_type: str
     windows: frozenset[int] = frozenset()
-    """Sizes of the sliding windows in tokens, the token itself included."""
     sinks: bool = False
     softcap: bool = False
     dropout: float = 0.0
     num_heads: int = 1
     head_dim: int = 1
-    """The widest of query, key and value."""
     compute_dtype: torch.dtype
-    """The dtype of attention: the autocast dtype of the run, else that of the weights."""
     capability: tuple[int, int] | None
-    """Compute capability of the CUDA device; None elsewhere."""
     gap: str = ""
-    """The reason why the attention interface cannot keep documents apart; empty if it can."""
     kv_heads: int | None = None
-    """Heads of key and value; None: as many as of the query."""
     mixers: frozenset[str] = frozenset()
-    """Kinds of its recurrent layers, whose functions are replaced for packed rows (`model/mixers.py`)."""
     scans: frozenset[Scan] = frozenset()
-    """Scans of these layers."""
 
 
 def text_model(model: nn.Module) -> Any:
@@ -99,10 +148,10 @@ def inside_peft(module: Any) -> Any:
 
 
 def backbones(model: nn.Module) -> list[Any]:
-    """Return the modules that turn tokens into hidden states, outermost first; the first that runs makes the masks.
+    """Return the inner models that hold the token embedding, outermost first; the first that runs makes the masks.
 
-    Found as the inner models that hold the token embedding: usually one, `base_model`. Composite models make their
-    masks above the decoder; opt's head calls the decoder past the backbone; llama4_text's `base_model` is itself.
+    Usually one, `base_model`. But composite models make their masks above the decoder, opt's head calls the decoder
+    past the backbone, and llama4_text's `base_model` is itself.
     """
     base = text_model(model)
     embedding = base.get_input_embeddings()
@@ -111,13 +160,11 @@ def backbones(model: nn.Module) -> list[Any]:
 
 
 def learned_positions(model: nn.Module) -> int | None:
-    """Return the most positions of a document if the model reads them from a table, as GPT-2 and OPT do, else None.
-
-    Found as an embedding beside that of the tokens with a row per position, of which some families skip the first two.
-    """
+    """Return the most positions of a document if the model reads them from a table, as GPT-2 and OPT do, else None."""
     base = text_model(model)
     positions = getattr(base.config.get_text_config(), "max_position_embeddings", None)
     tokens = set(base.get_input_embeddings().modules())  # PEFT may keep several
+    # A table has a row per position, of which some families skip the first two.
     others = [module for module in base.modules() if isinstance(module, nn.Embedding) and module not in tokens]
     return positions if positions and any(0 <= table.num_embeddings - positions <= 2 for table in others) else None
 
@@ -125,9 +172,6 @@ def learned_positions(model: nn.Module) -> int | None:
 def is_prompt_learning(model: nn.Module) -> bool:
     """Return whether PEFT prepends virtual tokens to each *row* and drops `position_ids`: prompt, prefix, p-tuning."""
     return bool(getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False))
-
-
-ALORA = "aLoRA adapts what follows the one invocation that it finds in a row"
 
 
 def is_invoked_once_per_row(model: nn.Module) -> bool:
@@ -141,9 +185,7 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules of the text decoder that call transformers' attention interface."""
     config = text_model(model).config.get_text_config()
     of_text = [module for module in model.modules() if getattr(module, "config", None) is config]
-    scaled = [module for module in of_text if hasattr(module, "layer_idx") and hasattr(module, "scaling")]
-    homes = [sys.modules.get(inspect.unwrap(type(module).forward).__module__) for module in scaled]  # of the forwards
-    return [module for module, home in zip(scaled, homes, strict=True) if hasattr(home, "ALL_ATTENTION_FUNCTIONS")]
+    return [module for module in of_text if hasattr(module, "layer_idx") and hasattr(module, "scaling")]
 
 
 def state_modules(model: nn.Module) -> list[nn.Module]:
@@ -151,53 +193,68 @@ def state_modules(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if isinstance(m, nn.Conv1d) or _STATE_MODULE.search(type(m).__name__)]
 
 
+def scan_of(module: Any, mixer: Mixer) -> Scan | None:
+    """Return the scan of a layer; None if it has none, or its sizes have other names."""
+    names = next((names for names in _SIZES if all(hasattr(module, name) for name in names)), None)
+    if names is None or mixer.kind == SHORT_CONV:
+        return None
+    key_heads, heads, size, width = (int(getattr(module, name)) for name in names)
+    return Scan(mixer.kind, heads if mixer.repeats else key_heads, heads, size, width)
+
+
+def mixers(model: nn.Module) -> dict[nn.Module, Mixer]:
+    """Return the recurrent layers of a model whose functions can be replaced, and that take the model's keywords.
+
+    transformers' hybrid models convolve and scan in functions beside the layer. A layer of another form is no mixer.
+    """
+    convolve = [module for module in model.modules() if any(isinstance(c, nn.Conv1d) for c in module.children())]
+    return {module: mixer for module in convolve if (mixer := _mixer(type(module))) is not None}
+
+
+def _mixer(cls: Any) -> Mixer | None:
+    forward = inspect.unwrap(cls.forward)
+    home = sys.modules[forward.__module__]
+    functions = {name for name, value in vars(home).items() if value is not None}
+    if CONV not in functions or functions & _OTHER_SCANS or inspect.getfullargspec(forward).varkw is None:
+        return None
+    kind = next((kind for name, kind in SCANS.items() if name in functions), SHORT_CONV)
+    return Mixer(kind, home, "repeat_interleave" in forward.__code__.co_names)
+
+
 def stock_implementation(config: Any) -> str:
     """Return transformers' implementation of a text config, e.g. ``sdpa``, also while ours is registered over it."""
     name = str(config._attn_implementation)
-    return _UNDER.get(name, name)
+    return next((stock for stock, ours in OVER.items() if ours == name), name)
 
 
 def stock_attention(module: Any, implementation: str) -> Callable[..., tuple[Any, Any]]:
     """Return the function that an attention module would call under `implementation` (``eager``, ``sdpa``, ...).
 
     Families define their own eager function beside the module (softcap, sinks) and may override others locally.
-
-    Raises:
-        LookupError: the file of the module defines neither; such a model never called the interface.
     """
-    for cls in type(module).__mro__:
-        home = sys.modules.get(cls.__module__)
-        eager = getattr(home, "eager_attention_forward", None)
-        interface = getattr(home, "ALL_ATTENTION_FUNCTIONS", None)
-        if interface is not None:
-            function: Callable[..., tuple[Any, Any]] | None
-            function = eager if implementation == "eager" else interface.get(implementation, eager)
-            if function is not None:
-                return function
+    for home in (sys.modules.get(cls.__module__) for cls in type(module).__mro__):
+        functions: dict[str, Any] = {"eager": getattr(home, "eager_attention_forward", None)}
+        interface = getattr(home, "ALL_ATTENTION_FUNCTIONS", functions)
+        if function := functions.get(implementation) or interface.get(implementation, functions["eager"]):
+            return function
     raise LookupError(f"{type(module).__name__} defines no attention function for {implementation!r}")
 
 
 def asked_for(model: nn.Module, by_name: Any = None) -> str | None:
     """Return the attention implementation that the user chose; None if it is transformers' default.
 
-    Args:
-        by_name: `attn_implementation` of `model_init_kwargs`, if the model was given by its name; it may name one per
-            sub-model.
+    `by_name` is that of `model_init_kwargs`, if the model was given by its name; it may name one per sub-model.
     """
     base = text_model(model)
     implementation = stock_implementation(base.config.get_text_config())
     if by_name is not None:
         return by_name if isinstance(by_name, str) else implementation
-    default = ("sdpa",) if getattr(base, "_supports_sdpa", False) else ("sdpa", "eager")
-    return None if implementation in default else implementation
+    is_default = implementation == "sdpa" or (implementation == "eager" and not getattr(base, "_supports_sdpa", False))
+    return None if is_default else implementation
 
 
 def read_features(model: nn.Module, compute_dtype: torch.dtype | None = None) -> ModelFeatures:
-    """Read the attention of `model` (PEFT or plain); a model that cannot be read has a `gap`.
-
-    Args:
-        compute_dtype: the autocast dtype that it will run in; default: that of its weights.
-    """
+    """Read the attention of `model`, which will run in `compute_dtype`; a model that cannot be read has a `gap`."""
     base = text_model(model)
     device = next(iter(base.parameters())).device
     config = base.config.get_text_config()
@@ -209,12 +266,12 @@ def read_features(model: nn.Module, compute_dtype: torch.dtype | None = None) ->
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
     )
     try:
-        return replace(unread, **_attention_facts(model, base, config))
+        return replace(unread, **_attention_facts(base, config), gap=next(_gaps(model, base, config), ""))
     except UNREADABLE as error:
         return replace(unread, gap=f"{config.model_type}'s attention cannot be read ({type(error).__name__}: {error})")
 
 
-def _attention_facts(model: nn.Module, base: Any, config: Any) -> dict[str, Any]:
+def _attention_facts(base: Any, config: Any) -> dict[str, Any]:
     attentions, known = attention_modules(base), mixers(base)
     heads = [int(count or 1) for count in layer_values(config, "num_attention_heads")]
     kv_heads = min(int(count or max(heads)) for count in layer_values(config, "num_key_value_heads"))
@@ -230,8 +287,7 @@ def _attention_facts(model: nn.Module, base: Any, config: Any) -> dict[str, Any]
         "kv_heads": kv_heads if max(heads) % kv_heads == 0 else None,
         "head_dim": max(map(int, widths)),
         "mixers": frozenset(mixer.kind for mixer in known.values()),
-        "scans": frozenset(scan for layer, mixer in known.items() if (scan := scan_of(layer, mixer)) is not None),
-        "gap": next(_gaps(model, base, config, attentions), ""),
+        "scans": frozenset(filter(None, (scan_of(layer, mixer) for layer, mixer in known.items()))),
     }
 
 
@@ -249,38 +305,28 @@ def layer_value(module: Any, name: str) -> Any:
     return values[module.layer_idx] if len(values) > 1 else values[0]
 
 
-def window_of(module: nn.Module) -> int | None:
-    """Return the window that the family's *mask* gives this layer, in tokens; None if it sees the whole document.
-
-    Not always the keyword that reaches attention: olmoe passes `config.sliding_window` although its mask has none.
-    """
-    config: Any = module.config
-    size = layer_value(module, "sliding_window")
-    layer_types, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-    if layer_types is not None and layer is not None:
-        has_window = layer_types[layer] == "sliding_attention"
+def window_of(module: Any) -> int | None:
+    """Return the window that the family's *mask* gives this layer, in tokens; None if it sees the whole document."""
+    # Not always the keyword that reaches attention: olmoe passes `config.sliding_window` although its mask has none.
+    size, types = layer_value(module, "sliding_window"), layer_values(module.config, "layer_types")[0]
+    if types is not None and module.layer_idx is not None:
+        has_window = types[module.layer_idx] == "sliding_attention"
     else:
         has_window = hasattr(sys.modules.get(type(module).__module__), "create_sliding_window_causal_mask")
     return int(size) if size is not None and has_window else None
 
 
-@lru_cache(maxsize=256)
-def _mask_reads_kinds(module: Any) -> bool:
-    try:
-        source = inspect.getsource(module)
-    except (OSError, TypeError):
-        return True
-    return "block_sequence_ids" in source or "or_mask_function" in source
-
-
 def masks_by_kind(model: nn.Module) -> bool:
     """Return whether the mask depends on the kinds of tokens, if they are given: those of an image see each other."""
-    return any(_mask_reads_kinds(inspect.getmodule(type(module))) for module in backbones(model))
+    homes = [vars(sys.modules[type(module).__module__]) for module in backbones(model)]
+    # Such a family makes its own masks for `generate`: a class in the file of its backbone has the function.
+    classes = [value for home in homes for value in home.values() if isinstance(value, type)]
+    return any(hasattr(cls, "create_masks_for_generate") for cls in classes)
 
 
-def _gaps(model: nn.Module, base: Any, config: Any, attentions: list[nn.Module]) -> Iterator[str]:
+def _gaps(model: nn.Module, base: Any, config: Any) -> Iterator[str]:
     """Yield the reasons why the attention interface cannot keep documents of this model apart, most basic first."""
-    family, known = config.model_type, mixers(base)
+    family, attentions, known = config.model_type, attention_modules(base), mixers(base)
     if missing := missing_reason("packed_attention"):
         yield missing
     if is_prompt_learning(model):
@@ -288,7 +334,7 @@ def _gaps(model: nn.Module, base: Any, config: Any, attentions: list[nn.Module])
     if not attentions or not base._can_set_attn_implementation():
         yield f"{family} does not call transformers' attention interface"
     types = set(getattr(config, "layer_types", None) or ())
-    if other := sorted(types - _UNDERSTOOD_LAYERS - (_MIXER_LAYERS if known else frozenset())):
+    if other := sorted(types - _UNDERSTOOD_LAYERS - (_MIXER_LAYERS if known else set())):
         yield f"{family} has {', '.join(other)} layers, which the attention interface cannot keep apart"
     inside = {part for mixer in (*attentions, *known) for part in mixer.modules()}
     for module in state_modules(base):
@@ -308,7 +354,7 @@ def _gaps(model: nn.Module, base: Any, config: Any, attentions: list[nn.Module])
 def beside_embeddings(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
     """Return what `model` reads of token ids beside their embeddings (Gemma 4's per-layer inputs), as its keywords.
 
-    Without them it would look for each embedding in its whole table, where it finds none that was rounded elsewhere.
+    Without them it would look each embedding up in its table, and finds none that was rounded elsewhere.
     """
     inner = backbones(model)
     read = getattr(inner[-1], "get_per_layer_inputs", None) if inner else None

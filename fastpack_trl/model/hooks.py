@@ -1,8 +1,6 @@
 """Code of the user that sees single batches or gradients: module hooks, callbacks, methods of a trainer.
 
-It gets them as TRL makes them, one by one; a module with a hook of the user runs the library's own code. `hook_inside`
-names such a hook for the report. A forward that replaces the calls of its parts asks `PartsHooked`. torch announces no
-registration, but the id of `RemovableHandle` grows with each: `HookWatch` searches only then, and while it has a hook.
+It gets them as TRL makes them, one by one; a module with a hook of the user runs the library's own code.
 """
 
 from __future__ import annotations
@@ -17,22 +15,15 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
-_KINDS = {
-    "_forward_pre_hooks": "forward pre-hook",
-    "_forward_hooks": "forward hook",
-    "_backward_pre_hooks": "backward pre-hook",
-    "_backward_hooks": "backward hook",
-}
+_KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """The dictionaries of a module; `torch.nn.modules.module` has one of each for all modules, after ``_global``."""
 _LIBRARIES = (
     *("accelerate.", "bitsandbytes.", "deepspeed.", "fastpack_trl.", "peft.", "transformers.", "trl."),
     *("torch.distributed.", "torch.nn.parallel.", "torch.nn.utils.", "torch.utils."),
 )
-"""Packages whose hooks are part of the model (they record outputs, gather shards, make weights), whose callbacks do not
-look at gradients between two micro-batches, and whose methods are known."""
+"""Packages whose hooks are part of the model, and whose callbacks and methods need no single micro-batch."""
 _CACHES = "bitsandbytes.nn.parametrize"
 """Its hooks keep a dense stack during a call of a module: code that skips the call needs none."""
-
 LOOP_METHODS = ("_inner_training_loop", "_run_epoch")
 BATCH_METHODS = (
     *LOOP_METHODS,
@@ -63,10 +54,9 @@ def is_hooked(module: Any) -> bool:
 
 
 class PartsHooked:
-    """Whether a forward that replaces the calls of its parts must leave them to the library's code: asked in each.
+    """Tells a forward that replaces the calls of its parts whether a part has a hook, and must be called.
 
-    A recompute gets the answer of its forward: a checkpoint compares what both save, so a hook that came or went in
-    between must not change the path.
+    A recompute gets the answer of its forward: a checkpoint compares what both save.
     """
 
     def __init__(self) -> None:
@@ -74,18 +64,13 @@ class PartsHooked:
 
     def __call__(self, *parts: nn.Module) -> bool:
         """Return whether a call of one of `parts` would run a hook or a replaced forward."""
+        answer = any(map(is_hooked, parts))
         if torch.compiler.is_compiling():  # in a graph torch traces the hooks on all modules
-            return any(map(is_hooked, parts))
-        answer = any(map(is_hooked, parts)) or bool(global_hook())
+            return answer
+        answer = answer or bool(_users_hook(nn.modules.module, "_global"))
         if answer != self._last and not in_backward():
             self._last = answer
         return self._last
-
-
-def global_hook() -> str:
-    """Return a hook of the user on every module, e.g. ``the global forward hook count``; empty if there is none."""
-    hook = _users_hook(nn.modules.module, "_global")
-    return f"the global {hook}" if hook else ""
 
 
 def hook_inside(module: nn.Module, name: str = "") -> str:
@@ -93,8 +78,8 @@ def hook_inside(module: nn.Module, name: str = "") -> str:
 
     ``the forward hook scale on layers.1.mlp``, after the name of the module if it is given.
     """
-    if hook := global_hook():
-        return hook
+    if hook := _users_hook(nn.modules.module, "_global"):
+        return f"the global {hook}"
     modules: list[Any] = [module]
     for inner in modules:  # grows; a walk that makes the names takes five times as long
         if is_hooked(inner) and (hook := _users_hook(inner)):
@@ -105,32 +90,27 @@ def hook_inside(module: nn.Module, name: str = "") -> str:
 
 
 def _users_hook(owner: Any, prefix: str = "") -> str:
-    """Return the kind and the name of the first hook of the user on a module; empty if there is none."""
-    for attribute, kind in _KINDS.items():
+    """Return the kind and the name of the first hook of the user on a module, empty if there is none."""
+    for kind in _KINDS:
         # A torch without the global dictionaries lacks a name of "batches" in `model.upstream.NEEDS`.
-        for hook in getattr(owner, prefix + attribute, {}).values():
-            if is_users(hook):
-                function = _unwrapped(hook)
-                name = getattr(function, "__qualname__", type(function).__qualname__)
-                return f"{kind} {name.rpartition('<locals>.')[2]}"
+        for hook in filter(is_users, getattr(owner, prefix + kind, {}).values()):
+            function = _unwrapped(hook)
+            name = getattr(function, "__qualname__", type(function).__qualname__)
+            return f"{kind[1:-1].replace('pre_', 'pre-').replace('_', ' ')} {name.rpartition('<locals>.')[2]}"
     return ""
 
 
 class HookWatch:
-    """The hooks of the user that a call of one module reaches, searched only if one may have come or gone."""
+    """The hooks of the user that a call of one module reaches; `found` is the last answer of `look`."""
 
     def __init__(self, module: nn.Module, name: str = "") -> None:
-        self.module, self.name = module, name
-        self.found = ""
-        """The last answer of `look`."""
-        self._handles: int | None = None
+        self.module, self.name, self.found, self._handles = module, name, "", -1
 
     def look(self) -> str:
-        """Return `hook_inside`; two comparisons unless a hook of any kind was registered since, or one is there."""
-        handles = getattr(RemovableHandle, "next_id", None)
-        if self.found or handles is None or handles != self._handles:
-            self._handles = handles
-            self.found = hook_inside(self.module, self.name)
+        """Return `hook_inside`, searched if a hook was found or one of any kind was registered since."""
+        handles = getattr(RemovableHandle, "next_id", -1)  # grows with each registration
+        if self.found or handles == -1 or handles != self._handles:
+            self.found, self._handles = hook_inside(self.module, self.name), handles
         return self.found
 
 
@@ -144,17 +124,13 @@ def users_hooks_off(model: nn.Module) -> Iterator[None]:
     dictionaries += [getattr(nn.modules.module, f"_global{kind}", {}) for kind in _KINDS]
     hidden = [(hooks, key, hook) for hooks in dictionaries for key, hook in hooks.items() if is_users(hook)]
     for hooks, key, _ in hidden:
-        hooks[key] = _silent  # in its place: its handle still removes it
+        hooks[key] = lambda *_args, **_keywords: None  # in its place: its handle still removes it
     try:
         yield
     finally:
         for hooks, key, hook in hidden:
             if key in hooks:
                 hooks[key] = hook
-
-
-def _silent(*_args: Any, **_keywords: Any) -> None:
-    """Stand in for a hidden hook: inputs and outputs of the module stay."""
 
 
 def in_backward() -> bool:

@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from fastpack_trl.model.patches import patch_attribute
+from fastpack_trl.model.changes import patch_attribute
 
 _PACKS = "support_avx512bf16_for_cpu"
 """Set by bitsandbytes on layers whose 4-bit weights an evaluation packs: the matmul then has no backward."""
@@ -28,8 +28,8 @@ def fit_precision(trainer: Any) -> dict[str, str]:
     TRL casts the adapters of a 4-bit model to bf16, and torch has no CUDA kernel that unscales bf16 gradients, so that
     TRL ends in its first step. They become fp32, as PEFT makes them on a 16-bit base.
     """
-    model, device, args, facts = trainer.model, torch.device(trainer.args.device), trainer.args, {}
-    if args.bf16 and emulates_bf16(device):
+    model, device, facts = trainer.model, torch.device(trainer.args.device), {}
+    if trainer.args.bf16 and emulates_bf16(device):
         capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
         facts["precision"] = f"bf16 is emulated on compute capability {capability}: fp16=True, bf16=False is faster"
     if trainer.accelerator.scaler is None or not isinstance(model, PeftModel) or unscales_bf16(device):
@@ -38,10 +38,8 @@ def fit_precision(trainer: Any) -> dict[str, str]:
     for parameter in narrow:
         parameter.data = parameter.data.float()
     if narrow:
-        facts["adapters"] = (
-            f"{len(narrow)} bf16 -> fp32: torch has no kernel that unscales bf16 gradients (fp16=True), and stock ends "
-            "in its first step"
-        )
+        why = "torch has no kernel that unscales bf16 gradients (fp16=True), and stock ends in its first step"
+        facts["adapters"] = f"{len(narrow)} bf16 -> fp32: {why}"
     return facts
 
 
@@ -63,15 +61,12 @@ def unscales_bf16(device: torch.device) -> bool:
 def not_packed_on_cpu(model: nn.Module, *, training: bool) -> Iterator[None]:
     """Keep the layout of 4-bit weights while a trainer runs (bitsandbytes 0.50, `Linear4bit.forward`).
 
-    The packed layout persists, and gradients silently end at each such matmul when training goes on.
-
-    Raises:
-        ValueError: `training`, and weights were packed before; unpacking rounds their scales.
+    The packed layout persists, and gradients silently end at each such matmul when training goes on. In `training`,
+    raise `ValueError` if weights were packed before: unpacking rounds their scales.
     """
     layers: list[Any] = [module for module in model.modules() if getattr(module, _PACKS, False)]
     states = [getattr(layer.weight, "quant_state", None) for layer in layers]
-    packed = sum(bool(getattr(state, "packing_format_for_cpu", False)) for state in states)
-    if training and packed:
+    if packed := training and sum(bool(getattr(state, "packing_format_for_cpu", False)) for state in states):
         raise ValueError(
             f"an evaluation on the CPU has packed the 4-bit weights of {packed} layers for inference, where they have "
             "no backward: load the model again, and call it outside of the trainer only with inputs that need gradients"

@@ -1,8 +1,10 @@
-"""Checks before a trainer prepares anything: counts, the output folder, the model's files, conflicting settings."""
+"""Checks before a trainer prepares anything: arguments, the output folder, saved files, conflicting settings."""
 
 from __future__ import annotations
 
 import inspect
+import json
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,33 +13,25 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from fastpack_trl.errors import first_reason, shown
-from fastpack_trl.model.saved_files import weights_fault
 
 _COUNTS = {
     "per_device_train_batch_size": "rows per device and micro-batch, e.g. 8",
     "gradient_accumulation_steps": "micro-batches per optimizer step, 1 for no accumulation",
     "max_length": "tokens per row, or None for no limit",
     "pad_to_multiple_of": "a number of tokens, or None",
-}
-_EVALUATION_COUNTS = {
     "per_device_eval_batch_size": "rows per device and evaluation step, e.g. 8",
     "eval_accumulation_steps": "evaluation steps between two moves to the host, or None for one move at the end",
 }
-_OTHER_FILES = {"gguf_file", "subfolder", "use_safetensors", "variant"}
 
 
 def bound(stock: type, trainer: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a trainer of TRL by name.
-
-    Raises:
-        TypeError: an unknown argument; a field of its config, or a name of earlier versions, with the one to use.
-    """
+    """Return the arguments of a trainer of TRL by name; a `TypeError` names the place of a field of its config."""
     signature = inspect.signature(stock.__init__)  # type: ignore[misc]
     try:
         return signature.bind(trainer, *args, **kwargs).arguments
     except TypeError as error:
-        fields = dict.fromkeys(getattr(kwargs.get("args"), "__dataclass_fields__", ()), "args=, a field of its config")
-        instead = fields | {"max_seq_length": "args=, a field of its config", "tokenizer": "processing_class="}
+        fields = ("max_seq_length", *getattr(kwargs.get("args"), "__dataclass_fields__", ()))
+        instead = dict.fromkeys(fields, "args=, a field of its config") | {"tokenizer": "processing_class="}
         for name in instead.keys() & (kwargs.keys() - signature.parameters):
             raise TypeError(f"{stock.__name__} has no argument {name!r}: give it as {instead[name]}") from error
         raise
@@ -50,12 +44,10 @@ def check_given(given: Mapping[str, Any]) -> None:
         check_counts(args)
         check_output_dir(args)
     if isinstance(model, PreTrainedModel) and not model.can_generate():
-        raise ValueError(
-            f"{type(model).__name__} cannot generate, which SFTTrainer needs: load an AutoModelForCausalLM"
-        )
+        raise ValueError(f"model={type(model).__name__} cannot generate: load an AutoModelForCausalLM")
     check_adapters(model, args)
     if isinstance(model, str):
-        check_weights(model, getattr(args, "model_init_kwargs", None) or {})
+        check_weights(model)
 
 
 def check_adapters(model: Any, args: Any) -> None:
@@ -77,8 +69,8 @@ def check_adapters(model: Any, args: Any) -> None:
 
 def check_counts(args: Any) -> None:
     """Raise `ValueError` for a count below 1; for those of evaluation only if the run evaluates."""
-    for name, meaning in (_COUNTS | _EVALUATION_COUNTS if _is_set(args.eval_strategy) else _COUNTS).items():
-        value = getattr(args, name, None)
+    for name, meaning in _COUNTS.items():
+        value = getattr(args, name, None) if "eval" not in name or _is_set(args.eval_strategy) else None
         if isinstance(value, int | float) and not value >= 1:
             raise ValueError(f"{name}={shown(value)} is below 1: give {meaning}")
 
@@ -95,28 +87,72 @@ def _is_set(strategy: Any) -> bool:
 
 
 def unwritable(folder: Path) -> str:
-    """Return why nothing can be written to `folder`, which need not exist yet, and the remedy; empty if it can."""
+    """Return why nothing can be written to `folder`, which need not exist yet, and the fix; empty if it can."""
     place = next(place for place in (folder, *folder.absolute().parents) if place.is_symlink() or place.exists())
     try:
         # Tried, not looked up: root may write anywhere, but not to a file system that is mounted read-only.
         with tempfile.TemporaryFile(dir=place):
             return ""
-    except NotADirectoryError:
-        return f"{str(place)!r} is a file: name a folder or a new path"
     except OSError as error:
         return f"nothing can be written in {str(place)!r} (the system says: {error.strerror}): name another folder"
 
 
-def check_weights(name: str, init: Mapping[str, Any], option: str = "model") -> None:
-    """Raise `ValueError` for a local folder without weights, or with damaged ones; a hub name passes.
+def file_fault(file: Path) -> str:
+    """Return why a JSON file or safetensors cannot be read, after the name of the file; empty if it can."""
+    from safetensors import SafetensorError, safe_open
 
-    Args:
-        init: keywords of `from_pretrained`; some name other files, which are not checked.
-        option: where the user gave the name, for the message.
-    """
+    if not file.is_file():  # a device has no end
+        return f"{file.name} is missing"
+    try:
+        if file.suffix == ".json":
+            json.loads(file.read_text(encoding="utf-8"))
+        else:
+            with safe_open(file, framework="numpy"):
+                pass
+    except (OSError, ValueError, SafetensorError) as error:
+        return f"{file.name} is damaged ({type(error).__name__}: {error})"
+    return ""
+
+
+def check_weights(name: str, option: str = "model") -> None:
+    """Raise `ValueError` for a local folder without weights or with damaged ones; libraries do not name the file."""
     folder = Path(name)
-    if not set(init) & _OTHER_FILES and folder.is_dir() and (fault := weights_fault(folder, needed=True)):
+    weights = {file.name for file in folder.rglob("*") if file.suffix in (".safetensors", ".bin", ".gguf")}
+    fault = "" if weights - {"training_args.bin"} else "it holds no weights, such as model.safetensors"
+    fault = fault or first_reason(map(file_fault, sorted(folder.glob("*.safetensors"))))
+    if fault and folder.is_dir():
         raise ValueError(f"{option} {name!r} cannot be loaded: {fault}; copy or download it again")
+
+
+def checkpoint_fault(folder: Path) -> str:
+    """Return which file of a checkpoint is missing or damaged; its state is written last. Empty if it is complete."""
+    return first_reason(map(file_fault, (folder / "trainer_state.json", *sorted(folder.rglob("*.safetensors")))))
+
+
+def _checkpoints(output_dir: str | None) -> list[Path]:
+    folders = [path for path in Path(str(output_dir)).glob("checkpoint-*") if re.fullmatch(r".*-\d+", path.name)]
+    return sorted(filter(Path.is_dir, folders), key=lambda path: int(path.name.partition("-")[2]), reverse=True)
+
+
+def newest_checkpoint(output_dir: str | None) -> Path | None:
+    """Return the newest complete checkpoint in `output_dir`; None if there is none."""
+    return next((folder for folder in _checkpoints(output_dir) if not checkpoint_fault(folder)), None)
+
+
+def choose_checkpoint(requested: Any, output_dir: str | None) -> tuple[Any, str]:
+    """Return the checkpoint to resume from, and a warning if a newer one is not complete.
+
+    `requested` as `Trainer.train` takes it: a folder, which must be complete, or True for the last in `output_dir`.
+    """
+    is_folder = isinstance(requested, str | Path) and Path(requested).is_dir()
+    folders = [Path(requested)] if is_folder else _checkpoints(output_dir) if requested is True else []
+    if not folders or not (fault := checkpoint_fault(folders[0])):
+        return requested, ""
+    newest = next((folder for folder in folders if not checkpoint_fault(folder)), None)
+    if newest is not None:
+        return str(newest), f"resume: {folders[0].name} is not complete ({fault}): taking {newest}, the newest one"
+    what = f"resume_from_checkpoint: {str(folders[0])!r} is not a complete checkpoint ({fault})"
+    raise ValueError(f"{what}: name another one, or train from the start")
 
 
 def checkpointing_arguments(args: Any) -> tuple[bool, dict[str, Any]]:
@@ -126,13 +162,14 @@ def checkpointing_arguments(args: Any) -> tuple[bool, dict[str, Any]]:
 
 
 def other_offload(args: Any) -> str:
-    """Return which other offload of the same memory a run asks for, with the remedy; empty if none."""
-    other = ""
+    """Return which other offload of the same memory a run asks for, with the fix; empty if none."""
     if getattr(args, "activation_offloading", False):
         other = "activation_offloading=True"
     elif checkpointing_arguments(args)[1].get("offload"):
         other = "gradient_checkpointing_kwargs={'offload': True}"
-    return f"{other} is another offload of the same memory: leave one of the two out" if other else ""
+    else:
+        return ""
+    return f"{other} is another offload of the same memory: leave one of the two out"
 
 
 def against_plan(args: Any, level: str, offload: str) -> Iterator[object]:
@@ -142,8 +179,7 @@ def against_plan(args: Any, level: str, offload: str) -> Iterator[object]:
     yield other_offload(args)
     yield not enabled and "gradient_checkpointing=False keeps all activations"
     yield keywords and f"gradient_checkpointing_kwargs={keywords} says what to keep"
-    own = offload not in ("auto", "off") and level != "offload"
-    yield own and f"checkpoint_offload={offload!r} says what to keep"
+    yield offload not in ("auto", "off") and level != "offload" and f"checkpoint_offload={offload!r} says what to keep"
     yield args.torch_compile and "torch_compile=True decides by itself what to keep"
 
 
@@ -151,16 +187,14 @@ def _against_offload(args: Any) -> Iterator[object]:
     enabled, keywords = checkpointing_arguments(args)
     yield other_offload(args)
     yield not enabled and "gradient_checkpointing=False: without checkpointing no layer input is kept by itself"
-    reentrant = keywords.get("use_reentrant")
-    yield reentrant and "use_reentrant=True stores layer inputs where no hook sees them: set it to False"
+    if keywords.get("use_reentrant"):
+        yield "use_reentrant=True stores layer inputs where no hook sees them: set it to False"
 
 
 def check_recompute(args: Any, level: str, offload: str, reasons: Iterator[object] | None = None) -> None:
     """Raise `ValueError` if another setting excludes a level or an offload that was asked for by name.
 
-    Args:
-        level, offload: the fields `activation_memory` and `checkpoint_offload`.
-        reasons: against a plan; default: those of the arguments.
+    `level` is `activation_memory`, `offload` is `checkpoint_offload`, `reasons` are against a plan.
     """
     asked = level not in ("auto", "off") and (level != "keep" or checkpointing_arguments(args)[0])
     if asked and (conflict := first_reason(reasons or against_plan(args, level, offload))):

@@ -1,30 +1,13 @@
 """Private and deep names of torch, transformers, trl and peft: the place to import them from and to look them up.
 
-`NEEDS` has the names that a feature cannot do without: they are looked up before it runs, and if a version has moved
-one, the library's own code runs instead and the report names it. `docs/upstream.md` lists every private name that this
-package uses, also those with a fallback at the place of use.
+If a version lacks a name in `NEEDS`, the library's own code runs instead and the report names it. `docs/upstream.md`
+lists every private name that this package uses, also those with a fallback at the place of use.
 """
 
 from __future__ import annotations
 
 import pkgutil
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from peft.tuners.lora.layer import Linear as LoraLinear
-    from peft.tuners.lora.layer import LoraLayer
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
-    from transformers.modeling_layers import GradientCheckpointingLayer
-    from transformers.pytorch_utils import Conv1D
-    from transformers.trainer_callback import CallbackHandler
-    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-
-__all__ = ["BaseTunerLayer", "CallbackHandler", "Conv1D", "DataCollatorForLanguageModeling", "FakeTensor"]
-__all__ += ["FakeTensorMode", "GradientCheckpointingLayer", "LoraLayer", "LoraLinear", "TorchDispatchMode"]
-__all__ += ["look_up", "missing_names", "missing_reason", "resolve", "tree_leaves"]
+from typing import Any
 
 
 def _paths(text: str) -> tuple[str, ...]:
@@ -43,32 +26,30 @@ _HOMES = {"LoraLinear": "peft.tuners.lora.layer.Linear"} | {
     )
 }
 """Classes and functions that this module exports by their last name; a missing class is `Absent`."""
-_LAYER = _HOMES["GradientCheckpointingLayer"]
+
+_LAYER = "transformers.modeling_layers: GradientCheckpointingLayer"
+_GLOBAL = " ".join(f"_global_{kind}_hooks" for kind in ("forward_pre", "forward", "backward_pre", "backward"))
 
 NEEDS = {
-    "batches": _paths(
-        "trl.trainer.sft_trainer: DataCollatorForLanguageModeling; transformers.Trainer: _get_dataloader; "
+    part: _paths(text)
+    for part, text in {
+        "batches": "trl.trainer.sft_trainer: DataCollatorForLanguageModeling; transformers.Trainer: _get_dataloader; "
         "trl.SFTTrainer: _prepare_dataset; transformers.PreTrainedModel: _can_set_attn_implementation; "
-        "torch.utils.hooks.RemovableHandle: next_id; torch.nn.modules.module: _global_forward_pre_hooks "
-        "_global_forward_hooks _global_backward_pre_hooks _global_backward_hooks"
-    ),
-    "packed_attention": _paths("transformers.masking_utils: ALL_MASK_ATTENTION_FUNCTIONS AttentionMaskInterface"),
-    "varlen": _paths("torch.ops.aten: _flash_attention_forward _flash_attention_backward"),
-    "sync_free": _paths(
-        "trl.kernels: ChunkedLogProbFunction chunked_logprob; "
-        "transformers.Trainer: _maybe_log_save_evaluate _finalize_training"
-    ),
-    "lora": _paths(
-        "peft.tuners.lora.layer: LoraLayer Linear; torch: _foreach_add_ _foreach_mul _foreach_mul_ _foreach_copy_; "
-        "torch.ops.aten: _unsafe_view"
-    ),
-    "frozen_base": ("torch._scaled_mm",),
-    "moe": _paths("transformers.integrations.moe: ALL_EXPERTS_FUNCTIONS ExpertsInterface"),
-    "activation_memory": (_LAYER, _HOMES["TorchDispatchMode"], _HOMES["tree_leaves"]),
-    "checkpoint_offload": (_LAYER,),
-    "layer_compile": (_LAYER, "torch.nn.Module._call_impl"),
-    "mfu": ("trl.trainer.utils.get_peak_flops",),
-    "cuda_graph": _paths("peft.tuners.tuners_utils: BaseTunerLayer; torch: _foreach_copy_ _foreach_zero_"),
+        f"torch.utils.hooks.RemovableHandle: next_id; torch.nn.modules.module: {_GLOBAL}",
+        "packed_attention": "transformers.masking_utils: ALL_MASK_ATTENTION_FUNCTIONS AttentionMaskInterface",
+        "varlen": "torch.ops.aten: _flash_attention_forward _flash_attention_backward",
+        "sync_free": "trl.kernels: ChunkedLogProbFunction chunked_logprob; "
+        "transformers.Trainer: _maybe_log_save_evaluate _finalize_training",
+        "lora": "peft.tuners.lora.layer: LoraLayer Linear; torch: _foreach_add_ _foreach_mul _foreach_mul_ "
+        "_foreach_copy_; torch.ops.aten: _unsafe_view",
+        "frozen_base": "torch: _scaled_mm",
+        "moe": "transformers.integrations.moe: ALL_EXPERTS_FUNCTIONS ExpertsInterface",
+        "activation_memory": f"{_LAYER}; torch.utils: _python_dispatch.TorchDispatchMode _pytree.tree_leaves",
+        "checkpoint_offload": _LAYER,
+        "layer_compile": f"{_LAYER}; torch.nn.Module: _call_impl",
+        "mfu": "trl.trainer.utils: get_peak_flops",
+        "cuda_graph": "peft.tuners.tuners_utils: BaseTunerLayer; torch: _foreach_copy_ _foreach_zero_",
+    }.items()
 }
 """Feature, or part of one -> the names that it cannot do without."""
 PARTLY = frozenset({"sync_free", "frozen_base"})
@@ -100,10 +81,8 @@ def missing_reason(part: str) -> str:
 
 def look_up() -> list[dict[str, Any]]:
     """Return a row for each name in `NEEDS`: ``name``, ``needed_by`` and whether it is ``there``."""
-    users: dict[str, list[str]] = {}
-    for part, names in NEEDS.items():
-        for name in names:
-            users.setdefault(name, []).append(part)
+    names = dict.fromkeys(name for names in NEEDS.values() for name in names)
+    users = {name: [part for part, needed in NEEDS.items() if name in needed] for name in names}
     return [{"name": name, "needed_by": parts, "there": resolve(name) is not None} for name, parts in users.items()]
 
 

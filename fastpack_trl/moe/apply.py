@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from fastpack_trl.model.changes import Patch, patch_attribute
 from fastpack_trl.model.facts import text_model
-from fastpack_trl.model.patches import Patch, patch_attribute
 from fastpack_trl.moe.block import NAME, STOCK, ExpertsState, fastpack_experts
 from fastpack_trl.moe.experts import BlockForm
 from fastpack_trl.moe.layout import experts_modules, not_covered, read_gate

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from fastpack_trl.model.changes import Patch
 from fastpack_trl.model.hooks import PartsHooked
-from fastpack_trl.model.patches import Patch
 from fastpack_trl.moe.experts import BlockForm, ExpertWeights, experts
 from fastpack_trl.moe.op import experts_in_graph
 from fastpack_trl.moe.quantised import STACKS, read_stack

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from fastpack_trl.kernels.grouped import aligned_rank
+from fastpack_trl.model.changes import Patch, patch_attribute
 from fastpack_trl.model.hooks import PartsHooked
-from fastpack_trl.model.patches import Patch, patch_attribute
 from fastpack_trl.moe.block import LowRank, gate_modules, is_decoding, run_experts, traceable
 from fastpack_trl.moe.quantised import STACKS, read_stack, stack_dtype
 

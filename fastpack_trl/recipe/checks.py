@@ -93,8 +93,7 @@ def _faults(arguments: Arguments) -> Iterator[str]:
 
 def _check_paths(training: Any) -> None:
     """Check that ``output_dir`` can be made and that ``resume_from_checkpoint`` names a complete checkpoint."""
-    from fastpack_trl.model.preflight import unwritable
-    from fastpack_trl.model.saved_files import choose_checkpoint
+    from fastpack_trl.model.preflight import choose_checkpoint, unwritable
 
     output = Path(str(training.output_dir))
     if training.should_save and (reason := unwritable(output)):
@@ -172,7 +171,7 @@ def check_model(
             f"(...ForCausalLM) is needed for {method.what}"
         )
     if weights:
-        check_weights(name, init, option)
+        check_weights(name, option)
 
 
 def _check_attention(name: object) -> None:

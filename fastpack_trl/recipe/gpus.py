@@ -63,7 +63,7 @@ def as_if_on(capability: tuple[int, int]) -> Iterator[None]:
     import torch
 
     from fastpack_trl.kernels._triton import is_supported
-    from fastpack_trl.model.patches import patch_attribute
+    from fastpack_trl.model.changes import patch_attribute
 
     is_supported.cache_clear()
     try:

@@ -21,9 +21,8 @@ from fastpack_trl.checkpointing.trace import PROBE_TOKENS, WORKING_TOKENS, Passe
 from fastpack_trl.kernels.gate_form import passes_at_bounds
 from fastpack_trl.lora import projection
 from fastpack_trl.lora.linear import apply_lora
-from fastpack_trl.model.aside import isolated_run
+from fastpack_trl.model.changes import isolated_run, patch_attribute
 from fastpack_trl.model.facts import ModelFeatures, backbones, beside_embeddings, text_model
-from fastpack_trl.model.patches import patch_attribute
 from fastpack_trl.model.upstream import FakeTensorMode
 from fastpack_trl.moe import experts
 from fastpack_trl.moe.apply import apply_moe

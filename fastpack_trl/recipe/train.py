@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastpack_trl.errors import naming_keys, preparing
-from fastpack_trl.model.saved_files import newest_checkpoint
+from fastpack_trl.model.preflight import newest_checkpoint
 from fastpack_trl.recipe.arguments import Arguments, parse, split_off
 from fastpack_trl.recipe.data import data_name
 from fastpack_trl.recipe.endings import alone_in, ending_at_sigterm, naming_a_full_disk

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fastpack_trl.errors import UserError, preparing, shown
-from fastpack_trl.model.preflight import check_weights
-from fastpack_trl.model.saved_files import file_fault
+from fastpack_trl.model.preflight import check_weights, file_fault
 from fastpack_trl.recipe.adapters import check_runs, merge_adapter, resize_to_adapter, with_adapter
 from fastpack_trl.recipe.arguments import parse
 from fastpack_trl.recipe.checks import check_model
@@ -154,7 +153,7 @@ def find_trained(args: Namespace) -> Trained:
     name, classifies = model_folder(option, name), about.get("task_type") == "SEQ_CLS"
     with preparing():
         check_model(name, options, option, METHODS["reward"] if classifies else SFT)
-        check_weights(str(path), {}, "the adapter")
+        check_weights(str(path), "the adapter")
     return Trained(str(path), name, options, quantization, classifies)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastpack_trl.kernels.operators import arguments_of
-from fastpack_trl.model.mixers import Scan
+from fastpack_trl.model.facts import Scan
 from fastpack_trl.packing.chunks import CHUNK, Chunks
 from fastpack_trl.recurrent.decay import differences, log_decay, masked_exp
 from fastpack_trl.recurrent.recomputed import recomputed

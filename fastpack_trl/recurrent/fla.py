@@ -18,8 +18,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from fastpack_trl.kernels.operators import arguments_of
-from fastpack_trl.model.facts import ModelFeatures
-from fastpack_trl.model.mixers import SCANS, Scan
+from fastpack_trl.model.facts import SCANS, ModelFeatures, Scan
 from fastpack_trl.model.upstream import resolve
 from fastpack_trl.packing.chunks import CHUNK, chunks_of
 from fastpack_trl.packing.packed_batch import PackedBatch

@@ -16,9 +16,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from fastpack_trl.errors import PackingError
-from fastpack_trl.model.facts import text_model
-from fastpack_trl.model.mixers import CONV, FUNCTIONS, FUSED, mixers
-from fastpack_trl.model.patches import patch_attribute, shared
+from fastpack_trl.model.changes import patch_attribute, shared
+from fastpack_trl.model.facts import CONV, FUNCTIONS, FUSED, mixers, text_model
 from fastpack_trl.packing.chunks import Chunks
 from fastpack_trl.recurrent.conv import packed_conv
 from fastpack_trl.recurrent.delta import packed_delta

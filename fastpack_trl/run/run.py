@@ -16,7 +16,7 @@ from trl import SFTTrainer
 
 from fastpack_trl.config import Settings
 from fastpack_trl.measure.payback import StepsLeft
-from fastpack_trl.model.ranks import FAILURE_GRACE_SECONDS, Ranks
+from fastpack_trl.model.sharded import FAILURE_GRACE_SECONDS, Ranks
 from fastpack_trl.model.upstream import resolve
 from fastpack_trl.packing.batching import BatchPlan, plan_batches
 from fastpack_trl.report import FeatureReport, Status

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from fastpack_trl.model.callbacks import callbacks_added
+from fastpack_trl.model.changes import callbacks_added
 from fastpack_trl.run import Run
 
 FACT = "first step"

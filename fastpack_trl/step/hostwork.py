@@ -19,7 +19,7 @@ from torch.nn.modules.module import (
 from transformers.utils import is_torch_xla_available
 from trl import SFTTrainer
 
-from fastpack_trl.model.patches import patch_attribute
+from fastpack_trl.model.changes import patch_attribute
 
 _training = itemgetter("training")
 _WITHOUT_MODE = (

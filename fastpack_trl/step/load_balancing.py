@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastpack_trl.model.patches import patch_attribute
+from fastpack_trl.model.changes import patch_attribute
 
 _CHUNK = 1 << 25
 """Logits that are stacked at once: 128 MiB in fp32, whatever the depth of the model."""

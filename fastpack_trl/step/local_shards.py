@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from fastpack_trl.model.patches import patch_attribute
+from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.sharded import pieces, shard_group
 from fastpack_trl.model.upstream import resolve
 

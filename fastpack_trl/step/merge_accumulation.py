@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fastpack_trl.errors import first_reason
+from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.facts import ALORA, is_invoked_once_per_row
 from fastpack_trl.model.hooks import (
     BATCH_METHODS,
@@ -18,7 +19,6 @@ from fastpack_trl.model.hooks import (
     hook_on_a_gradient,
     replaced_methods,
 )
-from fastpack_trl.model.patches import patch_attribute
 from fastpack_trl.run import DEEPSPEED, MERGED_ROW_TOKENS, Run
 from fastpack_trl.step.accumulation import FEATURE, Merging, longest_row
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from trl import SFTTrainer
 
 from fastpack_trl.errors import first_reason
-from fastpack_trl.model.callbacks import during_training
+from fastpack_trl.model.changes import during_training
 from fastpack_trl.model.facts import is_prompt_learning, text_model
 from fastpack_trl.model.hooks import LOOP_METHODS, hook_on_the_outputs, is_users, needs_logits, replaced_methods
 from fastpack_trl.packing.collator import unshared

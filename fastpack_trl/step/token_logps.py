@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpack_trl.model.patches import patch_attribute
+from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.upstream import missing_reason, resolve
 from fastpack_trl.packing.as_made import AsMade
 from fastpack_trl.packing.families import Families

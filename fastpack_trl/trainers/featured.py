@@ -14,9 +14,8 @@ from fastpack_trl.attention.proof import PackingProof
 from fastpack_trl.callbacks.save_report import add_to_card
 from fastpack_trl.config import Settings
 from fastpack_trl.features import FEATURES
-from fastpack_trl.model.callbacks import during_training
-from fastpack_trl.model.deprecations import silence_renamed_checkpointing
-from fastpack_trl.model.saved_files import choose_checkpoint
+from fastpack_trl.model.changes import during_training, silence_renamed_checkpointing
+from fastpack_trl.model.preflight import choose_checkpoint
 from fastpack_trl.moe.quantised import quantize_experts
 from fastpack_trl.packing.batching import missing_seams
 from fastpack_trl.packing.examples import naming_the_row, null_turns

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastpack_trl.model.patches import patch_attribute
+from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.upstream import BaseTunerLayer, LoraLayer, resolve
 from fastpack_trl.step.hostwork import FlopsPerToken, GradientReset, ModelContents
 

@@ -18,9 +18,9 @@ from trl import GRPOTrainer, RLOOTrainer
 
 from fastpack_trl.errors import first_reason
 from fastpack_trl.measure.device_memory import allocatable
+from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.facts import learned_positions
 from fastpack_trl.model.hooks import replaced_methods
-from fastpack_trl.model.patches import patch_attribute
 from fastpack_trl.packing.batching import BatchPlan
 from fastpack_trl.packing.families import Families, find_families
 from fastpack_trl.trainers.packed import PackedTrainer

@@ -19,9 +19,9 @@ from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.capture.feature import row_graphs
 from fastpack_trl.config import Settings
 from fastpack_trl.errors import first_reason
+from fastpack_trl.model.changes import patch_attribute, restore_attributes
 from fastpack_trl.model.facts import attention_modules, read_features, state_modules, text_model
 from fastpack_trl.model.hooks import is_users
-from fastpack_trl.model.patches import patch_attribute, restore_attributes
 from fastpack_trl.model.precision import fit_precision
 from fastpack_trl.model.preflight import bound, check_adapters
 from fastpack_trl.packing.batching import BatchPlan, plan_families

@@ -14,7 +14,7 @@ from datasets import Dataset
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fastpack_trl.model.patches import patch_attribute
+from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.packing.families import Families, completions
 from fastpack_trl.trainers.packed import PackedTrainer
 

@@ -33,7 +33,7 @@ from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.checkpointing.trace import PROBE_TOKENS, WORKING_TOKENS, DecoderRun, Passes, trace_levels
 from fastpack_trl.compile import layer_compile
 from fastpack_trl.compile.layers import compiled_layers
-from fastpack_trl.model.aside import isolated_run
+from fastpack_trl.model.changes import isolated_run
 from fastpack_trl.model.facts import learned_positions
 from fastpack_trl.run.budget import largest_row
 from fastpack_trl.testing import tiny_model

@@ -19,7 +19,7 @@ from fastpack_trl.checkpointing.plan import LayerCosts, Level, Planner, checkpoi
 from fastpack_trl.checkpointing.trace import LiveBytes, Passes, kind_of, trace_levels
 from fastpack_trl.lora.fp8_layers import put_in_fp8
 from fastpack_trl.lora.linear import FastLora
-from fastpack_trl.model.aside import isolated_run
+from fastpack_trl.model.changes import isolated_run
 from fastpack_trl.moe.quantised import quantize_experts
 from fastpack_trl.testing import tiny_model
 

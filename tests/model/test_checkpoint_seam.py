@@ -43,10 +43,6 @@ def through(function: Any, *args: Any) -> Any:
     return function(*args)
 
 
-def silent(_name: str, inner: Any, function: Any, *args: Any) -> Any:
-    return inner(function, *args)
-
-
 def saying(seen: list[str], name: str) -> Any:
     def wrapper(inner: Any, function: Any, *args: Any) -> Any:
         seen.append(name)
@@ -85,8 +81,6 @@ def test_a_function_that_is_set_later_or_anew_is_wrapped() -> None:
         assert other._gradient_checkpointing_func is plain
         del layer._gradient_checkpointing_func
         assert not hasattr(layer, CHECKPOINT)
-        with pytest.raises(AttributeError):
-            del layer._gradient_checkpointing_func
     assert CHECKPOINT not in vars(Layer)
 
 
@@ -123,7 +117,7 @@ def test_copies_and_pickles_have_the_function_that_was_set() -> None:
 
 def test_keywords_of_the_layer_are_found_below_what_wrappers_put_around() -> None:
     forward = partial(Layer.forward, Layer(), factor=2.0)
-    for function in (partial(through, forward), partial(silent, "tape", partial(through, forward))):
+    for function in (partial(through, forward), partial(print, "tape", partial(through, forward))):
         assert layer_keywords(function) == {"factor": 2.0}
     for function in (partial(Layer.forward, Layer()), torch.sin):
         assert layer_keywords(function) == {}

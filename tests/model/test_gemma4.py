@@ -23,14 +23,10 @@ FEW = ("proof", "cut", "packed", "off")
     [
         pytest.param("text", 2, "full", ALL, marks=pytest.mark.slow),
         pytest.param("composite", 3, "three", ALL, marks=pytest.mark.slow),
-        ("text", 2, "full", FEW),
-        ("composite", 3, "three", FEW),
         ("text", 0, "full", FEW),
         ("text", 2, "sliding", FEW),
-        ("text", 3, "three", FEW),
-        ("composite", 0, "sliding", FEW),
         ("composite", 2, "full", FEW),
-        ("composite", 2, "sliding", FEW),
+        ("composite", 3, "three", FEW),
     ],
 )
 def test_it_is_used_as_any_other_model(kind: str, shared: int, last: str, uses: tuple[str, ...]) -> None:

@@ -40,62 +40,56 @@ YOUNGER = {"transformers.integrations.moe._is_expert_parallel"}
 """Names that versions of transformers before 5.23 lack: experts there are never sharded."""
 
 
-def _room(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-
-
-def _sources() -> Iterator[tuple[Path, ast.Module]]:
-    for path in PACKAGE.rglob("*.py"):
-        if path.name != "upstream.py":
-            yield path, ast.parse(path.read_text(encoding="utf-8"))
+@functools.cache
+def _nodes() -> list[tuple[Path, str, ast.AST, bool]]:
+    """Return each node of the source with its file, its room and whether it stands at the top."""
+    files = [path for path in PACKAGE.rglob("*.py") if path.name != "upstream.py"]
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in files}
+    return [(path, path.relative_to(PACKAGE).parts[0].removesuffix(".py"), node, node in tree.body)
+            for path, tree in trees.items() for node in ast.walk(tree)]  # fmt: skip
 
 
 def _defined() -> Iterator[str]:
     """Yield the names that this package gives to something of its own."""
-    for _, tree in _sources():
-        for node in ast.walk(tree):
-            match node:
-                case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
-                    yield name
-                case ast.Name(id=name, ctx=ast.Store()):
-                    yield name
-                case ast.Attribute(value=ast.Name("self" | "trainer"), attr=name, ctx=ast.Store()):
-                    yield name
+    for *_, node, _ in _nodes():
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+                yield name
+            case ast.Name(id=name, ctx=ast.Store()):
+                yield name
+            case ast.Attribute(value=ast.Name("self" | "trainer"), attr=name, ctx=ast.Store()):
+                yield name
 
 
 def test_every_private_name_in_the_source_is_in_the_table_with_its_room() -> None:
     """Attributes, strings for `getattr`, and methods of the library called by `super()`."""
     defined = set(_defined())
-    for path, tree in _sources():
-        parts = {id(value) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for value in node.values}
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.Attribute | ast.Constant) or id(node) in parts:
-                continue
-            name = node.attr if isinstance(node, ast.Attribute) else str(node.value)
-            above = isinstance(node, ast.Attribute) and ast.unparse(node.value) == "super()"
-            if not name.isidentifier() or not name.startswith("_") or name.startswith(("__", "_fastpack")):
-                continue
-            if name not in OF_PYTHON and (above or name not in defined):
-                assert (name, _room(path)) in USED, f"{path.name}:{node.lineno}: {name}"
+    parts = {id(value) for *_, node, _ in _nodes() if isinstance(node, ast.JoinedStr) for value in node.values}
+    for path, room, node, _ in _nodes():
+        if not isinstance(node, ast.Attribute | ast.Constant) or id(node) in parts:
+            continue
+        name = node.attr if isinstance(node, ast.Attribute) else str(node.value)
+        above = isinstance(node, ast.Attribute) and ast.unparse(node.value) == "super()"
+        if not name.isidentifier() or not name.startswith("_") or name.startswith(("__", "_fastpack")):
+            continue
+        if name not in OF_PYTHON and (above or name not in defined):
+            assert (name, room) in USED, f"{path.name}:{node.lineno}: {name}"
 
 
 def test_every_import_from_deep_inside_is_in_the_table() -> None:
     """At the top of a module only documented ones: a name that moved must not stop the import of the package."""
     commands = {"bench", "cli", "quickstart", "recipe"}
-    for path, tree in _sources():
-        for node in ast.walk(tree):
-            paths: list[str] = []
-            if isinstance(node, ast.ImportFrom) and (node.module or "").count("."):
-                paths = [f"{node.module}.{alias.name}" for alias in node.names]
-            elif isinstance(node, ast.Import):
-                paths = [alias.name for alias in node.names if "." in alias.name]
-            for name in paths:
-                public = PUBLIC.fullmatch(name) or PUBLIC.fullmatch(name.rpartition(".")[0])
-                if public or name.partition(".")[0] not in LIBRARIES:
-                    continue
-                assert any(f"{known}.".startswith(f"{name}.") for known in NAMES), f"{path.name}:{node.lineno}: {name}"
-                if node in tree.body:
-                    assert _room(path) in commands or path.name == "host_syncs.py", f"{path.name}:{node.lineno}: {name}"
+    for path, room, node, at_top in _nodes():
+        paths: list[str] = []
+        if isinstance(node, ast.ImportFrom) and (node.module or "").count("."):
+            paths = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            paths = [alias.name for alias in node.names if "." in alias.name]
+        for name in paths:
+            public = PUBLIC.fullmatch(name) or PUBLIC.fullmatch(name.rpartition(".")[0])
+            if not public and name.partition(".")[0] in LIBRARIES:
+                assert any(f"{known}.".startswith(f"{name}.") for known in NAMES), f"{path}: {name}"
+                assert not at_top or room in commands or path.name == "host_syncs.py", f"{path}: {name}"
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:60])

@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.cli.main import main
 from fastpack_trl.errors import UserError
-from fastpack_trl.model.saved_files import checkpoint_fault
+from fastpack_trl.model.preflight import checkpoint_fault
 from fastpack_trl.recipe import train
 from fastpack_trl.recipe.endings import alone_in
 

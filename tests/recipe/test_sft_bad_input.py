@@ -188,11 +188,10 @@ def test_folder_that_holds_no_causal_model(
 
 
 # Files of a saved model -> what is in them instead: None for no file, nothing for all but its last bytes.
-WEIGHTS, POINTER = "model.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+WEIGHTS = "model.safetensors"
 DAMAGES: dict[str, tuple[dict[str, bytes | None], list[str]]] = {
     "no weights": ({WEIGHTS: None}, ["model_name_or_path", "it holds no weights, such as model.safetensors"]),
-    "cut weights": ({WEIGHTS: b""}, ["model.safetensors is cut short or damaged", "copy or download it again"]),
-    "git-lfs pointer": ({WEIGHTS: POINTER}, ["model.safetensors is a pointer of git-lfs", "git lfs pull"]),
+    "cut weights": ({WEIGHTS: b""}, ["model.safetensors is damaged (Safe", "copy or download it again"]),
     "no tokenizer": (
         {"tokenizer.json": None, "tokenizer_config.json": None, "chat_template.jinja": None},
         ["gives no tokens for any text", "vocabulary of 1"],
@@ -242,7 +241,7 @@ def test_a_chat_template_that_cannot_render(
 def test_output_dir_that_is_a_file(material: Material, capsys: pytest.CaptureFixture[str], below: str) -> None:
     file = write_jsonl(material.folder / "taken", TEXT_ROWS[:1])
     line = refused(material, capsys, "--config", material.yaml(), "--output_dir", file / below)
-    assert f"{str(file)!r} is a file" in line
+    assert f"nothing can be written in {str(file)!r} (the system says: Not a directory)" in line
 
 
 def test_launch_flags_under_a_launcher(

@@ -19,7 +19,7 @@ from transformers.models.falcon_h1 import modeling_falcon_h1
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from fastpack_trl.errors import PackingError
-from fastpack_trl.model.mixers import CONV
+from fastpack_trl.model.facts import CONV
 from fastpack_trl.packing.chunks import CHUNK, chunks_of
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.recurrent import solve

@@ -19,8 +19,7 @@ from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.attention.proof import verify_packing
 from fastpack_trl.errors import NonFiniteError, PackingError
-from fastpack_trl.model.facts import read_features
-from fastpack_trl.model.mixers import FUNCTIONS, _mixer
+from fastpack_trl.model.facts import FUNCTIONS, read_features
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.testing import count_host_syncs, gradients
 
@@ -199,7 +198,6 @@ def test_functions_that_the_package_kernels_has_wrapped_are_replaced(
     for name in FUNCTIONS:
         if name in home:
             monkeypatch.setitem(home, name, Func(home[name]))
-    _mixer.cache_clear()
     expected = separate(model, ids, LENGTHS)[0]
     with packed_attention(model) as attention:
         assert attention.path == "per_document"

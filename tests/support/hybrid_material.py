@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING
 
-from fastpack_trl.model.mixers import mixers
+from fastpack_trl.model.facts import mixers
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -1,0 +1,163 @@
+"""Reversible changes to foreign objects: attributes, callbacks of a trainer, runs that training does not notice."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Trainer, TrainerCallback
+
+from fastpack_trl.model.hooks import users_hooks_off
+from fastpack_trl.model.sharded import local
+
+_T = TypeVar("_T")
+_NONE = object()
+_LARGEST_STATE = 2**16
+"""Integers of a buffer above which it is a mask or the weight of a quantized layer, which no forward pass writes."""
+
+
+@contextmanager
+def patch_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of an object, a class or a module, but no property, while the context is open.
+
+    Exit restores what `owner` itself had, or deletes the name; a value that somebody else has set meanwhile stays.
+    The ``__setattr__`` of an object is bypassed: that of a compiled model writes to the model inside.
+    """
+    before = vars(owner).get(name, _NONE)
+    kind: Any = type(owner) if isinstance(owner, type | ModuleType) else object
+    kind.__setattr__(owner, name, value)
+    try:
+        yield
+    finally:
+        is_ours = vars(owner).get(name, _NONE) is value
+        if is_ours and before is _NONE:
+            kind.__delattr__(owner, name)
+        elif is_ours:
+            kind.__setattr__(owner, name, before)
+
+
+@contextmanager
+def restore_attributes(owners: Iterable[Any], name: str) -> Iterator[None]:
+    """Restore an attribute of each of `owners` on exit, whoever has changed it."""
+    with ExitStack() as stack:
+        for owner in owners:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+        yield
+
+
+class Patch:
+    """Keeps a value alive on another object, such as a context that restores when it is collected; copies have None."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value, self.holders = value, 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+@contextmanager
+def shared(owner: Any, name: str, install: Callable[[], AbstractContextManager[_T]]) -> Iterator[_T]:
+    """Enter `install` for the first holder and leave it with the last, in whatever order they leave.
+
+    A trainer may be made in a callback of another. `owner`, what is changed, holds the `Patch` under `name`.
+    """
+    patch = vars(owner).get(name)
+    if patch is None:
+        stack = ExitStack()
+        patch = Patch((stack.enter_context(install()), stack))
+        setattr(owner, name, patch)
+    patch.holders += 1
+    try:
+        yield patch.value[0]
+    finally:
+        patch.holders -= 1
+        if not patch.holders:
+            delattr(owner, name)
+            patch.value[1].close()
+
+
+def silence_renamed_checkpointing() -> AbstractContextManager[None]:
+    """Let models answer `is_gradient_checkpointing` without a FutureWarning of transformers in the context.
+
+    transformers 5.23 renamed the property. PEFT 0.21 and TRL 1.16 read the old name, which users cannot change.
+    """
+    renamed = vars(PreTrainedModel).get("is_activation_checkpointing")
+    if renamed is None:
+        return nullcontext()
+    answer = property(lambda model: model.is_activation_checkpointing)  # as a subclass has it
+    patch = partial(patch_attribute, PreTrainedModel, "is_gradient_checkpointing", answer)
+    return shared(PreTrainedModel, "_fastpack_checkpointing_name", patch)
+
+
+@contextmanager
+def callbacks_added(trainer: Trainer, *callbacks: TrainerCallback) -> Iterator[None]:
+    """Let `trainer` call `callbacks` after its own until the context ends."""
+    with ExitStack() as stack:
+        for callback in callbacks:
+            trainer.add_callback(callback)
+            stack.callback(trainer.remove_callback, callback)
+        yield
+
+
+def during_training(trainer: Trainer, *, at_begin: Callable[[], object]) -> AbstractContextManager[None]:
+    """Call `at_begin` when training begins, in every process: the model is placed and a checkpoint is loaded."""
+
+    class Begins(TrainerCallback):  # a new class for each call: transformers warns of two callbacks of one class
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            at_begin()
+
+    return callbacks_added(trainer, Begins())
+
+
+def callers(method: Any = None) -> Iterator[Any]:
+    """Yield the `self` of each method, or of `method` alone, that is running, innermost first.
+
+    A callback finds a trainer of TRL in this way: no event of transformers passes it.
+    """
+    code, frame = getattr(method, "__code__", None), inspect.currentframe()
+    while frame is not None:
+        if "self" in frame.f_locals and code in (None, frame.f_code):
+            yield frame.f_locals["self"]
+        frame = frame.f_back
+
+
+@contextmanager
+def isolated_run(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Run `model` in a mode, without hooks of the user; exit restores modes, random states and buffers."""
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    modes = restore_attributes(model.modules(), "training")
+    with modes, users_hooks_off(model), torch.random.fork_rng(devices=devices), restore_buffers(model):
+        model.train(training)
+        yield
+
+
+@contextmanager
+def restore_buffers(*models: nn.Module) -> Iterator[None]:
+    """Restore the buffers of `models` on exit: the same tensors with the same content, large integers left out."""
+    before = {module: dict(module._buffers) for model in models for module in model.modules()}
+    tensors = filter(_is_state, (tensor for buffers in before.values() for tensor in buffers.values()))
+    contents: list[Any] = [(tensor, local(tensor).clone()) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for module, buffers in before.items():
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        with torch.no_grad():
+            for tensor, content in contents:
+                if local(tensor).shape != content.shape:  # some observers resize
+                    tensor.resize_(content.shape)
+                # Through `data` autograd sees no write: a graph that has saved the buffer stays valid.
+                local(tensor).data.copy_(content)
+
+
+def _is_state(tensor: Tensor | None) -> bool:
+    if tensor is None:
+        return False
+    return tensor.numel() <= _LARGEST_STATE or (tensor.is_floating_point() and tensor.element_size() > 1)
