@@ -203,3 +203,12 @@ def inductor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)  # no test programs of what the CPU knows
         patch.setattr(torch._inductor.config.cpp, "simdlen", 1)
         yield
+
+
+@pytest.fixture
+def varlen_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `varlen` be chosen on the CPU, where its operator runs the twin: attention that a graph can have."""
+    from fastpack_trl.attention.varlen import Varlen
+
+    refuses = Varlen.refuses
+    monkeypatch.setattr(Varlen, "refuses", lambda self, one: "" if one.device_type == "cpu" else refuses(self, one))

@@ -26,6 +26,8 @@ from fastpack_trl.compile import layer_compile as feature
 from fastpack_trl.compile.layers import compiled_layers, decoder_layers
 from fastpack_trl.testing import gradients, tiny_model
 
+pytestmark = pytest.mark.usefixtures("varlen_on_the_cpu")
+
 STEPS = 4
 BACKEND = Counting(differentiate=True)
 TRACED = Counting()

@@ -26,6 +26,8 @@ from fastpack_trl.step import merge_accumulation
 from fastpack_trl.step.accumulation import Merging
 from fastpack_trl.testing import tiny_model
 
+pytestmark = pytest.mark.usefixtures("varlen_on_the_cpu")
+
 
 class Kept(TrainerCallback):
     """Counts the bytes that autograd saves in each step, parameters aside; what is checkpointed saves its input."""

@@ -32,6 +32,8 @@ from fastpack_trl.checkpointing.offload import (
 from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.testing import gradients, tiny_model
 
+pytestmark = pytest.mark.usefixtures("varlen_on_the_cpu")
+
 Result = tuple[list[Tensor], dict[str, Tensor]]
 
 

@@ -28,6 +28,8 @@ from fastpack_trl.lora.linear import FastLora
 from fastpack_trl.lora.projection import lora_projection
 from fastpack_trl.lora.report import FrozenCopies
 
+pytestmark = pytest.mark.usefixtures("varlen_on_the_cpu")
+
 IN, OUT, RANK = 512, 1024, 4
 
 
