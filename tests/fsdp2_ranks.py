@@ -140,11 +140,6 @@ def shared_keys() -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-class Noise(torch.nn.Module):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.dropout(hidden, 0.1, training=True)
-
-
 def proof() -> None:
     """With windows and without; tied embeddings, which are in one unit with the head; a leak of stock's stops all."""
     ours, _ = both(fast={"verify_packing": "on"}, tied=True)
@@ -156,16 +151,12 @@ def proof() -> None:
     assert trainer.fastpack_proof.not_exercised == ()
     unpacked: dict[str, Any] = {"packing": False, "per_device_train_batch_size": 2, "fast": {"layer_compile": "off"}}
     with fsdp2(make(FastSFTTrainer, **unpacked)) as trainer:
-        with trainer._fastpack_features():  # accelerate prepares no parted model for an evaluation before training
-            assert trainer.fastpack_run.plan.kind == "stock"
+        with trainer._fastpack_features():  # accelerate prepares no sharded model for an evaluation before training
+            assert trainer.fastpack_run.plan.kind == "padding_free"
         trainer.train()
         assert trainer.fastpack_proof.proven
         trainer.evaluate(trainer.train_dataset)
         assert trainer.fastpack_run.plan.kind == "padding_free"
-    random = make(FastSFTTrainer, **unpacked)
-    random.model.model.layers[0].mlp.act_fn = Noise()
-    with fsdp2(random) as trainer, pytest.raises(PackingError, match=r"differ from run to run.*packed_attention='off'"):
-        trainer.train()
     leaky = make(FastSFTTrainer, family="gpt_oss", fast={"packed_attention": "off"})
     with fsdp2(leaky) as trainer, pytest.raises(PackingError, match="packed_attention='auto'"):
         trainer.train()
@@ -274,23 +265,20 @@ class Fails:
 
 
 def stepped_down() -> None:
-    """What no process can run, inside of the proof or of the plan's passes, is left out by all: the run goes on."""
-    for fast, name, path in (
-        ({"verify_packing": "auto"}, "verify_packing", "not run"),
-        ({"activation_memory_gib": 1.0, "verify_packing": "off"}, "activation_memory", "stock"),
-    ):
-        trainers = []
-        for cls in (FastSFTTrainer, SFTTrainer):
-            trainer = make(cls, fast=fast, gradient_checkpointing=True)
-            mlp = trainer.model.model.layers[1].mlp
-            mlp.forward = Fails(mlp, int(cls is FastSFTTrainer))
-            with fsdp2(trainer):
-                trainer.train()
-            trainers.append(trainer)
-        ours, stock = trainers
-        line = ours.fastpack_report[name]
-        assert (line.path, "the kernel failed" in line.reason) == (path, True), line
-        assert_same_log(ours, stock, rtol=1e-5, atol=1e-6)
+    """What no process can run, inside of the plan's passes, is left out by all: the run goes on."""
+    trainers = []
+    for cls in (FastSFTTrainer, SFTTrainer):
+        fast = {"activation_memory_gib": 1.0, "verify_packing": "off"}
+        trainer = make(cls, fast=fast, gradient_checkpointing=True)
+        mlp = trainer.model.model.layers[1].mlp
+        mlp.forward = Fails(mlp, int(cls is FastSFTTrainer))
+        with fsdp2(trainer):
+            trainer.train()
+        trainers.append(trainer)
+    ours, stock = trainers
+    line = ours.fastpack_report["activation_memory"]
+    assert (line.path, "the kernel failed" in line.reason) == ("stock", True), line
+    assert_same_log(ours, stock, rtol=1e-5, atol=1e-6)
 
 
 def left_alike() -> None:

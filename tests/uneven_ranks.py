@@ -140,7 +140,6 @@ CASES = {
     "no memory": no_memory,
     "dispatched": dispatched,
     "one reason": one_reason,
-    "proof": partial(inside, verify_packing="auto"),
     "plan": partial(inside, activation_memory_gib=1.0),
     "step": inside,
 }

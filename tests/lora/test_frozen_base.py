@@ -27,7 +27,7 @@ from fastpack_trl.lora import fp8_layers, frozen_base
 from fastpack_trl.lora.base_weight import Fp8Weight
 from fastpack_trl.testing import tiny_model
 
-pytestmark = pytest.mark.usefixtures("on_any_device")
+pytestmark = [pytest.mark.usefixtures("on_any_device"), pytest.mark.usefixtures("varlen_on_the_cpu")]
 BY_DEVICE = frozen_base._refused_by_device
 
 
