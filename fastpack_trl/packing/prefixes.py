@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fastpack_trl.packing.as_made import AsMade
-from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch
+from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, TensorVersion
 from fastpack_trl.packing.packed_inputs import IntArray
 from fastpack_trl.packing.shared_keys import SharedKeys
 
@@ -95,7 +94,7 @@ def packed_batch(row: SharedRow, *, num_padding: int = 0) -> PackedBatch:
     keys: IntArray = np.append(row.key_index, len(row.source_of) + np.arange(num_padding))
     position_ids = batch.position_ids + torch.from_numpy(first.repeat(lengths))
     shared = SharedKeys.of(lengths, first, keys)
-    return replace(batch, position_ids=position_ids, positions=AsMade.of(position_ids), shared=shared)
+    return replace(batch, position_ids=position_ids, positions=TensorVersion.of(position_ids), shared=shared)
 
 
 def _with_company(ids: NDArray[Any], starts: IntArray, sizes: IntArray, least: int) -> IntArray:

