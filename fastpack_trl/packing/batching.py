@@ -62,7 +62,7 @@ def plan_batches(trainer: SFTTrainer, path: str, flattens: bool, unproven: str =
     return BatchPlan("stock", padded) if padded else BatchPlan("padding_free", "rows without padding, same tokens")
 
 
-def plan_families(trainer: Any, path: str, flattens: bool, unproven: str = "") -> BatchPlan:
+def plan_prompt_groups(trainer: Any, path: str, flattens: bool, unproven: str = "") -> BatchPlan:
     """Return the batches of a trainer that scores completions: as rows without padding, or as stock pads them."""
     stock = unproven or first_reason(_only_padded(trainer, path, flattens))
     return BatchPlan("stock", stock) if stock else BatchPlan("padding_free", "rows without padding, same tokens")
