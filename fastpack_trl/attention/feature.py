@@ -78,7 +78,7 @@ def plan_rows(run: Run, plan: BatchPlan | None = None) -> None:
     run.say("batches", "on" if run.packs else "stock", run.plan.kind.replace("_", "-"), run.plan.reason)
     if run.counts_documents:
         unknown = {"truncated tokens": "unknown (streamed or prepared elsewhere)"}
-        run.report.facts |= unknown if run.facts is None else run.facts.lines(run.args.max_length)
+        run.report.facts |= unknown if run.facts is None else run.facts.figures
     dataset, limit = run.trainer.train_dataset, run.settings.padded_rows_limit
     if run.attention_path != PADDED_ROWS or not isinstance(dataset, Dataset):
         return
