@@ -15,10 +15,9 @@ from fastpack_trl.errors import first_reason
 from fastpack_trl.model.facts import ALORA, is_invoked_once_per_row, is_prompt_learning, token_table
 from fastpack_trl.model.hooks import BATCH_METHODS, hook_inside, replaced_methods
 from fastpack_trl.model.upstream import DataCollatorForLanguageModeling, missing_names
-from fastpack_trl.packing.collator import PackingCollator
+from fastpack_trl.packing.collator import COLUMNS, PackingCollator
 from fastpack_trl.packing.dataset import is_token_lists
 
-COLUMNS = ("input_ids", "labels", "seq_lengths")
 PADDING_FREE_COLUMNS = COLUMNS[:2]
 """Without packing stock reads a row as one document, whatever else the data set says."""
 

@@ -68,7 +68,7 @@ class RowSize(NamedTuple):
         lengths, counted = batch.seq_lengths, batch.loss_positions.numel()
         size = cls(sum(lengths), len(lengths), max(lengths), counted, max(1, len(batch.parts)))
         if batch.shared is None:
-            return size.keyed if batch.shares else size
+            return size.keyed if batch.documents is not None else size
         keys = batch.shared.key_index.numel() - batch.num_padding
         return size._replace(keys=keys, max_seqlen_k=batch.shared.max_seqlen_k)
 

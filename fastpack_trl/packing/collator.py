@@ -18,6 +18,8 @@ from fastpack_trl.packing.shared_keys import Documents
 
 __all__ = ["PackedInputs", "PackingCollator"]
 
+COLUMNS = ("input_ids", "labels", "seq_lengths")
+
 
 @dataclass
 class PackingCollator(DataCollatorForLanguageModeling):
@@ -64,24 +66,21 @@ class PackingCollator(DataCollatorForLanguageModeling):
     share_prefixes: bool = False
 
     def __post_init__(self) -> None:
-        if not self.padding_free:
-            raise ValueError(
-                "padding_free=False is not a packed batch: use trl.trainer.sft_trainer.DataCollatorForLanguageModeling"
-            )
-        if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
-            raise ValueError(
-                f"pad_to_multiple_of={self.pad_to_multiple_of} is below 1: give a number of tokens, or None"
-            )
-        if self.pad_to_multiple_of is not None and not isinstance(self.pad_token_id, int):
-            raise ValueError(f"pad_token_id={self.pad_token_id!r} cannot pad: set tokenizer.pad_token")
-        if self.vocab_size is not None:
-            if self.vocab_size < 1:
-                raise ValueError(f"vocab_size={self.vocab_size} is below 1: give the rows of the embedding, or None")
-            if self.pad_to_multiple_of is not None and not 0 <= self.pad_token_id < self.vocab_size:
-                raise ValueError(
-                    f"pad_token_id={self.pad_token_id} is outside the vocabulary [0, {self.vocab_size}): "
-                    "choose a padding token that the model has an embedding for"
-                )
+        multiple, size, token = self.pad_to_multiple_of, self.vocab_size, self.pad_token_id
+        outside = size is not None and multiple is not None and not (isinstance(token, int) and 0 <= token < size)
+        checks = [
+            (
+                not self.padding_free,
+                "padding_free=False is not a packed batch: use TRL's DataCollatorForLanguageModeling",
+            ),
+            (multiple is not None and multiple < 1, f"pad_to_multiple_of={multiple} must be >= 1, or None"),
+            (size is not None and size < 1, f"vocab_size={size} must be the rows of the embedding, or None"),
+            (multiple and not isinstance(token, int), f"pad_token_id={token!r} cannot pad: set tokenizer.pad_token"),
+            (outside, f"pad_token_id={token} is outside the vocabulary [0, {size}): choose a token with an embedding"),
+        ]
+        for is_wrong, problem in checks:
+            if is_wrong:
+                raise ValueError(problem)
 
     def torch_call(self, examples: Sequence[Mapping[str, Any]]) -> PackedInputs:
         """Flatten the rows; see the class for what comes in and out."""
@@ -119,16 +118,10 @@ class PackingCollator(DataCollatorForLanguageModeling):
             )
             lengths = row.lengths
         self._check_vocabulary("labels", loss_labels)  # only what the loss counts
+        row_shapes = dict.fromkeys(("input_ids", "position_ids", "seq_idx"), (1, total_tokens))
+        loss_shapes = dict.fromkeys(("loss_positions", "loss_labels"), loss_positions.shape)
         inputs, host = PackedInputs.empty(
-            {
-                "cu_seqlens": (len(segments) + 1,),
-                "input_ids": (1, total_tokens),
-                "labels": (1, label_tokens),
-                "position_ids": (1, total_tokens),
-                "seq_idx": (1, total_tokens),
-                "loss_positions": loss_positions.shape,
-                "loss_labels": loss_positions.shape,
-            },
+            {"cu_seqlens": (len(segments) + 1,), "labels": (1, label_tokens)} | row_shapes | loss_shapes,
             seq_lengths=tuple(lengths.tolist()),
             num_padding=num_padding,
             max_seqlen=int(segments.max()),
@@ -179,29 +172,22 @@ def _read_row(index: int, example: Mapping[str, Any]) -> tuple[IntArray, IntArra
             f"row {index} has no 'input_ids' column, only {', '.join(map(repr, example)) or 'nothing'}: tokenize the "
             "dataset, or let SFTTrainer prepare it"
         )
-    ids = labels = _to_array(index, "input_ids", example["input_ids"])
-    if example.get("labels") is not None:
-        labels = _to_array(index, "labels", example["labels"])
-        if len(labels) != len(ids):
-            raise ValueError(
-                f"row {index} has {len(labels)} labels for {len(ids)} input_ids: give one label per token, "
-                f"{IGNORE_INDEX} where the loss does not count"
-            )
-    if example.get("seq_lengths") is None:
-        lengths = np.full(min(len(ids), 1), len(ids))
-    else:
-        lengths = _to_array(index, "seq_lengths", example["seq_lengths"])
-        shortest = lengths.min(initial=1)
-        if shortest < 0:
-            raise ValueError(f"row {index} has seq_lengths with {shortest}: lengths are tokens, 0 or more")
-        if lengths.sum() != len(ids):
-            raise ValueError(
-                f"row {index} has seq_lengths that add up to {lengths.sum()} for {len(ids)} input_ids: pack the "
-                "dataset again (trl.pack_dataset), its lengths do not belong to these tokens"
-            )
-        if shortest == 0:
-            lengths = lengths[lengths > 0]
-    return ids, labels, lengths
+    ids = _to_array(index, "input_ids", example["input_ids"])
+    given = {name: _to_array(index, name, example[name]) for name in COLUMNS[1:] if example.get(name) is not None}
+    labels, lengths = given.get("labels", ids), given.get("seq_lengths", np.array([len(ids)]))
+    if len(labels) != len(ids):
+        raise ValueError(
+            f"row {index} has {len(labels)} labels for {len(ids)} input_ids: give one label per token, {IGNORE_INDEX} "
+            "where the loss does not count"
+        )
+    if lengths.min(initial=0) < 0:
+        raise ValueError(f"row {index} has seq_lengths with {lengths.min()}: lengths are tokens, 0 or more")
+    if lengths.sum() != len(ids):
+        raise ValueError(
+            f"row {index} has seq_lengths that add up to {lengths.sum()} for {len(ids)} input_ids: pack the dataset "
+            "again (trl.pack_dataset), its lengths do not belong to these tokens"
+        )
+    return ids, labels, lengths[lengths > 0]
 
 
 def _to_array(index: int, name: str, value: Any) -> IntArray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -44,7 +44,7 @@ class TensorVersion:
     edits: int
 
     @classmethod
-    def of(cls, tensor: Tensor, *, edited: bool = False) -> TensorVersion:
+    def of(cls, tensor: Tensor, edited: bool = False) -> TensorVersion:
         """Take `tensor` as it is now; `edited`: as a copy of one that was edited, which matches nothing."""
         return cls(tensor, _EDITED if edited else _count_edits(tensor))
 
@@ -53,15 +53,11 @@ class TensorVersion:
         return tensor is self.tensor and self.edits == _count_edits(self.tensor)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _copied_version, (self.tensor, not self.matches(self.tensor))  # a copy counts from another number
+        return TensorVersion.of, (self.tensor, not self.matches(self.tensor))  # a copy counts from another number
 
 
 def _count_edits(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
-
-
-def _copied_version(tensor: Tensor, edited: bool) -> TensorVersion:
-    return TensorVersion.of(tensor, edited=edited)
 
 
 NOT_ON_HOST: Final[Any] = None
@@ -196,11 +192,6 @@ class PackedBatch(TensorFields):
         return self.part_bounds is not None
 
     @property
-    def shares(self) -> bool:
-        """Return whether tokens lie in the row once for several documents; of equal ones alone without `shared`."""
-        return self.shared is not None or self.documents is not None
-
-    @property
     def segment_lengths(self) -> tuple[int, ...]:
         """Tokens of each segment of `cu_seqlens`: the documents, then the tail if there is one."""
         return (*self.seq_lengths, self.num_padding) if self.num_padding else self.seq_lengths
@@ -237,11 +228,10 @@ class PackedBatch(TensorFields):
 
         Masks and per-backend metadata live here, with the batch they were made from, and nowhere else.
         """
-        derived = self.derived
-        if key not in derived.values:
-            derived.values[key] = build()
-            derived.counts[key] += 1
-        value: T = derived.values[key]
+        if key not in self.derived.values:
+            self.derived.values[key] = build()
+            self.derived.counts[key] += 1
+        value: T = self.derived.values[key]
         return value
 
     def clear_derived(self) -> None:
@@ -282,72 +272,60 @@ def merge_batches(batches: Sequence[PackedBatch], labels: Tensor | None = None) 
     if not batches or any(batch.loss_positions is None for batch in batches):
         raise ValueError("merge_batches needs one batch or more, each with loss_positions: give the collator labels")
     shares, has_documents = any(row.shared for row in batches), any(row.documents for row in batches)
-    pieces: defaultdict[str, list[Tensor]] = defaultdict(list)
-    lengths: list[int] = []
-    parts: list[Part] = []
-    keys: list[SharedKeys] = []
-    documents: list[Documents] = []
+    tensors, of_keys, of_documents = (defaultdict[str, list[Tensor]](list) for _ in range(3))
+    lengths, prefixes, parts, wholes = list[int](), list[int](), list[Part](), list[Documents]()
+    keys = longest = 0
     for row in batches:
         start, first, tokens, count = sum(lengths), len(lengths), sum(row.seq_lengths), len(row.seq_lengths)
         segments = slice(1 if lengths else 0, count + 1)  # each bound once: a row starts where the one before it ends
         assert row.loss_positions is not None
         assert row.loss_labels is not None
-        pieces["cu_seqlens"].append(row.cu_seqlens[segments] + start)
-        pieces["position_ids"].append(row.position_ids[:, :tokens])
-        pieces["seq_idx"].append(row.seq_idx[:, :tokens] + first)
-        pieces["loss_positions"].append(row.loss_positions + start)
-        pieces["loss_labels"].append(row.loss_labels)
+        tensors["cu_seqlens"].append(row.cu_seqlens[segments] + start)
+        tensors["position_ids"].append(row.position_ids[:, :tokens])
+        tensors["seq_idx"].append(row.seq_idx[:, :tokens] + first)
+        tensors["loss_positions"].append(row.loss_positions + start)
+        tensors["loss_labels"].append(row.loss_labels)
         if shares:
             own = row.shared or SharedKeys.own(row.cu_seqlens, row.segment_lengths)
             index = own.key_index[: own.key_index.numel() - row.num_padding]
-            pieces["cu_seqlens_k"].append(own.cu_seqlens_k[segments] + sum(map(len, pieces["key_index"])))
-            pieces["key_index"].append(index + start)
-            keys.append(replace(own, prefix_lengths=own.prefix_lengths[:count]))
+            of_keys["key_index"].append(index + start)
+            of_keys["cu_seqlens_k"].append(own.cu_seqlens_k[segments] + keys)
+            prefixes += own.prefix_lengths[:count]
+            keys, longest = keys + index.numel(), max(longest, own.max_seqlen_k)
         if has_documents:
             whole = row.documents or Documents.own(row.seq_lengths, row.loss_positions, row.total_tokens)
-            pieces["token_of"].append(whole.token_of + start)
-            pieces["loss_weights"].append(whole.loss_weights)
-            pieces["copies"].append(whole.copies[:tokens])
-            documents.append(whole)
-        capacity, counted = (
-            (row.documents.capacity, row.documents.loss_tokens) if row.documents else (row.total_tokens, 0)
-        )
+            of_documents["token_of"].append(whole.token_of + start)
+            of_documents["loss_weights"].append(whole.loss_weights)
+            of_documents["copies"].append(whole.copies[:tokens])
+            wholes.append(whole)
+        given = row.documents
+        capacity, counted = (given.capacity, given.loss_tokens) if given else (row.total_tokens, 0)
         parts.append(Part(tokens, capacity, row.loss_positions.numel(), counted))
         lengths += row.seq_lengths
-    joined = {name: torch.cat(tensors, dim=-1) for name, tensors in pieces.items()}
+    joined = _joined(tensors)
+    documents = None
+    if wholes:
+        documents = Documents(
+            lengths=tuple(length for whole in wholes for length in whole.lengths),
+            loss_tokens=sum(whole.loss_tokens for whole in wholes),
+            capacity=sum(whole.capacity for whole in wholes),
+            parts=tuple(sum(whole.lengths) for whole in wholes),
+            **_joined(of_documents),
+        )
     return PackedBatch(
         seq_lengths=tuple(lengths),
         max_seqlen=max(lengths),
         labels=TensorVersion.of(labels) if labels is not None else None,
         positions=TensorVersion.of(joined["position_ids"]),
         parts=tuple(parts),
-        shared=_joined_keys(keys, joined) if shares else None,
-        documents=_joined_documents(documents, joined) if has_documents else None,
+        shared=SharedKeys(tuple(prefixes), max_seqlen_k=longest, **_joined(of_keys)) if shares else None,
+        documents=documents,
         **joined,
     )
 
 
-def _joined_keys(rows: Sequence[SharedKeys], joined: dict[str, Tensor]) -> SharedKeys:
-    """Take the tensors of merged keys out of `joined`."""
-    return SharedKeys(
-        prefix_lengths=tuple(length for row in rows for length in row.prefix_lengths),
-        key_index=joined.pop("key_index"),
-        cu_seqlens_k=joined.pop("cu_seqlens_k"),
-        max_seqlen_k=max(row.max_seqlen_k for row in rows),
-    )
-
-
-def _joined_documents(rows: Sequence[Documents], joined: dict[str, Tensor]) -> Documents:
-    """Take the tensors of merged documents out of `joined`."""
-    return Documents(
-        lengths=tuple(length for row in rows for length in row.lengths),
-        token_of=joined.pop("token_of"),
-        loss_weights=joined.pop("loss_weights"),
-        copies=joined.pop("copies"),
-        loss_tokens=sum(row.loss_tokens for row in rows),
-        capacity=sum(row.capacity for row in rows),
-        parts=tuple(sum(row.lengths) for row in rows),
-    )
+def _joined(pieces: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.cat(tensors, dim=-1) for name, tensors in pieces.items()}
 
 
 def to_transformers_kwargs(batch: PackedBatch) -> dict[str, Any]:

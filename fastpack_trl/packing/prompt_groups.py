@@ -72,20 +72,27 @@ def group_completions(
     return _group(ids, attention_mask, rows, column, places, least if share else None, scores_next=True)
 
 
-def group_pairs(
-    ids: Tensor, attention_mask: Tensor, pad_token_id: int, *, share: bool = True, least: int = LEAST_SHARED
-) -> PromptGroups | str:
-    """Return the row of a padded batch that a classifier reads at the last token of each of its rows.
+def completions(batch: Mapping[str, Any], prefix: str, *, share: bool) -> PromptGroups | str:
+    """Find the row of DPO's and KTO's batches."""
+    if f"{prefix}completion_mask" not in batch:
+        return "a batch without completion_mask"
+    ids, mask, scored = (batch[f"{prefix}{name}"] for name in ("input_ids", "attention_mask", "completion_mask"))
+    return group_completions(ids, mask, scored, share=share)
 
-    Args:
-        ids, attention_mask, share, least: as of `group_completions`.
-        pad_token_id: by which transformers' classifiers find the token that they read: the last of another id.
+
+def pairs(
+    batch: Mapping[str, Any], prefix: str, *, share: bool, pad_token_id: int, least: int = LEAST_SHARED
+) -> PromptGroups | str:
+    """Return the row of a reward trainer's batch, which a classifier reads at the last token of each of its rows.
+
+    `pad_token_id`: by which transformers' classifiers find the token that they read: the last of another id.
     """
+    ids = batch[f"{prefix}input_ids"]
     count, width = ids.shape
     others = ids.numpy() != pad_token_id
     last = np.where(others.any(1), width - 1 - others[:, ::-1].argmax(1), 0)
     rows = np.arange(count)
-    return _group(ids, attention_mask, rows, last, rows, least if share else None)
+    return _group(ids, batch[f"{prefix}attention_mask"], rows, last, rows, least if share else None)
 
 
 def _group(
@@ -154,26 +161,3 @@ class PromptGroupsCollator:
             if prefix != key and isinstance(ids, Tensor) and f"{prefix}attention_mask" in batch:
                 found[key] = self.find(batch, prefix, share=self.share)
         return batch | {KEY: found}
-
-
-def completions(batch: Mapping[str, Any], prefix: str, *, share: bool) -> PromptGroups | str:
-    """Find the row of DPO's and KTO's batches."""
-    if f"{prefix}completion_mask" not in batch:
-        return "a batch without completion_mask"
-    ids, mask, scored = (batch[f"{prefix}{name}"] for name in ("input_ids", "attention_mask", "completion_mask"))
-    return group_completions(ids, mask, scored, share=share)
-
-
-@dataclass
-class Pairs:
-    """Finds the row of a reward trainer's batches.
-
-    Args:
-        pad_token_id: of the model's config.
-    """
-
-    pad_token_id: int
-
-    def __call__(self, batch: Mapping[str, Any], prefix: str, *, share: bool) -> PromptGroups | str:
-        """Find the row of pairs."""
-        return group_pairs(batch["input_ids"], batch["attention_mask"], self.pad_token_id, share=share)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from fastpack_trl.packing.prompt_groups import (
-    Pairs,
     PromptGroups,
     PromptGroupsCollator,
     completions,
     group_completions,
-    group_pairs,
+    pairs,
 )
 
 Padded = tuple[Tensor, Tensor, Tensor]
@@ -149,7 +149,7 @@ def test_pairs_are_read_where_a_classifier_reads_them(seed: int, share: bool) ->
         ([*prompt, 3], [draw.randrange(3) for _ in range(draw.randrange(5))]) for _ in range(2) for prompt in prompts
     ]
     ids, mask, _ = pad(rows)
-    found = group_pairs(ids, mask, PAD, share=share, least=1)
+    found = pairs({"input_ids": ids, "attention_mask": mask}, "", pad_token_id=PAD, share=share, least=1)
     assert isinstance(found, PromptGroups)
     assert found.places.tolist() == list(range(2 * half))
     for row, position in enumerate(found.positions.tolist()):
@@ -165,5 +165,7 @@ def test_the_collator_adds_rows_and_leaves_everything_else() -> None:
     assert isinstance(batch["fastpack_prompt_groups"]["input_ids"], PromptGroups)
     without = PromptGroupsCollator(lambda _: {"input_ids": ids, "attention_mask": mask}, completions, share=True)([])
     assert without["fastpack_prompt_groups"]["input_ids"] == "a batch without completion_mask"
-    pair = PromptGroupsCollator(lambda _: {"input_ids": ids, "attention_mask": mask}, Pairs(PAD), share=True)([])
+    pair = PromptGroupsCollator(
+        lambda _: {"input_ids": ids, "attention_mask": mask}, partial(pairs, pad_token_id=PAD), share=True
+    )([])
     assert pair["fastpack_prompt_groups"]["input_ids"].places.tolist() == [0, 1]
