@@ -14,7 +14,7 @@ from trl import SFTTrainer
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.facts import ALORA, is_invoked_once_per_row, is_prompt_learning, token_table
 from fastpack_trl.model.hooks import BATCH_METHODS, hook_inside, replaced_methods
-from fastpack_trl.model.upstream import DataCollatorForLanguageModeling, missing_names
+from fastpack_trl.model.upstream import DataCollatorForLanguageModeling
 from fastpack_trl.packing.collator import COLUMNS, PackingCollator
 from fastpack_trl.packing.dataset import is_token_lists
 
@@ -28,11 +28,6 @@ class BatchPlan:
 
     kind: Literal["packed", "padding_free", "stock"]
     reason: str
-
-
-def missing_seams() -> str:
-    """Return the names that the installed versions lack for our batches; empty if all are there. Else stock runs."""
-    return ", ".join(missing_names("batches"))
 
 
 def is_stock_collator(collator: object) -> bool:

@@ -77,20 +77,15 @@ class DatasetFacts:
     figures: Mapping[str, Any]
 
 
-def can_prepare_in_two_passes(dataset: Any) -> bool:
-    """Return whether `dataset` can be read before it is trained on: neither streamed, nor transformed, nor empty."""
-    return not isinstance(dataset, IterableDataset) and dataset.format["type"] != "custom" and bool(len(dataset))
-
-
 def prepare_in_two_passes(
-    prepare: Callable[..., Any], dataset: Dataset, processing_class: Any, args: Any, packing: bool,
+    prepare: Callable[..., Any], dataset: Dataset | IterableDataset, processing_class: Any, args: Any, packing: bool,
     formatting_func: Any, name: str, *, count: bool,
 ) -> tuple[Any, DatasetFacts | None]:  # fmt: skip
     """Tokenize, then truncate or pack, each by TRL's own preparation.
 
     Args:
         prepare: `SFTTrainer._prepare_dataset`, bound; its arguments follow.
-        dataset: a data set for which `can_prepare_in_two_passes` returns True.
+        dataset: a data set; one that is streamed, transformed or empty cannot be read before, and is prepared at once.
         count: measure the data set, and raise if nothing of it is left to train on.
 
     Returns:
@@ -99,6 +94,8 @@ def prepare_in_two_passes(
     Raises:
         DataError: labels of another length than the tokens, no token, or none left.
     """
+    if isinstance(dataset, IterableDataset) or dataset.format["type"] == "custom" or not len(dataset):
+        return prepare(dataset, processing_class, args, packing, formatting_func, name), None
     whole = copy.copy(args)
     whole.max_length, whole.shuffle_dataset = None, False
     documents = prepare(dataset, processing_class, whole, False, formatting_func, name)

@@ -64,17 +64,13 @@ def _why_not_prepared(error: Exception, where: str, row: int | None) -> str:
     """Describe an error of a row, or of one that is not known; empty if its cause may be something else."""
     where += "" if row is None else " (the first is 0)"
     if _is_of_template(error):
-        return (
-            f"the chat template cannot render {where}: {describe(error)}: correct the messages or the template "
-            "(chat_template_path names another)"
-        )
+        fix = "correct the messages or the template (chat_template_path names another)"
+        return f"the chat template cannot render {where}: {describe(error)}: {fix}"
     if "assistant_only_loss" in str(error):  # TRL blames the template
-        return (
-            f"assistant_only_loss=True, but {where} has nothing of the assistant: drop such rows, or let the chat "
-            "template mark what it writes with {% generation %}"
-        )
-    hint = "save the file as UTF-8" if isinstance(error, UnicodeDecodeError) else "correct or drop it"
-    return "" if row is None else f"{where} cannot be prepared ({type(error).__name__}: {describe(error)}): {hint}"
+        fix = "drop such rows, or let the chat template mark what it writes with {% generation %}"
+        return f"assistant_only_loss=True, but {where} has nothing of the assistant: {fix}"
+    fix = "save the file as UTF-8" if isinstance(error, UnicodeDecodeError) else "correct or drop it"
+    return "" if row is None else f"{where} cannot be prepared ({type(error).__name__}: {describe(error)}): {fix}"
 
 
 def _first_failure(dataset: Dataset, again: Callable[[Dataset], object]) -> int | None:
