@@ -5,18 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fastpack_trl.packing.prompt_groups import (
-    PromptGroups,
-    PromptGroupsCollator,
-    completions,
-    group_completions,
-    pairs,
-)
+from fastpack_trl.packing.prompt_groups import PromptGroups, PromptGroupsCollator, completions, group_completions, pairs
 
 Padded = tuple[Tensor, Tensor, Tensor]
 PAD = 0
@@ -75,49 +70,30 @@ def test_each_scored_token_is_predicted_from_all_that_comes_before_it_in_its_pad
         context = ids[row, :column][mask[row, :column] != 0].tolist()
         assert flat[seen(found, position)].tolist() == context
         assert int(found.batch.position_ids[0, position]) == len(context) - 1
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_copies_add_up_to_the_padded_batch_and_sharing_spares_what_it_says(seed: int) -> None:
-    ids, mask, scored = drawn(seed)
-    shared, repeated = (group_completions(ids, mask, scored, share=share, least=1) for share in (True, False))
-    assert isinstance(shared, PromptGroups)
-    assert isinstance(repeated, PromptGroups)
-    real = int(mask.sum())
-    assert repeated.copies is None
-    assert repeated.batch.total_tokens == real
-    if shared.copies is None:
-        assert shared.batch.total_tokens == real
-        return
-    assert shared.batch.total_tokens < real
-    counted = torch.zeros(10, dtype=torch.int64).index_add(0, shared.row(ids)[0], shared.copies[0])
+    copies = torch.ones(1, len(found.tokens), dtype=torch.int64) if found.copies is None else found.copies
+    counted = torch.zeros(10, dtype=torch.int64).index_add(0, found.row(ids)[0], copies[0])
     assert torch.equal(counted, torch.bincount(ids[mask != 0], minlength=10))
+    assert (found.batch.total_tokens < int(mask.sum())) == (found.copies is not None)
+    assert share or found.copies is None
 
 
-def test_the_worked_example() -> None:
-    found = group_completions(*pad([([1, 2], [3, 4]), ([1, 2], [5])]), least=1)
+def group(*rows: tuple[list[int], list[int]], least: int = 1) -> PromptGroups:
+    found = group_completions(*pad(rows), least=least)
     assert isinstance(found, PromptGroups)
-    assert found.tokens.tolist() == [0, 1, 2, 3, 6]
-    assert found.positions.tolist() == [1, 2, 1]
-    assert found.places.tolist() == [1, 2, 4]
+    return found
+
+
+def test_worked_examples() -> None:
+    found = group(([1, 2], [3, 4]), ([1, 2], [5]))
+    assert (found.tokens.tolist(), found.shape) == ([0, 1, 2, 3, 6], (2, 4))
+    assert (found.positions.tolist(), found.places.tolist()) == ([1, 2, 1], [1, 2, 4])
     assert found.copies is not None
     assert found.copies.tolist() == [[2, 2, 1, 1, 1]]
     assert found.batch.position_ids.tolist() == [[0, 1, 2, 3, 2]]
-    assert found.shape == (2, 4)
-
-
-def test_short_prompts_are_repeated() -> None:
-    rows = [([1] * 15, [2]), ([1] * 15, [3])]
     for least, tokens in ((16, 32), (15, 17)):
-        found = group_completions(*pad(rows), least=least)
-        assert isinstance(found, PromptGroups)
-        assert found.batch.total_tokens == tokens
-
-
-def test_a_completion_that_begins_the_other_and_two_equal_ones_lie_in_the_row_once() -> None:
-    for other in ([5, 6], [5, 6, 7]):
-        found = group_completions(*pad([([1, 2], other), ([1, 2], [5, 6])]), least=1)
-        assert isinstance(found, PromptGroups)
+        assert group(([1] * 15, [2]), ([1] * 15, [3]), least=least).batch.total_tokens == tokens
+    for other in ([5, 6], [5, 6, 7]):  # equal completions, and one that begins the other
+        found = group(([1, 2], other), ([1, 2], [5, 6]))
         assert found.batch.total_tokens == 2 + len(other)
         assert found.positions.tolist() == [*range(1, 1 + len(other)), 1, 2]
 
@@ -158,14 +134,15 @@ def test_pairs_are_read_where_a_classifier_reads_them(seed: int, share: bool) ->
 
 
 def test_the_collator_adds_rows_and_leaves_everything_else() -> None:
+    def collated(find: Any, names: set[str]) -> Any:
+        given = {name: inner[name] for name in names}
+        batch = PromptGroupsCollator(lambda _: given, find, share=True)([])
+        assert {key: batch[key] for key in given} == given
+        return batch["fastpack_prompt_groups"]["input_ids"]
+
     ids, mask, scored = pad([([1, 2], [3, 4]), ([1, 2], [5])])
     inner = {"input_ids": ids, "attention_mask": mask, "completion_mask": scored, "label": [True, False]}
-    batch = PromptGroupsCollator(lambda _: inner, completions, share=True)([])
-    assert {key: batch[key] for key in inner} == inner
-    assert isinstance(batch["fastpack_prompt_groups"]["input_ids"], PromptGroups)
-    without = PromptGroupsCollator(lambda _: {"input_ids": ids, "attention_mask": mask}, completions, share=True)([])
-    assert without["fastpack_prompt_groups"]["input_ids"] == "a batch without completion_mask"
-    pair = PromptGroupsCollator(
-        lambda _: {"input_ids": ids, "attention_mask": mask}, partial(pairs, pad_token_id=PAD), share=True
-    )([])
-    assert pair["fastpack_prompt_groups"]["input_ids"].places.tolist() == [0, 1]
+    assert isinstance(collated(completions, {*inner}), PromptGroups)
+    without = {"input_ids", "attention_mask"}
+    assert collated(completions, without) == "a batch without completion_mask"
+    assert collated(partial(pairs, pad_token_id=PAD), without).places.tolist() == [0, 1]

@@ -150,23 +150,19 @@ def test_what_the_host_knows_of_a_row_is_not_in_its_static_form() -> None:
             use()
     assert batch.is_static
     assert not inputs["packed_batch"].is_static
-    assert batch.to("meta").loss_mask.device.type == "meta"
+    moved = batch.to("meta")
+    assert moved.is_static
+    assert moved.loss_mask.device.type == "meta"
 
 
-def test_a_full_row_has_no_tail_and_one_document_no_other_segment() -> None:
-    inputs = make_inputs([7])
-    static = to_static(inputs, bucket_for(inputs))
-    assert static.batch.cu_seqlens.tolist() == [0, 7]
-    assert static.batch.part_bounds.tolist() == [0, 7]
+def test_edges_of_a_row() -> None:
+    static = to_static(full := make_inputs([7]), bucket_for(full))
+    assert static.batch.cu_seqlens.tolist() == static.batch.part_bounds.tolist() == [0, 7]
     assert static.batch.loss_mask.all()
-    assert_says_the_same(static, inputs)
-
-
-def test_a_row_without_a_loss_is_all_masked() -> None:
-    inputs = make_inputs([3, 4], ignored=1.0)
-    static = to_static(inputs, bucket_for(inputs, loss=5, tail=2))
+    assert_says_the_same(static, full)
+    static = to_static(ignored := make_inputs([3, 4], ignored=1.0), bucket_for(ignored, loss=5, tail=2))
     assert static.batch.loss_mask.tolist() == [False] * 5
-    assert_says_the_same(static, inputs)
+    assert_says_the_same(static, ignored)
 
 
 @pytest.mark.parametrize("name", Bucket._fields)
@@ -232,15 +228,6 @@ def test_equal_documents_alone_need_a_bucket_with_weights() -> None:
     static = to_static(inputs, bucket_for(inputs, tail=3, keys=2))
     assert static.batch.documents.loss_weights.tolist() == [3.0] * 4
     assert_says_the_same(static, inputs)
-
-
-def test_moving_keeps_what_a_static_batch_has() -> None:
-    inputs = make_inputs([3, 2])
-    batch = to_static(inputs, bucket_for(inputs, loss=2)).batch
-    moved = batch.to("cpu")
-    assert isinstance(moved, PackedBatch)
-    assert moved.is_static
-    assert moved.loss_mask is batch.loss_mask
 
 
 @pytest.mark.cuda
