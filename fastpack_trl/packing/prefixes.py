@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -102,18 +103,16 @@ def packed_batch(row: SharedRow, *, num_padding: int = 0) -> PackedBatch:
 
 def _neighbours(ids: NDArray[Any], starts: IntArray, sizes: IntArray) -> tuple[IntArray, IntArray]:
     """Return documents in the order of their tokens, and what each shares with the one before it, in tokens."""
-    # Big-endian bytes compare as the numbers do.
-    text = ids.astype(">u4").tobytes()
-    pieces = [text[4 * start : 4 * (start + size)] for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)]
-    order: IntArray = np.array(sorted(range(len(pieces)), key=pieces.__getitem__), dtype=np.int64)
-    compared = np.minimum(sizes[order[1:]], sizes[order[:-1]])
-    offsets = compared.cumsum() - compared
-    within = np.arange(int(compared.sum())) - offsets.repeat(compared)
-    unlike = ids[within + starts[order[1:]].repeat(compared)] != ids[within + starts[order[:-1]].repeat(compared)]
-    # The first difference of each pair; its length where there is none.
-    first = np.minimum.reduceat(np.where(unlike, within, len(ids)), offsets)
-    common: IntArray = np.append(0, np.minimum(first, compared))
-    return order, common
+    text = ids.astype(">u4").tobytes()  # big-endian bytes compare as the numbers do
+    spans = list(zip(starts.tolist(), (starts + sizes).tolist(), strict=True))
+    pieces = [text[4 * start : 4 * end] for start, end in spans]
+    order = sorted(range(len(pieces)), key=pieces.__getitem__)
+    common: IntArray = np.zeros(len(order), np.int64)
+    for place, (before, after) in enumerate(pairwise(ids[slice(*spans[document])] for document in order), 1):
+        size = min(len(before), len(after))
+        unlike = (before[:size] != after[:size]).nonzero()[0]
+        common[place] = unlike[0] if len(unlike) else size
+    return np.array(order), common
 
 
 def score(row: SharedRow, ids: NDArray[Any], labels: NDArray[Any]) -> tuple[IntArray, IntArray, NDArray[np.float32]]:
