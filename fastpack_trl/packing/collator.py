@@ -153,7 +153,7 @@ class PackingCollator(DataCollatorForLanguageModeling):
 def unshared(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a batch with each document by itself, as without sharing, for who reads rows token by token.
 
-    On its device, which is asked nothing. Of a batch without shared prefixes `inputs` itself.
+    On its device, without synchronizing; `inputs` itself if nothing is shared.
     """
     batch = inputs.get("packed_batch")
     if not isinstance(batch, PackedBatch) or batch.documents is None:

@@ -195,7 +195,7 @@ def _copy_known(static: StaticInputs, batch: PackedBatch, size: RowSize) -> None
     write_segments(host, lengths)
     host["position_ids"][size.tokens :] %= size.max_seqlen
     if bucket.keys:
-        _write_keys(host, batch, size, lengths, _even(bucket.keys - size.keyed.keys, pieces))
+        _write_keys(host, batch, size, lengths, _even(bucket.keys - size.with_keys.keys, pieces))
     host["cu_seqlens"][len(lengths) + 1 :] = bucket.tokens
     bounds = [0, *accumulate(part.tokens for part in batch.parts)] if batch.parts else [0, size.tokens]
     host["part_bounds"][: len(bounds)] = bounds
@@ -226,7 +226,7 @@ def _write_keys(host: Mapping[str, Any], batch: PackedBatch, size: RowSize, leng
     host["cu_seqlens_k"][0] = 0
     host["cu_seqlens_k"][1 : len(lengths) + 1] = (lengths + behind).cumsum()
     host["cu_seqlens_k"][len(lengths) + 1 :] = len(host["key_index"])
-    index, end, token = host["key_index"], size.keyed.keys, size.tokens
+    index, end, token = host["key_index"], size.with_keys.keys, size.tokens
     index[: size.tokens] = np.arange(size.tokens)
     for more, own in zip(behind[count:].tolist(), lengths[count:].tolist(), strict=True):
         index[end : end + more] = np.arange(more) % size.tokens

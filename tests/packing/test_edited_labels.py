@@ -60,6 +60,14 @@ in_compute_loss, in_training_step, in_prediction_step, in_prepare_inputs = map(
 )
 
 
+def in_get_batch_samples(cls: type[SFTTrainer], edit: Edit) -> type[SFTTrainer]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        batches, items = cls.get_batch_samples(self, *args, **kwargs)
+        return [[edit(inputs), inputs][1] for inputs in batches], items
+
+    return type("Trainer", (cls,), {"get_batch_samples": method})
+
+
 class _Edited:
     """A data loader whose batches are edited as they come."""
 
@@ -129,7 +137,10 @@ def in_a_forward(model: Any, edit: Edit) -> None:
     model.forward = forward
 
 
-PLACES = [in_compute_loss, in_training_step, in_prediction_step, in_prepare_inputs, in_a_loader, in_a_hook]
+PLACES = [
+    in_compute_loss, in_training_step, in_prediction_step, in_prepare_inputs, in_get_batch_samples, in_a_loader,
+    in_a_hook,
+]  # fmt: skip
 ROWS: dict[str, dict[str, Any]] = {
     "packed": {"packing": True, "per_device_train_batch_size": 2},
     "padding_free": {},

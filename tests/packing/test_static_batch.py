@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from static_material import bucket_for, make_inputs, make_rows, rows, shared_rows, surplus, to_static
 
-from fastpack_trl.packing.buckets import Bucket, RowSize, with_keys
+from fastpack_trl.packing.buckets import Bucket, RowSize, sizes_with_keys
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, to_transformers_kwargs
 from fastpack_trl.packing.prefixes import share
@@ -110,7 +110,7 @@ def test_the_static_form_says_the_same(inputs: Any, more: dict[str, int]) -> Non
 def test_the_same_tensors_say_the_same_of_one_row_after_the_other(
     first: Any, second: Any, more: dict[str, int]
 ) -> None:
-    sizes = with_keys([RowSize.of(inputs["packed_batch"]) for inputs in (first, second)])
+    sizes = sizes_with_keys([RowSize.of(inputs["packed_batch"]) for inputs in (first, second)])
     largest = Bucket(*map(max, zip(*sizes, strict=True)))
     bucket = largest._replace(
         tokens=largest.tokens + more["tail"] + 1, max_seqlen=largest.max_seqlen + more["longer"],
