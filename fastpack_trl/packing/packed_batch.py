@@ -274,7 +274,7 @@ def merge_batches(batches: Sequence[PackedBatch], labels: Tensor | None = None) 
     shares, has_documents = any(row.shared for row in batches), any(row.documents for row in batches)
     tensors, of_keys, of_documents = (defaultdict[str, list[Tensor]](list) for _ in range(3))
     lengths, prefixes, parts, wholes = list[int](), list[int](), list[Part](), list[Documents]()
-    keys = longest = 0
+    keys = 0
     for row in batches:
         start, first, tokens, count = sum(lengths), len(lengths), sum(row.seq_lengths), len(row.seq_lengths)
         segments = slice(1 if lengths else 0, count + 1)  # each bound once: a row starts where the one before it ends
@@ -291,7 +291,7 @@ def merge_batches(batches: Sequence[PackedBatch], labels: Tensor | None = None) 
             of_keys["key_index"].append(index + start)
             of_keys["cu_seqlens_k"].append(own.cu_seqlens_k[segments] + keys)
             prefixes += own.prefix_lengths[:count]
-            keys, longest = keys + index.numel(), max(longest, own.max_seqlen_k)
+            keys += index.numel()
         if has_documents:
             whole = row.documents or Documents.own(row.seq_lengths, row.loss_positions, row.total_tokens)
             of_documents["token_of"].append(whole.token_of + start)
@@ -302,8 +302,8 @@ def merge_batches(batches: Sequence[PackedBatch], labels: Tensor | None = None) 
         capacity, counted = (given.capacity, given.loss_tokens) if given else (row.total_tokens, 0)
         parts.append(Part(tokens, capacity, row.loss_positions.numel(), counted))
         lengths += row.seq_lengths
-    joined = _joined(tensors)
-    documents = None
+    joined, documents = _joined(tensors), None
+    longest = max(map(sum, zip(prefixes, lengths, strict=False)), default=0)  # in keys, of the segments that are left
     if wholes:
         documents = Documents(
             lengths=tuple(length for whole in wholes for length in whole.lengths),

@@ -7,7 +7,7 @@ import itertools
 import pickle
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from shared_material import tree_row, trees
 
@@ -25,6 +25,7 @@ def keys_of(batch: PackedBatch) -> list[list[int]]:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(trees(), st.integers(0, 3)), min_size=1, max_size=3))
+@example([(([1, 1], [-1, 0]), 3)])  # padding longer than any document
 def test_merged_rows_have_the_keys_of_one_row(rows: list[tuple[tuple[list[int], list[int]], int]]) -> None:
     nothing = torch.empty(0, dtype=torch.int64)
     batches, lengths, parents = [], [], []
