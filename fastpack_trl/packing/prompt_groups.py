@@ -96,9 +96,15 @@ def pairs(
 
 
 def _group(
-    ids: Tensor, attention_mask: Tensor, rows: IntArray, column: IntArray, places: IntArray, least: int | None,
-    *, scores_next: bool = False,
-) -> PromptGroups | str:  # fmt: skip
+    ids: Tensor,
+    attention_mask: Tensor,
+    rows: IntArray,
+    column: IntArray,
+    places: IntArray,
+    least: int | None,
+    *,
+    scores_next: bool = False,
+) -> PromptGroups | str:
     """Return the row of a padded batch whose head reads `column` of `rows`; prefixes are repeated if `least` is None.
 
     `scores_next`: what it reads predicts the next token, which must not be padding either.

@@ -180,11 +180,14 @@ def compare(place: Any, edit: Edit, folder: Path, **options: Any) -> Any:
 @by_name(
     ("rows", "edit", "place"),
     [
-        *((rows, edit, place) for place in PLACES
-          for rows, edit in (("packed", replaced), ("padding_free", replaced), ("merged", in_place))),
+        *(
+            (rows, edit, place)
+            for place in PLACES
+            for rows, edit in (("packed", replaced), ("padding_free", replaced), ("merged", in_place))
+        ),
         ("merged", replaced, in_a_forward),
     ],
-)  # fmt: skip
+)
 def test_labels_edited_on_their_way_count_as_in_stock(rows: str, place: Any, edit: Edit, tmp_path: Path) -> None:
     fast = {"verify_packing": "off", "merge_accumulation": "auto" if rows == "merged" else "off"}
     ours = compare(place, edit, tmp_path, fast=fast, **ROWS[rows])
@@ -230,11 +233,19 @@ def _add_edits(model: Any) -> None:
     ("rows", "step", "change", "feature", "reason"),
     [
         ("merged", 1, _add_edits, "merge_accumulation", "forward pre-hook"),
-        *((rows, 0, lambda model: model.register_forward_hook(_doubles), "sync_free",
-           "the model's outputs as stock for a forward hook on Qwen3ForCausalLM") for rows in ROWS),
+        *(
+            (
+                rows,
+                0,
+                lambda model: model.register_forward_hook(_doubles),
+                "sync_free",
+                "the model's outputs as stock for a forward hook on Qwen3ForCausalLM",
+            )
+            for rows in ROWS
+        ),
     ],
     ids=["edits", *ROWS],
-)  # fmt: skip
+)
 def test_a_hook_that_comes_in_a_run_counts_as_in_stock(
     rows: str, step: int, change: Any, feature: str, reason: str, tmp_path: Path
 ) -> None:
@@ -300,10 +311,14 @@ OTHER = {
 }  # fmt: skip
 
 
-@by_name(("edit", "place"), [
-    *((edit, place) for edit in OTHER for place in (in_compute_loss, in_a_loader)),
-    (shorter_documents_in_place, in_a_hook), (longer_documents, in_a_hook),
-])  # fmt: skip
+@by_name(
+    ("edit", "place"),
+    [
+        *((edit, place) for edit in OTHER for place in (in_compute_loss, in_a_loader)),
+        (shorter_documents_in_place, in_a_hook),
+        (longer_documents, in_a_hook),
+    ],
+)
 def test_other_edits_count_as_in_stock_and_are_named(edit: Edit, place: Any, tmp_path: Path) -> None:
     ours = compare(place, edit, tmp_path, **ROWS["merged"], max_length=64)
     said = str(ours.fastpack_report.to_dict())
