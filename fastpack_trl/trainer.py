@@ -17,7 +17,7 @@ from fastpack_trl.model.precision import fit_precision
 from fastpack_trl.model.preflight import bound, check_given
 from fastpack_trl.packing.batching import fast_view, is_stock_collator, packing_collator
 from fastpack_trl.packing.collator import unshared
-from fastpack_trl.packing.dataset import can_prepare_in_two_passes, prepare_in_two_passes
+from fastpack_trl.packing.dataset import prepare_in_two_passes
 from fastpack_trl.packing.documents import DocumentsCollator
 from fastpack_trl.packing.examples import check_label_column, check_not_empty
 from fastpack_trl.packing.packed_inputs import PackedInputs
@@ -81,10 +81,9 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
 
     def _fastpack_prepare(self, dataset: Any, *given: Any) -> Any:
         run, dataset_name = self.fastpack_run, given[-1]
-        if not self._fastpack_own_collator:
-            check_label_column(dataset, dataset_name)
-        if self._fastpack_own_collator or not can_prepare_in_two_passes(dataset):
+        if self._fastpack_own_collator:
             return super()._prepare_dataset(dataset, *given)
+        check_label_column(dataset, dataset_name)
         # An evaluation set may have that name too, and be given in the middle of a run.
         count = run.facts is None and dataset_name == "train" and not self._fastpack_entered
         prepared, facts = prepare_in_two_passes(super()._prepare_dataset, dataset, *given, count=count)

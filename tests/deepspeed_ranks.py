@@ -48,7 +48,11 @@ def main() -> None:
     for options, fast, on in (
         ({"family": "qwen3_moe"}, {"moe": "on"}, {"moe": "fastpack"}),
         ({"lora": True, "gradient_checkpointing": True}, {}, {"lora": "fast"}),
-        ({"gradient_accumulation_steps": MICRO_BATCHES}, {"layer_compile": "on", "packed_attention": "sdpa"}, {"layer_compile": "compiled"}),
+        (
+            {"gradient_accumulation_steps": MICRO_BATCHES},
+            {"layer_compile": "on", "packed_attention": "sdpa"},
+            {"layer_compile": "compiled"},
+        ),
     ):
         ours, stock = (
             train(cls, fast={"verify_packing": "on", "packed_attention": "sdpa"} | fast, **options)

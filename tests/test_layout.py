@@ -62,7 +62,7 @@ BUDGETS = {
     "measure": 1500,
     "model": 1500,
     "moe": 1500,
-    "packing": 2900,
+    "packing": 2550,
     "quickstart": 950,
     "recurrent": 800,
     "recipe": 3400,

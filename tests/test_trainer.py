@@ -22,6 +22,7 @@ from fastpack_trl.attention import install as seam
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.upstream import NEEDS
 from fastpack_trl.packing.collator import PackingCollator
+from fastpack_trl.packing.dataset import counted_tokens
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
 
@@ -395,8 +396,7 @@ def test_data_without_a_loss_is_named(tmp_path: Path) -> None:
     counted = make_trainer(tmp_path, make_dataset("tokens"), packing=True)
     assert "loss tokens" not in counted.fastpack_report.facts
     expected = sum(len(row) - 1 for row in make_dataset("tokens")["input_ids"])
-    assert counted.fastpack_run.facts is not None
-    assert counted.fastpack_run.facts.loss_tokens == expected
+    assert counted_tokens(counted.train_dataset) == expected
 
 
 def test_report_names_fill_truncation_and_proof(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

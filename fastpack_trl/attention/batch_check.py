@@ -1,4 +1,4 @@
-"""The check of a batch on its way into a model: it must describe the row that it came with."""
+"""Decides whether a batch describes the row that it arrives with, once per forward."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from fastpack_trl.packing.packed_batch import PackedBatch
 
 logger = logging.getLogger(__name__)
 
-_READ_AGAIN = (
-    "position_ids were replaced, edited or cut after collation: documents are read from them, which asks the device"
+_READ_AGAIN = "position_ids were edited after collation: documents are read from them, which synchronizes"
+_STOCK = (
+    "position_ids were edited after collation and no longer count up from 0: such rows run the attention of the model"
 )
-_STOCK = "position_ids were edited after collation and no longer count up from 0: such rows run stock's attention"
 
 
 class BatchCheck:
-    """Check of each batch that a hook sees; drops what was derived from the batch before.
+    """The check of each batch that reaches a model; drops what was derived from the batch before.
 
     `FastSFTTrainer` clears a batch after its step; under the stock trainer nobody does, so the next batch does.
 
     Attributes:
-        tell: called each time that a batch does not describe its row any more; None: logged once.
+        tell: called once with each kind of edit; None: it is logged.
     """
 
     def __init__(self) -> None:
@@ -38,47 +38,31 @@ class BatchCheck:
         return BatchCheck, ()  # a copy of the model has seen no batch
 
     def accept(self, batch: PackedBatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PackedBatch | None:
-        """Compare `batch` with the arguments of the forward that it arrived in.
+        """Return the batch that describes the row of a forward; None if only the model's own attention can run it.
 
-        Returns:
-            The batch that describes the row as it arrived: `batch`, or one made again if the row was cut or its
-            position ids were edited, or None if only stock's attention knows what such position ids mean.
+        Documents are read again from position ids that were edited. Unedited ones are known without the device.
 
         Raises:
-            ValueError: the documents do not add up to the row, and nothing else tells them; or position ids of a row
-                with shared prefixes were edited, which say no longer where documents begin.
+            ValueError: the row does not have the tokens of `batch`, or shares prefixes and has edited position ids.
         """
-        row = kwargs.get("inputs_embeds")
-        row = kwargs.get("input_ids") if row is None else row
-        row = args[0] if row is None and args else row
-        position_ids = kwargs.get("position_ids")
+        rows = (kwargs.get("inputs_embeds"), kwargs.get("input_ids"), *args[:1])
+        row = next((given for given in rows if given is not None), None)
+        position_ids: Any = kwargs.get("position_ids")
         position_ids = batch.position_ids if position_ids is None else position_ids  # not every backbone gets them
+        found: PackedBatch | None = batch
         if row is not None and not batch.describes(row, position_ids):
-            # Of several sections they say where a token is in an image too; the documents are those of the batch.
-            if position_ids.shape[1:] == row.shape[:2] == (1, batch.total_tokens):
-                return self._seen(batch)
-            if position_ids.shape != row.shape[:2]:
+            if not row.shape[:2] == position_ids.shape[-2:] == (1, batch.total_tokens):
                 raise ValueError(
-                    f"packed_batch has documents of {batch.total_tokens} tokens for a row of {row.shape[1]} "
-                    f"(batch of {row.shape[0]}): give one row and the PackedBatch that was collated with it"
+                    f"packed_batch has documents of {batch.total_tokens} tokens for a row of {row.shape[1]} (batch of "
+                    f"{row.shape[0]}, position_ids of shape {tuple(position_ids.shape)}): give one row, uncut, and the "
+                    "PackedBatch that was collated with it"
                 )
-            if batch.shared is not None:
-                _check_shared(batch, position_ids)
-                return self._seen(batch)
-            read = _read(position_ids)
-            if read is None:
-                self._say(_STOCK)
-                return None
-            if read.segment_lengths != batch.segment_lengths:  # else the same positions in another tensor
-                self._say(_READ_AGAIN)
-                batch = read.to(batch.device)
-        return self._seen(batch)
-
-    def _seen(self, batch: PackedBatch) -> PackedBatch:
-        if self._last is None or self._last() is not batch:
+            # Position ids of several sections locate tokens in an image too; the documents are those of the batch.
+            found = batch if position_ids.dim() > 2 else self._read(batch, position_ids)
+        if found is not None and (self._last is None or self._last() is not found):
             self.close()
-            self._last = weakref.ref(batch)
-        return batch
+            self._last = weakref.ref(found)
+        return found
 
     def close(self) -> None:
         """Drop what was derived from the last batch."""
@@ -86,30 +70,30 @@ class BatchCheck:
             last.clear_derived()
         self._last = None
 
-    def _say(self, text: str) -> None:
-        if self.tell is not None:
-            self.tell(text)
-        elif text not in self._told:
+    def _read(self, batch: PackedBatch, position_ids: Tensor) -> PackedBatch | None:
+        """Return the documents that (1, total_tokens) position ids tell. Synchronizes."""
+        positions = position_ids.cpu()
+        expected = PackedBatch.from_lengths(batch.seq_lengths, num_padding=batch.num_padding).position_ids
+        if batch.shared is not None:
+            expected = expected + torch.tensor(batch.shared.prefix_lengths)[batch.seq_idx[0].cpu().long()]
+        if torch.equal(positions, expected):  # copied, not edited
+            return batch
+        if batch.shared is not None:
+            raise ValueError(
+                "position_ids of a row whose documents share a prefix were edited after collation: they alone do not "
+                "tell the documents; set share_prefixes='off'"
+            )
+        starts = positions[0].eq(0)
+        starts[0] = True
+        lengths = starts.nonzero()[:, 0].diff(append=torch.tensor([len(starts)]))
+        read = PackedBatch.from_lengths(lengths.tolist())
+        matches = torch.equal(positions, read.position_ids)
+        text = _READ_AGAIN if matches else _STOCK
+        if text not in self._told:
             self._told.add(text)
-            logger.warning(f"packed_attention: {text}")
+            (self.tell or _log)(text)
+        return read.to(batch.device) if matches else None
 
 
-def _read(position_ids: Tensor) -> PackedBatch | None:
-    """Return the documents of one row; None if one does not count up from 0. Synchronises with the device."""
-    positions = position_ids.cpu()
-    starts = (positions[0] == 0).nonzero().flatten()
-    if len(positions) != 1 or not len(starts) or starts[0] != 0:
-        return None
-    batch = PackedBatch.from_lengths(torch.cat([starts, torch.tensor([positions.shape[1]])]).diff().tolist())
-    return batch if torch.equal(positions, batch.position_ids) else None
-
-
-def _check_shared(batch: PackedBatch, position_ids: Tensor) -> None:
-    """Raise ValueError if these are not the positions that `batch` was made with. Synchronises with the device."""
-    made, kept = batch.position_ids, batch.positions
-    edited = kept is not None and not kept.matches(kept.tensor)
-    if edited or position_ids.shape != made.shape or not torch.equal(position_ids.to(made.device), made):
-        raise ValueError(
-            "position_ids of a row whose documents share a prefix were edited or cut after collation: they alone do "
-            "not tell the documents; set share_prefixes='off'"
-        )
+def _log(text: str) -> None:
+    logger.warning(f"packed_attention: {text}")

@@ -72,7 +72,7 @@ def plan_rows(run: Run, plan: BatchPlan | None = None) -> None:
     run.say("batches", "on" if run.packs else "stock", run.plan.kind.replace("_", "-"), run.plan.reason)
     if run.counts_documents:
         unknown = {"truncated tokens": "unknown (streamed or prepared elsewhere)"}
-        run.report.facts |= unknown if run.facts is None else run.facts.lines(run.args.max_length)
+        run.report.facts |= unknown if run.facts is None else run.facts.figures
     dataset = run.trainer.train_dataset
     if run.plan.kind == "documents" and isinstance(dataset, Dataset):
         cost = highest_padding_cost(dataset, run.args.per_device_train_batch_size, run.args.seed)

@@ -10,7 +10,7 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 
 from fastpack_trl.packing.batching import fast_view, packing_collator
-from fastpack_trl.packing.buckets import Bucket, RowSize, choose_buckets, smallest_fitting, with_keys
+from fastpack_trl.packing.buckets import Bucket, RowSize, choose_buckets, sizes_with_keys, smallest_fitting
 from fastpack_trl.run import Run
 
 logger = get_logger(__name__)
@@ -112,7 +112,7 @@ def _sizes(bucket: Bucket) -> Bucket:
 
 def merged_size(sizes: Sequence[RowSize]) -> RowSize:
     """Return the size of the row that micro-batches of these sizes are merged to."""
-    sizes = with_keys(sizes)
+    sizes = sizes_with_keys(sizes)
     tokens, segments, longest, loss_tokens, parts, keys, longest_k = zip(*sizes, strict=True)
     return RowSize(
         sum(tokens), sum(segments), max(longest), sum(loss_tokens), sum(parts), sum(keys), max(longest_k)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Literal
 
 import torch
@@ -14,12 +14,11 @@ from trl import SFTTrainer
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.facts import ALORA, is_invoked_once_per_row, is_prompt_learning, token_table
 from fastpack_trl.model.hooks import BATCH_METHODS, hook_inside, replaced_methods
-from fastpack_trl.model.upstream import DataCollatorForLanguageModeling, missing_names
-from fastpack_trl.packing.collator import PackingCollator
+from fastpack_trl.model.upstream import DataCollatorForLanguageModeling
+from fastpack_trl.packing.collator import COLUMNS, PackingCollator
 from fastpack_trl.packing.dataset import is_token_lists
 from fastpack_trl.packing.documents import PADDED_DOCUMENTS
 
-COLUMNS = ("input_ids", "labels", "seq_lengths")
 PADDING_FREE_COLUMNS = COLUMNS[:2]
 """Without packing stock reads a row as one document, whatever else the data set says."""
 
@@ -34,11 +33,6 @@ class BatchPlan:
 
     kind: Literal["packed", "padding_free", "documents", "stock"]
     reason: str
-
-
-def missing_seams() -> str:
-    """Return the names that the installed versions lack for our batches; empty where all are there. Else stock runs."""
-    return ", ".join(missing_names("batches"))
 
 
 def is_stock_collator(collator: object) -> bool:
@@ -65,35 +59,28 @@ def plan_batches(trainer: SFTTrainer, path: str, flattens: bool, unproven: str =
             return BatchPlan("documents", "each document of a packed row is padded as a row of its own")
         source = f"packing_strategy={trainer.args.packing_strategy!r}" if trainer.args.packing else "padding_free=True"
         return BatchPlan("packed", source)
-    padded = unproven or first_reason(_rather_padded(trainer, path, flattens))
-    return BatchPlan("stock", padded) if padded else BatchPlan("padding_free", "rows without padding, same tokens")
+    return _without_padding(unproven or first_reason(chain(_padded_in_sft(trainer), _padded(trainer, path, flattens))))
 
 
-def plan_families(trainer: Any, path: str, flattens: bool, unproven: str = "") -> BatchPlan:
+def plan_prompt_groups(trainer: Any, path: str, flattens: bool, unproven: str = "") -> BatchPlan:
     """Return the batches of a trainer that scores completions: as rows without padding, or as stock pads them."""
-    stock = unproven or first_reason(_only_padded(trainer, path, flattens))
-    return BatchPlan("stock", stock) if stock else BatchPlan("padding_free", "rows without padding, same tokens")
+    reasons = chain(_in_any_trainer(trainer, path), _padded_prompts(trainer), _padded(trainer, path, flattens, *_SCORE))
+    return _without_padding(unproven or first_reason(reasons))
 
 
-_NOTHING = "no packed attention keeps this model's documents apart"
+def _without_padding(why_padded: str) -> BatchPlan:
+    if why_padded:
+        return BatchPlan("stock", why_padded)
+    return BatchPlan("padding_free", "rows without padding, same tokens")
+
+
+# A subclass may count on one document per row in them.
+_SEE_BATCHES = (
+    *BATCH_METHODS, "_get_num_items_in_batch", "_track_num_input_tokens", "floating_point_ops", "get_train_dataloader",
+    "get_eval_dataloader", "get_test_dataloader", "_get_dataloader", "_get_collator_with_removed_columns",
+    "prediction_step", "prediction_loop", "evaluation_loop",
+)  # fmt: skip
 _SCORE = ("_compute_loss", "compute_ref_log_probs", "_compute_kl_logps", "_get_per_token_logps_and_entropies")
-
-
-def _only_padded(trainer: Any, path: str, flattens: bool) -> Iterator[object]:
-    """Yield why the padded batches of a trainer that scores completions stay."""
-    yield is_prompt_learning(trainer.model) and "prompt learning puts virtual tokens before each row"
-    yield from _in_any_trainer(trainer, path)
-    yield path == PADDED_DOCUMENTS and _NOTHING
-    yield not flattens and f"{path} would pad the rows again"
-    yield (own := replaced_methods(trainer, (*_SEE_BATCHES, *_SCORE))) and f"{own} may expect padded rows"
-    yield (hook := hook_inside(trainer.model)) and f"{hook} may expect padded rows"
-    yield is_invoked_once_per_row(trainer.model) and ALORA
-    yield trainer.args.neftune_noise_alpha and "NEFTune's noise depends on the length of a row"
-    config = trainer.args.accelerator_config
-    yield (config.split_batches or config.dispatch_batches) and "split_batches cuts a batch by rows"
-    yield trainer.is_deepspeed_enabled and "DeepSpeed runs an engine of its own"
-    flat = trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2
-    yield flat and "FSDP version 1 flattens the head: set fsdp_version=2"
 
 
 def _in_any_trainer(trainer: Any, path: str) -> Iterator[object]:
@@ -111,41 +98,44 @@ def _in_any_trainer(trainer: Any, path: str) -> Iterator[object]:
 
 def _only_stock(trainer: SFTTrainer, path: str) -> Iterator[object]:
     """Yield why our collator cannot be used at all."""
-    args = trainer.args
+    args, collator = trainer.args, trainer.data_collator
     yield from _in_any_trainer(trainer, path)
-    yield (
-        not is_stock_collator(trainer.data_collator) and f"custom data collator {type(trainer.data_collator).__name__}"
-    )
+    yield not is_stock_collator(collator) and f"custom data collator {type(collator).__name__}"
     yield joins_documents(trainer) and "data_collator has padding_free=False, which makes a packed row one document"
     wrapped = args.packing and args.packing_strategy == "wrapped" and not trainer.padding_free
     yield wrapped and "packing_strategy='wrapped' cuts documents: a row is one document"
 
 
-# A subclass may count on one document per row in them.
-_SEE_BATCHES = (
-    *BATCH_METHODS, "_get_num_items_in_batch", "_track_num_input_tokens", "floating_point_ops", "get_train_dataloader",
-    "get_eval_dataloader", "get_test_dataloader", "_get_dataloader", "_get_collator_with_removed_columns",
-    "prediction_step", "prediction_loop", "evaluation_loop",
-)  # fmt: skip
+def _padded(trainer: Any, path: str, flattens: bool, *methods: str) -> Iterator[object]:
+    """Yield why stock's padded batches stay, though rows without padding would compute the same.
 
-
-def _rather_padded(trainer: SFTTrainer, path: str, flattens: bool) -> Iterator[object]:
-    """Yield why stock's padded batches stay, though rows without padding would compute the same."""
-    args = trainer.args
-    config, multiple = args.accelerator_config, trainer.data_collator.pad_to_multiple_of
-    yield path == PADDED_DOCUMENTS and _NOTHING
+    `methods`: further ones that see batches.
+    """
+    config = trainer.args.accelerator_config
+    yield path == PADDED_DOCUMENTS and "no packed attention keeps this model's documents apart"
     yield not flattens and f"{path} would pad the documents again"
-    yield multiple and f"pad_to_multiple_of={multiple} asks for padded shapes"
-    yield trainer.compute_loss_func is not None and "compute_loss_func expects one document per row"
-    yield (own := replaced_methods(trainer, _SEE_BATCHES)) and f"{own} may expect one document per row"
+    yield (own := replaced_methods(trainer, (*_SEE_BATCHES, *methods))) and f"{own} may expect one document per row"
     yield (hook := hook_inside(trainer.model)) and f"{hook} may expect one document per row"
     yield is_invoked_once_per_row(trainer.model) and ALORA
-    yield args.neftune_noise_alpha and "NEFTune's noise depends on the length of a row"
+    yield trainer.args.neftune_noise_alpha and "NEFTune's noise depends on the length of a row"
+    yield (config.split_batches or config.dispatch_batches) and "split_batches cuts a batch by rows"
+
+
+def _padded_in_sft(trainer: SFTTrainer) -> Iterator[object]:
+    args, multiple = trainer.args, trainer.data_collator.pad_to_multiple_of
+    yield multiple and f"pad_to_multiple_of={multiple} asks for padded shapes"
+    yield trainer.compute_loss_func is not None and "compute_loss_func expects one document per row"
     counts = str(args.include_num_input_tokens_seen).lower() not in ("no", "false")
     yield counts and "include_num_input_tokens_seen counts padding"
-    yield (config.split_batches or config.dispatch_batches) and "split_batches cuts a batch by rows"
     shifts = getattr(trainer, "_loss_shifts_labels", False)
     yield not shifts and "this model's loss counts the first label of each padded row"
+
+
+def _padded_prompts(trainer: Any) -> Iterator[object]:
+    yield is_prompt_learning(trainer.model) and "prompt learning puts virtual tokens before each row"
+    yield trainer.is_deepspeed_enabled and "DeepSpeed runs an engine of its own"
+    flat = trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2
+    yield flat and "FSDP version 1 flattens the head: set fsdp_version=2"
 
 
 def packing_collator(trainer: SFTTrainer, *, share_prefixes: bool = False) -> PackingCollator:

@@ -68,12 +68,12 @@ class RowSize(NamedTuple):
         lengths, counted = batch.seq_lengths, batch.loss_positions.numel()
         size = cls(sum(lengths), len(lengths), max(lengths), counted, max(1, len(batch.parts)))
         if batch.shared is None:
-            return size.keyed if batch.shares else size
+            return size.with_keys if batch.documents is not None else size
         keys = batch.shared.key_index.numel() - batch.num_padding
         return size._replace(keys=keys, max_seqlen_k=batch.shared.max_seqlen_k)
 
     @property
-    def keyed(self) -> RowSize:
+    def with_keys(self) -> RowSize:
         """Return the size with keys: each token's own where nothing is shared."""
         return self if self.keys else self._replace(keys=self.tokens, max_seqlen_k=self.max_seqlen)
 
@@ -126,7 +126,7 @@ class Bucket(NamedTuple):
     def pieces_of(self, size: RowSize) -> int:
         """Return the segments of the tail: none has more tokens, or sees more keys, than the bucket's longest."""
         pieces = max(0, -(-(self.tokens - size.tokens) // self.max_seqlen))
-        return max(pieces, -(-(self.keys - size.keyed.keys) // self.max_seqlen_k)) if self.keys else pieces
+        return max(pieces, -(-(self.keys - size.with_keys.keys) // self.max_seqlen_k)) if self.keys else pieces
 
     def segments_of(self, size: RowSize) -> int:
         """Return the segments that a row takes here: its documents, and the pieces of its tail."""
@@ -144,8 +144,8 @@ class Bucket(NamedTuple):
         if not self.keys:
             return fits and not size.keys
         # Every token of the tail is its own key, and every piece of it has a token.
-        tail, left = self.tokens - size.tokens, self.keys - size.keyed.keys
-        return fits and size.keyed.max_seqlen_k <= self.max_seqlen_k and self.pieces_of(size) <= tail <= left
+        tail, left = self.tokens - size.tokens, self.keys - size.with_keys.keys
+        return fits and size.with_keys.max_seqlen_k <= self.max_seqlen_k and self.pieces_of(size) <= tail <= left
 
 
 def smallest_fitting(buckets: Iterable[Bucket], row: PackedBatch | RowSize) -> Bucket | None:
@@ -176,7 +176,7 @@ def choose_buckets(
     Raises:
         ValueError: no row, or no bucket.
     """
-    sizes = Counter(with_keys([RowSize.of(row) if isinstance(row, PackedBatch) else row for row in rows]))
+    sizes = Counter(sizes_with_keys([RowSize.of(row) if isinstance(row, PackedBatch) else row for row in rows]))
     if not sizes or at_most < 1:
         raise ValueError(f"choose_buckets needs rows and room for a bucket: got {len(sizes)} rows, at_most={at_most}")
     ordered = sorted(sizes, reverse=True)
@@ -242,10 +242,10 @@ def _key_levels(
     return [(count, length) for count in needed for length in lengths]
 
 
-def with_keys(sizes: Iterable[RowSize]) -> Sequence[RowSize]:
+def sizes_with_keys(sizes: Iterable[RowSize]) -> Sequence[RowSize]:
     """Return sizes that have keys, all of them, where one has."""
     sizes = list(sizes)
-    return [size.keyed for size in sizes] if any(size.keys for size in sizes) else sizes
+    return [size.with_keys for size in sizes] if any(size.keys for size in sizes) else sizes
 
 
 def _levels(

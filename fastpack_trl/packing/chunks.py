@@ -2,7 +2,7 @@
 
 The row is cut into chunks of 64 tokens as it is: no document is aligned, no token is moved. Inside a chunk all is one
 masked product; from chunk to chunk goes the state of the one document that the chunk ends with. All follows from
-`PackedBatch.seq_idx` by operations of fixed shape, so that no device is asked, and a static batch (which a CUDA graph
+`PackedBatch.seq_idx` by operations of fixed shape, so it never synchronizes, and a static batch (which a CUDA graph
 runs for other documents) can have it made again inside of its graph.
 """
 

@@ -13,10 +13,12 @@ from torch import Tensor
 from fastpack_trl.model.upstream import DataCollatorForLanguageModeling
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, to_transformers_kwargs
 from fastpack_trl.packing.packed_inputs import IntArray, PackedInputs, write_segments
-from fastpack_trl.packing.prefixes import SharedRow, score, share
-from fastpack_trl.packing.shared_keys import Documents, SharedKeys
+from fastpack_trl.packing.prefixes import score, share
+from fastpack_trl.packing.shared_keys import Documents
 
 __all__ = ["PackedInputs", "PackingCollator"]
+
+COLUMNS = ("input_ids", "labels", "seq_lengths")
 
 
 @dataclass
@@ -64,132 +66,94 @@ class PackingCollator(DataCollatorForLanguageModeling):
     share_prefixes: bool = False
 
     def __post_init__(self) -> None:
-        if not self.padding_free:
-            raise ValueError(
-                "padding_free=False is not a packed batch: use trl.trainer.sft_trainer.DataCollatorForLanguageModeling"
-            )
-        if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
-            raise ValueError(
-                f"pad_to_multiple_of={self.pad_to_multiple_of} is below 1: give a number of tokens, or None"
-            )
-        if self.pad_to_multiple_of is not None and not isinstance(self.pad_token_id, int):
-            raise ValueError(f"pad_token_id={self.pad_token_id!r} cannot pad: set tokenizer.pad_token")
-        if self.vocab_size is not None:
-            if self.vocab_size < 1:
-                raise ValueError(f"vocab_size={self.vocab_size} is below 1: give the rows of the embedding, or None")
-            if self.pad_to_multiple_of is not None and not 0 <= self.pad_token_id < self.vocab_size:
-                raise ValueError(
-                    f"pad_token_id={self.pad_token_id} is outside the vocabulary [0, {self.vocab_size}): "
-                    "choose a padding token that the model has an embedding for"
-                )
+        multiple, size, token = self.pad_to_multiple_of, self.vocab_size, self.pad_token_id
+        outside = size is not None and multiple is not None and not (isinstance(token, int) and 0 <= token < size)
+        checks = [
+            (
+                not self.padding_free,
+                "padding_free=False is not a packed batch: use TRL's DataCollatorForLanguageModeling",
+            ),
+            (multiple is not None and multiple < 1, f"pad_to_multiple_of={multiple} must be >= 1, or None"),
+            (size is not None and size < 1, f"vocab_size={size} must be the rows of the embedding, or None"),
+            (multiple and not isinstance(token, int), f"pad_token_id={token!r} cannot pad: set tokenizer.pad_token"),
+            (outside, f"pad_token_id={token} is outside the vocabulary [0, {size}): choose a token with an embedding"),
+        ]
+        for is_wrong, problem in checks:
+            if is_wrong:
+                raise ValueError(problem)
 
     def torch_call(self, examples: Sequence[Mapping[str, Any]]) -> PackedInputs:
         """Flatten the rows; see the class for what comes in and out."""
         rows = [_read_row(index, example) for index, example in enumerate(examples)]
-        num_tokens = sum(len(ids) for ids, _, _ in rows)
-        if num_tokens == 0:
+        ids, lengths = [ids for ids, _, _ in rows], _flatten([lengths for _, _, lengths in rows])
+        if not lengths.size:
             raise ValueError(f"the batch has no token in its {len(rows)} row(s): drop empty rows from the dataset")
-        num_padding = -num_tokens % (self.pad_to_multiple_of or 1)
-        if self.vocab_size is not None:
-            for ids, _, _ in rows:
-                _check_vocabulary("input_ids", ids, self.vocab_size)
-
-        lengths = np.concatenate([lengths for _, _, lengths in rows], dtype=np.int64, casting="same_kind")
+        for each in ids:
+            self._check_vocabulary("input_ids", each)
+        labels, multiple = _flatten([labels for _, labels, _ in rows]), self.pad_to_multiple_of or 1
+        labels[lengths.cumsum() - lengths] = IGNORE_INDEX
+        row = documents = shared = None
         if self.share_prefixes:
-            ids = np.concatenate([ids for ids, _, _ in rows], dtype=np.int64, casting="same_kind")
-            if (row := share(ids, lengths)) is not None:
-                return self._shared(row, ids, [labels for _, labels, _ in rows], lengths)
-        segments = np.append(lengths, num_padding) if num_padding else lengths
-        total_tokens = num_tokens + num_padding
-        labels = _flatten(
-            [labels for _, labels, _ in rows], IGNORE_INDEX, num_padding, np.empty(total_tokens, np.int64)
-        )
-        labels[segments.cumsum() - segments] = IGNORE_INDEX
-        # First tokens and the tail are ignored by now: what is left is the next token of a token of its own document.
-        next_tokens = labels[1:]
-        loss_positions = (next_tokens != IGNORE_INDEX).nonzero()[0]
-
+            ids = [_flatten(ids)]
+            row = share(ids[0], lengths)
+        tokens = len(labels) if row is None else len(row.source_of)
+        num_padding = -tokens % multiple
+        total_tokens = label_tokens = tokens + num_padding
+        if row is None:
+            segments = np.append(lengths, num_padding) if num_padding else lengths
+            # First tokens are ignored by now: what is left is the next token of a token of its own document.
+            loss_positions = (labels[1:] != IGNORE_INDEX).nonzero()[0]
+            loss_labels = labels[1:][loss_positions]
+        else:
+            segments, shared = row.with_tail(num_padding)
+            loss_positions, loss_labels, weights = score(row, ids[0], labels)
+            ids, label_tokens = [ids[0][row.source_of]], len(labels)
+            documents = Documents(
+                lengths=tuple(lengths.tolist()),
+                token_of=torch.from_numpy(row.token_of),
+                loss_weights=torch.from_numpy(weights),
+                copies=torch.from_numpy(np.bincount(row.token_of, minlength=total_tokens).astype(np.float32)),
+                loss_tokens=int(weights.sum(dtype=np.int64)),
+                capacity=len(labels) + -len(labels) % multiple,
+            )
+            lengths = row.lengths
+        self._check_vocabulary("labels", loss_labels)  # only what the loss counts
+        row_shapes = dict.fromkeys(("input_ids", "position_ids", "seq_idx"), (1, total_tokens))
+        loss_shapes = dict.fromkeys(("loss_positions", "loss_labels"), loss_positions.shape)
         inputs, host = PackedInputs.empty(
-            {
-                "cu_seqlens": (len(segments) + 1,),
-                "input_ids": (1, total_tokens),
-                "labels": (1, total_tokens),
-                "position_ids": (1, total_tokens),
-                "seq_idx": (1, total_tokens),
-                "loss_positions": loss_positions.shape,
-                "loss_labels": loss_positions.shape,
-            },
+            {"cu_seqlens": (len(segments) + 1,), "labels": (1, label_tokens)} | row_shapes | loss_shapes,
             seq_lengths=tuple(lengths.tolist()),
             num_padding=num_padding,
             max_seqlen=int(segments.max()),
-        )
-        _flatten([ids for ids, _, _ in rows], self.pad_token_id, num_padding, host["input_ids"])
-        host["labels"][:] = labels
-        write_segments(host, segments)
-        host["loss_positions"][:] = loss_positions
-        next_tokens.take(loss_positions, out=host["loss_labels"], mode="clip")  # "raise" would copy once more
-        if self.vocab_size is not None:
-            _check_vocabulary("labels", host["loss_labels"], self.vocab_size)  # only what the loss counts
-        return inputs
-
-    def _shared(self, row: SharedRow, ids: IntArray, given: list[IntArray], lengths: IntArray) -> PackedInputs:
-        """Return the batch of a row in which prefixes lie once.
-
-        Args:
-            row: of the documents.
-            ids: theirs.
-            given: labels of the rows that they came in.
-            lengths: tokens of each document.
-        """
-        labels = _flatten(given, IGNORE_INDEX, 0, np.empty(len(ids), np.int64))
-        labels[lengths.cumsum() - lengths] = IGNORE_INDEX
-        scored, tokens, multiple = score(row, ids, labels), len(row.source_of), self.pad_to_multiple_of or 1
-        num_padding = -tokens % multiple
-        segments, prefixes, keys, total_tokens = row.lengths, row.first_positions, row.key_index, tokens + num_padding
-        if num_padding:
-            segments, prefixes = np.append(segments, num_padding), np.append(prefixes, 0)
-            keys = np.append(keys, np.arange(tokens, total_tokens))
-        documents = Documents(
-            lengths=tuple(lengths.tolist()),
-            token_of=torch.from_numpy(row.token_of),
-            loss_weights=torch.from_numpy(scored.weights),
-            copies=torch.from_numpy(np.bincount(row.token_of, minlength=total_tokens).astype(np.float32)),
-            loss_tokens=int(scored.weights.sum(dtype=np.int64)),
-            capacity=len(ids) + -len(ids) % multiple,
-        )
-        inputs, host = PackedInputs.empty(
-            {
-                "cu_seqlens": (len(segments) + 1,),
-                "input_ids": (1, total_tokens),
-                "labels": (1, len(ids)),
-                "position_ids": (1, total_tokens),
-                "seq_idx": (1, total_tokens),
-                "loss_positions": scored.positions.shape,
-                "loss_labels": scored.positions.shape,
-            },
-            seq_lengths=tuple(row.lengths.tolist()),
-            num_padding=num_padding,
-            max_seqlen=int(segments.max()),
-            shared=SharedKeys.of(segments, prefixes, keys) if prefixes.any() else None,
+            shared=shared,
             documents=documents,
         )
-        host["input_ids"][:tokens] = ids[row.source_of]
-        if num_padding:
-            host["input_ids"][tokens:] = self.pad_token_id
-        host["labels"][:] = labels
+        _flatten(ids, out=host["input_ids"][:tokens])
+        host["input_ids"][tokens:] = self.pad_token_id if num_padding else 0
+        host["labels"][: len(labels)] = labels
+        host["labels"][len(labels) :] = IGNORE_INDEX
         write_segments(host, segments)
-        host["position_ids"][:tokens] += row.first_positions.repeat(row.lengths)
-        host["loss_positions"][:] = scored.positions
-        host["loss_labels"][:] = scored.labels
-        if self.vocab_size is not None:
-            _check_vocabulary("labels", host["loss_labels"], self.vocab_size)
+        if shared is not None:
+            host["position_ids"] += np.repeat(shared.prefix_lengths, segments)
+        host["loss_positions"][:] = loss_positions
+        host["loss_labels"][:] = loss_labels
         return inputs
+
+    def _check_vocabulary(self, name: str, ids: IntArray) -> None:
+        if self.vocab_size is None or not ids.size:
+            return
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self.vocab_size:
+            raise ValueError(
+                f"{name} has token id {low if low < 0 else high}, outside the vocabulary [0, {self.vocab_size}): use "
+                "the tokenizer of this model, or model.resize_token_embeddings"
+            )
 
 
 def unshared(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a batch with each document by itself, as without sharing, for who reads rows token by token.
 
-    On its device, which is asked nothing. Of a batch without shared prefixes `inputs` itself.
+    On its device, without synchronizing; `inputs` itself if nothing is shared.
     """
     batch = inputs.get("packed_batch")
     if not isinstance(batch, PackedBatch) or batch.documents is None:
@@ -208,29 +172,22 @@ def _read_row(index: int, example: Mapping[str, Any]) -> tuple[IntArray, IntArra
             f"row {index} has no 'input_ids' column, only {', '.join(map(repr, example)) or 'nothing'}: tokenize the "
             "dataset, or let SFTTrainer prepare it"
         )
-    ids = labels = _to_array(index, "input_ids", example["input_ids"])
-    if example.get("labels") is not None:
-        labels = _to_array(index, "labels", example["labels"])
-        if len(labels) != len(ids):
-            raise ValueError(
-                f"row {index} has {len(labels)} labels for {len(ids)} input_ids: give one label per token, "
-                f"{IGNORE_INDEX} where the loss does not count"
-            )
-    if example.get("seq_lengths") is None:
-        lengths = np.full(min(len(ids), 1), len(ids))
-    else:
-        lengths = _to_array(index, "seq_lengths", example["seq_lengths"])
-        shortest = lengths.min(initial=1)
-        if shortest < 0:
-            raise ValueError(f"row {index} has seq_lengths with {shortest}: lengths are tokens, 0 or more")
-        if lengths.sum() != len(ids):
-            raise ValueError(
-                f"row {index} has seq_lengths that add up to {lengths.sum()} for {len(ids)} input_ids: pack the "
-                "dataset again (trl.pack_dataset), its lengths do not belong to these tokens"
-            )
-        if shortest == 0:
-            lengths = lengths[lengths > 0]
-    return ids, labels, lengths
+    ids = _to_array(index, "input_ids", example["input_ids"])
+    given = {name: _to_array(index, name, example[name]) for name in COLUMNS[1:] if example.get(name) is not None}
+    labels, lengths = given.get("labels", ids), given.get("seq_lengths", np.array([len(ids)]))
+    if len(labels) != len(ids):
+        raise ValueError(
+            f"row {index} has {len(labels)} labels for {len(ids)} input_ids: give one label per token, {IGNORE_INDEX} "
+            "where the loss does not count"
+        )
+    if lengths.min(initial=0) < 0:
+        raise ValueError(f"row {index} has seq_lengths with {lengths.min()}: lengths are tokens, 0 or more")
+    if lengths.sum() != len(ids):
+        raise ValueError(
+            f"row {index} has seq_lengths that add up to {lengths.sum()} for {len(ids)} input_ids: pack the dataset "
+            "again (trl.pack_dataset), its lengths do not belong to these tokens"
+        )
+    return ids, labels, lengths[lengths > 0]
 
 
 def _to_array(index: int, name: str, value: Any) -> IntArray:
@@ -249,19 +206,7 @@ def _to_array(index: int, name: str, value: Any) -> IntArray:
     return array
 
 
-def _flatten(rows: list[IntArray], padding_value: int, num_padding: int, out: IntArray) -> IntArray:
-    """Write the rows one after the other, then the padding, to `out`: (total_tokens,) int64."""
-    if num_padding:
-        rows = [*rows, np.full(num_padding, padding_value)]
-    return np.concatenate(rows, out=out, casting="same_kind")
-
-
-def _check_vocabulary(name: str, ids: IntArray, vocab_size: int) -> None:
-    if ids.size == 0:
-        return
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= vocab_size:
-        raise ValueError(
-            f"{name} has token id {low if low < 0 else high}, outside the vocabulary [0, {vocab_size}): use the "
-            "tokenizer of this model, or model.resize_token_embeddings"
-        )
+def _flatten(rows: Sequence[IntArray], out: IntArray | None = None) -> IntArray:
+    """Return rows one after the other as int64, in `out` if that is given."""
+    rows = rows or [np.empty(0, np.int64)]
+    return np.concatenate(rows, out=out, dtype=None if out is not None else np.int64, casting="same_kind")

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple, NoReturn, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from fastpack_trl.errors import PackingError
-from fastpack_trl.packing.as_made import AsMade
-from fastpack_trl.packing.shared_keys import Documents, SharedKeys, merge_documents, merge_keys
+from fastpack_trl.packing.shared_keys import Documents, SharedKeys, TensorFields
 
 IGNORE_INDEX = -100
 """Label of a token that no loss counts (the convention of torch's and transformers' losses)."""
 
 T = TypeVar("T")
+_EDITED = -2  # no count of edits has this value
 
 
 class Part(NamedTuple):
@@ -33,35 +32,37 @@ class Part(NamedTuple):
     """Tokens that the loss counts, where documents share some of these positions; 0: as many as there are."""
 
 
-class NotOnHost:
-    """Stands for a value that a static batch does not have on the host: every use of it raises.
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorVersion:
+    """A tensor from which something was made, and its count of in-place edits at that time.
 
-    The tensors of a static batch get other documents while all Python around them stays, so that a length that was
-    read once would be wrong from the next batch on.
+    torch counts edits of a tensor and of its views. It does not count writes past it: through ``.data``, NumPy or a
+    custom kernel. A tensor that was made under ``torch.inference_mode`` has no counter.
     """
 
-    __slots__ = ()
+    tensor: Tensor
+    edits: int
 
-    def _refuse(self, *_: object) -> NoReturn:
-        raise PackingError(
-            "a static batch was asked for its documents on the host, which change under it: read them from the plain "
-            "batch that was copied into it"
-        )
+    @classmethod
+    def of(cls, tensor: Tensor, edited: bool = False) -> TensorVersion:
+        """Take `tensor` as it is now; `edited`: as a copy of one that was edited, which matches nothing."""
+        return cls(tensor, _EDITED if edited else _count_edits(tensor))
 
-    __bool__ = __len__ = __iter__ = __getitem__ = __contains__ = __index__ = __int__ = __float__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
-    __eq__ = __ne__ = _refuse
-    __hash__ = object.__hash__
+    def matches(self, tensor: object) -> bool:
+        """Return whether `tensor` is the same object, without an edit since."""
+        return tensor is self.tensor and self.edits == _count_edits(self.tensor)
 
-    def __repr__(self) -> str:
-        return "NOT_ON_HOST"
-
-    def __reduce__(self) -> str:
-        return "NOT_ON_HOST"
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TensorVersion.of, (self.tensor, not self.matches(self.tensor))  # a copy counts from another number
 
 
-NOT_ON_HOST: Final[Any] = NotOnHost()
-"""`PackedBatch.seq_lengths`, `num_padding` and `parts` of a static batch."""
+def _count_edits(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+NOT_ON_HOST: Final[Any] = None
+"""`PackedBatch.seq_lengths`, `num_padding` and `parts` of a static batch: its documents change under Python code that
+stays, so a length that is read once would be wrong from the next batch on; ``sum(None)`` raises instead."""
 
 
 class Derived:
@@ -80,7 +81,7 @@ class Derived:
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, eq=False)
-class PackedBatch:
+class PackedBatch(TensorFields):
     """The documents of one packed row.
 
     ``seq_lengths=(3, 2)`` -> ``cu_seqlens=[0, 3, 5]``, ``position_ids=[[0, 1, 2, 0, 1]]``, ``max_seqlen=3``.
@@ -122,8 +123,8 @@ class PackedBatch:
     num_padding: int = 0
     loss_positions: Tensor | None = None
     loss_labels: Tensor | None = None
-    labels: AsMade | None = None
-    positions: AsMade | None = None
+    labels: TensorVersion | None = None
+    positions: TensorVersion | None = None
     parts: tuple[Part, ...] = ()
     loss_mask: Tensor | None = None
     part_bounds: Tensor | None = None
@@ -176,8 +177,8 @@ class PackedBatch:
             max_seqlen=int(segments.max()),
             loss_positions=positions,
             loss_labels=loss_labels,
-            labels=AsMade.of(labels) if labels is not None else None,
-            positions=AsMade.of(position_ids),
+            labels=TensorVersion.of(labels) if labels is not None else None,
+            positions=TensorVersion.of(position_ids),
         )
 
     @property
@@ -189,11 +190,6 @@ class PackedBatch:
     def is_static(self) -> bool:
         """Return whether its tensors get other documents while it stays; the host does not know them then."""
         return self.part_bounds is not None
-
-    @property
-    def shares(self) -> bool:
-        """Return whether tokens lie in the row once for several documents; of equal ones alone without `shared`."""
-        return self.shared is not None or self.documents is not None
 
     @property
     def segment_lengths(self) -> tuple[int, ...]:
@@ -217,13 +213,6 @@ class PackedBatch:
         """Return whether `loss_positions` belong to `labels`: the tensor they were made from, unedited since."""
         return self.loss_positions is not None and self.labels is not None and self.labels.matches(labels)
 
-    def has_copy_of_labels(self, labels: Tensor) -> bool:
-        """Return whether `labels` are another tensor than `loss_positions` were made from, with its values; syncs."""
-        made = self.labels
-        if made is None or labels is made.tensor or not made.matches(made.tensor):
-            return False
-        return made.tensor.device == labels.device and torch.equal(made.tensor, labels)
-
     def describes(self, row: Tensor, position_ids: object) -> bool:
         """Return whether a row of tokens or embeddings has these documents, by its shape and its position ids."""
         fits = tuple(row.shape[:2]) == (1, self.total_tokens)
@@ -239,11 +228,10 @@ class PackedBatch:
 
         Masks and per-backend metadata live here, with the batch they were made from, and nowhere else.
         """
-        derived = self.derived
-        if key not in derived.values:
-            derived.values[key] = build()
-            derived.counts[key] += 1
-        value: T = derived.values[key]
+        if key not in self.derived.values:
+            self.derived.values[key] = build()
+            self.derived.counts[key] += 1
+        value: T = self.derived.values[key]
         return value
 
     def clear_derived(self) -> None:
@@ -251,24 +239,15 @@ class PackedBatch:
         alive, and masks hung on them would add up."""
         self.derived.values.clear()
 
-    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> PackedBatch:
-        """Copy to `device`; what was derived stays behind. The copy is asynchronous where the tensors are pinned."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking or tensor.is_pinned()))
-
-    def pin_memory(self) -> PackedBatch:
-        """Copy to page-locked host memory; called by `torch.utils.data.DataLoader`."""
-        return self._map(lambda tensor: tensor.pin_memory())
-
-    def _map(self, convert: Callable[[Tensor], Tensor]) -> PackedBatch:
-        tensors = ("cu_seqlens", "position_ids", "seq_idx", "loss_positions", "loss_labels", "loss_mask", "part_bounds")
-        converted = {name: convert(value) for name in tensors if (value := getattr(self, name)) is not None}
+    def map(self, convert: Callable[[Tensor], Tensor]) -> PackedBatch:
+        """Return a copy whose tensors are what `convert` returns for them; what was derived stays behind."""
+        moved = TensorFields.map(self, convert)
         labels, positions = self.labels, self.positions
-        if converted["position_ids"] is not self.position_ids:
-            # What the mapping around this batch holds is moved apart: no tensor of it is known here.
+        if moved.position_ids is not self.position_ids:
+            # The mapping around this batch is moved by itself, so no tensor of it is known here.
             edited = positions is not None and not positions.matches(self.position_ids)
-            labels, positions = None, AsMade.of(converted["position_ids"], edited=True) if edited else None
-        moved = {name: part and part.map(convert) for name in ("shared", "documents") if (part := getattr(self, name))}
-        return replace(self, **converted, **moved, labels=labels, positions=positions, derived=Derived())
+            labels, positions = None, TensorVersion.of(moved.position_ids, edited=True) if edited else None
+        return replace(moved, labels=labels, positions=positions, derived=Derived())
 
 
 def rounded_length(tokens: int) -> int:
@@ -281,7 +260,7 @@ def merge_batches(batches: Sequence[PackedBatch], labels: Tensor | None = None) 
     """Join several rows into one, on their device; documents stay documents, padding is dropped.
 
     ``seq_lengths`` (3, 2) and (4,) -> (3, 2, 4), ``cu_seqlens=[0, 3, 5, 9]``. Shared prefixes stay shared.
-    All offsets are known on the host, so that the device is not asked.
+    The host knows all offsets, so merging never synchronizes.
 
     Args:
         batches: each with `loss_positions`.
@@ -292,56 +271,61 @@ def merge_batches(batches: Sequence[PackedBatch], labels: Tensor | None = None) 
     """
     if not batches or any(batch.loss_positions is None for batch in batches):
         raise ValueError("merge_batches needs one batch or more, each with loss_positions: give the collator labels")
-    first = batches[0]
-    tensors: dict[str, list[Tensor]] = {
-        "cu_seqlens": [first.cu_seqlens[:1]], "position_ids": [], "seq_idx": [], "loss_positions": [], "loss_labels": []
-    }  # fmt: skip
-    lengths: list[int] = []
-    parts = []
-    for batch in batches:
-        start, documents, tokens = sum(lengths), len(batch.seq_lengths), sum(batch.seq_lengths)
-        assert batch.loss_positions is not None
-        assert batch.loss_labels is not None
-        tensors["cu_seqlens"].append(batch.cu_seqlens[1 : documents + 1] + start)
-        tensors["position_ids"].append(batch.position_ids[:, :tokens])
-        tensors["seq_idx"].append(batch.seq_idx[:, :tokens] + len(lengths))
-        tensors["loss_positions"].append(batch.loss_positions + start)
-        tensors["loss_labels"].append(batch.loss_labels)
-        whole, count = batch.documents, batch.loss_positions.numel()
-        capacity, counted = (batch.total_tokens, 0) if whole is None else (whole.capacity, whole.loss_tokens)
-        parts.append(Part(tokens, capacity, count, counted))
-        lengths += batch.seq_lengths
-    merged = {name: torch.cat(pieces, dim=-1) for name, pieces in tensors.items()}
+    shares, has_documents = any(row.shared for row in batches), any(row.documents for row in batches)
+    tensors, of_keys, of_documents = (defaultdict[str, list[Tensor]](list) for _ in range(3))
+    lengths, prefixes, parts, wholes = list[int](), list[int](), list[Part](), list[Documents]()
+    keys = 0
+    for row in batches:
+        start, first, tokens, count = sum(lengths), len(lengths), sum(row.seq_lengths), len(row.seq_lengths)
+        segments = slice(1 if lengths else 0, count + 1)  # each bound once: a row starts where the one before it ends
+        assert row.loss_positions is not None
+        assert row.loss_labels is not None
+        tensors["cu_seqlens"].append(row.cu_seqlens[segments] + start)
+        tensors["position_ids"].append(row.position_ids[:, :tokens])
+        tensors["seq_idx"].append(row.seq_idx[:, :tokens] + first)
+        tensors["loss_positions"].append(row.loss_positions + start)
+        tensors["loss_labels"].append(row.loss_labels)
+        if shares:
+            own = row.shared or SharedKeys.own(row.cu_seqlens, row.segment_lengths)
+            index = own.key_index[: own.key_index.numel() - row.num_padding]
+            of_keys["key_index"].append(index + start)
+            of_keys["cu_seqlens_k"].append(own.cu_seqlens_k[segments] + keys)
+            prefixes += own.prefix_lengths[:count]
+            keys += index.numel()
+        if has_documents:
+            whole = row.documents or Documents.own(row.seq_lengths, row.loss_positions, row.total_tokens)
+            of_documents["token_of"].append(whole.token_of + start)
+            of_documents["loss_weights"].append(whole.loss_weights)
+            of_documents["copies"].append(whole.copies[:tokens])
+            wholes.append(whole)
+        given = row.documents
+        capacity, counted = (given.capacity, given.loss_tokens) if given else (row.total_tokens, 0)
+        parts.append(Part(tokens, capacity, row.loss_positions.numel(), counted))
+        lengths += row.seq_lengths
+    joined, documents = _joined(tensors), None
+    longest = max(map(sum, zip(prefixes, lengths, strict=False)), default=0)  # in keys, of the segments that are left
+    if wholes:
+        documents = Documents(
+            lengths=tuple(length for whole in wholes for length in whole.lengths),
+            loss_tokens=sum(whole.loss_tokens for whole in wholes),
+            capacity=sum(whole.capacity for whole in wholes),
+            parts=tuple(sum(whole.lengths) for whole in wholes),
+            **_joined(of_documents),
+        )
     return PackedBatch(
         seq_lengths=tuple(lengths),
         max_seqlen=max(lengths),
-        labels=AsMade.of(labels) if labels is not None else None,
-        positions=AsMade.of(merged["position_ids"]),
+        labels=TensorVersion.of(labels) if labels is not None else None,
+        positions=TensorVersion.of(joined["position_ids"]),
         parts=tuple(parts),
-        shared=_merged_keys(batches),
-        documents=_merged_documents(batches),
-        **merged,
+        shared=SharedKeys(tuple(prefixes), max_seqlen_k=longest, **_joined(of_keys)) if shares else None,
+        documents=documents,
+        **joined,
     )
 
 
-def _merged_keys(batches: Sequence[PackedBatch]) -> SharedKeys | None:
-    if all(batch.shared is None for batch in batches):
-        return None
-    rows = [batch.shared or SharedKeys.own(batch.cu_seqlens, batch.segment_lengths) for batch in batches]
-    return merge_keys(
-        [keys.without_tail(batch.num_padding) for keys, batch in zip(rows, batches, strict=True)],
-        [sum(batch.seq_lengths) for batch in batches],
-    )
-
-
-def _merged_documents(batches: Sequence[PackedBatch]) -> Documents | None:
-    if all(batch.documents is None for batch in batches):
-        return None
-    whole = [
-        batch.documents or Documents.own(batch.seq_lengths, batch.loss_positions, batch.total_tokens)
-        for batch in batches
-    ]
-    return merge_documents(whole, [sum(batch.seq_lengths) for batch in batches])
+def _joined(pieces: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.cat(tensors, dim=-1) for name, tensors in pieces.items()}
 
 
 def to_transformers_kwargs(batch: PackedBatch) -> dict[str, Any]:

@@ -12,8 +12,7 @@ from accelerate.utils import send_to_device
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastpack_trl.packing.as_made import AsMade
-from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
+from fastpack_trl.packing.packed_batch import PackedBatch, TensorVersion, to_transformers_kwargs
 from fastpack_trl.packing.shared_keys import Documents, SharedKeys
 
 ALIGNMENT = 128
@@ -123,7 +122,7 @@ class Block:
         for name, kept in WATCHED.items():
             # The views of one buffer share one count of edits; this alias has its own.
             parts[name] = parts[name].data
-            watched[kept] = AsMade.of(parts[name], edited=name in self.edited)
+            watched[kept] = TensorVersion.of(parts[name], edited=name in self.edited)
         # A compiled layer reads it, and its graph asks for a view's base and offset: merged and static rows have none,
         # and would need a graph of their own. (The collator puts it at the start of the block.)
         parts["cu_seqlens"] = parts["cu_seqlens"].data

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fastpack_trl.packing.as_made import AsMade
-from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch
+from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, TensorVersion
 from fastpack_trl.packing.packed_inputs import IntArray
 from fastpack_trl.packing.shared_keys import SharedKeys
 
 LEAST_SHARED = 16
 """Tokens of a prefix below which each document keeps its own: a segment more costs the kernels as much."""
-_FACTORS: IntArray = np.random.default_rng(0).integers(-(2**62), 2**62, LEAST_SHARED) | 1
-"""By which first tokens are hashed."""
 
 
 class SharedRow(NamedTuple):
@@ -43,6 +41,15 @@ class SharedRow(NamedTuple):
     source_of: IntArray
     """(row_tokens,) one of the documents' tokens that each token of the row is."""
 
+    def with_tail(self, num_padding: int) -> tuple[IntArray, SharedKeys | None]:
+        """Return the lengths of the segments and their keys, the last one padding; None if no segment has a prefix."""
+        tail: IntArray = np.array([num_padding][:num_padding], dtype=np.int64)
+        lengths: IntArray = np.append(self.lengths, tail)
+        if not self.first_positions.any():
+            return lengths, None
+        keys: IntArray = np.append(self.key_index, len(self.source_of) + np.arange(num_padding))
+        return lengths, SharedKeys.of(lengths, np.append(self.first_positions, 0 * tail), keys)
+
 
 def share(ids: NDArray[Any], lengths: Sequence[int] | IntArray, least: int = LEAST_SHARED) -> SharedRow | None:
     """Return the row of documents that share at least `least` tokens with another; None where none do.
@@ -57,14 +64,14 @@ def share(ids: NDArray[Any], lengths: Sequence[int] | IntArray, least: int = LEA
         return None
     ends = sizes.cumsum()
     starts = ends - sizes
-    alike = _with_company(ids, starts, sizes, least)
-    order, common = neighbours(ids, starts[alike], sizes[alike])
+    order, common = _neighbours(ids, starts, sizes)
     common[common < least] = 0
     if not common.any():
         return None
-    alone: NDArray[np.bool_] = np.ones(len(sizes), np.bool_)
-    alone[alike] = False
-    order, common = np.append(alike[order], alone.nonzero()[0]), np.append(common, np.zeros(alone.sum(), np.int64))
+    # Documents that share nothing come last, in the order in which they came.
+    sharing = (common > 0) | (np.append(common[1:], 0) > 0)
+    order = np.append(order[sharing], np.sort(order[~sharing]))
+    common = np.append(common[sharing], common[~sharing])
     starts, sizes = starts[order], sizes[order]
     own = sizes - common
     own_ends = own.cumsum()
@@ -87,62 +94,31 @@ def share(ids: NDArray[Any], lengths: Sequence[int] | IntArray, least: int = LEA
 def packed_batch(row: SharedRow, *, num_padding: int = 0) -> PackedBatch:
     """Return the metadata of a row and `num_padding` tokens behind it, on the host."""
     batch = PackedBatch.from_lengths(row.lengths.tolist(), num_padding=num_padding)
-    if not row.first_positions.any():
+    lengths, shared = row.with_tail(num_padding)
+    if shared is None:
         return batch
-    tail: IntArray = np.array([num_padding][:num_padding], dtype=np.int64)
-    lengths: IntArray = np.append(row.lengths, tail)
-    first: IntArray = np.append(row.first_positions, 0 * tail)
-    keys: IntArray = np.append(row.key_index, len(row.source_of) + np.arange(num_padding))
-    position_ids = batch.position_ids + torch.from_numpy(first.repeat(lengths))
-    shared = SharedKeys.of(lengths, first, keys)
-    return replace(batch, position_ids=position_ids, positions=AsMade.of(position_ids), shared=shared)
+    position_ids = batch.position_ids + torch.from_numpy(np.repeat(shared.prefix_lengths, lengths))
+    return replace(batch, position_ids=position_ids, positions=TensorVersion.of(position_ids), shared=shared)
 
 
-def _with_company(ids: NDArray[Any], starts: IntArray, sizes: IntArray, least: int) -> IntArray:
-    """Return the documents whose first tokens another one has too, and by chance others: the rest need no sorting."""
-    enough, hashes = first_hashes(ids, starts, sizes, least)
-    _, which, count = np.unique(hashes, return_inverse=True, return_counts=True)
-    return enough[count[which] > 1]
-
-
-def first_hashes(ids: NDArray[Any], starts: IntArray, sizes: IntArray, least: int) -> tuple[IntArray, IntArray]:
-    """Return the documents of at least `least` tokens, and a hash of the first tokens of each."""
-    least = min(least, len(_FACTORS))
-    enough = (sizes >= least).nonzero()[0]
-    return enough, ids[starts[enough, None] + np.arange(least)].astype(np.int64) @ _FACTORS[:least]
-
-
-def neighbours(ids: NDArray[Any], starts: IntArray, sizes: IntArray) -> tuple[IntArray, IntArray]:
+def _neighbours(ids: NDArray[Any], starts: IntArray, sizes: IntArray) -> tuple[IntArray, IntArray]:
     """Return documents in the order of their tokens, and what each shares with the one before it, in tokens."""
-    if not len(starts):
-        return starts, starts
-    # Big-endian bytes compare as the numbers do.
-    text = ids.astype(">u4").tobytes()
-    pieces = [text[4 * start : 4 * (start + size)] for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)]
-    order: IntArray = np.array(sorted(range(len(pieces)), key=pieces.__getitem__), dtype=np.int64)
-    compared = np.minimum(sizes[order[1:]], sizes[order[:-1]])
-    offsets = compared.cumsum() - compared
-    within = np.arange(int(compared.sum())) - offsets.repeat(compared)
-    unlike = ids[within + starts[order[1:]].repeat(compared)] != ids[within + starts[order[:-1]].repeat(compared)]
-    # The first difference of each pair; its length where there is none.
-    first = np.minimum.reduceat(np.where(unlike, within, len(ids)), offsets)
-    common: IntArray = np.append(0, np.minimum(first, compared))
-    return order, common
+    text = ids.astype(">u4").tobytes()  # big-endian bytes compare as the numbers do
+    spans = list(zip(starts.tolist(), (starts + sizes).tolist(), strict=True))
+    pieces = [text[4 * start : 4 * end] for start, end in spans]
+    order = sorted(range(len(pieces)), key=pieces.__getitem__)
+    common: IntArray = np.zeros(len(order), np.int64)
+    for place, (before, after) in enumerate(pairwise(ids[slice(*spans[document])] for document in order), 1):
+        size = min(len(before), len(after))
+        unlike = (before[:size] != after[:size]).nonzero()[0]
+        common[place] = unlike[0] if len(unlike) else size
+    return np.array(order), common
 
 
-class Scored(NamedTuple):
-    """What the loss counts of a `SharedRow`."""
+def score(row: SharedRow, ids: NDArray[Any], labels: NDArray[Any]) -> tuple[IntArray, IntArray, NDArray[np.float32]]:
+    """Return the tokens of a row whose next token the loss counts, those next tokens, and how many documents count it.
 
-    positions: IntArray
-    """(num_positions,) tokens of the row whose next token is counted; once for each way in which documents go on."""
-    labels: IntArray
-    """(num_positions,) those next tokens."""
-    weights: NDArray[np.float32]
-    """(num_positions,) how many documents count each."""
-
-
-def score(row: SharedRow, ids: NDArray[Any], labels: NDArray[Any]) -> Scored:
-    """Return the positions with a loss in the documents of `row`, those that are the same once.
+    A token is there once for each way in which documents go on from it.
 
     Args:
         row: of these documents.
@@ -150,15 +126,11 @@ def score(row: SharedRow, ids: NDArray[Any], labels: NDArray[Any]) -> Scored:
         labels: (document_tokens,), `IGNORE_INDEX` where no loss is counted and at the first token of each document.
     """
     counted = labels != IGNORE_INDEX
-    # A token of the row follows one other: its copies with the same label are one position.
-    others = (counted & (labels != ids)).nonzero()[0]
+    others = (counted & (labels != ids)).nonzero()[0]  # labels that are not the tokens count by themselves
     counted[others] = False
+    # A token of the row follows one other, so its copies with the same label are one position.
     weights = np.bincount(row.token_of, counted, len(row.source_of))
-    targets = weights.nonzero()[0]
-    source = row.source_of[targets]
-    found = row.token_of[source - 1], ids[source], weights[targets]
-    if len(others):  # labels that are not the tokens count by themselves
-        more = row.token_of[others - 1], labels[others], np.ones(len(others))
-        found = tuple(map(np.concatenate, zip(found, more, strict=True)))
-    positions, next_tokens, counts = found
-    return Scored(positions, next_tokens.astype(np.int64, copy=False), counts.astype(np.float32))
+    source: IntArray = np.append(row.source_of[weights > 0], others)
+    next_tokens: IntArray = np.append(ids[row.source_of[weights > 0]], labels[others])
+    counts: NDArray[np.float32] = np.append(weights[weights > 0], np.ones(len(others)))
+    return row.token_of[source - 1], next_tokens.astype(np.int64), counts.astype(np.float32)

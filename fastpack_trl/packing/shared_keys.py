@@ -6,8 +6,8 @@ Both are made once per batch, on the host.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -17,8 +17,33 @@ from torch import Tensor
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
+class TensorFields:
+    """Base of dataclasses whose tensors, and those of their parts, move together like one tensor."""
+
+    __slots__ = ()
+
+    def map(self, convert: Callable[[Tensor], Tensor]) -> Self:
+        """Return a copy whose tensors are what `convert` returns for them."""
+        converted: dict[str, Any] = {}
+        for name in (each.name for each in fields(self)):  # type: ignore[arg-type]
+            value = getattr(self, name)
+            if isinstance(value, Tensor):
+                converted[name] = convert(value)
+            elif isinstance(value, TensorFields):
+                converted[name] = value.map(convert)
+        return replace(self, **converted)  # type: ignore[type-var]
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Self:
+        """Copy to `device`; asynchronous if the tensors are pinned."""
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking or tensor.is_pinned()))
+
+    def pin_memory(self) -> Self:
+        """Copy to page-locked host memory; called by `torch.utils.data.DataLoader`."""
+        return self.map(lambda tensor: tensor.pin_memory())
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class SharedKeys:
+class SharedKeys(TensorFields):
     """The keys of segments that go on from tokens which lie elsewhere in the row.
 
     Segments of 4 and 1 tokens, of which the second goes on from the first two tokens of the first:
@@ -52,22 +77,9 @@ class SharedKeys:
         index = torch.arange(sum(lengths), device=cu_seqlens.device)
         return cls((0,) * len(lengths), index, cu_seqlens, max(lengths))
 
-    def without_tail(self, num_padding: int) -> SharedKeys:
-        """Return the keys without those of the padding, which is the last segment of a row and has no prefix."""
-        if not num_padding:
-            return self
-        return replace(
-            self, prefix_lengths=self.prefix_lengths[:-1], key_index=self.key_index[:-num_padding],
-            cu_seqlens_k=self.cu_seqlens_k[:-1],
-        )  # fmt: skip
-
-    def map(self, convert: Callable[[Tensor], Tensor]) -> SharedKeys:
-        """Return a copy whose tensors are what `convert` makes of them."""
-        return replace(self, key_index=convert(self.key_index), cu_seqlens_k=convert(self.cu_seqlens_k))
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Documents:
+class Documents(TensorFields):
     """The documents that a row with shared prefixes stands for, one after the other as without sharing.
 
     Documents of 3 and 4 tokens that share 2: ``token_of=[0, 1, 2, 0, 1, 3, 4]``.
@@ -96,35 +108,3 @@ class Documents:
         token_of = torch.arange(sum(lengths), device=loss_positions.device)
         weights, copies = (token_of.new_ones(n, dtype=torch.float32) for n in (loss_positions.numel(), len(token_of)))
         return cls(tuple(lengths), token_of, weights, copies, loss_positions.numel(), capacity)
-
-    def map(self, convert: Callable[[Tensor], Tensor]) -> Documents:
-        """Return a copy whose tensors are what `convert` makes of them."""
-        tensors = {name: convert(getattr(self, name)) for name in ("token_of", "loss_weights", "copies")}
-        return replace(self, **tensors)
-
-
-def merge_keys(rows: Sequence[SharedKeys], tokens: Sequence[int]) -> SharedKeys:
-    """Return the keys of rows that are laid one after the other, on their device; `tokens` are their lengths."""
-    index: list[Tensor] = []
-    ends = [rows[0].cu_seqlens_k[:1]]
-    start = keys = 0
-    for row, count in zip(rows, tokens, strict=True):
-        index.append(row.key_index + start)
-        ends.append(row.cu_seqlens_k[1:] + keys)
-        start, keys = start + count, keys + row.key_index.numel()
-    prefixes = tuple(length for row in rows for length in row.prefix_lengths)
-    return SharedKeys(prefixes, torch.cat(index), torch.cat(ends), max(row.max_seqlen_k for row in rows))
-
-
-def merge_documents(rows: Sequence[Documents], tokens: Sequence[int]) -> Documents:
-    """Return the documents of rows that are laid one after the other, on their device; `tokens` are their lengths."""
-    starts = [sum(tokens[:place]) for place in range(len(tokens))]
-    return Documents(
-        lengths=tuple(length for row in rows for length in row.lengths),
-        token_of=torch.cat([row.token_of + start for row, start in zip(rows, starts, strict=True)]),
-        loss_weights=torch.cat([row.loss_weights for row in rows]),
-        copies=torch.cat([row.copies[:count] for row, count in zip(rows, tokens, strict=True)]),
-        loss_tokens=sum(row.loss_tokens for row in rows),
-        capacity=sum(row.capacity for row in rows),
-        parts=tuple(sum(row.lengths) for row in rows),
-    )

@@ -3,8 +3,8 @@
 A CUDA graph replays what the device did and reads the tensors that it read then. So everything that changes from row
 to row has to be in them: the row is filled up by a tail without documents and without a loss, `cu_seqlens` by segments
 of length 0, the loss positions by masked ones, the keys of shared prefixes by more of them for the tail, whose
-gradients are zero. What the host knows of a plain batch is not in its static form (`NotOnHost`): code that would read
-it there raises instead of going on with the lengths of another batch.
+gradients are zero. What the host knows of a plain batch is None in its static form: code that computes with it
+raises instead of going on with the lengths of another batch.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastpack_trl.packing.as_made import AsMade
 from fastpack_trl.packing.buckets import Bucket, RowSize
 from fastpack_trl.packing.packed_batch import (
     IGNORE_INDEX,
     NOT_ON_HOST,
     PackedBatch,
+    TensorVersion,
     to_transformers_kwargs,
 )  # fmt: skip
 from fastpack_trl.packing.packed_inputs import IntArray, arrays_over, lay_out, tensors_over, write_segments
@@ -59,7 +59,7 @@ class StaticInputs:
             sections |= {"loss_weights": (bucket.loss_tokens,), "copies": (bucket.tokens,)}
         self._sections, size = lay_out(sections)
         self._block = torch.zeros(size, dtype=torch.int64, device=device)
-        # Each has a count of edits of its own (`AsMade`), and copies are written past it: only others edit.
+        # Each has a count of edits of its own (`TensorVersion`), and copies are written past it: only others edit.
         tensors = {name: view.data for name, view in tensors_over(self._block, self._sections).items()}
         moved = {
             "input_ids": torch.zeros(row, dtype=torch.int64, device=device),
@@ -90,8 +90,8 @@ class StaticInputs:
             max_seqlen=bucket.max_seqlen,
             loss_positions=moved["loss_positions"],
             loss_labels=moved["loss_labels"],
-            labels=AsMade.of(moved["labels"]),
-            positions=AsMade.of(tensors["position_ids"]),
+            labels=TensorVersion.of(moved["labels"]),
+            positions=TensorVersion.of(tensors["position_ids"]),
             shared=shared,
             documents=documents,
             **tensors,
@@ -195,7 +195,7 @@ def _copy_known(static: StaticInputs, batch: PackedBatch, size: RowSize) -> None
     write_segments(host, lengths)
     host["position_ids"][size.tokens :] %= size.max_seqlen
     if bucket.keys:
-        _write_keys(host, batch, size, lengths, _even(bucket.keys - size.keyed.keys, pieces))
+        _write_keys(host, batch, size, lengths, _even(bucket.keys - size.with_keys.keys, pieces))
     host["cu_seqlens"][len(lengths) + 1 :] = bucket.tokens
     bounds = [0, *accumulate(part.tokens for part in batch.parts)] if batch.parts else [0, size.tokens]
     host["part_bounds"][: len(bounds)] = bounds
@@ -226,7 +226,7 @@ def _write_keys(host: Mapping[str, Any], batch: PackedBatch, size: RowSize, leng
     host["cu_seqlens_k"][0] = 0
     host["cu_seqlens_k"][1 : len(lengths) + 1] = (lengths + behind).cumsum()
     host["cu_seqlens_k"][len(lengths) + 1 :] = len(host["key_index"])
-    index, end, token = host["key_index"], size.keyed.keys, size.tokens
+    index, end, token = host["key_index"], size.with_keys.keys, size.tokens
     index[: size.tokens] = np.arange(size.tokens)
     for more, own in zip(behind[count:].tolist(), lengths[count:].tolist(), strict=True):
         index[end : end + more] = np.arange(more) % size.tokens

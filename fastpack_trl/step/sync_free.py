@@ -24,11 +24,8 @@ from fastpack_trl.step.metrics import DeferredMetrics, Mode
 from fastpack_trl.step.step_loss import step_loss
 
 _EDITED_LABELS = (
-    "labels were moved, replaced or edited after collation: their positions are made again, which asks the device"
-)
-_COPIED_LABELS = (
-    "labels were copied after collation, as accelerate does with a streamed evaluation set (dispatch_batches): their "
-    "positions are made again, which asks the device"
+    "labels were copied (accelerate does so with a streamed evaluation set: dispatch_batches) or edited after "
+    "collation: their positions are found again, which synchronizes with the device"
 )
 _EVALUATION = "evaluation with compute_metrics runs as stock"
 _STATE = ("_metrics", "_total_train_tokens", "_tp_size", "aux_loss_enabled", "router_aux_loss_coef")
@@ -78,8 +75,7 @@ class SyncFreeStep:
         if why_stock:
             run.report.remark("sync_free", f"the model's outputs as stock for {why_stock}")
         if edited:
-            copied = batch is not None and "shift_labels" not in inputs and batch.has_copy_of_labels(inputs["labels"])
-            run.report.remark("sync_free", _COPIED_LABELS if copied else _EDITED_LABELS)
+            run.report.remark("sync_free", _EDITED_LABELS)
         # As TRL counts them, but for positions of several sections: a row may have been cut short.
         known = batch is not None and (batch.parts or batch.documents)
         tokens = row_tokens(batch) if batch is not None and known else [inputs["position_ids"].shape[-1]]

@@ -2,7 +2,7 @@
 
 TRL's trainers for preferences and online learning call ``model(..., labels=labels, fused_lm_head=True)`` and read
 fields of shape (rows, width - 1), zero where nothing is scored. Here the backbone runs on the row of the batch's
-`Families` and the head at its scored positions; the fields are what TRL's forward returns. A reward model is called
+`PromptGroups` and the head at its scored positions; the fields are what TRL's forward returns. A reward model is called
 for (rows, num_labels) scores in the same way.
 """
 
@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.upstream import missing_reason, resolve
-from fastpack_trl.packing.as_made import AsMade
-from fastpack_trl.packing.families import Families
-from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, to_transformers_kwargs
+from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, TensorVersion, to_transformers_kwargs
+from fastpack_trl.packing.prompt_groups import PromptGroups
 from fastpack_trl.step.head import VOCABULARY_SLICE, ChunkedLogProbFunction, head_log_probs, missing_tile_functions
 from fastpack_trl.step.load_balancing import experts_named
 from fastpack_trl.step.loss import head_of, read_constants, whole
@@ -44,38 +43,38 @@ class Rows:
     """
 
     def __init__(self) -> None:
-        self._known: list[tuple[AsMade, Families]] = []
+        self._known: list[tuple[TensorVersion, PromptGroups]] = []
         self.entropy_has_gradient = self.head_trains = False
         self.replay: Callable[[Any, PackedBatch, Tensor, dict[str, Any]], Tensor | None] | None = None
         self.ran = self.missed = 0
 
     @contextmanager
-    def of(self, known: Iterable[tuple[Tensor, Families]]) -> Iterator[None]:
+    def of(self, known: Iterable[tuple[Tensor, PromptGroups]]) -> Iterator[None]:
         """Know the rows of padded token ids until the context ends."""
         before = self._known
         self._known = before + [
-            (AsMade.of(ids), families.to(ids.device)) for ids, families in known if families.shape == tuple(ids.shape)
+            (TensorVersion.of(ids), groups.to(ids.device)) for ids, groups in known if groups.shape == tuple(ids.shape)
         ]
         try:
             yield
         finally:
             self._known = before
 
-    def find(self, ids: Any) -> Families | None:
+    def find(self, ids: Any) -> PromptGroups | None:
         """Return the row of padded token ids, or of a view of all of them, unedited since; None where none is known.
 
         On the CPU a copy is known too: ``.to("cpu:0")``, the device of a process of several, always makes one.
         """
         alike = [
-            (made, families) for made, families in reversed(self._known)
+            (made, groups) for made, groups in reversed(self._known)
             if isinstance(ids, Tensor) and ids.shape == made.tensor.shape and ids.dtype == made.tensor.dtype
         ]  # fmt: skip
-        for made, families in alike:
-            if ids.data_ptr() == made.tensor.data_ptr() and AsMade.of(ids).edits == made.edits:
-                return families
-        for made, families in alike:
+        for made, groups in alike:
+            if ids.data_ptr() == made.tensor.data_ptr() and TensorVersion.of(ids).edits == made.edits:
+                return groups
+        for made, groups in alike:
             if ids.device.type == "cpu" and made.matches(made.tensor) and torch.equal(ids, made.tensor):
-                return families
+                return groups
         self.missed += bool(self._known)
         return None
 
@@ -123,9 +122,9 @@ class RowForward:
         return self.missing or (head if isinstance(head, str) else "")
 
 
-def _run_backbone(rows: Rows, backbone: Callable[..., Any], families: Families, ids: Tensor, given: Any) -> Any:
+def _run_backbone(rows: Rows, backbone: Callable[..., Any], groups: PromptGroups, ids: Tensor, given: Any) -> Any:
     """Return the outputs of a backbone over the row of a padded batch; their hidden states may have a longer tail."""
-    batch, tokens = families.batch, families.row(ids)
+    batch, tokens = groups.batch, groups.row(ids)
     own = {name: value for name, value in given.items() if name not in _PADDED}
     hidden = rows.replay(backbone, batch, tokens, own) if rows.replay is not None else None
     if hidden is not None:
@@ -140,12 +139,12 @@ def _around_classifier(rows: Rows, state: Any, stock: Callable[..., Any], model:
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         ids: Any = kwargs.get("input_ids")
-        families = rows.find(ids) if state.active and not args and kwargs.get("labels") is None else None
-        if families is None:
+        groups = rows.find(ids) if state.active and not args and kwargs.get("labels") is None else None
+        if groups is None:
             return stock(self, *args, **kwargs)
         rows.ran += 1
-        outputs = _run_backbone(rows, getattr(self, prefix), families, ids, kwargs)
-        logits = self.score(outputs.last_hidden_state[0].index_select(0, families.positions))
+        outputs = _run_backbone(rows, getattr(self, prefix), groups, ids, kwargs)
+        logits = self.score(outputs.last_hidden_state[0].index_select(0, groups.positions))
         return resolve("transformers.modeling_outputs.SequenceClassifierOutputWithPast")(
             logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
@@ -165,8 +164,8 @@ def _around(rows: Rows, state: Any, stock: Callable[..., Any], constants: dict[s
         ids: Any = kwargs.get("input_ids")
         labels: Any = kwargs.get("labels")
         asked = state.active and fused_lm_head and labels is not None and not args
-        families = rows.find(ids) if asked and kwargs.get("shift_labels") is None else None
-        if families is None:
+        groups = rows.find(ids) if asked and kwargs.get("shift_labels") is None else None
+        if groups is None:
             with knowing_experts():
                 return stock(self, *args, fused_lm_head=fused_lm_head, **kwargs)
         rows.ran += 1
@@ -175,14 +174,14 @@ def _around(rows: Rows, state: Any, stock: Callable[..., Any], constants: dict[s
         if getattr(text_config, "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
         # Looked up on each call, as in TRL: PEFT and accelerate replace modules later.
-        outputs = _run_backbone(rows, getattr(self, backbone_attr), families, ids, kwargs)
+        outputs = _run_backbone(rows, getattr(self, backbone_attr), groups, ids, kwargs)
         head = head_of(self)
         assert not isinstance(head, str), head  # looked at when the run began
         weight, bias = map(whole, head)
         assert weight is not None
-        hidden = outputs.last_hidden_state[0].index_select(0, families.positions).to(weight.device)
+        hidden = outputs.last_hidden_state[0].index_select(0, groups.positions).to(weight.device)
         labels = labels.to(weight.device)
-        targets = labels[:, 1:].flatten().index_select(0, families.places)
+        targets = labels[:, 1:].flatten().index_select(0, groups.places)
         counts = targets.ne(IGNORE_INDEX)  # by TRL's labels, which the collator's may differ from
         without_autocast = torch.autocast(hidden.device.type, enabled=False) if in_fp32 else nullcontext()
         with without_autocast:
@@ -190,14 +189,14 @@ def _around(rows: Rows, state: Any, stock: Callable[..., Any], constants: dict[s
                 hidden.float() if in_fp32 else hidden, weight, bias, targets.clamp(min=0), constants,
                 whole_gradients=rows.entropy_has_gradient or rows.head_trains,
             )  # fmt: skip
-        log_probs, *others = (_placed(field, families, counts) for field in fields)
+        log_probs, *others = (_placed(field, groups, counts) for field in fields)
         assert log_probs is not None
         mask = labels[:, 1:] != IGNORE_INDEX
         loss = -log_probs.sum() / (mask.sum().clamp(min=1) if num_items is None else num_items)
         aux_loss = None
         if kwargs.get("output_router_logits"):
             with knowing_experts():
-                aux_loss = _balancing(outputs.router_logits, text_config, families)
+                aux_loss = _balancing(outputs.router_logits, text_config, groups)
             loss = loss + getattr(text_config, "router_aux_loss_coef", 0.0) * aux_loss
         return resolve(OUTPUT)(loss, log_probs, *others, label_mask=mask, aux_loss=aux_loss)
 
@@ -239,19 +238,19 @@ def _figures(
     )  # fmt: skip
 
 
-def _placed(figures: Tensor | None, families: Families, counts: Tensor) -> Tensor | None:
+def _placed(figures: Tensor | None, groups: PromptGroups, counts: Tensor) -> Tensor | None:
     """Return the figures of scored tokens at their places in (rows, width - 1), 0 elsewhere."""
     if figures is None:
         return None
-    rows, width = families.shape
+    rows, width = groups.shape
     empty = figures.new_zeros(rows * (width - 1))
-    return empty.index_copy(0, families.places, figures.masked_fill(~counts, 0)).view(rows, width - 1)
+    return empty.index_copy(0, groups.places, figures.masked_fill(~counts, 0)).view(rows, width - 1)
 
 
-def _balancing(router_logits: Any, text_config: Any, families: Families) -> Any:
+def _balancing(router_logits: Any, text_config: Any, groups: PromptGroups) -> Any:
     """Return the load-balancing loss of a row, in which a shared token counts as often as the padded batch has it."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # where TRL looks it up
 
     return load_balancing_loss_func(
-        router_logits, text_config.num_experts, text_config.num_experts_per_tok, families.copies
+        router_logits, text_config.num_experts, text_config.num_experts_per_tok, groups.copies
     )

@@ -16,8 +16,8 @@ from fastpack_trl.config import Settings
 from fastpack_trl.features import FEATURES
 from fastpack_trl.model.changes import during_training, silence_renamed_checkpointing
 from fastpack_trl.model.preflight import choose_checkpoint
+from fastpack_trl.model.upstream import missing_names
 from fastpack_trl.moe.quantised import quantize_experts
-from fastpack_trl.packing.batching import missing_seams
 from fastpack_trl.packing.examples import naming_the_row, null_turns
 from fastpack_trl.report import FeatureReport, disabled_by_environment
 from fastpack_trl.run import Run
@@ -83,7 +83,7 @@ class FeaturedTrainer(_Stock):
     def _fastpack_why_disabled() -> str:
         if disabled_by_environment():
             return "FASTPACK_DISABLE is set"
-        missing = missing_seams()
+        missing = ", ".join(missing_names("batches"))
         return f"torch, transformers or trl lacks {missing}" if missing else ""
 
     @property

@@ -22,7 +22,7 @@ from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.facts import learned_positions
 from fastpack_trl.model.hooks import replaced_methods
 from fastpack_trl.packing.batching import BatchPlan
-from fastpack_trl.packing.families import Families, find_families
+from fastpack_trl.packing.prompt_groups import PromptGroups, group_completions
 from fastpack_trl.trainers.packed import PackedTrainer
 
 logger = get_logger(__name__)
@@ -158,12 +158,12 @@ class _OnlineTrainer(PackedTrainer):
         if window is not None and window.place is not None:
             return (*window.figures_of_one(), None)
         stock: Any = super()
-        known: list[tuple[Tensor, Families | str]] = []
+        known: list[tuple[Tensor, PromptGroups | str]] = []
         if self._fastpack_entered and self.fastpack_run.packs:
             if _has_images(kwargs):  # a prompt that is there once would have the pictures of all its copies
                 self.fastpack_report.remark("batches", "as stock pads them where there are images")
             else:
-                known = self._fastpack_families(input_ids, attention_mask, logits_to_keep, batch_size or len(input_ids))
+                known = self._fastpack_groups(input_ids, attention_mask, logits_to_keep, batch_size or len(input_ids))
         self._fastpack_measure(len(input_ids))
         with self._fastpack_knowing(known):
             return stock._get_per_token_logps_and_entropies(
@@ -183,9 +183,9 @@ class _OnlineTrainer(PackedTrainer):
         torch.cuda.reset_peak_memory_stats(device)
         self._fastpack_before = now
 
-    def _fastpack_families(
+    def _fastpack_groups(
         self, ids: Tensor, attention_mask: Tensor, logits_to_keep: int, size: int
-    ) -> list[tuple[Tensor, Families | str]]:
+    ) -> list[tuple[Tensor, PromptGroups | str]]:
         """Return the row of each `size` rows of a batch of this learner."""
         on_host = self._fastpack_on_host
         tokens, mask = (_host_copy(ids, attention_mask) if on_host is None else on_host).unbind(1)
@@ -193,7 +193,7 @@ class _OnlineTrainer(PackedTrainer):
         scored[:, :-logits_to_keep] = 0
         share = not self._fastpack_why_repeated(self.model.training)
         parts = zip(ids.split(size), tokens.split(size), mask.split(size), scored.split(size), strict=True)
-        found = [(own, find_families(*host, share=share)) for own, *host in parts]
+        found = [(own, group_completions(*host, share=share)) for own, *host in parts]
         if ids.device.type != "cuda":
             return found
         return [(own, each if isinstance(each, str) else each.pin_memory()) for own, each in found]

@@ -24,10 +24,10 @@ from fastpack_trl.model.facts import attention_modules, read_features, state_mod
 from fastpack_trl.model.hooks import is_users
 from fastpack_trl.model.precision import fit_precision
 from fastpack_trl.model.preflight import bound, check_adapters
-from fastpack_trl.packing.batching import BatchPlan, plan_families
+from fastpack_trl.packing.batching import BatchPlan, plan_prompt_groups
 from fastpack_trl.packing.buckets import RowSize
 from fastpack_trl.packing.examples import check_not_empty, dropped
-from fastpack_trl.packing.families import KEY, Families, FamiliesCollator
+from fastpack_trl.packing.prompt_groups import KEY, PromptGroups, PromptGroupsCollator
 from fastpack_trl.run import Run
 from fastpack_trl.step.token_logps import RowForward, Rows
 from fastpack_trl.trainers.featured import FeaturedTrainer
@@ -88,7 +88,7 @@ class PackedTrainer(FeaturedTrainer):
     def _fastpack_plan(self, trainer: Any, path: str, flattens: bool, unproven: str = "") -> BatchPlan:
         forward = self._fastpack_forwards.get(id(text_model(trainer.model)))
         why_stock = forward.why_stock if forward is not None else "the model was replaced"
-        return BatchPlan("stock", why_stock) if why_stock else plan_families(trainer, path, flattens, unproven)
+        return BatchPlan("stock", why_stock) if why_stock else plan_prompt_groups(trainer, path, flattens, unproven)
 
     def _fastpack_settings(self, training: bool) -> Settings:
         return _model_settings(self.args, training)
@@ -171,7 +171,7 @@ class PackedTrainer(FeaturedTrainer):
         if not self._fastpack_entered or not self.fastpack_run.packs or find is None:
             yield
             return
-        collator = FamiliesCollator(self.data_collator, find, share=not self._fastpack_why_repeated(training))
+        collator = PromptGroupsCollator(self.data_collator, find, share=not self._fastpack_why_repeated(training))
         with patch_attribute(self, "data_collator", collator):
             yield
 
@@ -179,16 +179,16 @@ class PackedTrainer(FeaturedTrainer):
         """Return the sizes of some rows as they will come; none without a collator, by a user's, or from a stream."""
         loader: Any = self.callback_handler.train_dataloader
         data, collate = loader.dataset, loader.collate_fn
-        if not isinstance(collate, FamiliesCollator) or not hasattr(data, "__getitem__"):
+        if not isinstance(collate, PromptGroupsCollator) or not hasattr(data, "__getitem__"):
             return []
         if is_users(collate.inner):  # it may draw from a generator, or count: other batches would follow
             return []
         drawn, size = random.Random(self.args.seed), self.args.per_device_train_batch_size
         batches = [collate([data[drawn.randrange(len(data))] for _ in range(size)]) for _ in range(_DRAWN)]
-        rows = [families for batch in batches for families in batch[KEY].values()]
-        return [RowSize.of_row(families.batch) for families in rows if not isinstance(families, str)]
+        rows = [groups for batch in batches for groups in batch[KEY].values()]
+        return [RowSize.of_row(groups.batch) for groups in rows if not isinstance(groups, str)]
 
-    def _fastpack_find(self) -> Callable[..., Families | str] | None:
+    def _fastpack_find(self) -> Callable[..., PromptGroups | str] | None:
         """Return what finds the row of a collated batch; None where there is no collator."""
         return None
 
@@ -200,14 +200,14 @@ class PackedTrainer(FeaturedTrainer):
             yield
 
     @contextlib.contextmanager
-    def _fastpack_knowing(self, found: Iterable[tuple[Any, Families | str]]) -> Iterator[None]:
+    def _fastpack_knowing(self, found: Iterable[tuple[Any, PromptGroups | str]]) -> Iterator[None]:
         """Know rows of padded token ids; a text is the reason why some have none, which is said."""
         known = []
-        for ids, families in found:
-            if isinstance(families, str):
-                self.fastpack_report.remark("batches", f"as stock pads them where there is {families}")
+        for ids, groups in found:
+            if isinstance(groups, str):
+                self.fastpack_report.remark("batches", f"as stock pads them where there is {groups}")
             elif ids is not None:
-                known.append((ids, families))
+                known.append((ids, groups))
         missed = self._fastpack_rows.missed
         with self._fastpack_rows.of(known):
             yield

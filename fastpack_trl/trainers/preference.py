@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from trl import DPOTrainer, KTOTrainer, RewardTrainer
 
-from fastpack_trl.packing.families import Families, Pairs
+from fastpack_trl.packing.prompt_groups import PromptGroups, pairs
 from fastpack_trl.trainers.packed import PackedTrainer
 from fastpack_trl.trainers.reference import ReferencedTrainer
 
@@ -30,6 +31,6 @@ class FastRewardTrainer(PackedTrainer, RewardTrainer):
     _fastpack_stock = RewardTrainer
     _fastpack_sequences = 2
 
-    def _fastpack_find(self) -> Callable[..., Families | str] | None:
+    def _fastpack_find(self) -> Callable[..., PromptGroups | str] | None:
         pad_token_id = self.model.config.get_text_config().pad_token_id
-        return None if pad_token_id is None else Pairs(pad_token_id)
+        return None if pad_token_id is None else partial(pairs, pad_token_id=pad_token_id)

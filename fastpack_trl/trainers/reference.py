@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fastpack_trl.model.changes import patch_attribute
-from fastpack_trl.packing.families import Families, completions
+from fastpack_trl.packing.prompt_groups import PromptGroups, completions
 from fastpack_trl.trainers.packed import PackedTrainer
 
 _ANSWERS = ("chosen_ids", "rejected_ids", "completion_ids", "KL_completion_ids")
@@ -57,7 +57,7 @@ class ReferencedTrainer(PackedTrainer):
         back = torch.from_numpy(np.concatenate(batches).argsort())
         return [_Computed(tuple(None if each[0] is None else torch.cat(each).cpu()[back] for each in found))]
 
-    def _fastpack_find(self) -> Callable[..., Families | str] | None:
+    def _fastpack_find(self) -> Callable[..., PromptGroups | str] | None:
         return completions
 
 

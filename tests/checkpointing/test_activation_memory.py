@@ -433,7 +433,15 @@ def test_with_compiled_layers_the_model_is_left_as_it_was(
     for place in (memory, feature):
         monkeypatch.setattr(place, "offload_unavailable", lambda device: "")
     monkeypatch.setattr(feature, "CudaStreams", HostStreams)
-    trainer = fast(tmp_path, activation_memory_gib=1.0, max_steps=2, eval_strategy="no", layer_compile="on", packed_attention="sdpa", **own)
+    trainer = fast(
+        tmp_path,
+        activation_memory_gib=1.0,
+        max_steps=2,
+        eval_strategy="no",
+        layer_compile="on",
+        packed_attention="sdpa",
+        **own,
+    )
     trainer.train()
     assert graphs.graphs
     for layer in checkpointable_layers(trainer.model):

@@ -104,7 +104,7 @@ def test_rows_with_shared_prefixes_are_served(prefix: int, own: int) -> None:
     assert all(bucket.holds(size) for size, bucket in held)
     assert all(bucket.keys for bucket in buckets), "a row that shares nothing needs no bucket of its own"
     assert surplus(held, "tokens") <= 0.08
-    assert surplus([(size.keyed, bucket) for size, bucket in held], "keys") <= 0.15
+    assert surplus([(size.with_keys, bucket) for size, bucket in held], "keys") <= 0.15
 
 
 def test_padding_that_costs_more_than_it_saves_is_not_chosen() -> None:

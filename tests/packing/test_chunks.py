@@ -18,6 +18,7 @@ LENGTHS = ((1,), (CHUNK,), (70, 58), (63, 1, 64, 65), (5, 300, 1, 1, 40))
 def test_masks_say_which_document_a_token_is_of(lengths: tuple[int, ...], padding: int) -> None:
     batch = PackedBatch.from_lengths(lengths, num_padding=padding)
     chunks = chunks_of(batch)
+    assert chunks_of(batch) is chunks
     document = [index for index, length in enumerate(batch.segment_lengths) for _ in range(length)]
     count = -(-len(document) // CHUNK)
     document += [-1] * (count * CHUNK - len(document))
@@ -47,12 +48,6 @@ def test_split_and_join_are_inverse() -> None:
     assert (parts.shape, parts.dtype, parts.is_contiguous()) == ((2, 2, CHUNK, 3), torch.float64, True)
     assert not parts[1, :, 100 - CHUNK :].any()
     assert torch.equal(chunks.join(parts), tokens.double())
-
-
-def test_chunks_are_made_once_per_batch() -> None:
-    batch = PackedBatch.from_lengths((70, 30))
-    assert chunks_of(batch) is chunks_of(batch)
-    assert batch.build_counts["chunks", batch.device] == 1
 
 
 def test_a_static_batch_has_the_masks_of_the_documents_that_are_in_it() -> None:

@@ -8,16 +8,15 @@ from trainer_material import make_dataset
 
 from fastpack_trl.errors import DataError
 from fastpack_trl.packing import dataset as facts
-from fastpack_trl.packing import examples
 
 
 def test_figures_of_a_filtered_data_set_are_those_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(examples, "_ROWS_AT_A_TIME", 16)
+    monkeypatch.setattr(facts, "_ROWS_AT_A_TIME", 16)
     rows = make_dataset("tokenized").map(lambda row: {"labels": [-100, *row["input_ids"][1:]]})
     filtered = rows.filter(lambda row: len(row["input_ids"]) % 3)
     together = type(rows).from_list(filtered.to_list())
     assert len(rows) > len(filtered) > 16
-    pieces = list(examples.chunks(filtered, "input_ids"))
+    pieces = list(facts.pieces(filtered, "input_ids"))
     assert len(pieces) == -(-len(filtered) // 16)
     assert facts.counted_tokens(filtered) == facts.counted_tokens(together) > 0
     np.testing.assert_array_equal(facts.column_lengths(filtered, "labels"), facts.column_lengths(together, "labels"))

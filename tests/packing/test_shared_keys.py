@@ -7,7 +7,7 @@ import itertools
 import pickle
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from shared_material import tree_row, trees
 
@@ -25,6 +25,7 @@ def keys_of(batch: PackedBatch) -> list[list[int]]:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(trees(), st.integers(0, 3)), min_size=1, max_size=3))
+@example([(([1, 1], [-1, 0]), 3)])  # padding longer than any document
 def test_merged_rows_have_the_keys_of_one_row(rows: list[tuple[tuple[list[int], list[int]], int]]) -> None:
     nothing = torch.empty(0, dtype=torch.int64)
     batches, lengths, parents = [], [], []
@@ -45,32 +46,27 @@ def test_merged_rows_have_the_keys_of_one_row(rows: list[tuple[tuple[list[int], 
         assert merged.shared.max_seqlen_k == expected.shared.max_seqlen_k
 
 
-def test_keys_travel_with_the_batch() -> None:
+def test_keys_travel_with_the_batch_and_lie_in_its_block() -> None:
     batch = tree_row((2, 2, 1), (-1, 0, 0), num_padding=1)
-    assert batch.shared is not None
-    for moved in (batch.to("cpu"), pickle.loads(pickle.dumps(batch)), copy.deepcopy(batch)):
-        assert moved.shared.prefix_lengths == batch.shared.prefix_lengths
-        assert torch.equal(moved.shared.key_index, batch.shared.key_index)
-    moved = batch.to("meta")
-    assert moved.shared is not None
-    assert moved.shared.key_index.device.type == moved.shared.cu_seqlens_k.device.type == "meta"
-
-
-def test_keys_lie_in_the_block_of_the_batch() -> None:
-    batch = tree_row((2, 2, 1), (-1, 0, 0))
-    assert batch.shared is not None
-    names = ("cu_seqlens", "position_ids", "seq_idx")
-    shapes = {name: tuple(getattr(batch, name).shape) for name in names} | {"input_ids": (1, 5), "labels": (1, 5)}
-    inputs, host = PackedInputs.empty(
-        shapes, seq_lengths=batch.seq_lengths, num_padding=0, max_seqlen=4, shared=batch.shared
+    keys = batch.shared
+    assert keys is not None
+    tensors = {name: getattr(batch, name) for name in ("cu_seqlens", "position_ids", "seq_idx")}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()} | {"input_ids": (1, 6), "labels": (1, 6)}
+    inputs, host = PackedInputs.empty(shapes, seq_lengths=batch.seq_lengths, num_padding=1, max_seqlen=2, shared=keys)
+    for name, tensor in tensors.items():
+        host[name][:] = tensor.reshape(-1).numpy()
+    ways = (
+        lambda one: one.to("cpu"),
+        lambda one: pickle.loads(pickle.dumps(one)),
+        copy.deepcopy,
+        lambda one: one.to("meta"),
     )
-    for name in names:
-        host[name][:] = getattr(batch, name).reshape(-1).numpy()
-    for copied in (inputs, pickle.loads(pickle.dumps(inputs)), inputs.copy(), inputs.to("meta")):
-        keys = copied["packed_batch"].shared
-        assert keys.prefix_lengths == batch.shared.prefix_lengths
-        assert keys.max_seqlen_k == batch.shared.max_seqlen_k
-        assert keys.key_index.untyped_storage()._cdata == copied["position_ids"].untyped_storage()._cdata
-        if keys.key_index.device.type != "meta":
-            assert torch.equal(keys.key_index, batch.shared.key_index)
-            assert torch.equal(keys.cu_seqlens_k, batch.shared.cu_seqlens_k)
+    for way in ways:
+        block = way(inputs)
+        for moved in (way(batch).shared, block["packed_batch"].shared):
+            assert (moved.prefix_lengths, moved.max_seqlen_k) == (keys.prefix_lengths, keys.max_seqlen_k)
+            assert moved.key_index.device == moved.cu_seqlens_k.device == block["position_ids"].device
+            if moved.key_index.device.type != "meta":
+                assert torch.equal(moved.key_index, keys.key_index)
+                assert torch.equal(moved.cu_seqlens_k, keys.cu_seqlens_k)
+        assert moved.key_index.untyped_storage()._cdata == block["position_ids"].untyped_storage()._cdata

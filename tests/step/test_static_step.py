@@ -213,7 +213,7 @@ def nan_in_new_memory() -> Iterator[None]:
 @pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
 def test_what_stands_in_the_tail_and_in_unread_memory_changes_no_bit(trainer: FastSFTTrainer, shared: bool) -> None:
     inputs = make_rows([[5, 9, 9], [3, 1]] if shared else [[5, 9], [3, 1]], ignored=0.3, shared=shared)
-    assert inputs["packed_batch"].shares == shared
+    assert (inputs["packed_batch"].documents is not None) == shared
     tokens = sum(inputs["packed_batch"].seq_lengths)
     static = to_static(inputs, ROOMY._replace(keys=150, max_seqlen_k=40) if shared else ROOMY)
     first = stepped(trainer, static)

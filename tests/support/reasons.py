@@ -20,7 +20,7 @@ FUNCTIONS = {
     "attention/share_prefixes.py": ["_reasons", "_failed_check"],
     "model/preflight.py": ["against_plan"],
     "model/facts.py": ["_gaps", "read_features"],
-    "packing/batching.py": ["_only_stock", "_rather_padded"],
+    "packing/batching.py": ["_only_stock", "_in_any_trainer", "_padded", "_padded_in_sft"],
     "model/hooks.py": ["callback_between", "hook_on_a_gradient", "needs_logits"],
     "trainer.py": ["_fastpack_collates"],
     "lora/feature.py": ["lora"],

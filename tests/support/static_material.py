@@ -53,7 +53,7 @@ def bucket_for(
 ) -> Bucket:  # fmt: skip
     """The smallest bucket of a row, and so much more of each; `keyed`: with keys though nothing is shared."""
     size = RowSize.of(inputs["packed_batch"])
-    size, longest = size.keyed if keyed else size, size.max_seqlen + longer
+    size, longest = size.with_keys if keyed else size, size.max_seqlen + longer
     bucket = Bucket(
         tokens=size.tokens + tail,
         segments=size.segments + segments,

@@ -100,7 +100,7 @@ def test_tokens_and_masks_are_read_once_per_generation(
 ) -> None:
     """And a learner call asks the device for nothing."""
     reads, waits = [], []
-    copy, families = online._host_copy, online._OnlineTrainer._fastpack_families
+    copy, groups = online._host_copy, online._OnlineTrainer._fastpack_groups
 
     def read(*args: Any) -> Any:
         reads.append(args[0].shape)
@@ -108,12 +108,12 @@ def test_tokens_and_masks_are_read_once_per_generation(
 
     def found(self: Any, *args: Any) -> Any:
         with count_host_syncs(device="cpu", host=HOST) as syncs:
-            made = families(self, *args)
+            made = groups(self, *args)
         waits.append(syncs.of("sync", "copy"))
         return made
 
     monkeypatch.setattr(online, "_host_copy", read)
-    monkeypatch.setattr(online._OnlineTrainer, "_fastpack_families", found)
+    monkeypatch.setattr(online._OnlineTrainer, "_fastpack_groups", found)
     ours = build(
         "GRPO", tmp_path, fast=True, max_steps=4, eval_strategy="no", num_iterations=2,
         gradient_accumulation_steps=accumulation,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fastpack_trl.packing.families import Families, FamiliesCollator, Pairs, completions, find_families, find_pairs
+from fastpack_trl.packing.prompt_groups import PromptGroups, PromptGroupsCollator, completions, group_completions, pairs
 
 Padded = tuple[Tensor, Tensor, Tensor]
 PAD = 0
@@ -41,9 +43,9 @@ def drawn(seed: int) -> Padded:
     return pad(rows, [draw.randrange(4) for _ in rows], draw.randrange(3))
 
 
-def seen(families: Families, position: int) -> list[int]:
+def seen(groups: PromptGroups, position: int) -> list[int]:
     """The places in the padded batch of what the token at a position of the row sees: by parents, in order."""
-    batch = families.batch
+    batch = groups.batch
     ends = torch.tensor(batch.segment_lengths).cumsum(0)
     segment = int((ends <= position).sum())
     start = int(ends[segment]) - batch.segment_lengths[segment]
@@ -51,15 +53,15 @@ def seen(families: Families, position: int) -> list[int]:
     if batch.shared is not None:
         first = int(batch.shared.cu_seqlens_k[segment])
         before = batch.shared.key_index[first : first + batch.shared.prefix_lengths[segment]].tolist()
-    return families.tokens[[*before, *range(start, position + 1)]].tolist()
+    return groups.tokens[[*before, *range(start, position + 1)]].tolist()
 
 
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("seed", range(40))
 def test_each_scored_token_is_predicted_from_all_that_comes_before_it_in_its_padded_row(seed: int, share: bool) -> None:
     ids, mask, scored = drawn(seed)
-    found = find_families(ids, mask, scored, share=share, least=1)
-    assert isinstance(found, Families)
+    found = group_completions(ids, mask, scored, share=share, least=1)
+    assert isinstance(found, PromptGroups)
     width = ids.shape[1]
     asked = [(row, column) for row, column in scored.nonzero().tolist() if column > 0]
     assert found.places.tolist() == [row * (width - 1) + column - 1 for row, column in asked]
@@ -68,50 +70,30 @@ def test_each_scored_token_is_predicted_from_all_that_comes_before_it_in_its_pad
         context = ids[row, :column][mask[row, :column] != 0].tolist()
         assert flat[seen(found, position)].tolist() == context
         assert int(found.batch.position_ids[0, position]) == len(context) - 1
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_copies_add_up_to_the_padded_batch_and_sharing_spares_what_it_says(seed: int) -> None:
-    ids, mask, scored = drawn(seed)
-    shared, repeated = (find_families(ids, mask, scored, share=share, least=1) for share in (True, False))
-    assert isinstance(shared, Families)
-    assert isinstance(repeated, Families)
-    real = int(mask.sum())
-    assert repeated.shared == 0
-    assert repeated.copies is None
-    assert repeated.batch.total_tokens == real
-    assert shared.batch.total_tokens + shared.shared == real
-    if shared.copies is None:
-        assert shared.shared == 0
-        return
-    counted = torch.zeros(10, dtype=torch.int64).index_add(0, shared.row(ids)[0], shared.copies[0])
+    copies = torch.ones(1, len(found.tokens), dtype=torch.int64) if found.copies is None else found.copies
+    counted = torch.zeros(10, dtype=torch.int64).index_add(0, found.row(ids)[0], copies[0])
     assert torch.equal(counted, torch.bincount(ids[mask != 0], minlength=10))
+    assert (found.batch.total_tokens < int(mask.sum())) == (found.copies is not None)
+    assert share or found.copies is None
 
 
-def test_the_worked_example() -> None:
-    found = find_families(*pad([([1, 2], [3, 4]), ([1, 2], [5])]), least=1)
-    assert isinstance(found, Families)
-    assert found.tokens.tolist() == [0, 1, 2, 3, 6]
-    assert found.positions.tolist() == [1, 2, 1]
-    assert found.places.tolist() == [1, 2, 4]
+def group(*rows: tuple[list[int], list[int]], least: int = 1) -> PromptGroups:
+    found = group_completions(*pad(rows), least=least)
+    assert isinstance(found, PromptGroups)
+    return found
+
+
+def test_worked_examples() -> None:
+    found = group(([1, 2], [3, 4]), ([1, 2], [5]))
+    assert (found.tokens.tolist(), found.shape) == ([0, 1, 2, 3, 6], (2, 4))
+    assert (found.positions.tolist(), found.places.tolist()) == ([1, 2, 1], [1, 2, 4])
     assert found.copies is not None
     assert found.copies.tolist() == [[2, 2, 1, 1, 1]]
     assert found.batch.position_ids.tolist() == [[0, 1, 2, 3, 2]]
-    assert found.shape == (2, 4)
-
-
-def test_short_prompts_are_repeated() -> None:
-    rows = [([1] * 15, [2]), ([1] * 15, [3])]
-    for least, shared in ((16, 0), (15, 15)):
-        found = find_families(*pad(rows), least=least)
-        assert isinstance(found, Families)
-        assert found.shared == shared
-
-
-def test_a_completion_that_begins_the_other_and_two_equal_ones_lie_in_the_row_once() -> None:
-    for other in ([5, 6], [5, 6, 7]):
-        found = find_families(*pad([([1, 2], other), ([1, 2], [5, 6])]), least=1)
-        assert isinstance(found, Families)
+    for least, tokens in ((16, 32), (15, 17)):
+        assert group(([1] * 15, [2]), ([1] * 15, [3]), least=least).batch.total_tokens == tokens
+    for other in ([5, 6], [5, 6, 7]):  # equal completions, and one that begins the other
+        found = group(([1, 2], other), ([1, 2], [5, 6]))
         assert found.batch.total_tokens == 2 + len(other)
         assert found.positions.tolist() == [*range(1, 1 + len(other)), 1, 2]
 
@@ -127,7 +109,7 @@ def test_a_completion_that_begins_the_other_and_two_equal_ones_lie_in_the_row_on
     ],
 )  # fmt: skip
 def test_what_is_no_row_is_said(batch: Padded, why: str) -> None:
-    found = find_families(*batch)
+    found = group_completions(*batch)
     assert isinstance(found, str)
     assert why in found
 
@@ -143,8 +125,8 @@ def test_pairs_are_read_where_a_classifier_reads_them(seed: int, share: bool) ->
         ([*prompt, 3], [draw.randrange(3) for _ in range(draw.randrange(5))]) for _ in range(2) for prompt in prompts
     ]
     ids, mask, _ = pad(rows)
-    found = find_pairs(ids, mask, PAD, share=share, least=1)
-    assert isinstance(found, Families)
+    found = pairs({"input_ids": ids, "attention_mask": mask}, "", pad_token_id=PAD, share=share, least=1)
+    assert isinstance(found, PromptGroups)
     assert found.places.tolist() == list(range(2 * half))
     for row, position in enumerate(found.positions.tolist()):
         last = int((ids[row] != PAD).nonzero().max())
@@ -152,12 +134,15 @@ def test_pairs_are_read_where_a_classifier_reads_them(seed: int, share: bool) ->
 
 
 def test_the_collator_adds_rows_and_leaves_everything_else() -> None:
+    def collated(find: Any, names: set[str]) -> Any:
+        given = {name: inner[name] for name in names}
+        batch = PromptGroupsCollator(lambda _: given, find, share=True)([])
+        assert {key: batch[key] for key in given} == given
+        return batch["fastpack_prompt_groups"]["input_ids"]
+
     ids, mask, scored = pad([([1, 2], [3, 4]), ([1, 2], [5])])
     inner = {"input_ids": ids, "attention_mask": mask, "completion_mask": scored, "label": [True, False]}
-    batch = FamiliesCollator(lambda _: inner, completions, share=True)([])
-    assert {key: batch[key] for key in inner} == inner
-    assert isinstance(batch["fastpack_families"]["input_ids"], Families)
-    without = FamiliesCollator(lambda _: {"input_ids": ids, "attention_mask": mask}, completions, share=True)([])
-    assert without["fastpack_families"]["input_ids"] == "a batch without completion_mask"
-    pair = FamiliesCollator(lambda _: {"input_ids": ids, "attention_mask": mask}, Pairs(PAD), share=True)([])
-    assert pair["fastpack_families"]["input_ids"].places.tolist() == [0, 1]
+    assert isinstance(collated(completions, {*inner}), PromptGroups)
+    without = {"input_ids", "attention_mask"}
+    assert collated(completions, without) == "a batch without completion_mask"
+    assert collated(partial(pairs, pad_token_id=PAD), without).places.tolist() == [0, 1]
