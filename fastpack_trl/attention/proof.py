@@ -26,7 +26,6 @@ from fastpack_trl.attention.probe import (
 from fastpack_trl.config import refusing_removed
 from fastpack_trl.errors import NonFiniteError, PackingError
 from fastpack_trl.model.changes import isolated_run
-from fastpack_trl.model.sharded import fsdp_modules
 
 BUDGET = 2.0**-12
 """Relative difference of hidden states in fp32 up to which it is rounding; a wrong position or window is far beyond."""
@@ -232,8 +231,6 @@ def _past_windows(probe: Probe, seed: int, *, fixed: bool) -> tuple[tuple[int, .
     try:
         packed, separate, difference = (Probe(model, attention, past, seed) if past else probe).reach()
     except torch.OutOfMemoryError:
-        if fsdp_modules(model):
-            raise  # the other processes run the next document without this one
         return (), (), 0.0
     wrong = tuple(
         (layer, seen, separate[layer, document])
