@@ -49,16 +49,31 @@ def make_row(lengths: tuple[int, ...] = LENGTHS) -> tuple[Tensor, Tensor, Packed
     return ids, ids.masked_fill(batch.position_ids == 0, IGNORE_INDEX), batch
 
 
-def separate(model: Any, ids: Tensor, batch: PackedBatch) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of the documents one by one under the family's own eager attention."""
-    reference = copy.deepcopy(model)
-    reference.set_attn_implementation("eager")
+def separate(
+    model: Any, ids: Tensor, batch: PackedBatch, implementation: str = "eager", **of_tokens: Tensor
+) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of the documents one by one under stock attention; `of_tokens`: keywords, (1, tokens)."""
+    documents = [document.tolist() for document in ids[0].split(batch.seq_lengths)]
+    parts = {name: tensor.split(batch.seq_lengths, dim=1) for name, tensor in of_tokens.items()}
+    keywords = [{name: part[index] for name, part in parts.items()} for index in range(len(documents))]
+    total, grads = one_by_one(model, documents, documents, implementation, keywords)
     count = sum(length - 1 for length in batch.seq_lengths)
-    total = 0.0
-    for document in ids[0].split(batch.seq_lengths):
+    return total / count, {name: gradient / count for name, gradient in grads.items()}
+
+
+def one_by_one(
+    model: Any, documents: list[list[int]], labels: list[list[int]], implementation: str = "eager", keywords: Any = None
+) -> tuple[float, dict[str, Tensor]]:
+    """The sum of the losses of documents one by one under stock attention, and its gradients."""
+    reference, total = copy.deepcopy(model), 0.0
+    reference.set_attn_implementation(implementation)
+    device = next(iter(model.parameters())).device
+    for index, (document, label) in enumerate(zip(documents, labels, strict=True)):
         if len(document) > 1:
-            logits = reference(input_ids=document[None], use_cache=False).logits[0, :-1]
-            loss = F.cross_entropy(logits, document[1:], reduction="sum") / count
+            row, target = (torch.tensor([tokens], device=device) for tokens in (document, label))
+            own = keywords[index] if keywords else {}
+            logits = reference(input_ids=row, use_cache=False, **own).logits[0, :-1]
+            loss = F.cross_entropy(logits, target[0, 1:], reduction="sum", ignore_index=IGNORE_INDEX)
             loss.backward()
             total += loss.item()
     return total, gradients(reference)
@@ -100,11 +115,14 @@ def assert_packed_equals_separate(model: Any, implementation: str = "auto", *, c
     return attention.path
 
 
-def packed(model: Any, ids: Tensor, batch: PackedBatch) -> Tensor:
-    kwargs = to_transformers_kwargs(batch)
-    logits = model(input_ids=ids, packed_batch=batch, use_cache=False, **kwargs).logits[0]
-    loss: Tensor = F.cross_entropy(logits[batch.loss_positions], batch.loss_labels)
-    return loss
+def packed(model: Any, ids: Tensor, batch: PackedBatch, **keywords: Any) -> Tensor:
+    """The loss of a packed row: a mean over tokens, of rows with shared prefixes the sum over the documents."""
+    given = {"use_cache": False, **to_transformers_kwargs(batch), **keywords}
+    logits = model(input_ids=ids, packed_batch=batch, **given).logits[0]
+    losses = F.cross_entropy(logits[batch.loss_positions], batch.loss_labels, reduction="none")
+    if batch.documents is not None:
+        return (losses * batch.documents.loss_weights).sum()
+    return losses.sum() / max(1, len(losses))
 
 
 def make_inputs(
@@ -142,6 +160,15 @@ def run(function: Any, inputs: list[Tensor]) -> list[Tensor]:
 
 def errors(actual: list[Tensor], exact: list[Tensor]) -> Tensor:
     return torch.stack([(a.double() - e).norm() / e.norm() for a, e in zip(actual, exact, strict=True)])
+
+
+def relative_errors(loss: float, grads: dict[str, Tensor], exact: tuple[float, dict[str, Tensor]]) -> Tensor:
+    """Of the loss, and of all gradients together in the 2-norm."""
+    expected_loss, expected = exact
+    assert grads.keys() == expected.keys()
+    distance = sum(float((grads[name].double().cpu() - g).square().sum()) for name, g in expected.items()) ** 0.5
+    size = sum(float(g.square().sum()) for g in expected.values()) ** 0.5
+    return torch.tensor([abs(loss - expected_loss) / abs(expected_loss), distance / size])
 
 
 def attend(layer: Any, window: int | None = None, softcap: float | None = None, device: Any = CPU) -> Any:
