@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,15 +17,13 @@ from attention_material import (
     separate,
 )  # fmt: skip
 from torch import Tensor
-from trainer_material import build
 from vision_material import KINDS_OF_TOKENS, SECTIONS, vision_model
 
-from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.attention.proof import verify_packing
 from fastpack_trl.errors import PackingError
 from fastpack_trl.packing.packed_batch import PackedBatch
-from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
+from fastpack_trl.testing import tiny_model
 
 # With all experts chosen no token changes its experts for a rounding, which would move its loss by far more than one.
 MOE = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "gpt_oss", "afmoe", "granitemoehybrid", "qwen3_next")
@@ -37,18 +34,20 @@ ROUNDING = torch.finfo(torch.bfloat16).eps / 2
 
 
 @pytest.mark.parametrize(
-    ("family", "checkpointing"),
+    ("family", "path", "checkpointing"),
     [
-        *((family, False) for family in PER_DOCUMENT),
-        *((family, True) for family in ("gemma3_text", "gpt_oss", "qwen3_moe")),
+        *((family, "per_document", False) for family in PER_DOCUMENT),
+        *((family, "per_document", True) for family in ("gemma3_text", "gpt_oss", "qwen3_moe")),
+        *((family, "sdpa", False) for family in ("qwen3", "mistral", "gpt_oss", "gemma2", "deepseek_v3")),
     ],
 )
-def test_packed_loss_and_gradients_equal_separate_documents(family: str, checkpointing: bool) -> None:
-    model = tiny_model(family)
-    if not checkpointing:
-        proof = verify_packing(model)
-        assert (proof.proven, proof.leaks) == (True, ()), str(proof)
-    assert assert_packed_equals_separate(model, checkpointing=checkpointing) == "per_document"
+def test_packed_loss_and_gradients_equal_separate_documents(family: str, path: str, checkpointing: bool) -> None:
+    # transformers 5.17 gives gemma2 an sdpa that leaves out the softcap.
+    model = tiny_model(family, **({"attn_implementation": "eager"} if (family, path) == ("gemma2", "sdpa") else {}))
+    proof = verify_packing(model, implementation=path)
+    assert (proof.proven, proof.leaks) == (True, ()), str(proof)
+    requested = "auto" if path == "per_document" else path
+    assert assert_packed_equals_separate(model, requested, checkpointing=checkpointing) == path
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "afmoe", "opt", "bloom", "falcon"])
@@ -59,13 +58,6 @@ def test_proof_finds_the_leaks_of_stock_that_other_tokens_show(family: str) -> N
     leaks = leaks_of_stock(model)
     assert {(source, target) for source, target, _ in proof.leaks} == leaks
     assert proof.proven == (not leaks)
-
-
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "gpt_oss", "gemma2", "deepseek_v3"])
-def test_dense_masks_built_once_equal_separate_documents(family: str) -> None:
-    # transformers 5.17 gives gemma2 an sdpa that leaves out the softcap.
-    eager = {"attn_implementation": "eager"} if family == "gemma2" else {}
-    assert_packed_equals_separate(tiny_model(family, **eager), "sdpa")
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss", "opt", "qwen3_next"])
@@ -140,21 +132,10 @@ def image_row() -> tuple[Tensor, Tensor, PackedBatch]:
     return ids, kinds, PackedBatch.from_lengths(IMAGE_LENGTHS, labels=ids)
 
 
-def assert_packed_is_separate(
-    model: Any, implementation: str, of_tokens: dict[str, Tensor] | None = None, **keywords: Any
-) -> str:
-    """Loss and gradients of the row are those of its documents one by one under stock; returns the path."""
+def assert_row_equals_separate(model: Any, implementation: str, **keywords: Any) -> None:
     ids, _, batch = image_row()
-    expected_loss, expected = separate(model, ids, batch, "sdpa", **of_tokens or {})
-    vision = getattr(model.config, "vision_config", None)
-    stock = getattr(vision, "_attn_implementation", None)
-    with packed_attention(model, implementation) as attention:
-        assert getattr(vision, "_attn_implementation", None) == stock, "only the text model is switched"
-        loss = packed(model, ids, batch, **of_tokens or {}, **keywords)
-        loss.backward()
-    assert abs(loss.item() - expected_loss) <= 2e-6
-    assert_gradients_close(gradients(model), expected, rtol=1e-4)
-    return attention.path
+    path = assert_packed_equals_separate(model, implementation, row=(ids, batch), stock="sdpa", rtol=1e-4, **keywords)
+    assert path == implementation
 
 
 @pytest.mark.parametrize("implementation", ["per_document", "sdpa"])
@@ -173,10 +154,10 @@ def test_image_tokens_that_see_each_other_are_refused_by_name(family: str, imple
 @pytest.mark.parametrize("family", ["gemma3", "gemma4", "molmo2"])
 def test_rows_of_text_alone_equal_separate_documents(family: str, implementation: str) -> None:
     name, model = KINDS_OF_TOKENS[family], vision_model(family)
-    assert assert_packed_is_separate(model, implementation, {name: torch.zeros_like(image_row()[1])}) == implementation
+    assert_row_equals_separate(model, implementation, of_tokens={name: torch.zeros_like(image_row()[1])})
     if family != "molmo2":  # which asks for them in training
         model.zero_grad()
-        assert assert_packed_is_separate(model, implementation) == implementation
+        assert_row_equals_separate(model, implementation)
 
 
 @pytest.mark.parametrize("sections", [0, 3, 4])
@@ -185,23 +166,4 @@ def test_positions_of_several_sections_are_exact(family: str, sections: int) -> 
     _, kinds, batch = image_row()
     given = {"position_ids": batch.position_ids[None].expand(sections, 1, -1)} if sections else {}
     # Kinds that no mask reads are no reason to refuse.
-    model = vision_model(family)
-    assert assert_packed_is_separate(model, "auto", mm_token_type_ids=kinds, **given) == "per_document"
-
-
-def test_tokens_of_positions_with_several_sections_are_counted(tmp_path: Path) -> None:
-    class Sections(FastSFTTrainer):
-        def _prepare_inputs(self, inputs: Any) -> Any:
-            inputs = super()._prepare_inputs(inputs)
-            inputs["position_ids"] = inputs["position_ids"].expand(4, 1, -1)
-            return inputs
-
-    logs = []
-    for cls in (FastSFTTrainer, Sections):
-        model = vision_model("qwen3_vl")
-        trainer = build(cls, tmp_path, model=model, fast={}, packing=True, max_steps=2, eval_strategy="no")
-        trainer.train()
-        assert trainer.fastpack_report["batches"].path == "packed"
-        logs.append([(entry["num_tokens"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry])
-    assert logs[1] == [(tokens, pytest.approx(loss, rel=1e-5)) for tokens, loss in logs[0]]
-    assert logs[0][0][0] > 4 * 4
+    assert_row_equals_separate(vision_model(family), "per_document", mm_token_type_ids=kinds, **given)

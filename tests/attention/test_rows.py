@@ -29,6 +29,7 @@ from static_attention import STATIC_KINDS, assert_as_plain, tensors_of
 from static_material import bucket_for, rows, shared_rows, to_static
 from static_material import make_inputs as collated
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastpack_trl.attention import varlen
@@ -158,9 +159,12 @@ def test_scores_of_sinks_and_softcaps_are_in_fp32_under_autocast_and_not_kept_fo
     batch, sizes = PackedBatch.from_lengths((64, 64)), []
     ours, inputs = attend(prepared("per_document", batch), None, 2.0), make_inputs(batch, torch.float32, sinks=True)
 
+    def keep(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.numel())
+        return tensor
+
     def under_autocast(tensors: list[Tensor]) -> Tensor:
-        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t)
-        with torch.autocast("cpu", torch.bfloat16), hooks:
+        with torch.autocast("cpu", torch.bfloat16), saved_tensors_hooks(keep, lambda tensor: tensor):
             out: Tensor = ours(tensors)
         return out
 
@@ -218,7 +222,7 @@ def test_sinks_on_a_kernel_without_them_are_those_of_plain_torch() -> None:
 @pytest.mark.parametrize("parents", [None, (-1, 0, 0, -1, 3, 3)], ids=["", "shared"])
 @pytest.mark.parametrize("name", ROW_KERNELS)
 def test_rows_of_other_lengths_trace_into_at_most_two_graphs(name: str, parents: Any) -> None:
-    graphs, contiguous = [], []
+    graphs, contiguous = list[Any](), list[bool]()
 
     def backend(module: Any, _example: Any) -> Any:
         graphs.append(module)
@@ -242,18 +246,16 @@ def test_rows_of_other_lengths_trace_into_at_most_two_graphs(name: str, parents:
     assert set(contiguous) == {True}, "a graph gives the kernel rows one after the other"
 
 
-@pytest.mark.parametrize(
-    ("name", "requested", "message"),
-    [
+def test_call_that_a_kernel_lacks_is_refused_by_name() -> None:
+    batch = PackedBatch.from_lengths((3, 2))
+    for name, requested, message in (
         ("per_document", {"dropout": 0.1}, r"attention dropout is 0\.1.*packed_attention='sdpa'"),
         ("varlen", {"dropout": 0.1}, r"varlen has no dropout.*set packed_attention='per_document'"),
         ("varlen", {"softcap": 30.0}, r"varlen has no softcap.*set packed_attention='per_document'"),
-    ],
-)
-def test_call_that_a_kernel_lacks_is_refused_by_name(name: str, requested: dict[str, float], message: str) -> None:
-    batch = PackedBatch.from_lengths((3, 2))
-    with pytest.raises(ValueError, match=message):
-        prepared(name, batch).attend(AttentionCall(*make_inputs(batch, torch.float32), SCALE, **requested))
+    ):
+        call = AttentionCall(*make_inputs(batch, torch.float32), SCALE, **requested)
+        with pytest.raises(ValueError, match=message):
+            prepared(name, batch).attend(call)
 
 
 def test_shared_row_is_refused_by_a_backend_without_it_and_where_its_positions_were_edited(
@@ -279,13 +281,10 @@ def test_shared_row_is_refused_by_a_backend_without_it_and_where_its_positions_w
 def test_operators_of_this_torch_take_the_arguments_and_windows_without_the_token_itself() -> None:
     segments = "cum_seq_q cum_seq_k max_q max_k dropout_p is_causal"
     for operator, expected in (
-        (torch.ops.aten._flash_attention_forward, f"query key value {segments} return_debug_mask"),
-        (
-            torch.ops.aten._flash_attention_backward,
-            f"grad_out query key value out logsumexp {segments} rng_state unused",
-        ),
+        ("forward", f"query key value {segments} return_debug_mask"),
+        ("backward", f"grad_out query key value out logsumexp {segments} rng_state unused"),
     ):
-        arguments = operator.default._schema.arguments
+        arguments = getattr(torch.ops.aten, f"_flash_attention_{operator}").default._schema.arguments
         assert " ".join(argument.name for argument in arguments if not argument.kwarg_only) == expected
         keywords = {argument.name for argument in arguments if argument.kwarg_only}
         assert {"scale", "window_size_left", "window_size_right"} <= keywords
@@ -313,10 +312,9 @@ def test_no_synchronisation_in_forward_and_backward_of_a_model(family: str) -> N
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode(mode)
             try:
+                keywords = {"packed_batch": batch, "use_cache": False, **to_transformers_kwargs(batch)}
                 with torch.autocast("cuda", torch.bfloat16):
-                    hidden = model.model(
-                        input_ids=ids, packed_batch=batch, use_cache=False, **to_transformers_kwargs(batch)
-                    ).last_hidden_state
+                    hidden = model.model(input_ids=ids, **keywords).last_hidden_state
                 hidden.sum().backward()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
@@ -372,19 +370,15 @@ def test_only_kernels_over_a_row_take_static_batches_up_to_where_int32_ends() ->
     bucket = Bucket(2048, 16, 512, 2048)
     takes = {name for name, backend in BACKENDS.items() if not backend.refuses_static(bucket, PLAIN)}
     assert takes == {"flash_attention_4", "varlen"}
-    for name in BACKENDS.keys() - takes:
-        assert BACKENDS[name].refuses_static(bucket, PLAIN).startswith(name), "named"
+    assert all(BACKENDS[name].refuses_static(bucket, PLAIN).startswith(name) for name in BACKENDS.keys() - takes)
+    model, static = tiny_model("qwen3"), to_static(collated([3, 4]), Bucket(9, 4, 5, 9))
+    keywords = {name: value for name, value in static.keywords.items() if name != "labels"}
+    for path in ("per_document", "sdpa"):
+        with packed_attention(model, path), pytest.raises(PackingError, match=rf"cannot run: {path} .*plain batch"):
+            model.model(**keywords, use_cache=False)
     wide = replace(HOPPER, num_heads=64, head_dim=128)
     fits = Bucket(2**31 // (64 * 128) - 128 * 100 - 1, 100, 512, 64)
     assert not BACKENDS["varlen"].refuses_static(fits, wide)
     assert "tokens in 101 segments" in BACKENDS["varlen"].refuses_static(fits._replace(segments=101), wide)
     with pytest.raises(ValueError, match=r"too long for varlen's int32 backward: set packed_attention="):
         prepared("varlen", PackedBatch.from_lengths((2**31 // (64 * 128) - 127,)), features=wide)
-
-
-@pytest.mark.parametrize("path", ["per_document", "sdpa"])
-def test_static_batch_under_an_attention_that_cannot_take_it_is_refused_by_name(path: str) -> None:
-    model = tiny_model("qwen3")
-    static = to_static(collated([3, 4]), Bucket(9, 4, 5, 9))
-    with packed_attention(model, path), pytest.raises(PackingError, match=rf"cannot run: {path} .*plain batch"):
-        model.model(**{name: value for name, value in static.keywords.items() if name != "labels"}, use_cache=False)

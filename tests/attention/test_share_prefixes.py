@@ -6,9 +6,9 @@ import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-import torch
 from attention_material import one_by_one, packed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -19,18 +19,17 @@ from trainer_material import assert_same_log, both, build, train
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention import share_prefixes, shared_rows
 from fastpack_trl.attention.install import packed_attention
-from fastpack_trl.packing.batching import packing_collator
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX
-from fastpack_trl.step.accumulation import merge_inputs
 from fastpack_trl.testing import gradients, tiny_model
 
 SGD = {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_steps": 10, "max_grad_norm": 0.0}
 PACKED = {"packing": True, "max_length": 120, "per_device_train_batch_size": 1, "eval_strategy": "no"}
+MERGED = {"gradient_accumulation_steps": 3, "fast": {"merge_accumulation": "on"}}
 
 
-def without_dropout(family: str, **config: Any) -> Any:
-    model = tiny_model(family, **config)
+def without_dropout(family: str) -> Any:
+    model = tiny_model(family)
     for module in model.modules():
         if hasattr(module, "dropout"):
             module.dropout = 0.0
@@ -69,18 +68,11 @@ def test_loss_and_gradients_equal_separate_documents(
         assert (actual[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6, name
 
 
-def balanced() -> Any:
-    return tiny_model("qwen3_moe", output_router_logits=True)
-
-
-MERGED = {"gradient_accumulation_steps": 3, "fast": {"merge_accumulation": "on"}}
-
-
 @pytest.mark.parametrize(
     "options",
     [
         *({"family": family} for family in ("qwen3", "mistral", "gemma3_text", "gemma2", "deepseek_v3")),
-        {"model": balanced(), "router_aux_loss_coef": 0.1, **MERGED},
+        {"model": tiny_model("qwen3_moe", output_router_logits=True), "router_aux_loss_coef": 0.1, **MERGED},
         {"data": prefixed(labels=True)},
         {"data": prefixed().to_iterable_dataset(), "fast": {"share_prefixes": "on"}},
         {"loss_type": "dft"},
@@ -134,28 +126,7 @@ def test_sinks_and_learned_positions_train_as_without_sharing_over_fewer_tokens(
     monkeypatch.setattr(PackingCollator, "torch_call", recorded)
     shared.train()
     assert_same_log(shared, whole, rtol=1e-5, atol=1e-5)
-    assert len(rows) >= 10
-    assert max(rows) < 0.8
-
-
-@pytest.mark.parametrize("merged", [False, True], ids=["", "merged"])
-def test_labels_edited_after_collation_count_as_edited(merged: bool, tmp_path: Path) -> None:
-    runner = build(FastSFTTrainer, tmp_path, data=prefixed(), fast={}, **SGD, **PACKED)
-    sums = []
-    for shares in (True, False):
-        collator = packing_collator(runner, share_prefixes=shares)
-        rows = [collator([row]) for row in runner.train_dataset.with_format("numpy")][:3]
-        assert not shares or all(row["packed_batch"].documents for row in rows)
-        inputs = merge_inputs(rows) if merged else rows[0]
-        inputs["labels"][:, ::3] = IGNORE_INDEX
-        with packed_attention(runner.model):
-            out = runner.model(**inputs, loss_batch=inputs["packed_batch"], loss_type="nll")
-        assert out.positions is not None
-        out.total.backward()
-        sums.append([out.total.detach(), *(p.grad for p in runner.model.parameters())])
-        runner.model.zero_grad()
-    for ours, whole in zip(*sums, strict=True):
-        torch.testing.assert_close(ours, whole, rtol=1e-4, atol=1e-5)
+    assert (len(rows) >= 10, max(rows) < 0.8) == (True, True)
 
 
 def hooked() -> Any:
@@ -197,10 +168,10 @@ def test_what_cannot_share_is_named(options: dict[str, Any], reason: str, tmp_pa
 
 
 def test_rows_are_checked_once_per_attention_and_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checks, verify = [], shared_rows.verify_shared
-    monkeypatch.setattr(shared_rows, "verify_shared", lambda *args: checks.append(1) or verify(*args))
+    check = Mock(wraps=shared_rows.verify_shared)
+    monkeypatch.setattr(shared_rows, "verify_shared", check)
     ours = build(FastSFTTrainer, tmp_path, data=prefixed(), fast={}, **dropping(0.0), **PACKED, max_steps=1)
     for _ in range(2):
         ours.train()
         assert ours.fastpack_report["share_prefixes"].status == "on"
-    assert len(checks) == 1
+    assert check.call_count == 1

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from shared_material import prefixed
 from step_material import ONE_LOG, BetweenLogs
 from torch import Tensor
 from torch.distributed.utils import _apply_to_tensors, _to_kwargs
@@ -21,6 +22,8 @@ from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from fastpack_trl import FastSFTTrainer, PackingCollator, packed_attention
+from fastpack_trl.packing.batching import packing_collator
+from fastpack_trl.step.accumulation import merge_inputs
 from fastpack_trl.testing import tiny_model
 
 Edit = Callable[[dict[str, Any]], None]
@@ -510,3 +513,23 @@ def test_a_row_cut_under_the_stock_trainer_is_named_once(caplog: pytest.LogCaptu
     expected = model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     assert sum("documents are read from them" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("merged", [False, True], ids=["", "merged"])
+def test_labels_of_shared_rows_count_as_edited(merged: bool, tmp_path: Path) -> None:
+    runner = build(FastSFTTrainer, tmp_path, data=prefixed(), fast={}, packing=True, max_length=120)
+    sums = []
+    for shares in (True, False):
+        collator = packing_collator(runner, share_prefixes=shares)
+        rows = [collator([row]) for row in runner.train_dataset.with_format("numpy")][:3]
+        assert not shares or all(row["packed_batch"].documents for row in rows)
+        inputs = merge_inputs(rows) if merged else rows[0]
+        inputs["labels"][:, ::3] = -100
+        with packed_attention(runner.model):
+            out = runner.model(**inputs, loss_batch=inputs["packed_batch"], loss_type="nll")
+        assert out.positions is not None
+        out.total.backward()
+        sums.append([out.total.detach(), *(p.grad for p in runner.model.parameters())])
+        runner.model.zero_grad()
+    for ours, whole in zip(*sums, strict=True):
+        torch.testing.assert_close(ours, whole, rtol=1e-4, atol=1e-5)

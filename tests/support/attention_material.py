@@ -101,17 +101,34 @@ def leaks_of_stock(model: Any) -> set[tuple[int, int]]:
     return leaks
 
 
-def assert_packed_equals_separate(model: Any, implementation: str = "auto", *, checkpointing: bool = False) -> str:
-    """Loss and gradients of a packed row are those of its documents one by one; returns the path."""
-    ids, _, batch = make_row()
-    expected_loss, expected = separate(model, ids, batch)
+def assert_packed_equals_separate(
+    model: Any,
+    implementation: str = "auto",
+    *,
+    checkpointing: bool = False,
+    row: tuple[Tensor, PackedBatch] | None = None,
+    stock: str = "eager",
+    rtol: float = 1e-5,
+    of_tokens: dict[str, Tensor] | None = None,
+    **keywords: Any,
+) -> str:
+    """Loss and gradients of a packed row are those of its documents one by one; returns the path.
+
+    `of_tokens`: keywords that documents are given their part of; `keywords`: those of the packed row alone.
+    """
+    ids, batch = row or make_row()[::2]
+    parts = of_tokens or {}
+    expected_loss, expected = separate(model, ids, batch, stock, **parts)
+    vision = getattr(model.config, "vision_config", None)
+    before = getattr(vision, "_attn_implementation", None)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     with packed_attention(model, implementation) as attention:
-        loss = packed(model, ids, batch)
+        assert getattr(vision, "_attn_implementation", None) == before, "only the text model is switched"
+        loss = packed(model, ids, batch, **parts, **keywords)
         loss.backward()
     assert abs(loss.item() - expected_loss) <= 1e-5
-    assert_gradients_close(gradients(model), expected)
+    assert_gradients_close(gradients(model), expected, rtol=rtol)
     return attention.path
 
 
