@@ -1,69 +1,68 @@
-"""The packing proof sees each kind of leak, and its outcome decides how a run goes on."""
+"""The packing check sees each kind of leak, in plain and in shared rows, and its outcome decides how a run goes on."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from sft_material import Material
+from odd_models import Bigrams, Noise, OneRow, Shift, Strict, Unigrams, capped_sdpa, model_with
 from torch import nn
 from trainer_material import assert_same_log, build, figures, train
-from transformers import AutoTokenizer
+from transformers import TrainerCallback
 from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+from vision_material import vision_model
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.attention import install as seam
-from fastpack_trl.attention import start_proof
-from fastpack_trl.attention.proof import verify_packing
-from fastpack_trl.cli.main import main as cli
-from fastpack_trl.errors import NonFiniteError, PackingError
-from fastpack_trl.model import facts as model_features
+from fastpack_trl.attention import install, probe, start_proof
+from fastpack_trl.attention.install import packed_attention
+from fastpack_trl.attention.per_document import PerDocument, PerDocumentLayer
+from fastpack_trl.attention.probe import SHARED_LENGTHS
+from fastpack_trl.attention.proof import PackingProof, verify_packing, verify_shared
+from fastpack_trl.errors import PackingError
+from fastpack_trl.model import facts
+from fastpack_trl.packing.packed_batch import PackedBatch
+from fastpack_trl.packing.shared_keys import SharedKeys
 from fastpack_trl.testing import FAMILIES, tiny_model
 
 OFF = {"packed_attention": "off"}
-
-
-def widened(monkeypatch: pytest.MonkeyPatch, by: int) -> None:
-    """Every window is another one for our path; stock makes its masks as before."""
-    right = model_features.window_of
-
-    def wrong(module: nn.Module) -> int | None:
-        window = right(module)
-        return None if window is None else window + by
-
-    monkeypatch.setattr(model_features, "window_of", wrong)
-    monkeypatch.setattr(seam, "window_of", wrong)
+LEAKING: dict[str, Any] = {"family": "gpt_oss", "packing": True, "max_steps": 1, "eval_strategy": "no"}
+SHARING = ("llama", "qwen3", "gemma2", "gemma3_text", "mistral", "gpt_oss", "qwen3_moe", "deepseek_v3", "opt")
 
 
 @pytest.mark.parametrize(
     ("device", "dtype", "family", "window"),
     [
-        ("cpu", dtype, family, window)
-        for dtype in (torch.float32, torch.bfloat16)
-        for family, window in (("mistral", 5), ("gpt_oss", 40))
-    ]
-    + [
-        pytest.param("cuda", torch.bfloat16, family, window, marks=pytest.mark.cuda)
-        for family, window in (("gpt_oss", 128), ("gemma3_text", 512), ("mistral", 1024))
+        *(("cpu", torch.float32, *case) for case in (("mistral", 5), ("gpt_oss", 40))),
+        ("cpu", torch.bfloat16, "mistral", 5),
+        *(
+            pytest.param("cuda", torch.bfloat16, *case, marks=pytest.mark.cuda)
+            for case in (("gpt_oss", 128), ("gemma3_text", 512), ("mistral", 1024))
+        ),
     ],
 )
-def test_a_window_that_is_one_off_fails_the_proof(
+def test_window_that_is_one_off_fails_the_check(
     monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, family: str, window: int
 ) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs CUDA")
     sizes = {"max_position_embeddings": 2048, "hidden_size": 64, "head_dim": 16} if device == "cuda" else {}
-    model = tiny_model(family, sliding_window=window, **sizes).to(device, dtype)
+    model, window_of = tiny_model(family, sliding_window=window, **sizes).to(device, dtype), facts.window_of
     for implementation in ("auto", "per_document", "sdpa") if device == "cuda" else ("auto",):
         proof = verify_packing(model, implementation=implementation)
         assert proof.proven, (implementation, str(proof))
         assert not proof.not_exercised
     for by in (-1, 1):
-        with monkeypatch.context() as patch:
-            widened(patch, by)
+
+        def wrong(module: nn.Module, by: int = by) -> int | None:
+            size = window_of(module)
+            return None if size is None else size + by
+
+        with monkeypatch.context() as patch:  # for our path; stock makes its masks as before
+            patch.setattr(facts, "window_of", wrong)
+            patch.setattr(install, "window_of", wrong)
             # 1,025 is past what is exercised; asked for by its lengths, it is all the same.
             proof = verify_packing(model, lengths=(9, window + 16, 6) if device == "cuda" else None)
         assert not proof.proven
@@ -74,124 +73,176 @@ def test_a_window_that_is_one_off_fails_the_proof(
             assert proof.difference > 10 * proof.budget
 
 
-def test_windows_up_to_512_tokens_are_exercised_on_the_cpu() -> None:
+def test_windows_up_to_512_tokens_are_exercised_on_the_cpu_where_they_are_affordable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for family, window in (("gpt_oss", 128), ("gemma3_text", 512)):
         proof = verify_packing(tiny_model(family, sliding_window=window, max_position_embeddings=1024))
-        assert proof.proven
-        assert not proof.not_exercised
+        assert (proof.proven, proof.not_exercised) == (True, ())
         assert max(proof.past_window) > window + 1
     proof = verify_packing(tiny_model("mistral", sliding_window=513, max_position_embeddings=1024))
     assert (proof.proven, proof.not_exercised, proof.past_window) == (True, ("window 513",), ())
     # A document of the model's own positions never exceeds this one.
     assert verify_packing(tiny_model("mistral", sliding_window=120)).not_exercised == ("window 120",)
-
-
-def test_a_probe_that_costs_too_much_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastpack_trl.attention import probe
-
+    # The last token of 6 predicts nothing: none of those that do sees less than all before it.
+    for lengths, skipped in (((6, 3), ("window 5",)), ((7, 3), ())):
+        assert verify_packing(tiny_model("mistral"), lengths=lengths).not_exercised == skipped
     monkeypatch.setattr(probe, "_MOST_OPERATIONS", {"cpu": 1e6})
     assert verify_packing(tiny_model("mistral", sliding_window=40)).not_exercised == ("window 40",)
 
 
-def test_no_logits_are_made_but_of_the_last_token() -> None:
-    model = tiny_model("gpt_oss", sliding_window=40)
-    rows, head = [], model.lm_head.forward
+def test_check_makes_no_logits_but_of_the_last_token_and_runs_no_hook_of_the_user() -> None:
+    model, rows, seen = tiny_model("gpt_oss", sliding_window=40), [], []
+    head = model.lm_head.forward
 
     def counted(hidden: torch.Tensor) -> Any:
         rows.append(hidden.shape[1])
         return head(hidden)
 
     model.lm_head.forward = counted
-    verify_packing(model)
-    assert set(rows) == {1}
-
-
-def test_hooks_of_the_user_see_nothing_of_the_proof(tmp_path: Path) -> None:
-    model, seen = tiny_model("mistral"), []
-    handles = [
-        model.model.layers[0].register_forward_hook(lambda *_: seen.append("forward")),
-        model.model.layers[1].mlp.register_full_backward_hook(lambda *_: seen.append("backward")),
-        nn.modules.module.register_module_forward_pre_hook(lambda *_: seen.append("global")),
-    ]
+    model.model.layers[0].register_forward_hook(lambda *_: seen.append("forward"))
+    model.model.layers[1].mlp.register_full_backward_hook(lambda *_: seen.append("backward"))
+    handle = nn.modules.module.register_module_forward_pre_hook(lambda *_: seen.append("global"))
     try:
         assert verify_packing(model).proven
-        assert not seen
-        train(FastSFTTrainer, tmp_path, model=model, packing=True, max_steps=1, eval_strategy="no")
+        assert (set(rows), seen) == ({1}, [])
+        model(input_ids=torch.ones(1, 3, dtype=torch.long)).logits.sum().backward()
         assert set(seen) == {"forward", "backward", "global"}
-        assert seen.count("forward") == 1, "in the step alone"
     finally:
-        for handle in handles:
-            handle.remove()
+        handle.remove()
 
 
-def spoilt(model: Any, name: str, value: float) -> Any:
-    with torch.no_grad():
-        model.get_parameter(name).view(-1)[3] = value
-    return model
+def test_packed_results_that_are_not_finite_are_never_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, attend = tiny_model("qwen3"), PerDocumentLayer.attend
+    with packed_attention(model, "per_document") as attention, monkeypatch.context() as patch:
+        patch.setattr(PerDocumentLayer, "attend", lambda *args: attend(*args) * torch.nan)
+        proof = verify_packing(model, attention=attention)
+    assert proof.difference == torch.inf
+    assert len(proof.leaks) == 4 * 3, "a gradient that is NaN may hide one"
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_named_and_nothing_falls_back(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, value: float
+def test_leak_through_token_ids_alone_shows_in_the_hidden_states() -> None:
+    proof = verify_packing(model_with(backbone=Bigrams))
+    assert (proof.proven, proof.leaks) == (False, ()), "embeddings say nothing of it"
+    assert verify_packing(model_with(backbone=Unigrams)).proven, "ids that stay in their document"
+
+
+def shared_proof(model: Any, path: str = "per_document", dtype: Any = None) -> PackingProof:
+    with packed_attention(model, path, compute_dtype=dtype) as attention:
+        return verify_shared(model, attention)
+
+
+@pytest.mark.parametrize(
+    ("family", "path", "device"),
+    [
+        *((family, "per_document", "cpu") for family in SHARING),
+        *((family, "sdpa", "cpu") for family in ("llama", "gpt_oss", "opt")),
+        *(
+            pytest.param(family, path, "cuda", marks=pytest.mark.cuda)
+            for family in ("llama", "qwen3", "mistral", "gemma3_text", "gpt_oss", "deepseek_v3")
+            for path in ("varlen", "per_document")
+        ),
+    ],
+)
+def test_families_share_prefixes_right(family: str, path: str, device: str) -> None:
+    model, on_cuda = tiny_model(family).to(device), device == "cuda"
+    if on_cuda and getattr(model.config, "_experts_implementation", None) not in (None, "eager"):
+        model.set_experts_implementation("eager")  # grouped matrix products are made for bf16 weights
+    dtype = torch.bfloat16 if on_cuda else None
+    with torch.autocast(device, torch.bfloat16, enabled=on_cuda):
+        proof = shared_proof(model, path, dtype)
+    assert (proof.proven, proof.leaks, proof.budget is None) == (True, (), on_cuda), proof
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "leaks", "unseen", "message"),
+    [
+        # One token of the first branch.
+        ([[], range(7), range(8), range(7), range(7), []], {(1, 2)}, set(), "LEAK"),
+        ([[]] * 6, set(), {(0, 1), (0, 2)}, "UNSEEN: segment 1 does not depend on segment 0"),
+    ],
+)
+def test_branch_that_sees_another_or_not_its_prefix_is_named(
+    monkeypatch: pytest.MonkeyPatch, prefixes: list[Any], leaks: Any, unseen: Any, message: str
 ) -> None:
-    name = "model.layers.1.mlp.up_proj.weight"
-    message = rf"parameter {name} has non-finite values: 1 of 1,536"
-    with pytest.raises(NonFiniteError, match=message):
-        verify_packing(spoilt(tiny_model("qwen3"), name, value))
-    options: dict[str, Any] = {"packing": True, "max_steps": 1, "eval_strategy": "no"}
-    ours = train(FastSFTTrainer, tmp_path, model=spoilt(tiny_model("qwen3"), name, value), **options)
+    ends, stock = np.cumsum(SHARED_LENGTHS), PerDocument.prepare
+    index = [[*prefix, *range(end - own, end)] for prefix, end, own in zip(prefixes, ends, SHARED_LENGTHS, strict=True)]
+    keys = SharedKeys.of(np.array(SHARED_LENGTHS), np.array(list(map(len, prefixes))), np.concatenate(index))
+
+    def prepare(self: PerDocument, batch: PackedBatch, *args: Any) -> Any:
+        return stock(self, replace(batch, shared=keys if batch.shared is not None else None), *args)
+
+    monkeypatch.setattr(PerDocument, "prepare", prepare)
+    proof = shared_proof(tiny_model("llama"))
+    assert not proof.proven
+    assert {pair[:2] for pair in proof.leaks} == leaks
+    assert unseen <= set(proof.unseen)
+    assert message in str(proof)
+    assert not replace(proof, difference=0.0).proven, "also where rounding would hide it"
+
+
+def test_wrong_positions_of_a_branch_show_in_the_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = probe.packed_batch
+
+    def shifted(*args: Any, **kwargs: Any) -> PackedBatch:
+        batch = stock(*args, **kwargs)
+        return replace(batch, position_ids=torch.arange(batch.total_tokens)[None], positions=None)
+
+    monkeypatch.setattr(probe, "packed_batch", shifted)
+    # Learned positions: a rotary embedding hides a shift of a whole segment, not of a part.
+    proof = shared_proof(tiny_model("opt"))
+    assert (proof.proven, proof.leaks) == (False, ())
+    assert proof.budget is not None
+    assert proof.difference > proof.budget
+
+
+def trainer_of(cls: Any, folder: Path, model: Any = None, fast: Any = None, **more: Any) -> Any:
+    return build(cls, folder, model=model or model_with(), fast=fast, eval_strategy="no", max_steps=1, **more)
+
+
+def evaluated(trainer: Any) -> float:
+    return float(trainer.evaluate()["eval_loss"])
+
+
+def test_packing_under_stock_is_checked_and_a_leak_stops(tmp_path: Path) -> None:
+    right = train(FastSFTTrainer, tmp_path, packing=True, fast=OFF)
+    assert right.fastpack_report["verify_packing"].path == "proof of stock"
+    assert right.fastpack_report["verify_packing"].reason.startswith("proven")
+    with pytest.raises(PackingError, match=r"with stock: LEAK.*set packed_attention='auto'; verify_packing='off'"):
+        train(FastSFTTrainer, tmp_path, fast=OFF, **LEAKING)
+    with pytest.raises(PackingError, match=r"LEAK.*torch_compile=True compiles.*leave that out, or set packing=False"):
+        train(FastSFTTrainer, tmp_path, torch_compile=True, torch_compile_backend="eager", **LEAKING)
+    strict = train(FastSFTTrainer, tmp_path / "ours", fast={**OFF, "verify_packing": "off"}, **LEAKING)
+    assert figures(strict) == figures(train(SFTTrainer, tmp_path / "stock", **LEAKING))
+    assert strict.fastpack_report["verify_packing"].reason == "switched off"
+
+
+def test_weights_that_are_not_finite_are_named_and_nothing_falls_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def spoilt() -> Any:
+        model = tiny_model("qwen3")
+        model.get_parameter(name).data.view(-1)[3] = torch.inf
+        return model
+
+    name, options = "model.layers.1.mlp.up_proj.weight", {"packing": True, "max_steps": 1, "eval_strategy": "no"}
+    ours = train(FastSFTTrainer, tmp_path, model=spoilt(), **options)
     line = ours.fastpack_report["verify_packing"]
     assert (line.status, line.path) == ("off", "not run")
     assert name in line.reason
     assert ours.fastpack_report["packed_attention"].path == "per_document"
     assert name in caplog.text
-    with pytest.raises(ValueError, match=f"verify_packing='on': {message}"):
-        train(
-            FastSFTTrainer, tmp_path, model=spoilt(tiny_model("qwen3"), name, value), fast={"verify_packing": "on"},
-            **options,
-        )  # fmt: skip
-
-
-def test_packing_under_stock_is_proven_and_a_leak_stops(tmp_path: Path) -> None:
-    right = train(FastSFTTrainer, tmp_path, packing=True, fast=OFF)
-    assert right.fastpack_report["verify_packing"].path == "proof of stock"
-    assert right.fastpack_report["verify_packing"].reason.startswith("proven")
-    leaking: dict[str, Any] = {"family": "gpt_oss", "packing": True, "max_steps": 1, "eval_strategy": "no"}
-    with pytest.raises(
-        PackingError, match=r"proof with stock: LEAK.*set packed_attention='auto'; verify_packing='off'"
-    ):
-        train(FastSFTTrainer, tmp_path, fast=OFF, **leaking)
-    with pytest.raises(PackingError, match=r"LEAK.*torch_compile=True compiles.*leave that out, or set packing=False"):
-        train(FastSFTTrainer, tmp_path, torch_compile=True, torch_compile_backend="eager", **leaking)
-    insisted = train(FastSFTTrainer, tmp_path / "ours", fast={**OFF, "verify_packing": "off"}, **leaking)
-    stock = train(SFTTrainer, tmp_path / "stock", **leaking)
-    assert figures(insisted) == figures(stock)
-    assert insisted.fastpack_report["verify_packing"].reason == "switched off"
-
-
-def test_a_leak_is_one_line_of_the_command(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = material.folder / "gpt_oss"
-    tiny_model("gpt_oss", vocab_size=304).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(material.model).save_pretrained(folder)
-    config = material.yaml(model_name_or_path=str(folder), packed_attention="off", max_steps=1)
-    assert cli(["sft", "--config", str(config)]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fastpack-trl sft: error: ")]
-    assert "packing proof with stock: LEAK" in line
-    assert line.endswith("set packed_attention='auto'; verify_packing='off' trains all the same")
-    assert not material.out.exists()
-    assert cli(["sft", "--config", str(config), "--verify_packing", "off"]) == 0
-
-
-def test_disable_trains_as_stock_whatever_leaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FASTPACK_DISABLE", "1")
-    train(FastSFTTrainer, tmp_path, family="gpt_oss", packing=True, max_steps=1, eval_strategy="no", fast=OFF)
+    with pytest.raises(ValueError, match=f"verify_packing='on': parameter {name} has non-finite values: 1 of 1,536"):
+        train(FastSFTTrainer, tmp_path, model=spoilt(), fast={"verify_packing": "on"}, **options)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "qwen3 4-bit"])
-def test_a_small_copy_leaks_under_stock_where_the_model_does(family: str) -> None:
+def test_small_copy_leaks_under_stock_where_the_model_does(family: str) -> None:
     """It stands for a model whose parameters are in other processes."""
     two = tiny_model(family.split()[0]).config
-    each = {name: value * 3 for name, value in vars(two).items() if isinstance(value, list) and len(value) == 2}
+    # The second kind of layer comes late.
+    each = {name: [*value[:1] * 3, *value[1:] * 3] for name, value in vars(two).items()
+            if isinstance(value, list) and len(value) == 2}  # fmt: skip
     model = tiny_model(family.split()[0], num_hidden_layers=6, **each)
 
     def leaks(one: Any) -> Any:
@@ -211,73 +262,137 @@ def test_a_small_copy_leaks_under_stock_where_the_model_does(family: str) -> Non
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
-def test_parameters_that_are_in_other_processes_are_checked_on_a_small_copy(tmp_path: Path, family: str) -> None:
-    trainer: Any = build(FastSFTTrainer, tmp_path, family=family, packing=True, eval_strategy="no", fast=OFF)
-    trainer.is_fsdp_enabled = True
-    if family == "qwen3":
-        start_proof.prove_stock(trainer.fastpack_run)
-        assert trainer.fastpack_report["verify_packing"].reason.startswith("proven")
-    else:
-        with pytest.raises(PackingError, match=r"LEAK: .*set packed_attention='auto'"):
-            start_proof.prove_stock(trainer.fastpack_run)
-
-
-@pytest.mark.parametrize("name", ["eager", "sdpa", "loaded"])
-def test_an_implementation_that_was_asked_for_runs_what_is_not_packed(tmp_path: Path, name: str) -> None:
-    """Packed rows run ours over it: asked for, stock's own leaks in gpt_oss."""
-    options: dict[str, Any] = {"model": tiny_model("qwen3", attn_implementation="eager"), "packing": True}
-    if name != "loaded":
-        tiny_model("gpt_oss" if name == "eager" else "qwen3").save_pretrained(tmp_path / "model")
-        options["model"] = str(tmp_path / "model")
-        options["model_init_kwargs"] = {"attn_implementation": name, "dtype": "float32"}
-    ours = train(FastSFTTrainer, tmp_path / "ours", **options)
-    line = ours.fastpack_report["packed_attention"]
-    assert (line.status, line.path) == ("on", "per_document")
-    used = "sdpa" if name == "sdpa" else "eager"
-    if name != "eager":
-        assert f"batches that are not packed run attn_implementation={used!r}" in line.reason
-    if name == "sdpa":
-        assert_same_log(ours, train(SFTTrainer, tmp_path / "stock", **options))
-    assert ours.fastpack_proof is not None
-    assert ours.fastpack_proof.proven
-    assert ours.model.config._attn_implementation == used
-
-
-def test_a_collator_of_ones_own_is_warned_of_where_stocks_rows_leak(
+def test_leak_under_a_collator_of_the_user_warns_and_under_a_kind_of_stocks_stops(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Own:
-        """Neither stock's collator nor a kind of it: what it tells the model is not known."""
-
-        def __init__(self) -> None:
-            self.stock = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
-
-        def __call__(self, rows: Any) -> Any:
-            return self.stock(rows)
-
-    class Kind(DataCollatorForLanguageModeling):
-        pass
-
-    def trained_with(collator: Any) -> None:
-        trainer = build(FastSFTTrainer, tmp_path, family="gpt_oss", packing=True, max_steps=1, eval_strategy="no")
+    def trained(cls: Any, collator: Any, **more: Any) -> Any:
+        trainer = build(cls, tmp_path / cls.__name__, **more)
         trainer.data_collator = collator  # TRL takes none at construction where rows are packed
-        trainer.train()
-
-    trained_with(Own())
-    assert "what Own makes of them is not examined" in caplog.text
-    with pytest.raises(PackingError, match="custom data collator Kind"):
-        trained_with(Kind(pad_token_id=0, padding_free=True))
-
-
-def test_a_collator_that_makes_a_packed_row_one_document_stops_or_trains_as_in_stock(tmp_path: Path) -> None:
-    def trained(cls: Any, **more: Any) -> Any:
-        trainer = build(cls, tmp_path / cls.__name__, packing=True, eval_strategy="no", **more)
-        trainer.data_collator = DataCollatorForLanguageModeling(pad_token_id=0)
         trainer.train()
         return trainer
 
+    class Own:
+        """Neither stock's collator nor a kind of it: what it tells the model is not known."""
+
+        def __call__(self, rows: Any) -> Any:
+            return DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(rows)
+
+    trained(FastSFTTrainer, Own(), **LEAKING)
+    assert "what Own makes of them is not examined" in caplog.text
+    kind = type("Kind", (DataCollatorForLanguageModeling,), {})
+    with pytest.raises(PackingError, match="custom data collator Kind"):
+        trained(FastSFTTrainer, kind(pad_token_id=0, padding_free=True), **LEAKING)
+    joining: dict[str, Any] = {"collator": DataCollatorForLanguageModeling(pad_token_id=0), "packing": True}
     with pytest.raises(PackingError, match=r"LEAK: every row is one document .* padding_free=False"):
-        trained(FastSFTTrainer)
-    ours = trained(FastSFTTrainer, fast={"verify_packing": "off"})
-    assert_same_log(ours, trained(SFTTrainer))
+        trained(FastSFTTrainer, **joining)
+    ours = trained(FastSFTTrainer, **joining, fast={"verify_packing": "off"})
+    assert_same_log(ours, trained(SFTTrainer, **joining))
+
+
+@pytest.mark.parametrize("kind", [{"wrapper": Shift}, {"wrapper": Strict}, {"wrapper": Noise}, {"backbone": Bigrams}])
+def test_rows_that_nobody_asked_to_pack_stay_padded_where_the_check_fails(tmp_path: Path, kind: Any) -> None:
+    ours = train(FastSFTTrainer, tmp_path / "ours", model=model_with(**kind))
+    assert_same_log(ours, train(SFTTrainer, tmp_path / "stock", model=model_with(**kind)))
+    line, runs = ours.fastpack_report["batches"], kind.get("wrapper") is not Strict
+    assert line.status == "stock"
+    unproven = "per_document failed its proof: " if runs else "rows without padding are not proven: "
+    assert line.reason.startswith(unproven)
+    ours.args.verify_packing = "off"
+    if runs:
+        ours.train()
+        assert ours.fastpack_run.plan.kind == "padding_free", "verify_packing='off' insists"
+
+
+@pytest.mark.parametrize(
+    ("backbone", "reason"),
+    [(OneRow, "the proof cannot run on this model: ValueError: one row at a time"), (Bigrams, "failed its proof")],
+)
+def test_packed_documents_are_padded_one_by_one_where_the_check_cannot_run_or_fails(
+    tmp_path: Path, backbone: Any, reason: str
+) -> None:
+    ours = trainer_of(FastSFTTrainer, tmp_path, model_with(backbone=backbone), packing=True)
+    ours.train()
+    assert ours.fastpack_report["batches"].path == "documents"
+    assert reason in ours.fastpack_report["packed_attention"].reason
+    if backbone is OneRow:
+        with pytest.raises(ValueError, match=r"verify_packing='on': .*set verify_packing='auto' or 'off'"):
+            trainer_of(FastSFTTrainer, tmp_path, model_with(backbone=backbone), {"verify_packing": "on"}).train()
+
+
+def test_rows_that_are_evaluated_before_training_are_checked_once(tmp_path: Path) -> None:
+    ours = trainer_of(FastSFTTrainer, tmp_path)
+    evaluated(ours)
+    proof = ours.fastpack_proof
+    assert proof.proven
+    assert ours.fastpack_run.plan.kind == "padding_free"
+    ours.predict(ours.eval_dataset)
+    assert ours.fastpack_proof is proof
+    ours.train()
+    trained = ours.fastpack_proof
+    assert trained is not proof
+    evaluated(ours)
+    assert ours.fastpack_proof is trained
+    off = trainer_of(FastSFTTrainer, tmp_path, fast={"verify_packing": "off"})
+    evaluated(off)
+    assert (off.fastpack_proof, off.fastpack_run.plan.kind) == (None, "padding_free")
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_rows_of_one_document_are_checked_only_where_they_are_merged_or_evaluated(tmp_path: Path, steps: int) -> None:
+    alone = trainer_of(FastSFTTrainer, tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=steps)
+    alone.eval_dataset, rows = None, alone.eval_dataset
+    alone.train()
+    assert (alone.fastpack_proof is None) == (steps == 1)
+    alone.evaluate(rows)
+    assert alone.fastpack_proof is not None
+
+
+@pytest.mark.parametrize("attention", ["auto", "per_document"])
+def test_evaluation_before_training_takes_stocks_batches_where_documents_leak(tmp_path: Path, attention: str) -> None:
+    ours = trainer_of(FastSFTTrainer, tmp_path, model_with(Shift), {"packed_attention": attention})
+    stock = trainer_of(SFTTrainer, tmp_path, model_with(Shift))
+    assert evaluated(ours) == pytest.approx(evaluated(stock), rel=1e-6)
+    assert "per_document failed its proof: " in ours.fastpack_report["batches"].reason
+    assert ours.predict(ours.eval_dataset).metrics["test_loss"] == pytest.approx(evaluated(stock), rel=1e-6)
+
+
+def test_attention_that_is_switched_in_the_middle_of_a_run_is_named_with_its_fix(tmp_path: Path) -> None:
+    class Switch(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            model.set_attn_implementation("eager")
+
+    options = {"trainer": {"callbacks": [Switch()]}}
+    with pytest.raises(PackingError, match=r"set to 'eager' in the middle of a run .*set packed_attention='off'"):
+        trainer_of(FastSFTTrainer, tmp_path, **options).train()
+    trainer_of(FastSFTTrainer, tmp_path, fast=OFF, **options).train()
+
+
+def stock_loss_in(folder: Path, **options: Any) -> str:
+    trained = train(FastSFTTrainer, folder, **{"fast": {}, "max_steps": 1, "eval_strategy": "no"} | options)
+    line = trained.fastpack_report.to_dict()["facts"].get("stock loss", "")
+    assert f"stock loss: {line}" in " ".join(trained.fastpack_report.banner().split()) or not line
+    return str(line)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gpt_oss"])
+def test_documents_that_leak_in_packed_rows_of_stock_are_in_the_banner(family: str, tmp_path: Path) -> None:
+    def leaking() -> Any:
+        return vision_model(family) if family == "qwen2_5_vl" else tiny_model(family)
+
+    assert "6 of 12 pairs" in stock_loss_in(tmp_path, model=leaking(), packing=True)
+    assert verify_packing(leaking()).proven
+    assert not stock_loss_in(tmp_path, model=leaking()), "stock pads: nothing to leak"
+    assert not stock_loss_in(tmp_path, packing=True), "stock keeps apart"
+    assert not stock_loss_in(tmp_path, model=leaking(), packing=True, fast={"verify_packing": "off"})
+
+
+def test_softcap_that_stock_leaves_out_is_in_the_banner_and_compared_with_eager(tmp_path: Path) -> None:
+    for packing in (False, True):
+        assert "leaves out the softcap" in stock_loss_in(tmp_path, model=capped_sdpa(), packing=packing)
+    model = capped_sdpa()
+    assert verify_packing(model).proven
+    eager = tiny_model("gemma2", attn_implementation="eager")
+    eager.load_state_dict(model.state_dict())
+    ours = train(FastSFTTrainer, tmp_path, model=model, packing=True, optim="sgd")
+    assert ours.fastpack_report["packed_attention"].path == "per_document"
+    assert_same_log(ours, train(SFTTrainer, tmp_path, model=eager, packing=True, optim="sgd"), rtol=1e-4)

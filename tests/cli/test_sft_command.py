@@ -378,3 +378,19 @@ def test_launch_options_start_accelerate_and_its_exit_code_is_ours(
     assert lines[0].startswith("fastpack-trl sft: error: pad_token '<nowhere>'")
     assert "Traceback" not in err
     assert not material.out.exists()
+
+
+def test_leak_of_packed_rows_is_one_line_with_the_fix(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoTokenizer
+
+    from fastpack_trl.testing import tiny_model
+
+    folder = material.folder / "gpt_oss"
+    tiny_model("gpt_oss", vocab_size=304).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(material.model).save_pretrained(folder)
+    config = material.yaml(model_name_or_path=str(folder), packed_attention="off", max_steps=1)
+    assert main(["sft", "--config", str(config)]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fastpack-trl sft: error: ")]
+    assert "packing proof with stock: LEAK" in line
+    assert line.endswith("set packed_attention='auto'; verify_packing='off' trains all the same")
+    assert not material.out.exists()

@@ -22,6 +22,8 @@ from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from fastpack_trl import FastSFTTrainer, PackingCollator, packed_attention
+from fastpack_trl.packing.batching import packing_collator
+from fastpack_trl.step.accumulation import merge_inputs
 from fastpack_trl.testing import tiny_model
 
 Edit = Callable[[Any], None]
@@ -497,3 +499,23 @@ def test_tokens_are_counted_as_stock_counts_them_where_rows_are_padded(kind: str
         trainer.train()
         counted.append([row["num_tokens"] for row in trainer.state.log_history if "num_tokens" in row])
     assert counted[0] == counted[1]
+
+
+@pytest.mark.parametrize("merged", [False, True], ids=["", "merged"])
+def test_labels_of_shared_rows_count_as_edited(merged: bool, tmp_path: Path) -> None:
+    runner = build(FastSFTTrainer, tmp_path, data=prefixed(), fast={}, packing=True, max_length=120)
+    sums = []
+    for shares in (True, False):
+        collator = packing_collator(runner, share_prefixes=shares)
+        rows = [collator([row]) for row in runner.train_dataset.with_format("numpy")][:3]
+        assert not shares or all(row["packed_batch"].documents for row in rows)
+        inputs = merge_inputs(rows) if merged else rows[0]
+        inputs["labels"][:, ::3] = -100
+        with packed_attention(runner.model):
+            out = runner.model(**inputs, loss_batch=inputs["packed_batch"], loss_type="nll")
+        assert out.positions is not None
+        out.total.backward()
+        sums.append([out.total.detach(), *(p.grad for p in runner.model.parameters())])
+        runner.model.zero_grad()
+    for ours, whole in zip(*sums, strict=True):
+        torch.testing.assert_close(ours, whole, rtol=1e-4, atol=1e-5)

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 from ranks import fork_ranks
 from side_by_side import assert_equal
+from trainer_material import build
+from vision_material import vision_model
 
+from fastpack_trl import FastSFTTrainer
 from fastpack_trl.step.metrics import counted_ranks
 
 
@@ -51,3 +54,21 @@ def test_one_rank_may_log_on_its_own(two_ranks: dict[str, Any]) -> None:
 def test_ranks_are_left_out_as_gather_for_metrics_does(ranks: int, last: bool, remainder: int, expected: int) -> None:
     state = SimpleNamespace(end_of_dataloader=last, remainder=remainder)
     assert counted_ranks(SimpleNamespace(gradient_state=state, num_processes=ranks)) == expected
+
+
+def test_tokens_of_positions_with_several_sections_are_counted(tmp_path: Path) -> None:
+    class Sections(FastSFTTrainer):
+        def _prepare_inputs(self, inputs: Any) -> Any:
+            inputs = super()._prepare_inputs(inputs)
+            inputs["position_ids"] = inputs["position_ids"].expand(4, 1, -1)
+            return inputs
+
+    logs = []
+    for cls in (FastSFTTrainer, Sections):
+        model = vision_model("qwen3_vl")
+        trainer = build(cls, tmp_path, model=model, fast={}, packing=True, max_steps=2, eval_strategy="no")
+        trainer.train()
+        assert trainer.fastpack_report["batches"].path == "packed"
+        logs.append([(entry["num_tokens"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry])
+    assert logs[1] == [(tokens, pytest.approx(loss, rel=1e-5)) for tokens, loss in logs[0]]
+    assert logs[0][0][0] > 4 * 4

@@ -49,16 +49,31 @@ def make_row(lengths: tuple[int, ...] = LENGTHS) -> tuple[Tensor, Tensor, Packed
     return ids, ids.masked_fill(batch.position_ids == 0, IGNORE_INDEX), batch
 
 
-def separate(model: Any, ids: Tensor, batch: PackedBatch) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of the documents one by one under the family's own eager attention."""
-    reference = copy.deepcopy(model)
-    reference.set_attn_implementation("eager")
+def separate(
+    model: Any, ids: Tensor, batch: PackedBatch, implementation: str = "eager", **of_tokens: Tensor
+) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of the documents one by one under stock attention; `of_tokens`: keywords, (1, tokens)."""
+    documents = [document.tolist() for document in ids[0].split(batch.seq_lengths)]
+    parts = {name: tensor.split(batch.seq_lengths, dim=1) for name, tensor in of_tokens.items()}
+    keywords = [{name: part[index] for name, part in parts.items()} for index in range(len(documents))]
+    total, grads = one_by_one(model, documents, documents, implementation, keywords)
     count = sum(length - 1 for length in batch.seq_lengths)
-    total = 0.0
-    for document in ids[0].split(batch.seq_lengths):
+    return total / count, {name: gradient / count for name, gradient in grads.items()}
+
+
+def one_by_one(
+    model: Any, documents: list[list[int]], labels: list[list[int]], implementation: str = "eager", keywords: Any = None
+) -> tuple[float, dict[str, Tensor]]:
+    """The sum of the losses of documents one by one under stock attention, and its gradients."""
+    reference, total = copy.deepcopy(model), 0.0
+    reference.set_attn_implementation(implementation)
+    device = next(iter(model.parameters())).device
+    for index, (document, label) in enumerate(zip(documents, labels, strict=True)):
         if len(document) > 1:
-            logits = reference(input_ids=document[None], use_cache=False).logits[0, :-1]
-            loss = F.cross_entropy(logits, document[1:], reduction="sum") / count
+            row, target = (torch.tensor([tokens], device=device) for tokens in (document, label))
+            own = keywords[index] if keywords else {}
+            logits = reference(input_ids=row, use_cache=False, **own).logits[0, :-1]
+            loss = F.cross_entropy(logits, target[0, 1:], reduction="sum", ignore_index=IGNORE_INDEX)
             loss.backward()
             total += loss.item()
     return total, gradients(reference)
@@ -86,25 +101,45 @@ def leaks_of_stock(model: Any) -> set[tuple[int, int]]:
     return leaks
 
 
-def assert_packed_equals_separate(model: Any, implementation: str = "auto", *, checkpointing: bool = False) -> str:
-    """Loss and gradients of a packed row are those of its documents one by one; returns the path."""
-    ids, _, batch = make_row()
-    expected_loss, expected = separate(model, ids, batch)
+def assert_packed_equals_separate(
+    model: Any,
+    implementation: str = "auto",
+    *,
+    checkpointing: bool = False,
+    row: tuple[Tensor, PackedBatch] | None = None,
+    stock: str = "eager",
+    rtol: float = 1e-5,
+    of_tokens: dict[str, Tensor] | None = None,
+    **keywords: Any,
+) -> str:
+    """Loss and gradients of a packed row are those of its documents one by one; returns the path.
+
+    `of_tokens`: keywords that documents are given their part of; `keywords`: those of the packed row alone.
+    """
+    ids, batch = row or make_row()[::2]
+    parts = of_tokens or {}
+    expected_loss, expected = separate(model, ids, batch, stock, **parts)
+    vision = getattr(model.config, "vision_config", None)
+    before = getattr(vision, "_attn_implementation", None)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     with packed_attention(model, implementation) as attention:
-        loss = packed(model, ids, batch)
+        assert getattr(vision, "_attn_implementation", None) == before, "only the text model is switched"
+        loss = packed(model, ids, batch, **parts, **keywords)
         loss.backward()
     assert abs(loss.item() - expected_loss) <= 1e-5
-    assert_gradients_close(gradients(model), expected)
+    assert_gradients_close(gradients(model), expected, rtol=rtol)
     return attention.path
 
 
-def packed(model: Any, ids: Tensor, batch: PackedBatch) -> Tensor:
-    kwargs = to_transformers_kwargs(batch)
-    logits = model(input_ids=ids, packed_batch=batch, use_cache=False, **kwargs).logits[0]
-    loss: Tensor = F.cross_entropy(logits[batch.loss_positions], batch.loss_labels)
-    return loss
+def packed(model: Any, ids: Tensor, batch: PackedBatch, **keywords: Any) -> Tensor:
+    """The loss of a packed row: a mean over tokens, of rows with shared prefixes the sum over the documents."""
+    given = {"use_cache": False, **to_transformers_kwargs(batch), **keywords}
+    logits = model(input_ids=ids, packed_batch=batch, **given).logits[0]
+    losses = F.cross_entropy(logits[batch.loss_positions], batch.loss_labels, reduction="none")
+    if batch.documents is not None:
+        return (losses * batch.documents.loss_weights).sum()
+    return losses.sum() / max(1, len(losses))
 
 
 def make_inputs(
@@ -142,6 +177,15 @@ def run(function: Any, inputs: list[Tensor]) -> list[Tensor]:
 
 def errors(actual: list[Tensor], exact: list[Tensor]) -> Tensor:
     return torch.stack([(a.double() - e).norm() / e.norm() for a, e in zip(actual, exact, strict=True)])
+
+
+def relative_errors(loss: float, grads: dict[str, Tensor], exact: tuple[float, dict[str, Tensor]]) -> Tensor:
+    """Of the loss, and of all gradients together in the 2-norm."""
+    expected_loss, expected = exact
+    assert grads.keys() == expected.keys()
+    distance = sum(float((grads[name].double().cpu() - g).square().sum()) for name, g in expected.items()) ** 0.5
+    size = sum(float(g.square().sum()) for g in expected.values()) ** 0.5
+    return torch.tensor([abs(loss - expected_loss) / abs(expected_loss), distance / size])
 
 
 def attend(layer: Any, window: int | None = None, softcap: float | None = None, device: Any = CPU) -> Any:

@@ -5,11 +5,19 @@ Their parameters are those of that version, as far as a packed row could use the
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+
+from fastpack_trl.attention import flash_attention_4, varlen_common
+
+INTERFACE = "flash_attn.cute.interface"
 
 
 def _flash_attn_fwd(
@@ -58,3 +66,22 @@ def _flash_attn_bwd(
         )  # fmt: skip
     torch.testing.assert_close((again, lse_again), (out, lse))
     return torch.autograd.grad(again, leaves, dout, allow_unused=True, materialize_grads=True)
+
+
+def put_in(patch: pytest.MonkeyPatch, interface: Any) -> None:
+    """Let an import find `interface` as flash-attn-4's."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
+        patch.delitem(sys.modules, name)
+    patch.setitem(sys.modules, INTERFACE, interface)
+    flash_attention_4._function.cache_clear()
+
+
+@contextmanager
+def in_place_of_the_twin() -> Iterator[None]:
+    """The operator runs what it runs on CUDA, over a loop in plain torch that takes the kernel's arguments."""
+    with pytest.MonkeyPatch.context() as patch:
+        put_in(patch, sys.modules[__name__])
+        patch.setattr(varlen_common, "_twin", flash_attention_4.flash4_attention)
+        patch.setattr(varlen_common, "_twin_backward", flash_attention_4.flash4_attention_backward)
+        yield
+    flash_attention_4._function.cache_clear()

@@ -28,8 +28,10 @@ def path_of(lengths: list[int], parents: list[int], piece: int) -> list[int]:
     return (path_of(lengths, parents, parents[piece]) if parents[piece] >= 0 else []) + own
 
 
-def tree_row(lengths: Sequence[int], parents: Sequence[int], *, num_padding: int = 0) -> PackedBatch:
-    """The row of segments that go on from the *last* token of an earlier one; -1: a document begins."""
+def tree_row(lengths: Sequence[int], parents: Sequence[int] | None, *, num_padding: int = 0) -> PackedBatch:
+    """The row of segments that go on from the *last* token of an earlier one; -1: a document begins; None: all do."""
+    if parents is None:
+        return PackedBatch.from_lengths(lengths, num_padding=num_padding)
     pieces = range(len(lengths))
     paths = [path_of(list(lengths), list(parents), piece) for piece in pieces]
     first = np.array([len(path) - length for path, length in zip(paths, lengths, strict=True)])
@@ -57,3 +59,13 @@ def prefixed(*, labels: bool = False, count: int = 60) -> Dataset:
             for row, keep in zip(rows, kept, strict=True)
         ]
     return Dataset.from_dict(columns)
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> list[list[int]]:
+    """Documents that begin with one of two prompts, or with a part of one, or with nothing in common."""
+    tokens = st.integers(3, 95)
+    prompts = [draw(st.lists(tokens, min_size=16, max_size=24)) for _ in range(2)]
+    prompts.append(prompts[0] + draw(st.lists(tokens, min_size=1, max_size=20)))
+    own = st.lists(tokens, min_size=0, max_size=7)
+    return [draw(st.sampled_from([*prompts, []])) + draw(own) or [5] for _ in range(draw(st.integers(2, 6)))]
