@@ -19,7 +19,7 @@ PACKAGE = Path(fastpack_trl.__file__).parent
 VALUES = {"grad", "data"}
 """What a training step writes into a tensor: a value, no patch."""
 ALLOWED: dict[str, dict[str, str]] = {
-    "attention": {"_attn_implementation_internal": "put back after the public setter, which would load kernels again"},
+    "attention": dict.fromkeys(("*", "num_hidden_layers", "pad_token_id"), "of a config of our own"),
     "bench": {
         "should_log": "how a callback speaks to its trainer",
         "should_training_stop": "how a callback speaks to its trainer",

@@ -30,7 +30,7 @@ logger = get_logger(__name__)
 class _Asked(NamedTuple):
     """The settings for which a run has chosen its attention."""
 
-    packed_attention: str
+    setting: str
     by_name: bool
     """As for `choose_attention`."""
 
@@ -113,7 +113,7 @@ def plan_rows_again(run: Run) -> None:
 
     def why_stock() -> str:
         nonlocal own
-        if asked.packed_attention != run.settings.packed_attention:
+        if asked.setting != run.settings.packed_attention:
             choose_attention(run, by_name=asked.by_name)
             logger.warning(f"packed_attention: {run.choice.path} ({run.choice.reason})")
         own = _plan(run)

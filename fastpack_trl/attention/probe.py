@@ -16,7 +16,6 @@ from fastpack_trl.attention.dense import stock_error
 from fastpack_trl.attention.install import PackedAttention
 from fastpack_trl.model import facts
 from fastpack_trl.model.changes import patch_attribute
-from fastpack_trl.model.sharded import head_sees_last
 from fastpack_trl.packing.chunks import CHUNK
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.packing.prefixes import SharedRow, packed_batch
@@ -53,8 +52,7 @@ class Passed(NamedTuple):
 class Probe:
     """One packed row of random tokens, whose segments may go on from each other.
 
-    The whole model runs, in every process if FSDP 2 has sharded it, with its head over one token. It is given token
-    ids: some families read them beside the embeddings.
+    The backbone runs, without a head, and is given token ids: some families read them beside the embeddings.
 
     Args:
         attention: what `packed_attention` yielded for the model.
@@ -123,15 +121,13 @@ class Probe:
             found["hidden"] = output[0]
 
         base = facts.text_model(self.model)
-        with ExitStack() as stack:
-            stack.enter_context(torch.enable_grad())
-            stack.callback(base.get_input_embeddings().register_forward_hook(begin).remove)
-            for backbone in facts.backbones(base) or [base]:  # the outermost that runs ends last
-                stack.callback(backbone.register_forward_hook(end).remove)
-            if base.can_generate():  # a classifier reads the token that it finds last
-                stack.enter_context(head_sees_last(self.model, 1))
-            self.model(input_ids=ids, use_cache=False, **kwargs)
-        # Prompt learning puts virtual tokens before each row.
+        backbone = (facts.backbones(base) or [base])[0]
+        # PEFT puts virtual tokens before a row outside of the backbone, and drops its positions.
+        model = self.model if facts.is_prompt_learning(self.model) else backbone
+        with torch.enable_grad(), ExitStack() as stack:
+            for module, hook in ((base.get_input_embeddings(), begin), (backbone, end)):
+                stack.callback(module.register_forward_hook(hook).remove)
+            model(input_ids=ids, use_cache=False, **kwargs)
         return Passed(found["embeddings"], found["hidden"][0, -ids.shape[1] :])
 
     def reach(self) -> tuple[Reach, Reach, float]:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 
 from fastpack_trl.attention.interface import AttentionCall, described
 from fastpack_trl.attention.reference import NO_SOFTCAP, NO_WINDOW, band_mask, document_attention
@@ -150,7 +151,8 @@ def _twin_backward(
     row: RowInputs, grad_out: Tensor, _out: Tensor, _lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Differentiate `_twin`; NaN for tokens that no segment has, and for all of a segment longer than `max_seqlen`."""
-    with recording():
+    # Hooks on the tensors that the step saves are not for those of this twin.
+    with recording(), saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         given = {name: getattr(row, name) for name in _GRADIENTS if getattr(row, name) is not None}
         leaves = {name: tensor.detach().contiguous().requires_grad_() for name, tensor in given.items()}
         out, _ = _twin(row._replace(**leaves))

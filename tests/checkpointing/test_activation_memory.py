@@ -420,6 +420,7 @@ def test_a_step_that_fits_at_no_level_raises_the_devices_error(tmp_path: Path) -
     assert trainer.args.gradient_checkpointing
 
 
+@pytest.mark.usefixtures("varlen_on_the_cpu")
 @pytest.mark.parametrize("own", [{"activation_memory": "offload"}, {"checkpoint_offload": "double_buffer"}])
 def test_with_compiled_layers_the_model_is_left_as_it_was(
     tmp_path: Path, own: dict[str, Any], monkeypatch: Any
@@ -439,7 +440,6 @@ def test_with_compiled_layers_the_model_is_left_as_it_was(
         max_steps=2,
         eval_strategy="no",
         layer_compile="on",
-        packed_attention="sdpa",
         **own,
     )
     trainer.train()

@@ -27,10 +27,11 @@ from fastpack_trl.lora import fp8_layers, frozen_base
 from fastpack_trl.lora.base_weight import Fp8Weight
 from fastpack_trl.testing import tiny_model
 
-pytestmark = [pytest.mark.usefixtures("on_any_device"), pytest.mark.usefixtures("varlen_on_the_cpu")]
+pytestmark = pytest.mark.usefixtures("on_any_device")
 BY_DEVICE = frozen_base._refused_by_device
 
 
+@pytest.mark.usefixtures("varlen_on_the_cpu")
 @pytest.mark.parametrize("layer_compile", ["off", pytest.param("on", marks=pytest.mark.slow)])
 def test_a_run_learns_as_one_over_the_loaded_base_and_leaves_it(
     tmp_path: Path, layer_compile: str, monkeypatch: pytest.MonkeyPatch

@@ -14,6 +14,8 @@ from fastpack_trl import PackedBatch, apply_lora, packed_attention
 from fastpack_trl.compile.layers import compiled_layers
 from fastpack_trl.testing import assert_gradients_close, gradients
 
+pytestmark = pytest.mark.usefixtures("varlen_on_the_cpu")
+
 PARTITIONED = "aot_eager_decomp_partition"
 """Inductor's partitioner without its code generation."""
 
@@ -49,7 +51,7 @@ def compiled(*, checkpointing: bool) -> tuple[dict[int, int], dict[str, Tensor]]
     model, embedded, batch = material(checkpointing=checkpointing)
     backbone = model.get_base_model().model
     layers, kept = backbone.layers, {}
-    with packed_attention(model, "sdpa"), compiled_layers(model, verbose=False, _backend=PARTITIONED) as handle:
+    with packed_attention(model, "varlen"), compiled_layers(model, verbose=False, _backend=PARTITIONED) as handle:
         forward(model, embedded, batch).square().sum().backward()
         assert handle.path == PARTITIONED, handle.reason
         for count in (1, LAYERS):
@@ -85,7 +87,7 @@ def saved_by(node: Any) -> list[Tensor]:
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiled_gradients_are_those_of_eager(checkpointing: bool) -> None:
     model, embedded, batch = material(checkpointing=checkpointing)
-    with packed_attention(model, "sdpa"):
+    with packed_attention(model, "varlen"):
         forward(model, embedded, batch).square().sum().backward()
     assert_gradients_close(compiled(checkpointing=checkpointing)[1], gradients(model), rtol=1e-5)
 

@@ -70,7 +70,7 @@ def test_no_host_sync_between_two_logs(
     {"family": "granite", "model": {"logits_scaling": 4.0}},
     {"family": "cohere2", "model": {"logit_scale": 0.5}},
     {"family": "gpt_oss", "fast": {"packed_attention": "off", "verify_packing": "off"}},
-    {"family": "bloom"},
+    {"family": "stablelm"},
     {"family": "qwen3", "average_tokens_across_devices": False, "gradient_accumulation_steps": 2, "logging_steps": 3,
      "max_steps": 5},
     {"family": "qwen3", "trainer": LORA, "pad_to_multiple_of": 16},
@@ -197,7 +197,10 @@ def test_an_empty_evaluation_set_is_named_and_the_next_one_runs(tmp_path: Path) 
         ({"fast": {"packed_attention": "off"}}, "packed_attention is off"),
         ({"label_smoothing_factor": 0.1}, "label smoothing needs the full logits"),
         ({"trainer": {"compute_loss_func": None}}, "compute_loss_func needs the full logits"),
-        ({"trainer": {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)}}, "prompt"),
+        (
+            {"trainer": {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)}},
+            "each document",
+        ),
     ],
 )
 def test_what_needs_stock_runs_as_stock_and_says_why(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
