@@ -19,14 +19,20 @@ PACKAGE = Path(fastpack_trl.__file__).parent
 VALUES = {"grad", "data"}
 """What a training step writes into a tensor: a value, no patch."""
 ALLOWED: dict[str, dict[str, str]] = {
-    "attention": dict.fromkeys(("*", "num_hidden_layers", "pad_token_id"), "of a config of our own"),
+    "attention": {
+        "_attn_implementation_internal": "put back after the public setter, which would load kernels again",
+        **dict.fromkeys(("*", "num_hidden_layers", "pad_token_id", "quantization_config"), "of a config of our own"),
+    },
     "bench": {
         "should_log": "how a callback speaks to its trainer",
         "should_training_stop": "how a callback speaks to its trainer",
         "sees_plain_rows": "of a hook of ours",
     },
     "callbacks": {"callbacks": "a new order of them, put back by `_restore`", "sees_plain_rows": "of a hook of ours"},
-    "checkpointing": {"_total_train_tokens": "a step that is run again counts its tokens once"},
+    "checkpointing": {
+        "_total_train_tokens": "a step that is run again counts its tokens once",
+        "inside": "of a thread's own values",
+    },
     "cli": {
         "error": "of a parser made there",
         "more": "of a namespace made there",

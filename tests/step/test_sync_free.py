@@ -70,7 +70,6 @@ def test_no_host_sync_between_two_logs(
     {"family": "granite", "model": {"logits_scaling": 4.0}},
     {"family": "cohere2", "model": {"logit_scale": 0.5}},
     {"family": "gpt_oss", "fast": {"packed_attention": "off", "verify_packing": "off"}},
-    {"family": "stablelm"},
     {"family": "qwen3", "average_tokens_across_devices": False, "gradient_accumulation_steps": 2, "logging_steps": 3,
      "max_steps": 5},
     {"family": "qwen3", "trainer": LORA, "pad_to_multiple_of": 16},
