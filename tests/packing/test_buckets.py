@@ -122,8 +122,8 @@ def test_rows_of_which_little_counts_get_capacities_of_their_own() -> None:
 
 def test_merged_rows_have_buckets_with_their_parts() -> None:
     rows = packed_rows(512, 100, 200, seed=1)
-    for size in packed_rows(512, 100, 200):
-        rows.append(RowSize(4 * size.tokens, 4 * size.segments, size.max_seqlen, 4 * size.loss_tokens, 4))
+    for one in packed_rows(512, 100, 200):
+        rows.append(RowSize(4 * one.tokens, 4 * one.segments, one.max_seqlen, 4 * one.loss_tokens, 4))
     for bucket in serve(rows)[0]:
         assert bucket.parts == (4 if bucket.tokens > 512 else 1)
 

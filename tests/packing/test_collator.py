@@ -83,7 +83,6 @@ def test_empty_documents_rows_and_other_columns_change_nothing():
         ({}, [ROWS[0], {"input_ids": [1, 2, 3], "seq_lengths": [1, 1]}], "row 1 .* add up to 2 for 3 .*pack .* again"),
         ({}, [{"input_ids": [1, 2], "seq_lengths": [3, -1]}], "row 0 has seq_lengths with -1: .*0 or more"),
         ({}, [{"input_ids": [], "seq_lengths": []}, {"input_ids": []}], r"no token in its 2 row\(s\): drop empty rows"),
-        ({}, [], r"0 row\(s\)"),
         ({}, [{"text": "a", "labels": [1]}], "row 0 has no 'input_ids' column, only 'text', 'labels': tokenize"),
         ({}, [{}], "'input_ids' column, only nothing"),
         ({}, [{"input_ids": [1, 96]}], r"id 96, outside .*\[0, 96\): .*resize_token_embeddings"),

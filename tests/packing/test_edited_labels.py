@@ -3,122 +3,33 @@
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import edited_batches as at
 import pytest
 import torch
+from edited_batches import Edit, Place
 from peft import LoraConfig
 from shared_material import prefixed
 from step_material import ONE_LOG, BetweenLogs
 from torch import Tensor
 from torch.distributed.utils import _apply_to_tensors, _to_kwargs
 from trainer_material import assert_same_log, build, make_dataset
-from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer, PackingCollator, packed_attention
 from fastpack_trl.packing.batching import plan_batches
 from fastpack_trl.testing import tiny_model
 
-Edit = Callable[[Any], object]
-Place = Callable[[type[SFTTrainer], Edit], type[SFTTrainer]]
 BOTH = (FastSFTTrainer, SFTTrainer)
 ROWS: dict[str, dict[str, Any]] = {
     "packed": {"packing": True, "per_device_train_batch_size": 2},
     "padding_free": {},
     "merged": {"packing": True, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_length": 64},
 }
-
-
-# --- where a batch is edited ---
-
-
-def in_method(name: str, change: Callable[[Any, Edit], object] | None = None) -> Place:
-    """Edit the mapping that a method of the trainer gets; or change what it returns, after `__init__` the trainer."""
-
-    def place(cls: type[SFTTrainer], edit: Edit) -> type[SFTTrainer]:
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if change is None:
-                edit(next(arg for arg in args if hasattr(arg, "keys")))
-            result = getattr(cls, name)(self, *args, **kwargs)
-            return (change and change(self if result is None else result, edit)) or result
-
-        return type("Trainer", (cls,), {name: method})
-
-    place.__name__ = change.__name__ if change else f"in_{name}"
-    return place
-
-
-in_compute_loss, in_training_step, in_prediction_step, in_prepare_inputs = map(
-    in_method, ("compute_loss", "training_step", "prediction_step", "_prepare_inputs")
-)
-in_the_trainer = functools.partial(in_method, "__init__")
-
-
-@functools.partial(in_method, "get_batch_samples")
-def in_get_batch_samples(samples: Any, edit: Edit) -> None:
-    for inputs in samples[0]:
-        edit(inputs)
-
-
-@functools.partial(in_method, "get_train_dataloader")
-def in_a_loader(loader: Any, edit: Edit) -> Any:
-    """After the batch was placed on the device."""
-    methods = {
-        "__getattr__": lambda self, name: getattr(loader, name),
-        "__len__": lambda self: len(loader),
-        "__iter__": lambda self: ((edit(inputs), inputs)[1] for inputs in loader),
-    }
-    return type("Loader", (), methods)()
-
-
-@functools.partial(in_method, "get_train_dataloader")
-def in_a_worker(loader: Any, edit: Edit) -> None:
-    """Before the batch is handed over by a worker and placed."""
-    collate = loader.base_dataloader.collate_fn
-    loader.base_dataloader.collate_fn = lambda rows: [inputs := collate(rows), edit(inputs)][0]
-
-
-def in_a_hook(trainer: Any, edit: Edit) -> None:
-    def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if kwargs.get("labels") is not None:
-            edit(kwargs)
-        return args, kwargs
-
-    trainer.model.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-@in_the_trainer
-def in_a_forward(trainer: Any, edit: Edit) -> None:
-    inner = trainer.model.forward
-    trainer.model.forward = functools.wraps(inner)(lambda *args, **kwargs: [edit(kwargs), inner(*args, **kwargs)][1])
-
-
-def at_step(step: int, change: Callable[[Any, Edit], object], name: str) -> Place:
-    """Change the trainer when a step begins."""
-
-    class Changes(TrainerCallback):
-        def __init__(self, *given: Any) -> None:
-            self.given = given
-
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == step:
-                change(*self.given)
-
-    place = in_the_trainer(lambda trainer, edit: trainer.add_callback(Changes(trainer, edit)))
-    place.__name__ = name
-    return place
-
-
-in_a_later_hook = at_step(1, in_a_hook, "in_a_later_hook")
-in_a_hook = in_the_trainer(in_a_hook)
-in_the_outputs = at_step(
-    0, lambda trainer, edit: trainer.model.register_forward_hook(lambda *given: edit(given[-1])), "in_the_outputs"
-)
 
 
 # --- what is edited ---
@@ -195,31 +106,27 @@ def run(cls: type[SFTTrainer], folder: Path, *, trainer: Any = None, fast: Any =
     return runner
 
 
-PLACES = (
-    in_compute_loss, in_training_step, in_prediction_step, in_prepare_inputs, in_get_batch_samples, in_a_loader,
-    in_a_hook,
-)  # fmt: skip
 OTHER = [edit for edit in EDITS if edit not in ("labels", "labels in place", "no position_ids", "doubled")]
 
 
 @pytest.mark.parametrize(
     ("rows", "edit", "place"),
     [
-        *(("packed", "labels", place) for place in PLACES),
-        *(("merged", "labels in place", place) for place in (*PLACES, in_a_worker, in_a_later_hook)),
-        *(("merged", "labels", place) for place in (in_a_worker, in_a_forward)),
-        *(("padding_free", "labels", place) for place in (in_compute_loss, in_a_loader, in_a_hook)),
-        *(("merged", edit, place) for edit in OTHER for place in (in_compute_loss, in_a_loader)),
-        *(("merged", edit, in_a_hook) for edit in ("documents cut in place", "documents joined")),
-        ("packed", "no position_ids", in_prediction_step),
-        *((rows, "doubled", in_the_outputs) for rows in ROWS),
+        *(("packed", "labels", place) for place in at.PLACES),
+        *(("merged", "labels in place", place) for place in (*at.PLACES, at.in_a_worker)),
+        *(("merged", "labels", place) for place in (at.in_a_worker, at.in_a_forward)),
+        *(("padding_free", "labels", place) for place in (at.in_compute_loss, at.in_a_loader, at.in_a_hook)),
+        *(("merged", edit, place) for edit in OTHER for place in (at.in_compute_loss, at.in_a_loader)),
+        *(("merged", edit, at.in_a_hook) for edit in ("documents cut in place", "documents joined")),
+        ("packed", "no position_ids", at.in_prediction_step),
+        *((rows, "doubled", at.in_the_outputs) for rows in ROWS),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_edits_count_as_in_stock_and_are_reported(rows: str, edit: str, place: Place, tmp_path: Path) -> None:
     change, reason = EDITS[edit]
-    options = ROWS[rows] | ({"dataloader_num_workers": 1} if place is in_a_worker else {})
-    if place is in_the_outputs:
+    options = ROWS[rows] | ({"dataloader_num_workers": 1} if place is at.in_a_worker else {})
+    if place is at.in_the_outputs:
         options |= {"eval_strategy": "no", "max_steps": 4}
     ours, stock = (run(place(cls, change), tmp_path, **options) for cls in BOTH)
     assert_same_log(ours, stock, rtol=2e-5, atol=5e-6)
@@ -229,16 +136,16 @@ def test_edits_count_as_in_stock_and_are_reported(rows: str, edit: str, place: P
     report = ours.fastpack_report
     text = str(report.to_dict())
     assert reason or "synchronizes" not in text
-    if rows == "padding_free" and place is not in_the_outputs:
+    if rows == "padding_free" and place is not at.in_the_outputs:
         assert report["batches"].status == "stock"
     else:
         assert reason in text
     if (rows, reason) == ("merged", EDITED) and edit != "shift_labels":
         merging = report["merge_accumulation"]
-        merges = place in (in_prediction_step, in_a_forward, in_a_loader, in_a_worker)
+        merges = place in (at.in_prediction_step, at.in_a_forward, at.in_a_loader, at.in_a_worker)
         assert (merging.status == "on") == merges, report
-        assert ("changed after collation" in merging.reason) == (place in (in_a_loader, in_a_worker)), report
-        assert ("forward pre-hook" in merging.reason) == (place in (in_a_hook, in_a_later_hook)), report
+        assert ("changed after collation" in merging.reason) == (place in (at.in_a_loader, at.in_a_worker)), report
+        assert ("forward pre-hook" in merging.reason) == (place is at.in_a_hook), report
 
 
 CUT = r"of \d+ tokens for a row of \d+ .*give one row, uncut"
@@ -248,13 +155,13 @@ SHARED: dict[str, Any] = {"data": prefixed(), "fast": {"share_prefixes": "on"}}
 @pytest.mark.parametrize(
     ("edit", "place", "options", "message"),
     [
-        (without("position_ids"), in_compute_loss, {}, "'attention_mask' or 'position_ids'"),
-        (sets("labels", lambda labels: labels[:, :20]), in_compute_loss, {}, r"labels of shape \(1, 20\) .*: cut both"),
-        (without("labels"), in_a_hook, {}, "'NoneType' object is not subscriptable"),
-        (cut_short, in_compute_loss, {}, CUT),
-        (cut_short, in_a_loader, {}, CUT),
-        (shifted_documents, in_a_loader, SHARED, "set share_prefixes='off'"),
-        (shorter_documents, in_a_loader, SHARED, "set share_prefixes='off'"),
+        (without("position_ids"), at.in_compute_loss, {}, "'attention_mask' or 'position_ids'"),
+        (sets("labels", lambda labels: labels[:, :20]), at.in_compute_loss, {}, r"labels of shape \(1, 20\) .*: cut"),
+        (without("labels"), at.in_a_hook, {}, "'NoneType' object is not subscriptable"),
+        (cut_short, at.in_compute_loss, {}, CUT),
+        (cut_short, at.in_a_loader, {}, CUT),
+        (shifted_documents, at.in_a_loader, SHARED, "set share_prefixes='off'"),
+        (shorter_documents, at.in_a_loader, SHARED, "set share_prefixes='off'"),
     ],
 )
 def test_edits_that_cannot_run_are_errors(edit: Edit, place: Place, options: Any, message: str, tmp_path: Path) -> None:

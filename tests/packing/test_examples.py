@@ -11,7 +11,7 @@ import pytest
 from datasets import Dataset, IterableDataset
 from preference_material import build as build_preference
 from preference_material import pairs, prompts
-from trainer_material import assert_same_log, both, build, make_dataset, make_tokenizer, train
+from trainer_material import assert_same_log, both, build, make_dataset, make_tokenizer
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.errors import DataError
@@ -27,10 +27,6 @@ NULL = [TURNS[0], {"role": "assistant", "content": None}]
 SHORT: dict[str, Any] = {"max_steps": 1, "eval_strategy": "no"}
 
 
-def conversations(*turns: Any) -> Dataset:
-    return Dataset.from_dict({"messages": turns})
-
-
 def template(folder: Path, text: str) -> dict[str, Any]:
     (folder / "template.jinja").write_text(text, encoding="utf-8")
     return {"chat_template_path": str(folder / "template.jinja")}
@@ -44,6 +40,7 @@ CALL = {"role": "assistant", "content": None, "tool_calls": [{"type": "function"
 TOLD = [[{**turn, "tool_calls": None} for turn in TURNS], [{**TURNS[0], "tool_calls": None}, CALL]]
 TAKES: dict[str, Any] = {"template": "{% for m in messages %}{{ m.content }} {% endfor %}"}
 PACKING: dict[str, Any] = {"packing": True}
+BOTH: Any = ({}, PACKING)
 LOSS, PADDING, CONTENT = "documents without loss tokens", "padding trained on", "turns without content"
 AT_71 = "2 after truncation: max_length=71 keeps at least one in each"
 
@@ -51,18 +48,12 @@ AT_71 = "2 after truncation: max_length=71 keeps at least one in each"
 @pytest.mark.parametrize(
     ("columns", "options", "fact", "expected"),
     [
-        (CUT, {}, LOSS, AT_71),
-        (CUT, PACKING, LOSS, AT_71),
-        *((CUT, options | {"max_length": 70}, LOSS, "1 after truncation") for options in ({}, PACKING)),
-        *((CUT, options | {"max_length": 71}, LOSS, None) for options in ({}, PACKING)),
+        *((CUT, options, LOSS, AT_71) for options in BOTH),
+        *((CUT, options | {"max_length": 70}, LOSS, "1 after truncation") for options in BOTH),
+        *((CUT, options | {"max_length": 71}, LOSS, None) for options in BOTH),
         (CUT, {"truncation_mode": "keep_end"}, LOSS, None),
         (CUT, {"packing": True, "packing_strategy": "bfd_split"}, LOSS, None),
-        (
-            UNLABELLED,
-            PACKING,
-            LOSS,
-            "1 after truncation: max_length=56 keeps at least one in each; 2 before truncation",
-        ),
+        (UNLABELLED, PACKING, LOSS, "1 after truncation: max_length=56 .*; 2 before truncation"),
         (PADDED, {}, PADDING, "8 tokens with attention_mask 0"),
         (PADDED | {"labels": [[5, 6, 7, -100, 0]] * 4}, {}, PADDING, "4 tokens with attention_mask 0"),
         (PADDED | {"attention_mask": [[1] * 5] * 4}, {}, PADDING, None),
@@ -73,10 +64,10 @@ AT_71 = "2 after truncation: max_length=71 keeps at least one in each"
 def test_what_is_lost_is_counted_in_the_report(
     columns: Any, options: dict[str, Any], fact: str, expected: str | None, tmp_path: Path
 ) -> None:
-    options = {"trainer": {"eval_dataset": None}} | SHORT | options
     if "template" in options:
-        options |= template(tmp_path, options.pop("template"))
-    report = train(FastSFTTrainer, tmp_path, fast={}, data=Dataset.from_dict(columns), **options).fastpack_report
+        options = template(tmp_path, options["template"])
+    data, trainer = Dataset.from_dict(columns), {"eval_dataset": None}
+    report = build(FastSFTTrainer, tmp_path, data=data, trainer=trainer, eval_strategy="no", **options).fastpack_report
     assert all(line in " ".join(str(report).split()) for line in report.facts)
     assert (fact in report.facts) == (expected is not None)
     assert expected is None or re.match(expected, report.facts[fact])
@@ -128,7 +119,8 @@ def test_empty_data_are_named(tmp_path: Path) -> None:
     ("bad", "fix"), [(SYSTEM, "System role"), (NULL, "turn 1 of 'messages' has no content")], ids=["refused", "null"]
 )
 def test_the_conversation_that_a_template_refuses_is_named(bad: Any, fix: str, row: int, tmp_path: Path) -> None:
-    data, options = conversations(*[TURNS] * row, bad, *[TURNS] * (39 - row)), template(tmp_path, REFUSES)
+    rows, options = [TURNS] * row + [bad] + [TURNS] * (39 - row), template(tmp_path, REFUSES)
+    data = Dataset.from_dict({"messages": rows})
     for packing in (False, True):
         with pytest.raises(ValueError, match=rf"row {row} of the train data set .*{fix}"):
             build(FastSFTTrainer, tmp_path, data=data, packing=packing, **options)
@@ -137,8 +129,9 @@ def test_the_conversation_that_a_template_refuses_is_named(bad: Any, fix: str, r
 
 
 def test_a_template_that_refuses_every_conversation_and_a_pair_of_many(tmp_path: Path) -> None:
+    data = Dataset.from_dict({"messages": [SYSTEM] * 9})
     with pytest.raises(ValueError, match=r"row 0 of the train data set .*System role"):
-        build(FastSFTTrainer, tmp_path, data=conversations(*[SYSTEM] * 9), **template(tmp_path, REFUSES))
+        build(FastSFTTrainer, tmp_path, data=data, **template(tmp_path, REFUSES))
     asked = [TURNS[:1]] * 5 + [SYSTEM[:1]] + [TURNS[:1]] * 3
     data = Dataset.from_dict({"prompt": asked, "chosen": [TURNS[1:]] * 9, "rejected": [TURNS[1:]] * 9})
     tokenizer = make_tokenizer()
@@ -148,11 +141,8 @@ def test_a_template_that_refuses_every_conversation_and_a_pair_of_many(tmp_path:
 
 
 def test_an_error_of_a_setting_stays_that_of_stock(tmp_path: Path) -> None:
-    def fails(example: dict[str, Any]) -> str:
-        raise LookupError("no such column")
-
-    with pytest.raises(LookupError, match="no such column"):
-        build(FastSFTTrainer, tmp_path, trainer={"formatting_func": fails})
+    with pytest.raises(ZeroDivisionError):
+        build(FastSFTTrainer, tmp_path, trainer={"formatting_func": lambda example: 1 // 0})
 
 
 def test_labels_of_a_streamed_evaluation_set_are_not_called_edited(tmp_path: Path) -> None:

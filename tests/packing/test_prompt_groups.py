@@ -24,10 +24,9 @@ def pad(rows: Sequence[tuple[list[int], list[int]]], left: Sequence[int] | None 
     width = max(start + len(prompt) + len(answer) for start, (prompt, answer) in zip(left, rows, strict=True)) + extra
     ids, mask, scored = (torch.zeros(len(rows), width, dtype=torch.int64) for _ in range(3))
     for index, (start, (prompt, answer)) in enumerate(zip(left, rows, strict=True)):
-        middle, end = start + len(prompt), start + len(prompt) + len(answer)
-        ids[index, start:end] = torch.tensor([*prompt, *answer])
-        mask[index, start:end] = 1
-        scored[index, middle:end] = 1
+        tokens = torch.tensor([*prompt, *answer])
+        ids[index, start : start + len(tokens)], mask[index, start : start + len(tokens)] = tokens, 1
+        scored[index, start + len(prompt) : start + len(tokens)] = 1
     return ids, mask, scored
 
 
