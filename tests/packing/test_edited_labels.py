@@ -32,9 +32,6 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 
-# --- what is edited ---
-
-
 def replaced(inputs: Any) -> None:
     """Count two of three labels; in a row of documents also some first tokens, which then are predicted as in stock."""
     ids = inputs["input_ids"]
@@ -90,9 +87,6 @@ EDITS: dict[str, tuple[Edit, str]] = {
 }
 
 
-# --- runs with edits ---
-
-
 def run(cls: type[SFTTrainer], folder: Path, *, trainer: Any = None, fast: Any = None, **options: Any) -> Any:
     given = {
         "max_steps": 3, "optim": "sgd", "learning_rate": 0.2, "eval_strategy": "steps", "eval_steps": 2,
@@ -117,7 +111,8 @@ OTHER = [edit for edit in EDITS if edit not in ("labels", "labels in place", "no
         *(("merged", "labels", place) for place in (at.in_a_worker, at.in_a_forward)),
         *(("padding_free", "labels", place) for place in (at.in_compute_loss, at.in_a_loader, at.in_a_hook)),
         *(("merged", edit, place) for edit in OTHER for place in (at.in_compute_loss, at.in_a_loader)),
-        *(("merged", edit, at.in_a_hook) for edit in ("documents cut in place", "documents joined")),
+        *(("merged", "documents cut in place", place) for place in (at.in_a_hook, at.in_a_worker)),
+        *(("merged", "documents joined", place) for place in (at.in_a_hook, at.in_a_worker)),
         ("packed", "no position_ids", at.in_prediction_step),
         *((rows, "doubled", at.in_the_outputs) for rows in ROWS),
     ],
@@ -136,10 +131,9 @@ def test_edits_count_as_in_stock_and_are_reported(rows: str, edit: str, place: P
     report = ours.fastpack_report
     text = str(report.to_dict())
     assert reason or "synchronizes" not in text
-    if rows == "padding_free" and place is not at.in_the_outputs:
-        assert report["batches"].status == "stock"
-    else:
-        assert reason in text
+    padded = rows == "padding_free" and place is not at.in_the_outputs
+    assert (report["batches"].status == "stock") == padded, report
+    assert (reason in text) != padded, report
     if (rows, reason) == ("merged", EDITED) and edit != "shift_labels":
         merging = report["merge_accumulation"]
         merges = place in (at.in_prediction_step, at.in_a_forward, at.in_a_loader, at.in_a_worker)
@@ -169,11 +163,7 @@ def test_edits_that_cannot_run_are_errors(edit: Edit, place: Place, options: Any
         run(place(FastSFTTrainer, edit), tmp_path, **ROWS["packed"] | options)
 
 
-# --- what is not an edit ---
-
 ROW = {"input_ids": list(range(5, 25)), "labels": [-100] * 4 + list(range(9, 25)), "seq_lengths": [12, 8]}
-
-
 WAYS: dict[str, Callable[[Any], Any]] = {
     "pickle": lambda inputs: pickle.loads(pickle.dumps(inputs)),
     "deepcopy": copy.deepcopy,
@@ -186,12 +176,13 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def known(inputs: Any) -> tuple[bool, bool]:
+    batch = inputs["packed_batch"]
+    return batch.counts(inputs["labels"]), batch.describes(inputs["input_ids"], inputs["position_ids"])
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_batch_knows_its_edits_whichever_way_it_came(way: str) -> None:
-    def known(inputs: Any) -> tuple[bool, bool]:
-        batch = inputs["packed_batch"]
-        return batch.counts(inputs["labels"]), batch.describes(inputs["input_ids"], inputs["position_ids"])
-
     inputs = WAYS[way](PackingCollator(pad_token_id=0, pad_to_multiple_of=16)([ROW]))
     inputs["input_ids"].fill_(7)  # in the same block
     inputs["seq_idx"].fill_(0)
@@ -200,6 +191,19 @@ def test_a_batch_knows_its_edits_whichever_way_it_came(way: str) -> None:
     assert known(inputs) == (False, True)
     inputs["position_ids"].add_(1)
     assert known(inputs) == known(WAYS[way](inputs)) == (False, False)
+
+
+def test_edits_before_the_copy_to_a_device_are_known_after_it() -> None:
+    inputs = PackingCollator(pad_token_id=0)([ROW])
+    alone = inputs["packed_batch"].to("meta")
+    assert alone.describes(inputs["input_ids"], inputs["position_ids"])
+    assert known(inputs.to("meta")) == (True, True)
+    inputs["labels"][0, 3:5] = -100
+    assert known(inputs.to("meta")) == (False, True)
+    inputs["position_ids"].add_(1)
+    assert known(inputs.to("meta")) == (False, False)
+    alone = inputs["packed_batch"].to("meta")
+    assert not alone.describes(inputs["input_ids"], alone.position_ids)
 
 
 def test_tensors_without_a_counter_are_known_by_identity() -> None:
@@ -252,8 +256,6 @@ def test_edited_positions_are_named_once_under_the_stock_trainer(caplog: pytest.
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     assert sum(READ in record.getMessage() for record in caplog.records) == 1
 
-
-# --- rows without padding, and who may not get them ---
 
 SEE_BATCHES = [
     "compute_loss", "training_step", "prediction_step", "_prepare_inputs", "_prepare_input", "get_batch_samples",

@@ -160,7 +160,7 @@ def test_a_filtered_data_set_is_read_as_one_whose_rows_lie_together(monkeypatch:
     together = Dataset.from_list(filtered.to_list())
     assert len(rows) > len(filtered) > 16
     assert len(list(facts.pieces(filtered, "input_ids"))) == -(-len(filtered) // 16)
-    assert facts.counted_tokens(filtered) == facts.counted_tokens(together) > 0
+    assert facts.counted_tokens(filtered) == sum(len(ids) - 1 for ids in filtered["input_ids"])
     np.testing.assert_array_equal(facts.column_lengths(filtered, "labels"), facts.column_lengths(together, "labels"))
     largest = max(max(ids) for ids in filtered["input_ids"])
     facts.check_vocabulary(filtered, largest + 1)
