@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from captured_material import (
     unfreeze,
 )
 from datasets import Dataset
+from edited_batches import in_a_loader
 from transformers import TrainerCallback
 
 from fastpack_trl import FastSFTTrainer
@@ -180,34 +182,18 @@ def test_two_trainers_have_their_own_graphs(tmp_path: Path, devices: Any) -> Non
 def test_edited_rows_run_as_they_are(tmp_path: Path, devices: Any) -> None:
     """What a data loader does to a batch after collation: it is no row that its metadata describe."""
 
-    def edited(trainer: Any) -> Any:
-        loader = trainer.get_train_dataloader
+    def run(setting: str) -> Any:
+        turns = cycle((False, True))
 
-        def edits() -> Any:
-            inner = loader()
+        def edit(inputs: Any) -> None:
+            if next(turns):
+                inputs["labels"][:, 3] = -100
 
-            class Edits:
-                def __getattr__(self, name: str) -> Any:
-                    return getattr(inner, name)
-
-                def __len__(self) -> int:
-                    return len(inner)
-
-                def __iter__(self) -> Any:
-                    for number, batch in enumerate(inner):
-                        if number % 2:
-                            batch["labels"][:, 3] = -100
-                        yield batch
-
-            return Edits()
-
-        trainer.get_train_dataloader = edits
+        cls = in_a_loader(FastSFTTrainer, edit)
+        trainer = build(cls, tmp_path / setting, devices, fast={"cuda_graph": setting}, max_steps=16)
         trainer.train()
         return trainer
 
-    runs = [
-        edited(build(FastSFTTrainer, tmp_path / setting, devices, fast={"cuda_graph": setting}, max_steps=16))
-        for setting in ("on", "off")
-    ]
+    runs = [run(setting) for setting in ("on", "off")]
     assert "replay" in devices.made[0].log, devices.made[0].log
     assert_same_run(*runs)

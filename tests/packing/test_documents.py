@@ -1,40 +1,44 @@
-"""Documents of packed rows as padded rows, for models in which nothing keeps them apart."""
+"""`DocumentsCollator`: the documents of a packed row, each padded as a row of its own."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import torch
+from collator_material import batches
+from hypothesis import given, settings
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from fastpack_trl.model.upstream import DataCollatorForLanguageModeling
+from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.packing.documents import DocumentsCollator
-from fastpack_trl.packing.packed_batch import IGNORE_INDEX
 
-LENGTHS = ([3, 1, 2], [4])
-ROWS: list[dict[str, Any]] = [{"input_ids": [5, 6, 7, 8, 9, 10]}, {"input_ids": [11, 12, 13, 14]}]
-
-
-@pytest.mark.parametrize("empty", [False, True], ids=["", "empty documents"])
-@pytest.mark.parametrize("labels", [False, True], ids=["", "labels"])
-def test_each_document_is_a_padded_row_whose_first_token_has_no_label(labels: bool, empty: bool) -> None:
-    stock = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
-    given = [[0, *lengths] if empty else lengths for lengths in LENGTHS]
-    rows = [{**row, "seq_lengths": lengths} for row, lengths in zip(ROWS, given, strict=True)]
-    masked = {6, 14} if labels else set()
-    if labels:
-        for row in rows:
-            row["labels"] = [IGNORE_INDEX if token in masked else token for token in row["input_ids"]]
-    batch = DocumentsCollator(stock)(rows)
-    assert batch["input_ids"].tolist() == [[5, 6, 7, 0], [8, 0, 0, 0], [9, 10, 0, 0], [11, 12, 13, 14]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1]]
-    expected = [[6, 7], [], [10], [12, 13, 14]]
-    counted = [[token for token in row if token != IGNORE_INDEX] for row in batch["labels"].tolist()]
-    assert counted == [[token for token in row if token not in masked] for row in expected]
-    assert (batch["labels"][:, 0] == IGNORE_INDEX).all()
-    assert stock.padding_free, "the trainer's own collator stays as it was"
+ROW = {"input_ids": [5, 6, 7, 8, 9], "labels": [5, -100, 7, 8, 9], "seq_lengths": [3, 0, 2]}
+STOCK = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+SPLIT, WHOLE = ([[5, 6, 7], [8, 9, 0]], [[1, 1, 1], [1, 1, 0]]), ([[5, 6, 7, 8, 9]], [[1] * 5])
 
 
-def test_rows_without_lengths_are_one_document_each() -> None:
-    batch = DocumentsCollator(DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True))(ROWS)
-    assert torch.equal(batch["attention_mask"].sum(1), torch.tensor([6, 4]))
+@pytest.mark.parametrize(
+    ("columns", "rows", "labels"),
+    [
+        (("seq_lengths",), SPLIT, [[-100, 6, 7], [-100, 9, -100]]),
+        (("seq_lengths", "labels"), SPLIT, [[-100, -100, 7], [-100, 9, -100]]),
+        ((), WHOLE, [[-100, 6, 7, 8, 9]]),
+        (("labels",), WHOLE, [[-100, -100, 7, 8, 9]]),
+    ],
+    ids=str,
+)
+def test_worked_examples(columns: tuple[str, ...], rows: Any, labels: Any) -> None:
+    batch = DocumentsCollator(STOCK)([{name: ROW[name] for name in ("input_ids", *columns)}])
+    assert (batch["input_ids"].tolist(), batch["attention_mask"].tolist()) == rows
+    assert batch["labels"].tolist() == labels
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches(min_length=0))
+def test_documents_and_counted_tokens_are_those_of_the_packed_row(rows: list[dict[str, Any]]) -> None:
+    batch, packed = DocumentsCollator(STOCK)(rows), PackingCollator(pad_token_id=0)(rows)
+    mask = batch["attention_mask"].bool()
+    assert mask.sum(1).tolist() == list(packed["packed_batch"].seq_lengths)
+    for name in ("input_ids", "labels"):
+        assert batch[name][mask].tolist() == packed[name][0].tolist()
+    assert (batch["labels"][~mask] == -100).all()

@@ -40,6 +40,16 @@ def tree_row(lengths: Sequence[int], parents: Sequence[int] | None, *, num_paddi
     return packed_batch(row, num_padding=num_padding)
 
 
+def seen_by(batch: PackedBatch, position: int) -> list[int]:
+    """Tokens of the row that one of them sees: the prefix of its segment, then the segment up to itself."""
+    segment = int(batch.seq_idx[0, position])
+    start = int(batch.cu_seqlens[segment])
+    if batch.shared is None:
+        return list(range(start, position + 1))
+    first, count = int(batch.shared.cu_seqlens_k[segment]), batch.shared.prefix_lengths[segment] + position - start + 1
+    return batch.shared.key_index[first : first + count].tolist()
+
+
 def prefixed(*, labels: bool = False, count: int = 60) -> Dataset:
     """Documents that begin with one of two prompts, some of which go on alike; equal ones, and one inside another."""
     draw = random.Random(0)

@@ -36,6 +36,11 @@ def make_inputs(
             ids[start : start + count] = beginnings[draw.integers(2), :count]
     labels = np.where(draw.random(len(ids)) < ignored, IGNORE_INDEX, ids)
     row = {"input_ids": ids, "labels": labels, "seq_lengths": np.array(lengths)}
+    return collate_shared(row, pad_to=pad_to, shared=shared)
+
+
+def collate_shared(row: dict[str, Any], *, pad_to: int | None = None, shared: bool = True) -> Any:
+    """Collate one row; with `shared` documents share prefixes from one token on."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fastpack_trl.packing.collator.share", partial(share, least=1))
         return PackingCollator(pad_token_id=0, pad_to_multiple_of=pad_to, share_prefixes=shared)([row])
