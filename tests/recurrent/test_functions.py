@@ -25,7 +25,7 @@ from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.recurrent import solve
 from fastpack_trl.recurrent.seams import OURS
 
-LENGTHS = ((1,), (CHUNK, CHUNK), (5, 1, 1, 1, 1, 1), (63, 1, 64, 65, 1), (200, 1, 63, 64, 65, 30), (1, 700), (640,))
+LENGTHS = ((1,), (CHUNK, CHUNK), (5, 1, 1, 1), (63, 1, 64, 65, 1), (200, 1, 63, 64, 65, 30), (129, 127, 3), (1, 700))
 MIXED = (70, 1, 200, 58, 64)
 KEY_HEADS, HEADS, KEY, VALUE = 2, 4, 16, 8
 DELTA, MAMBA = "torch_chunk_gated_delta_rule", "mamba2_chunk_scan"
@@ -39,16 +39,14 @@ class Case(NamedTuple):
     stock: Callable[..., Tensor]
     call: Callable[..., Tensor]
     reference: Callable[..., Tensor]
-    arguments: Callable[[int], list[Tensor]]
+    shapes: tuple[tuple[int, ...], ...]
 
-
-def repeated(tensor: Tensor) -> Tensor:
-    return tensor.repeat_interleave(HEADS // KEY_HEADS, dim=1)
-
-
-def delta_exact(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    query, key = (repeated(x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)) for x in (query, key))
-    return delta_reference(query * query.shape[-1] ** -0.5, key, value, g, beta)
+    def arguments(self, tokens: int) -> list[Tensor]:
+        arguments = [torch.randn(tokens, *shape) for shape in self.shapes]
+        if self.call is delta:  # keys that are alike, and decays from none to all of the state
+            arguments[1] += 1
+            arguments[3:] = -torch.rand(tokens, HEADS).pow(8) * 30, torch.rand(tokens, HEADS)
+        return arguments
 
 
 def delta(function: Callable[..., Any], *tokens: Tensor) -> Tensor:
@@ -57,11 +55,13 @@ def delta(function: Callable[..., Any], *tokens: Tensor) -> Tensor:
     return out
 
 
-def delta_arguments(tokens: int) -> list[Tensor]:
-    # Keys that are alike, and decays from none to all of the state.
-    query, key = torch.randn(tokens, KEY_HEADS, KEY), torch.randn(tokens, KEY_HEADS, KEY) + 1
-    decay = -torch.rand(tokens, HEADS).pow(8) * 30
-    return [query, key, torch.randn(tokens, HEADS, VALUE), decay, torch.rand(tokens, HEADS)]
+def delta_exact(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    query, key = (repeated(x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)) for x in (query, key))
+    return delta_reference(query * query.shape[-1] ** -0.5, key, value, g, beta)
+
+
+def repeated(tensor: Tensor) -> Tensor:
+    return tensor.repeat_interleave(HEADS // KEY_HEADS, dim=1)
 
 
 def mamba(function: Callable[..., Any], x: Tensor, dt: Tensor, b: Tensor, c: Tensor, *, bare: bool = False) -> Tensor:
@@ -77,10 +77,6 @@ def mamba_exact(x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return ssd_reference(x * step[..., None], heads * step, repeated(b), repeated(c)) + (heads + 2)[:, None] * x
 
 
-def mamba_arguments(tokens: int) -> list[Tensor]:
-    return [torch.randn(tokens, *shape) for shape in ((HEADS, VALUE), (HEADS,), (KEY_HEADS, KEY), (KEY_HEADS, KEY))]
-
-
 def conv(function: Callable[..., Tensor], x: Tensor, *, bare: bool = False) -> Tensor:
     weight = WEIGHT.to(x).requires_grad_()
     more = {} if bare else {"bias": weight[:, 0], "activation": "silu"}
@@ -92,10 +88,11 @@ def conv_exact(x: Tensor) -> Tensor:
 
 
 NEXT, FALCON = vars(modeling_qwen3_next), vars(modeling_falcon_h1)
+QUERY, WIDE = (KEY_HEADS, KEY), (HEADS, VALUE)
 CASES = {
-    DELTA: Case(NEXT[DELTA], delta, delta_exact, delta_arguments),
-    MAMBA: Case(FALCON[MAMBA], mamba, mamba_exact, mamba_arguments),
-    CONV: Case(NEXT[CONV], conv, conv_exact, lambda tokens: [torch.randn(tokens, 6)]),
+    DELTA: Case(NEXT[DELTA], delta, delta_exact, (QUERY, QUERY, WIDE)),
+    MAMBA: Case(FALCON[MAMBA], mamba, mamba_exact, (WIDE, (HEADS,), QUERY, QUERY)),
+    CONV: Case(NEXT[CONV], conv, conv_exact, ((6,),)),
 }
 
 
@@ -242,13 +239,22 @@ class Tf32(Inside):
 
 
 @SCANS
-def test_tf32_in_a_bf16_layer_is_within_twice_stocks_own_error(name: str, form: None) -> None:
+def test_tf32_in_a_bf16_layer_is_within_twice_stocks_own_error(
+    name: str, form: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The device's rounding, simulated; in fp32 layers, and of a chunk's inverse, nothing is rounded."""
     arguments = [argument.bfloat16().float() for argument in CASES[name].arguments(sum(MIXED))]
     right, packed = exact(name, MIXED, arguments), ours(name, MIXED)
-    plain = results(packed, arguments, torch.bfloat16)
+    plain, invert, seen = results(packed, arguments, torch.bfloat16), solve.chunk_inverse, {"ieee"}
+
+    def watched(lower: Tensor) -> Tensor:
+        seen.add(torch.backends.cuda.matmul.fp32_precision)
+        return invert(lower)
+
+    monkeypatch.setattr(solve, "chunk_inverse", watched)
     with Tf32():
         rounded, in_fp32 = (results(packed, arguments, dtype) for dtype in (torch.bfloat16, torch.float32))
+    assert seen == {"ieee"}
     assert not all(map(torch.equal, plain, rounded)), "it rounds"
     assert not torch.equal(plain[1], rounded[1]), "in backward too"
     assert max(map(distance, in_fp32, right)) <= 1e-4
@@ -262,7 +268,7 @@ def test_the_precision_of_matmuls_is_the_users_again(own: str, whole: str) -> No
     matmul, other = torch.backends.cuda.matmul, "none" if whole == "tf32" else "tf32"
     try:
         torch.backends.fp32_precision, matmul.fp32_precision = whole, own
-        results(ours(DELTA, (9, 3)), delta_arguments(12), torch.bfloat16)
+        results(ours(DELTA, (9, 3)), CASES[DELTA].arguments(12), torch.bfloat16)
         assert matmul.fp32_precision == (whole if own == "none" else own)
         torch.backends.fp32_precision = other
         assert matmul.fp32_precision == (other if own == "none" else own)
