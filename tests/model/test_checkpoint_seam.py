@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from fastpack_trl.model.checkpoint_seam import CHECKPOINT, Nesting, checkpoint_wrapped, layer_keywords, stock_checkpoint
 
 HIDDEN = torch.ones(2, 4, requires_grad=True)
-OTHER = partial(torch_checkpoint, use_reentrant=False)
+PLAIN, OTHER = (partial(torch_checkpoint, use_reentrant=False) for _ in range(2))
 
 
 class Layer(GradientCheckpointingLayer):
@@ -33,10 +33,6 @@ class Layer(GradientCheckpointingLayer):
 
     def forward(self, hidden: Any, factor: float = 1.0) -> Any:
         return self.linear(hidden) * factor
-
-
-def plain(function: Any, *args: Any) -> Any:
-    return torch_checkpoint(function, *args, use_reentrant=False)
 
 
 def through(function: Any, *args: Any) -> Any:
@@ -53,7 +49,7 @@ def saying(seen: list[str], name: str) -> Any:
 
 @pytest.mark.parametrize("order", itertools.permutations(Nesting), ids=lambda order: "-".join(p.name for p in order))
 def test_wrappers_nest_in_one_order_whichever_comes_or_goes_first(order: tuple[Nesting, ...]) -> None:
-    layer, seen = Layer(plain), list[str]()
+    layer, seen = Layer(PLAIN), list[str]()
     before, expected = dict(layer.__dict__), layer(HIDDEN, factor=2.0)
     stacks = {place: ExitStack() for place in order}
     for place in order:
@@ -68,36 +64,31 @@ def test_wrappers_nest_in_one_order_whichever_comes_or_goes_first(order: tuple[N
     assert (seen, layer.__dict__, CHECKPOINT in vars(Layer)) == ([], before, False)
 
 
-def test_a_function_that_is_set_later_or_anew_is_wrapped() -> None:
-    layer, other, seen = Layer(), Layer(plain), list[str]()
+def test_a_function_that_is_set_later_or_anew_is_wrapped_and_one_around_ours_stays() -> None:
+    layer, other, seen = Layer(), Layer(PLAIN), list[str]()
     with checkpoint_wrapped(layer, saying(seen, "ours"), Nesting.PLANS):
         assert not hasattr(layer, CHECKPOINT)
-        for count, function in enumerate((plain, OTHER), start=1):
+        for count, function in enumerate((OTHER, PLAIN), start=1):
             layer._gradient_checkpointing_func = function
             assert stock_checkpoint(layer) is function
             assert layer._gradient_checkpointing_func is layer._gradient_checkpointing_func
             layer(HIDDEN).sum().backward()
             assert len(seen) == count
-        assert other._gradient_checkpointing_func is plain
+        assert other._gradient_checkpointing_func is PLAIN
+        ours = layer._gradient_checkpointing_func
+        theirs = partial(saying(seen, "theirs"), ours)
+        for function in (theirs, ours, theirs):
+            layer._gradient_checkpointing_func = function
+            assert stock_checkpoint(layer) is (PLAIN if function is ours else theirs)  # `ours` as it was read
+        seen.clear()
+        layer(HIDDEN)
+        assert seen == ["ours", "theirs"]
+    layer(HIDDEN)
+    assert seen == ["ours", "theirs", "theirs"]
+    with checkpoint_wrapped(layer, saying(seen, "ours"), Nesting.PLANS):
         del layer._gradient_checkpointing_func
         assert not hasattr(layer, CHECKPOINT)
     assert CHECKPOINT not in vars(Layer)
-
-
-def test_who_wraps_ours_is_inside_of_the_stack_and_stays_afterwards() -> None:
-    layer, seen = Layer(plain), list[str]()
-    with checkpoint_wrapped(layer, saying(seen, "ours"), Nesting.PLANS):
-        ours = layer._gradient_checkpointing_func
-        theirs = partial(saying(seen, "theirs"), ours)
-        layer._gradient_checkpointing_func = theirs
-        layer(HIDDEN)
-        assert seen == ["ours", "theirs"]
-        layer._gradient_checkpointing_func = ours  # as it was read
-        assert stock_checkpoint(layer) is plain
-        layer._gradient_checkpointing_func = theirs
-    seen.clear()
-    layer(HIDDEN)
-    assert seen == ["theirs"]
 
 
 def test_copies_and_pickles_have_the_function_that_was_set() -> None:
@@ -117,7 +108,6 @@ def test_copies_and_pickles_have_the_function_that_was_set() -> None:
 
 def test_keywords_of_the_layer_are_found_below_what_wrappers_put_around() -> None:
     forward = partial(Layer.forward, Layer(), factor=2.0)
-    for function in (partial(through, forward), partial(print, "tape", partial(through, forward))):
-        assert layer_keywords(function) == {"factor": 2.0}
-    for function in (partial(Layer.forward, Layer()), torch.sin):
-        assert layer_keywords(function) == {}
+    functions = (partial(through, forward), partial(print, "tape", partial(through, forward)), torch.sin)
+    assert [layer_keywords(function) for function in functions] == [{"factor": 2.0}, {"factor": 2.0}, {}]
+    assert layer_keywords(partial(Layer.forward, Layer())) == {}

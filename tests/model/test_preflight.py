@@ -20,26 +20,17 @@ from fastpack_trl.model.preflight import check_output_dir, choose_checkpoint, ne
 ROWS = Dataset.from_list([dict(row) for row in TEXT_ROWS])
 
 
-def trainer(cls: type[SFTTrainer], model: Path, output: Path, steps: int = 4, rows: Any = ROWS, **settings: Any) -> Any:
-    args = SFTConfig(
-        output_dir=str(output), max_steps=steps, save_steps=1, use_cpu=True, bf16=False, report_to=[], max_length=64,
-        per_device_train_batch_size=1, **settings,
-    )  # fmt: skip
+def trainer(cls: type[SFTTrainer], model: Any, output: Path, steps: int = 4, rows: Any = ROWS) -> Any:
+    more = {"bf16": False, "report_to": [], "max_length": 64, "per_device_train_batch_size": 1}
+    args = SFTConfig(output_dir=str(output), max_steps=steps, save_steps=1, use_cpu=True, **more)
     return cls(model=str(model) if isinstance(model, Path) else model, args=args, train_dataset=rows)
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory, sft_folder: Path) -> Path:
-    """A run of TRL with three checkpoints, and a folder whose name sorts after theirs."""
-    output = tmp_path_factory.mktemp("saved") / "out"
-    trainer(SFTTrainer, sft_folder / "model", output, 3).train()
-    (output / "checkpoint-3-copy").mkdir()
-    return output
-
-
 @pytest.fixture
-def output(saved: Path, material: Material) -> Path:
-    shutil.copytree(saved, material.out)
+def output(material: Material) -> Path:
+    """A run of TRL with three checkpoints, and a folder whose name sorts after theirs."""
+    trainer(SFTTrainer, material.model, material.out, 3).train()
+    (material.out / "checkpoint-3-copy").mkdir()
     return material.out
 
 
@@ -52,6 +43,15 @@ def test_an_incomplete_checkpoint_is_refused_and_true_takes_the_newest_complete_
 ) -> None:
     newest, complete = output / "checkpoint-3", output / "checkpoint-2"
     assert (choose_checkpoint(True, str(output)), newest_checkpoint(str(output))) == ((True, ""), newest)
+    shutil.copytree(newest, pickled := material.folder / "pickled")
+    # A complete one without safetensors and without an optimizer is trained on from.
+    torch.save(load_file(newest / "model.safetensors"), pickled / "pytorch_model.bin")
+    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        (pickled / name).unlink()
+    for folder in (newest, pickled):
+        resumed = trainer(FastSFTTrainer, material.model, material.folder / "resumed")
+        resumed.train(resume_from_checkpoint=str(folder))
+        assert resumed.state.global_step == 4
     cut(newest / "model.safetensors", 0.999)
     for requested in (newest, output):  # the folder of the run is no checkpoint
         line = refused(material, capsys, "--config", material.yaml(max_steps=3), "--resume_from_checkpoint", requested)
@@ -73,29 +73,16 @@ def test_an_incomplete_checkpoint_is_refused_and_true_takes_the_newest_complete_
         choose_checkpoint(True, str(output))
 
 
-@pytest.mark.parametrize("pickle", [False, True])
-def test_training_resumes_from_a_complete_checkpoint(output: Path, material: Material, pickle: bool) -> None:
-    newest = output / "checkpoint-3"
-    if pickle:  # without an optimizer
-        torch.save(load_file(newest / "model.safetensors"), newest / "pytorch_model.bin")
-        for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
-            (newest / name).unlink()
-    resumed = trainer(FastSFTTrainer, material.model, output)
-    resumed.train(resume_from_checkpoint=str(newest))
-    assert resumed.state.global_step == 4
-
-
 def test_what_the_trainer_cannot_use_is_refused_before_the_data_are_read(tmp_path: Path, material: Material) -> None:
     model = shutil.copytree(material.model, tmp_path / "model")
     cut(model / "model.safetensors")
-    refusals: list[tuple[str, Any, dict[str, Any]]] = [
-        (r"cannot be loaded: model\.safetensors is damaged", model, {}),
-        ("Qwen3Model cannot generate", AutoModel.from_pretrained(material.model), {}),
-        ("train_dataset is empty", material.model, {"rows": ROWS.select([])}),
-    ]
-    for message, given, more in refusals:
+    for message, given, rows in (
+        (r"cannot be loaded: model\.safetensors is damaged", model, ROWS),
+        ("Qwen3Model cannot generate", AutoModel.from_pretrained(material.model), ROWS),
+        ("train_dataset is empty", material.model, ROWS.select([])),
+    ):
         with pytest.raises(ValueError, match=message):
-            trainer(FastSFTTrainer, given, tmp_path / "out", **more)
+            trainer(FastSFTTrainer, given, tmp_path / "out", rows=rows)
     assert not (tmp_path / "out").exists()
     with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
         FastSFTTrainer(model="model", nonsense=1)  # type: ignore[call-arg]
@@ -104,15 +91,8 @@ def test_what_the_trainer_cannot_use_is_refused_before_the_data_are_read(tmp_pat
 def test_an_output_dir_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     (tmp_path / "link").symlink_to(tmp_path / "absent")
-    options: dict[str, Any] = {"bf16": False, "use_cpu": True}
-    for name, place in {
-        "/proc/absent/out": "/proc",
-        "/proc/out": "/proc",
-        "file/out": ".*file",
-        "link": ".*link",
-    }.items():
-        with pytest.raises(ValueError, match=rf"output_dir '.*': nothing can be written in '{place}' .*: name another"):
-            check_output_dir(SFTConfig(output_dir=str(tmp_path / name), **options))
-    assert unwritable(tmp_path / "new" / "folder") == ""
-    assert list(tmp_path.glob("new*")) == []
-    check_output_dir(SFTConfig(output_dir="/proc", save_strategy="no", **options))
+    for name, place in {"/proc/absent/out": "/proc", "/proc/out": "/proc", "file/out": "file", "link": "link"}.items():
+        with pytest.raises(ValueError, match=rf"output_dir '.*': nothing can be written in '.*{place}' .*: name anoth"):
+            check_output_dir(SFTConfig(output_dir=str(tmp_path / name), bf16=False, use_cpu=True))
+    assert (unwritable(tmp_path / "new" / "folder"), list(tmp_path.glob("new*"))) == ("", [])
+    check_output_dir(SFTConfig(output_dir="/proc", save_strategy="no", bf16=False, use_cpu=True))

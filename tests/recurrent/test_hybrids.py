@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from attention_material import packed
-from hybrid_material import HYBRIDS, hybrid_model, reached
+from hybrid_material import HYBRIDS, hybrid_model, long_row, reached
 from shared_material import tree_row
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from fastpack_trl.attention.backends import BACKENDS
+from fastpack_trl.attention import install
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.attention.proof import verify_packing
 from fastpack_trl.errors import NonFiniteError, PackingError
@@ -23,13 +23,7 @@ from fastpack_trl.model.facts import FUNCTIONS, read_features
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.testing import count_host_syncs, gradients
 
-LENGTHS = (150, 1, 14, 64, 66)
-"""A document over more than two chunks, one of one token, one of a chunk, and boundaries inside and between chunks."""
-
-
-def make_row(lengths: tuple[int, ...] = LENGTHS) -> tuple[Tensor, PackedBatch]:
-    ids = torch.randint(3, 96, (1, sum(lengths)), generator=torch.Generator().manual_seed(1))
-    return ids, PackedBatch.from_lengths(lengths, labels=ids)
+TWO = pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
 
 
 def separate(model: Any, ids: Tensor, lengths: tuple[int, ...], *, ours: bool = False) -> tuple[float, Any]:
@@ -44,17 +38,18 @@ def separate(model: Any, ids: Tensor, lengths: tuple[int, ...], *, ours: bool = 
             loss = F.cross_entropy(logits, document[1:], reduction="sum") / count
             loss.backward()
             total += loss.item()
-    return total, gradients(model)
+    found = gradients(model)
+    model.zero_grad()
+    return total, found
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
-def test_packed_loss_and_gradients_equal_separate_documents(family: str) -> None:
+def test_packed_loss_and_gradients_equal_separate_documents_and_are_proven(family: str) -> None:
     if not reached(family):
         assert "conv layers" in read_features(hybrid_model(family)).gap
         return
-    model, (ids, batch) = hybrid_model(family), make_row()
-    expected_loss, stock = separate(model, ids, LENGTHS)
-    model.zero_grad()
+    model, (ids, batch) = hybrid_model(family), long_row()
+    expected_loss, stock = separate(model, ids, batch.seq_lengths)
     with packed_attention(model) as attention:
         assert attention.path == "per_document"
         assert "over chunks" in attention.choice.reason
@@ -62,12 +57,12 @@ def test_packed_loss_and_gradients_equal_separate_documents(family: str) -> None
             loss = packed(model, ids, batch)
             loss.backward()
         assert syncs.total == 0, syncs.entries
-        actual = gradients(model)
         # In float64 stock's functions would still compute in fp32: ours, in rows of one document, are the exact ones.
         wide = copy.deepcopy(model).double()
         if getattr(wide.config, "_experts_implementation", None) is not None:
             wide.set_experts_implementation("eager")  # grouped matrix products know no float64
-        exact = separate(wide, ids, LENGTHS, ours=True)[1]
+        exact = separate(wide, ids, batch.seq_lengths, ours=True)[1]
+    actual = gradients(model)
     assert abs(loss.item() - expected_loss) <= 1e-5
     assert actual.keys() == stock.keys() == exact.keys()
     everything = float(torch.stack([gradient.norm() for gradient in exact.values()]).norm())
@@ -75,33 +70,32 @@ def test_packed_loss_and_gradients_equal_separate_documents(family: str) -> None
         error, theirs = (float((side[name].double() - right).norm()) for side in (actual, stock))
         # The gradients of `A_log` and `dt_bias` are tiny sums of large numbers, in stock as here.
         assert error <= 2 * theirs + 1e-5 * float(right.norm()) + 1e-8 * everything, name
+    proof = verify_packing(model)
+    assert proof.proven, str(proof)
+    assert max(proof.lengths) > 2 * 64  # carries a state across chunks
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_the_proof_carries_a_state_across_chunks(family: str) -> None:
-    if reached(family):
-        proof = verify_packing(hybrid_model(family))
-        assert proof.proven, str(proof)
-        assert max(proof.lengths) > 2 * 64
-
-
-def test_the_proof_finds_a_state_that_is_kept_across_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only from chunk to chunk: a probe of a few dozen tokens would not see it."""
-    from fastpack_trl.attention import install
-
-    right = install.chunks_of
+@TWO
+def test_the_proof_finds_a_state_that_is_kept_across_documents(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only from chunk to chunk: a probe of a few dozen tokens would not see it. And a dropped keyword."""
+    model, right = hybrid_model(family), install.chunks_of
     monkeypatch.setattr(
-        install, "chunks_of", lambda batch: right(batch)._replace(carry_in=torch.ones_like(right(batch).carry_in))
+        install, "chunks_of", lambda batch: right(batch)._replace(carry_in=right(batch).carry_in | True)
     )
-    for family in ("qwen3_next", "falcon_h1"):
-        proof = verify_packing(hybrid_model(family))
-        assert proof.leaks, family
+    assert verify_packing(model).leaks
+    monkeypatch.setattr(install, "chunks_of", right)
+    mixer = next(module for module in model.modules() if hasattr(module, "conv1d"))
+    forward = mixer.forward
+    mixer.forward = lambda hidden_states, **keywords: forward(hidden_states, **keywords)
+    assert verify_packing(model).proven
+    mixer.forward = lambda hidden_states, **_dropped: forward(hidden_states)
+    assert verify_packing(model).leaks
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "zamba2"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_the_keyword_passes_a_checkpoint(family: str, reentrant: bool) -> None:
-    model, (ids, batch) = hybrid_model(family), make_row()
+    model, (ids, batch) = hybrid_model(family), long_row()
     with packed_attention(model):
         packed(model, ids, batch).backward()
         plain = gradients(model)
@@ -113,13 +107,27 @@ def test_the_keyword_passes_a_checkpoint(family: str, reentrant: bool) -> None:
         torch.testing.assert_close(gradient, plain[name], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "lfm2"])
-def test_ordinary_batches_stay_bit_equal_to_stock(family: str) -> None:
+class Func(torch.nn.Module):
+    """What the package `kernels` makes of a function, for the case that a kernel of the hub is asked for."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = (function,)  # no part of it, if the package is there and has made a module of it
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function[0](*args, **kwargs)
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["", "wrapped"])
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "lfm3"])
+def test_ordinary_batches_stay_bit_equal_to_stock(family: str, wrapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Left-padded `generate` and padded evaluation, while the functions are replaced; all is restored on exit."""
-    if not reached(family):
-        return
-    model = hybrid_model(family).eval()
+    reached(family)
+    model, (row, batch) = hybrid_model(family).eval(), long_row()
     home = sys.modules[type(model).__module__]
+    for name in FUNCTIONS if wrapped else ():
+        if callable(vars(home).get(name)):
+            monkeypatch.setattr(home, name, Func(vars(home)[name]))
     before = {name: vars(home).get(name) for name in FUNCTIONS}
     ids = torch.randint(3, 96, (3, 80), generator=torch.Generator().manual_seed(2))
     mask = torch.ones_like(ids)
@@ -127,98 +135,48 @@ def test_ordinary_batches_stay_bit_equal_to_stock(family: str) -> None:
 
     def outputs() -> tuple[Tensor, Tensor]:
         with torch.no_grad():
-            generated = model.generate(
-                ids, attention_mask=mask, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None
-            )
+            options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+            generated = model.generate(ids, attention_mask=mask, **options)
             return generated, model(input_ids=ids, attention_mask=mask.flip(1), use_cache=False).logits
 
-    expected = outputs()
+    expected, loss = outputs(), separate(model, row, batch.seq_lengths)[0]
     with packed_attention(model):
         assert all(vars(home).get(name) is not stock for name, stock in before.items() if stock is not None)
         with packed_attention(hybrid_model(family)):  # another model of the family, in the same process
             actual = outputs()
         again = outputs()
+        assert abs(packed(model, row, batch).item() - loss) <= 1e-5
     assert {name: vars(home).get(name) for name in FUNCTIONS} == before
     for side in (actual, again):
         assert all(torch.equal(ours, stock) for ours, stock in zip(side, expected, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["inherits", "overrides", "hub kernels"])
-def test_only_layers_whose_functions_are_called_pack(kind: str) -> None:
-    model, (ids, batch), calls = hybrid_model("qwen3_next"), make_row(), []
+def test_only_layers_whose_functions_are_called_pack() -> None:
+    model, (ids, batch) = hybrid_model("qwen3_next"), long_row()
     layer = model.model.layers[0].linear_attn
-    if kind == "hub kernels":
-        model._use_kernels = True
-    else:
-
-        class Own(type(layer)):  # type: ignore[misc]
-            if kind == "overrides":
-
-                def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-                    calls.append(hidden_states.shape)
-                    return 2 * super().forward(hidden_states, *args, **kwargs)
-
-        layer.__class__ = Own
-    expected = separate(model, ids, LENGTHS)[0]
-    calls.clear()
-    with packed_attention(model) as attention:
-        assert (attention.path in BACKENDS) == (kind == "inherits")
-        reasons = {"inherits": "over chunks", "overrides": "linear_attention layers", "hub kernels": "use_kernels=True"}
-        assert reasons[kind] in attention.choice.reason
+    layer.__class__ = type("Inherits", (cls := type(layer),), {})
+    expected = separate(model, ids, batch.seq_lengths)[0]
+    with packed_attention(model):
         assert abs(packed(model, ids, batch).item() - expected) <= 1e-5
-    assert bool(calls) == (kind == "overrides")
+    model._use_kernels = True
+    with pytest.raises(ValueError, match=r"hub kernels in .*use_kernels=True"), packed_attention(model):
+        pass
+    model._use_kernels = False
+    layer.__class__ = type("Overrides", (cls,), {"forward": lambda self, *args, **kwargs: None})
+    with pytest.raises(ValueError, match="qwen3_next has linear_attention layers"), packed_attention(model):
+        pass
 
 
-def test_a_forward_of_the_users_that_drops_the_keyword_is_found_by_the_proof() -> None:
-    model = hybrid_model("qwen3_next")
-    layer = model.model.layers[0].linear_attn
-    stock = layer.forward
-    layer.forward = lambda hidden_states, **keywords: stock(hidden_states, **keywords)
-    assert verify_packing(model).proven
-    layer.forward = lambda hidden_states, **_dropped: stock(hidden_states)
-    assert verify_packing(model).leaks
-
-
-@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
-def test_functions_that_the_package_kernels_has_wrapped_are_replaced(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where it is installed, these are modules, for the case that a kernel of the hub is asked for."""
-
-    class Func(torch.nn.Module):
-        def __init__(self, function: Any) -> None:
-            super().__init__()
-            self.function = (function,)  # no part of it, if the package is there and has made a module of it
-
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return self.function[0](*args, **kwargs)
-
-    model, (ids, batch) = hybrid_model(family), make_row()
-    home = vars(sys.modules[type(model).__module__])
-    for name in FUNCTIONS:
-        if name in home:
-            monkeypatch.setitem(home, name, Func(home[name]))
-    expected = separate(model, ids, LENGTHS)[0]
-    with packed_attention(model) as attention:
-        assert attention.path == "per_document"
-        assert abs(packed(model, ids, batch).item() - expected) <= 1e-5
-
-
-LATENT = {
-    "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "linear_num_heads": 4,
-    "linear_head_dim": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
-    "layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 4, "num_key_value_heads": 4,
-    "intermediate_size": 48,
-}  # fmt: skip
 UNREACHED: dict[str, dict[str, Any]] = {
-    "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 1, "state_size": 8},
     "mamba": {},
-    "jamba": {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2,
-              "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "mamba_d_state": 8},
-    "recurrent_gemma": {"num_attention_heads": 4, "num_hidden_layers": 3, "intermediate_size": 48, "head_dim": 8,
-                        "lru_width": 32},
-    "kimi_linear": {**LATENT, "q_lora_rank": None, "num_local_experts": 4, "n_shared_experts": 1},
-    "bailing_hybrid": {**LATENT, "q_lora_rank": 16, "num_experts": 4},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 8},
+    "recurrent_gemma": {"num_hidden_layers": 3, "head_dim": 8, "lru_width": 32},
+    "kimi_linear": {
+        "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "linear_num_heads": 4,
+        "linear_head_dim": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
+        "layer_types": ["linear_attention", "full_attention"], "q_lora_rank": None, "num_local_experts": 4,
+        "n_shared_experts": 1, "num_key_value_heads": 4,
+    },
 }  # fmt: skip
 
 
@@ -226,47 +184,25 @@ UNREACHED: dict[str, dict[str, Any]] = {
 def test_families_that_no_function_reaches_are_named(family: str) -> None:
     if family not in CONFIG_MAPPING:
         pytest.skip(f"transformers has no {family}")
-    fields = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0, **UNREACHED[family]}
-    with packed_attention(AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields))) as attention:
-        assert attention.path not in BACKENDS
-        assert family in attention.choice.reason
+    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0, "intermediate_size": 48}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2} if family != "mamba" else {}
+    config = AutoConfig.for_model(family, **{**sizes, **heads, **UNREACHED[family]})
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match=f"{family} (has linear|does not call)"), packed_attention(model):
+        pass
 
 
-def test_an_evaluation_of_a_packed_row_makes_no_cache_and_takes_none() -> None:
-    model, (ids, batch) = hybrid_model("qwen3_next").eval(), make_row((9, 6))
+def test_a_row_takes_no_cache_and_no_shared_prefixes_and_nan_stays_nan() -> None:
+    model, (ids, batch) = hybrid_model("qwen3_next").eval(), long_row((9, 6))
     keywords = {"input_ids": ids, "packed_batch": batch, **to_transformers_kwargs(batch)}
+    tree = tree_row((4, 3, 3), (-1, 0, 0))
     with packed_attention(model), torch.no_grad():
         assert model(**keywords).past_key_values is None
         with pytest.raises(PackingError, match="use_cache=False"):
             model(past_key_values=DynamicCache(config=model.config), **keywords)
-
-
-def test_shared_prefixes_are_refused_by_name() -> None:
-    model, ids = hybrid_model("qwen3_next"), torch.randint(3, 96, (1, 10))
-    batch = tree_row((4, 3, 3), (-1, 0, 0))
-    with packed_attention(model), pytest.raises(PackingError, match=r"gated delta rule.*each prefix repeated"):
-        model(input_ids=ids, packed_batch=batch, use_cache=False, **to_transformers_kwargs(batch))
-
-
-def test_weights_that_are_nan_are_named_and_stay_nan() -> None:
-    model, (ids, batch) = hybrid_model("qwen3_next"), make_row()
-    with torch.no_grad():
+        with pytest.raises(PackingError, match=r"gated delta rule.*each prefix repeated"):
+            model(input_ids=ids[:, :10], packed_batch=tree, use_cache=False, **to_transformers_kwargs(tree))
         model.model.layers[0].linear_attn.A_log.fill_(torch.nan)
-    with packed_attention(model):
         assert packed(model, ids, batch).isnan()
     with pytest.raises(NonFiniteError, match=r"linear_attn\.A_log"):
         verify_packing(model)
-
-
-@pytest.mark.parametrize(("family", "dtype"), [("qwen3_next", torch.float16), ("falcon_h1", torch.bfloat16)])
-def test_a_model_in_16_bits_is_as_near_as_stock(family: str, dtype: torch.dtype) -> None:
-    model, (ids, batch) = hybrid_model(family), make_row()
-    exact = separate(model, ids, LENGTHS)[0]
-    model = model.to(dtype)
-    stock = separate(model, ids, LENGTHS)[0]
-    with packed_attention(model) as attention:
-        assert attention.path == "per_document"
-        loss = packed(model, ids, batch)
-        loss.backward()
-    assert abs(loss.item() - exact) <= 2 * abs(stock - exact) + 4 * torch.finfo(dtype).eps
-    assert all(bool(gradient.isfinite().all()) for gradient in gradients(model).values())

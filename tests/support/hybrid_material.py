@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING
 
 from fastpack_trl.model.facts import mixers
+from fastpack_trl.packing.packed_batch import PackedBatch
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -108,3 +109,9 @@ def reached(family: str) -> bool:
         pytest.skip(f"transformers has no {family}")
     model = hybrid_model(family)
     return not (family in BY_SEQ_IDX and not mixers(model))
+
+
+def long_row(lengths: tuple[int, ...] = (150, 1, 14, 64, 66)) -> tuple[torch.Tensor, PackedBatch]:
+    """A document over more than two chunks, one of one token, one of a chunk; boundaries inside and between chunks."""
+    ids = torch.randint(3, 96, (1, sum(lengths)), generator=torch.Generator().manual_seed(1))
+    return ids, PackedBatch.from_lengths(lengths, labels=ids)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fastpack_trl.kernels.gate_form import Gate
 from fastpack_trl.moe.layout import experts_modules
+from fastpack_trl.moe.routing import routing_plan
 from fastpack_trl.testing import assert_gradients_close, gradients
 
 _COMMON = {
@@ -171,3 +172,31 @@ def gate_case(dtype: torch.dtype, *, bias: bool = True, rows: int = 37) -> Any:
     expert = torch.arange(rows, dtype=torch.int32) * 3 // rows
     weight = torch.rand(rows)
     return h.to(dtype), None if table is None else table.to(dtype), expert, grad.to(dtype), weight.to(dtype)
+
+
+def autograd_gate(case: Any, gate: Gate, dtype: torch.dtype) -> list[Tensor]:
+    """Activation, gradient of `h`, weighted activation and gradient of the weight of a `gate_case`, by autograd."""
+    h, table, expert, grad, weight = case
+    h, weight = (leaf.detach().to(dtype, copy=True).requires_grad_() for leaf in (h, weight))
+    activation = reference_gate(h, None if table is None else table.to(dtype), expert, gate)
+    weighted = activation * weight[:, None]
+    of_h, of_weight = torch.autograd.grad(weighted, (h, weight), grad.to(dtype))
+    return [activation.detach(), of_h, weighted.detach(), of_weight]
+
+
+def combine_case(
+    dtype: torch.dtype, bias: bool, weights_dtype: torch.dtype | None, *, tokens: int = 19
+) -> tuple[tuple[Any, ...], dict[str, Any], Tensor]:
+    """Arguments and keywords of `combine` for three slots per token, and the sum over slots in float64."""
+    ids, weights = routed(tokens, 3, 5)
+    rows, table = torch.randn(3 * tokens, 40).to(dtype), torch.randn(5, 40).to(dtype) if bias else None
+    inverse, scale = routing_plan(ids, 5).inverse, None if weights_dtype is None else weights.to(weights_dtype)
+    slots = rows.double()[inverse.long()] + (0 if table is None else table.double()[ids])
+    exact = (slots if scale is None else slots * scale.double()[..., None]).sum(1)
+    return (rows, inverse, scale), {"bias_eh": table, "ids_tk": ids}, exact
+
+
+def assert_as_near(actual: Any, others: Any, exact: Any, floor: float) -> None:
+    """Each result has at most 1.1 times the error of the other's."""
+    for mine, other, value in zip(actual, others, exact, strict=True):
+        assert norm_of_difference(mine, value) <= max(1.1 * norm_of_difference(other, value), floor)
