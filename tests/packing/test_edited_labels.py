@@ -196,8 +196,7 @@ def test_a_batch_knows_its_edits_whichever_way_it_came(way: str) -> None:
 
 def test_edits_before_the_copy_to_a_device_are_known_after_it() -> None:
     inputs = PackingCollator(pad_token_id=0)([ROW])
-    alone = inputs["packed_batch"].to("meta")
-    assert alone.describes(inputs["input_ids"], inputs["position_ids"])
+    assert inputs["packed_batch"].to("meta").describes(inputs["input_ids"], inputs["position_ids"])
     assert known(inputs.to("meta")) == (True, True)
     inputs["labels"][0, 3:5] = -100
     assert known(inputs.to("meta")) == (False, True)
