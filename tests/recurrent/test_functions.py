@@ -187,6 +187,17 @@ def test_merged_blocks_invert_keys_that_are_all_alike(size: int) -> None:
     assert not solve.merged_inverse(lower).triu(1).any()
 
 
+@pytest.mark.parametrize("count", [2, 4, 7, 10])
+def test_states_by_doubling_equal_those_chunk_by_chunk(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without decays, which would hide a level that is missing."""
+    shapes = (8, 3), (8, 5), (8, 5), (1, 1), (5, 3)
+    *chunks, added = (torch.randn(count, 2, *shape, dtype=torch.float64) / 2 for shape in shapes)
+    expected = [solve.recurrence(*chunks, more, count) for more in (None, added)]
+    monkeypatch.setattr(solve, "one_by_one", lambda device: False)
+    actual = [solve.recurrence(*chunks, more, count) for more in (None, added)]
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize(("name", "state"), [(DELTA, "output_final_state"), (MAMBA, "return_final_states"), (CONV, "")])
 def test_a_state_or_another_row_is_refused_by_name(name: str, state: str) -> None:
     rule, arguments = partial(OURS[name], chunks_of(PackedBatch.from_lengths((3, 2)))), CASES[name].arguments(5)
