@@ -6,7 +6,6 @@ import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from attention_material import one_by_one, packed
@@ -17,8 +16,9 @@ from shared_material import groups, prefixed
 from trainer_material import assert_same_log, both, build, train
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.attention import share_prefixes, shared_rows
+from fastpack_trl.attention import share_prefixes
 from fastpack_trl.attention.install import packed_attention
+from fastpack_trl.attention.proof import PackingProof
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX
 from fastpack_trl.testing import gradients, tiny_model
@@ -167,11 +167,10 @@ def test_what_cannot_share_is_named(options: dict[str, Any], reason: str, tmp_pa
     assert in_banner or "dropout" not in reason, "what no dropout would save"
 
 
-def test_rows_are_checked_once_per_attention_and_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check = Mock(wraps=shared_rows.verify_shared)
-    monkeypatch.setattr(shared_rows, "verify_shared", check)
-    ours = build(FastSFTTrainer, tmp_path, data=prefixed(), fast={}, **dropping(0.0), **PACKED, max_steps=1)
-    for _ in range(2):
-        ours.train()
-        assert ours.fastpack_report["share_prefixes"].status == "on"
-    assert check.call_count == 1
+def test_rows_that_fail_their_check_keep_each_document_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leak = PackingProof("per_document", (3, 2), ((0, 1, 0.5),), 0.0, None)
+    monkeypatch.setattr(share_prefixes, "verify_shared", lambda *_: leak)
+    ours, stock = both(tmp_path, data=prefixed(), fast={}, **{**PACKED, "max_steps": 2})
+    reason = ours.fastpack_report["share_prefixes"].reason
+    assert reason.startswith("per_document failed its check of shared prefixes: LEAK")
+    assert_same_log(ours, stock)
