@@ -170,7 +170,7 @@ def test_what_cannot_share_is_named(options: dict[str, Any], reason: str, tmp_pa
 def test_rows_that_fail_their_check_keep_each_document_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leak = PackingProof("per_document", (3, 2), ((0, 1, 0.5),), 0.0, None)
     monkeypatch.setattr(share_prefixes, "verify_shared", lambda *_: leak)
-    ours, stock = both(tmp_path, data=prefixed(), fast={}, **{**PACKED, "max_steps": 2})
+    ours, stock = both(tmp_path, data=prefixed(), fast={}, **SGD, **PACKED)
     reason = ours.fastpack_report["share_prefixes"].reason
     assert reason.startswith("per_document failed its check of shared prefixes: LEAK")
     assert_same_log(ours, stock)
