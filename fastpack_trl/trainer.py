@@ -18,7 +18,7 @@ from fastpack_trl.model.preflight import bound, check_given
 from fastpack_trl.packing.batching import fast_view, is_stock_collator, packing_collator
 from fastpack_trl.packing.collator import unshared
 from fastpack_trl.packing.dataset import prepare_in_two_passes
-from fastpack_trl.packing.documents import DocumentsCollator
+from fastpack_trl.packing.documents import DocumentsCollator, as_one_row
 from fastpack_trl.packing.examples import check_label_column, check_not_empty
 from fastpack_trl.packing.packed_inputs import PackedInputs
 from fastpack_trl.run import Run
@@ -141,9 +141,13 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
     @documented_as(SFTTrainer.prediction_step)
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return super().prediction_step(model, inputs, *args, **kwargs)
+            loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         finally:
             _clear(inputs)
+        if self.fastpack_run.plan.kind == "documents" and isinstance(logits, Tensor):
+            # One row as TRL's packed ones: predictions are cut and gathered by the number of rows of the data set.
+            logits, labels = as_one_row(inputs["attention_mask"], logits, labels)
+        return loss, logits, labels
 
     @documented_as(SFTTrainer.get_batch_samples)
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:

@@ -90,7 +90,7 @@ HOLD = {
         reason="a row is one document", options={"packing": False}, given={"compute_loss_func": summed}
     ),
     ("packed_attention", "sdpa"): Case(
-        reason="sdpa would pad the documents again", options={"packing": False}
+        reason="sdpa gains nothing from one long row", options={"packing": False}
     ),
     ("checkpoint_offload", "double_buffer"): Case(reason="no device memory to spare"),
 }  # fmt: skip

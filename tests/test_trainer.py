@@ -180,6 +180,21 @@ def test_documents_are_padded_one_by_one_where_no_attention_keeps_them_apart(fam
         assert_same_log(ours, train(SFTTrainer, tmp_path / "stock", **options))
 
 
+def test_predictions_of_padded_documents_have_every_token_of_the_rows(tmp_path: Path) -> None:
+    def counted(found: Any) -> dict[str, int]:
+        return {"tokens": int((found.label_ids != -100).sum())}
+
+    tokens = []
+    for family in ("qwen3", "bloom"):  # one row, and its documents
+        options: dict[str, Any] = {"family": family, "packing": True, "per_device_eval_batch_size": 2}
+        trainer = build(FastSFTTrainer, tmp_path, trainer={"compute_metrics": counted}, **options)
+        assert len(trainer.eval_dataset) % 2
+        predicted = trainer.predict(trainer.eval_dataset)
+        tokens.append((trainer.evaluate()["eval_tokens"], int((predicted.label_ids != -100).sum())))
+        assert predicted.predictions.shape[:2] == predicted.label_ids.shape
+    assert tokens[0] == tokens[1]
+
+
 def _model_state(model: Any) -> dict[str, Any]:
     return {
         "implementation": model.config._attn_implementation,

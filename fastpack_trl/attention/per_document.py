@@ -60,7 +60,7 @@ class PerDocumentLayer(NamedTuple):
         # The causality of torch's kernels is aligned top-left: queries behind a prefix need a mask.
         if windowed or eager or prefix:
             mask = self.masks.get(call.window if windowed else None)
-            mask = band_mask(keys, keys, query.device) if mask is None else mask
+            mask = band_mask(keys, (call.window or keys) if windowed else keys, query.device) if mask is None else mask
             mask = mask[prefix:keys, :keys]
         if eager:
             inputs = (query, key, value, mask, call.scale, call.sinks, call.softcap)

@@ -78,6 +78,7 @@ def run(args: Namespace) -> int:
     from fastpack_trl.attention.install import packed_attention
     from fastpack_trl.attention.proof import verify_packing
     from fastpack_trl.measure.record import versions, write_json
+    from fastpack_trl.model.facts import UNREADABLE
 
     names = ("auto", *BACKENDS, "off")
     if args.attn not in names:
@@ -98,7 +99,7 @@ def run(args: Namespace) -> int:
             proof = verify_packing(model, attention=attention, lengths=lengths)
         except NonFiniteError as error:
             raise UserError(f"--model {args.model} cannot be examined: {error}") from error
-        except (ValueError, RuntimeError) as error:  # stock's hybrid models refuse packed rows without their kernels
+        except (*UNREADABLE, ImportError) as error:  # stock's hybrid models refuse packed rows without their kernels
             remedy = "use --attn auto" if args.attn == "off" else "train with packing=False"
             raise UserError(f"packed rows do not run with --attn {args.attn}: {describe(error)}; {remedy}") from error
     reason = attention.choice.reason

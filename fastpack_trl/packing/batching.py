@@ -113,7 +113,7 @@ def _padded(trainer: Any, path: str, flattens: bool, *methods: str) -> Iterator[
     """
     config = trainer.args.accelerator_config
     yield path == PADDED_DOCUMENTS and "no packed attention keeps this model's documents apart"
-    yield not flattens and f"{path} would pad the documents again"
+    yield not flattens and f"{path} gains nothing from one long row"
     yield (own := replaced_methods(trainer, (*_SEE_BATCHES, *methods))) and f"{own} may expect one document per row"
     yield (hook := hook_inside(trainer.model)) and f"{hook} may expect one document per row"
     yield is_invoked_once_per_row(trainer.model) and ALORA

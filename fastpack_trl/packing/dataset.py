@@ -272,4 +272,4 @@ def highest_padding_cost(prepared: Dataset, rows_per_batch: int = 1, seed: int =
     first = np.arange(0, len(order), rows_per_batch)
     longest = np.maximum.reduceat(np.maximum.reduceat(lengths, starts)[order], first)
     tokens = np.add.reduceat(np.add.reduceat(lengths, starts)[order], first)
-    return float((longest * np.add.reduceat(documents[order], first) / tokens).max())
+    return float((longest * np.add.reduceat(documents[order], first) / np.maximum(tokens, 1)).max())

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from fastpack_trl.model.upstream import DataCollatorForLanguageModeling
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX
 
@@ -32,9 +34,21 @@ class DocumentsCollator:
         return batch
 
 
+def as_one_row(mask: Tensor, *padded: Tensor | None) -> list[Tensor | None]:
+    """Return what padded documents have per token, (documents, width, ...), as one row, (1, tokens, ...).
+
+    Args:
+        mask: (documents, width), 1 for tokens; `padded` may have virtual tokens before these.
+        padded: logits and labels.
+    """
+    tokens = mask.bool()
+    return [one if one is None else one[:, -mask.shape[1] :][tokens.to(one.device)][None] for one in padded]
+
+
 def _documents(example: Mapping[str, Any]) -> list[dict[str, Any]]:
     start, documents = 0, []
-    for length in example.get("seq_lengths") or [len(example["input_ids"])]:
+    lengths = example.get("seq_lengths")  # a list, or an array or tensor in the format of the data set
+    for length in [len(example["input_ids"])] if lengths is None else map(int, lengths):
         columns = {name: example[name] for name in ("input_ids", "labels") if example.get(name) is not None}
         documents += [{name: values[start : start + length] for name, values in columns.items()}] if length else []
         start += length

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from collator_material import batches
 from hypothesis import given, settings
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -42,3 +44,9 @@ def test_documents_and_counted_tokens_are_those_of_the_packed_row(rows: list[dic
     for name in ("input_ids", "labels"):
         assert batch[name][mask].tolist() == packed[name][0].tolist()
     assert (batch["labels"][~mask] == -100).all()
+
+
+@pytest.mark.parametrize("convert", [np.array, torch.tensor])
+def test_columns_may_be_arrays_and_tensors(convert: Any) -> None:
+    batch, expected = (DocumentsCollator(STOCK)([one]) for one in ({k: convert(v) for k, v in ROW.items()}, ROW))
+    assert {name: value.tolist() for name, value in batch.items()} == {k: v.tolist() for k, v in expected.items()}
