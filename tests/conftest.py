@@ -208,7 +208,15 @@ def inductor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture
 def varlen_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `varlen` be chosen on the CPU, where its operator runs the twin: attention that a graph can have."""
+    from dataclasses import replace
+
     from fastpack_trl.attention.varlen import Varlen
 
     refuses = Varlen.refuses
-    monkeypatch.setattr(Varlen, "refuses", lambda self, one: "" if one.device_type == "cpu" else refuses(self, one))
+
+    def with_a_device(self: Varlen, one: Any) -> str:
+        if one.device_type == "cpu":
+            one = replace(one, device_type="cuda", capability=(9, 0), compute_dtype=torch.bfloat16)
+        return refuses(self, one)
+
+    monkeypatch.setattr(Varlen, "refuses", with_a_device)

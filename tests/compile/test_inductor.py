@@ -29,9 +29,9 @@ from trainer_material import figures, train
 from fastpack_trl import FastSFTTrainer
 
 folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
-off = train(FastSFTTrainer, folder / "off", fast={"layer_compile": "off"}, **options)
+off = train(FastSFTTrainer, folder / "off", fast={"layer_compile": "off", "packed_attention": "sdpa"}, **options)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))  # what a full disk says at every write
-on = train(FastSFTTrainer, folder / "on", fast={"layer_compile": "on"}, **options)
+on = train(FastSFTTrainer, folder / "on", fast={"layer_compile": "on", "packed_attention": "sdpa"}, **options)
 line = on.fastpack_report["layer_compile"]
 sys.stdout.write("\\n" + json.dumps([line.path, line.reason, figures(on) == figures(off)]))
 """
