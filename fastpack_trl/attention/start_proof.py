@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from typing import Any, NamedTuple
 from weakref import ref
@@ -134,12 +134,7 @@ def _proof(run: Run, attention: PackedAttention | None) -> tuple[PackingProof | 
     insists = run.settings.verify_packing == "on" and run.training
     try:
         with run.step.taking("proof"), run.autocast():
-            if run.is_sharded:
-                path = "off" if attention is None else attention.path
-                with small_copy(run.model, run.device, run.compute_dtype) as copy:
-                    proof = verify_packing(copy, implementation=path)
-            else:
-                proof = verify_packing(run.model, implementation="off", attention=attention)
+            proof = _checked(run, attention)
     except PackingError:
         raise
     except NonFiniteError as error:
@@ -164,6 +159,14 @@ def _proof(run: Run, attention: PackedAttention | None) -> tuple[PackingProof | 
         return proof, ""
     run.say("verify_packing", "off", "not run", reason)
     return None, reason
+
+
+def _checked(run: Run, attention: PackedAttention | None) -> PackingProof:
+    if not run.is_sharded:
+        with suppress(ImportError):  # TRL's own forward lacks a kernel (weights in FP8, say), which ours does without
+            return verify_packing(run.model, implementation="off", attention=attention)
+    with small_copy(run.model, run.device, run.compute_dtype) as copy:
+        return verify_packing(copy, implementation="off" if attention is None else attention.path)
 
 
 @contextmanager

@@ -129,6 +129,7 @@ def test_a_run_learns_as_one_over_the_dequantised_base(
     ours = made(tmp_path / "fp8", model, [looked], layer_compile=layer_compile, cache_dequantized="on")
     ours.train()
     assert looked.found == ([True] * LAYERS, [None] * LAYERS)
+    assert ours.fastpack_run.packs, "checked without the kernel that TRL's forward of FP8 weights needs"
     assert bool(graphs.graphs) == (layer_compile == "on")
     reason = ours.fastpack_report["frozen_base"].reason
     assert f"{LAYERS} of {LAYERS} LoRA bases multiply in FP8, forward and backward" in reason
