@@ -132,7 +132,7 @@ def draw(number: int) -> dict[str, Any]:
             "activation_memory": pick(["auto", "auto", "keep", "checkpoint"])
             if stock["gradient_checkpointing"]
             else "auto",
-            "packed_attention": pick(["auto", "auto", "sdpa", "per_document"]),
+            "packed_attention": pick(["auto", "auto", "sdpa", "auto"]),
         },
     }
 
