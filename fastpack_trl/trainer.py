@@ -130,6 +130,11 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
             return data
         return super()._prepare_input(data)
 
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        if self.fastpack_run.plan.kind == "documents":  # TRL's packed row has no padding to count
+            inputs = {"input_ids": as_one_row(inputs["attention_mask"], inputs["input_ids"])[0]}
+        super()._track_num_input_tokens(inputs)
+
     @documented_as(SFTTrainer.training_step)
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         # What was derived from the batch is dropped after its backward pass.

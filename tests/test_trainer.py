@@ -172,12 +172,15 @@ def test_gpt_oss_packs_without_the_leak_of_stock(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["stablelm", "nemotron", "bloom", "falcon"])
 def test_documents_are_padded_one_by_one_where_no_attention_keeps_them_apart(family: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"family": family, "packing": True, "gradient_accumulation_steps": 2}
+    options |= {"include_num_input_tokens_seen": "all"}
     ours = train(FastSFTTrainer, tmp_path / "ours", **options)
     report = ours.fastpack_report
     assert (report["packed_attention"].status, report["batches"].path) == ("stock", "documents")
     assert report.facts["padded tokens per token"].startswith("up to ")
     if family in ("stablelm", "nemotron"):  # stock's own rows are right
-        assert_same_log(ours, train(SFTTrainer, tmp_path / "stock", **options))
+        stock = train(SFTTrainer, tmp_path / "stock", **options)
+        assert_same_log(ours, stock)
+        assert ours.state.num_input_tokens_seen == stock.state.num_input_tokens_seen > 0
 
 
 def test_predictions_of_padded_documents_have_every_token_of_the_rows(tmp_path: Path) -> None:
