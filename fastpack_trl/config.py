@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, TypeVar, cast, get_args, get_origin, get_
 from transformers import TrainingArguments
 from trl import SFTConfig
 
-from fastpack_trl.errors import did_you_mean, first_reason, shown
+from fastpack_trl.errors import did_you_mean, first_reason, short_repr
 from fastpack_trl.model.preflight import check_counts, check_recompute
 from fastpack_trl.report import disabled_by_environment
 
@@ -94,7 +94,7 @@ def normalise_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     if isinstance(value, str):
         refuse_removed([f"{name}={value!r}"])
         hint = did_you_mean(value, choices)
-    raise ValueError(f"{name}={shown(value)} is not available: use one of {', '.join(choices)}{hint}")
+    raise ValueError(f"{name}={short_repr(value)} is not available: use one of {', '.join(choices)}{hint}")
 
 
 class _Choice(argparse.Action):
@@ -130,7 +130,7 @@ def _number(name: str, value: object, hint: str) -> float:
     except (TypeError, ValueError):
         number = float("nan")
     if math.isnan(number):
-        raise ValueError(f"{name}={shown(value)} is not a number, {hint}")
+        raise ValueError(f"{name}={short_repr(value)} is not a number, {hint}")
     return number
 
 
@@ -318,7 +318,7 @@ class Settings(ModelSettings):
         """Return the field of a feature; ``auto`` for one that has none."""
         return getattr(self, feature, "auto")
 
-    def names(self, feature: str) -> bool:
+    def is_explicit(self, feature: str) -> bool:
         """Return whether a feature was switched on by name: its field is neither its default nor ``off``."""
         own = type(self).__dataclass_fields__.get(feature)
         return own is not None and self.get(feature) not in (own.default, "off")
@@ -376,6 +376,6 @@ def check_offload(offload_budget_gib: float | None, keep_last_layers: int) -> No
         )
     if not isinstance(keep_last_layers, int) or isinstance(keep_last_layers, bool) or keep_last_layers < 0:
         raise ValueError(
-            f"keep_last_layers={shown(keep_last_layers)} is no number of layers: give 0 or more, how many last layers "
-            "stay on the device"
+            f"keep_last_layers={short_repr(keep_last_layers)} is no number of layers: give 0 or more, how many last "
+            "layers stay on the device"
         )

@@ -35,7 +35,7 @@ from fastpack_trl.step.aux_loss import aux_loss
 from fastpack_trl.step.first_step import first_step
 from fastpack_trl.step.merge_accumulation import merge_accumulation
 from fastpack_trl.step.short_data import short_data
-from fastpack_trl.step.sync_free import settle, sync_free
+from fastpack_trl.step.sync_free import sync_free, sync_free_step
 
 logger = get_logger(__name__)
 
@@ -82,7 +82,7 @@ class Feature(NamedTuple):
 
 
 def _leave_to_stock(run: Run, name: str, reason: str) -> None:
-    run.say(name, "stock", "stock", reason)
+    run.set_status(name, "stock", "stock", reason)
     logger.warning(f"{name}: stock ({reason})")
 
 
@@ -116,7 +116,7 @@ FEATURES: tuple[Feature, ...] = (
 """Entered from first to last when `train`, `evaluate` or `predict` begins, left in the opposite order."""
 
 STEP: tuple[Callable[[Run, MicroStep, Any, Any, Any], Tensor], ...] = (
-    settle,  # needs no walk over the model; the logged loss is that of all that follows
+    sync_free_step,  # needs no walk over the model; the logged loss is that of all that follows
     merge,  # waits for the last micro-batch of a row
     reduce_apart,  # after the last micro-batch of a step, once nothing of it can be undone
     retry,  # undoes a micro-batch, or a row of them

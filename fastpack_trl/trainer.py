@@ -62,7 +62,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         self._fastpack_disabled = self._fastpack_why_disabled()
         if self._fastpack_disabled:
             super().__init__(*args, **kwargs)
-            run.say("fastpack", "off", "stock", self._fastpack_disabled)
+            run.set_status("fastpack", "off", "stock", self._fastpack_disabled)
             return
         check_given(given)
         check_not_empty(given.get("train_dataset"))
@@ -70,7 +70,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         self._fastpack_quantize(self.model)  # where nobody has moved the model
         run.report.facts |= fit_precision(self)
         if run.settings.sync_free != "off":
-            run.keep(SyncFreeStep(self.model))  # before accelerate wraps the model
+            run.set_state(SyncFreeStep(self.model))  # before accelerate wraps the model
         choose_attention(run, by_name=isinstance(given["model"], str))
 
     def _prepare_dataset(
@@ -115,7 +115,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
             why = f"data_collator was replaced by {type(self.data_collator).__name__}"
             if self._fastpack_replaced != why:
                 self._fastpack_replaced = why
-                run.say("batches", "stock", "stock", why)
+                run.set_status("batches", "stock", "stock", why)
                 logger.warning(f"batches: stock ({why})")
             return False
         if is_training or run.plan.kind != "padding_free":
@@ -158,9 +158,9 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         batches, num_items_in_batch = super().get_batch_samples(*args, **kwargs)
         run = self.fastpack_run
-        if (short := run.part(ShortData)) is not None:
+        if (short := run.get_state(ShortData)) is not None:
             short.look(batches)
-        merging = run.part(Merging)
+        merging = run.get_state(Merging)
         if merging is not None:
             merging.plan(batches, num_items_in_batch)
         run.step.rows = len(batches) if merging is None else merging.rows
@@ -179,7 +179,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
 
     @property
     def _fastpack_step(self) -> SyncFreeStep | None:
-        return self.fastpack_run.part(SyncFreeStep)
+        return self.fastpack_run.get_state(SyncFreeStep)
 
     @documented_as(SFTTrainer.floating_point_ops)
     def floating_point_ops(self, inputs: Any) -> int:
@@ -228,7 +228,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         accelerator = getattr(self, "accelerator", None)  # absent while stock constructs
         step = self._fastpack_step
         if step is not None and accelerator is not None and not (alone and accelerator.num_processes > 1):
-            step.metrics.settle(self)
+            step.metrics.flush(self)
 
     def close(self) -> None:
         """Give the model its stock forward back; further runs of this trainer use stock's loss and metrics."""

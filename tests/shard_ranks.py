@@ -261,7 +261,7 @@ def _figures(cls: type[SFTTrainer], family: str, lora: bool, low: bool, tied: bo
                 found.extend(float(loss_of(seed, None)) for seed in (50, 60))
             model.train()
             if ours:
-                assert trainer.fastpack_run.part(SyncFreeStep).loss, trainer.fastpack_report["sync_free"]
+                assert trainer.fastpack_run.get_state(SyncFreeStep).loss, trainer.fastpack_report["sync_free"]
 
         # Known when the run has ended: layers that were PEFT's in any call are counted there.
         assert not (ours and lora) or trainer.fastpack_report["lora"].path == "fast", trainer.fastpack_report["lora"]

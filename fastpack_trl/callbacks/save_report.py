@@ -84,7 +84,7 @@ def save_report(run: Run) -> Iterator[None]:
         yield
         return
     rate = MeasuredRate()
-    run.keep(rate)  # also afterwards: the model card may be written then
+    run.set_state(rate)  # also afterwards: the model card may be written then
     with ExitStack() as trackers:
         trackers.enter_context(_report_in_arguments(run))
         with callbacks_added(run.trainer, rate, _Saves(run, trackers)):
@@ -123,7 +123,7 @@ def _reporting(kind: type[Any]) -> Iterator[list[Run]]:
 
 
 def _figures(run: Run, step: int) -> dict[str, Any]:
-    rate, proof = run.part(MeasuredRate), run.part(PackingProof)
+    rate, proof = run.get_state(MeasuredRate), run.get_state(PackingProof)
     return {
         "fastpack_trl": __version__,
         "step": step,
@@ -159,7 +159,7 @@ def add_to_card(run: Run) -> None:
 
 def _section(run: Run) -> str:
     on = ", ".join(f"`{line.feature}` ({line.path})" for line in run.report if line.status == "on")
-    rate, proof = run.part(MeasuredRate), run.part(PackingProof)
+    rate, proof = run.get_state(MeasuredRate), run.get_state(PackingProof)
     name = "fastpack-trl" if "/OWNER/" in REPOSITORY else f"[fastpack-trl]({REPOSITORY})"
     lines = [f"Trained with {name} {__version__}: {on or 'everything off, as stock'}.", ""]
     lines += [f"- What is computed is not stock's: {line}." for line in run.report if line.feature in _CHANGING]

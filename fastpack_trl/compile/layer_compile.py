@@ -20,7 +20,7 @@ def layer_compile(run: Run) -> Iterator[None]:
     """Compile decoder layers once per kind, while the model trains; after `lora`, whose layers are compiled then."""
     why = run.ranks.first_reason(lambda: why_not(run))
     if why:
-        run.say(FEATURE, "off", "eager", why)
+        run.set_status(FEATURE, "off", "eager", why)
         yield
         return
 
@@ -28,7 +28,7 @@ def layer_compile(run: Run) -> Iterator[None]:
         run.step.layers_changed()
         run.step.seconds["compile"] = layers.seconds
         status: Status = "off" if layers.unpaid else "stock" if layers.path == "eager" else "on"
-        run.say(FEATURE, status, layers.path, layers.reason)
+        run.set_status(FEATURE, status, layers.path, layers.reason)
 
     weighs = run.settings.layer_compile == "auto"
     with compiled_layers(

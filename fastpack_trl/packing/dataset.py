@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset, LargeList, List
 from numpy.typing import NDArray
 
-from fastpack_trl.errors import DataError, shown
+from fastpack_trl.errors import DataError, short_repr
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX
 
 _ROWS_AT_A_TIME = 10_000
@@ -102,7 +102,7 @@ def prepare_in_two_passes(
     if "input_ids" not in documents.column_names:
         raise DataError(
             f"the {name} data set has the columns {', '.join(dataset.column_names)}, none of which holds text or "
-            f"conversations: set dataset_text_field (now {shown(args.dataset_text_field)}), or provide messages, "
+            f"conversations: set dataset_text_field (now {short_repr(args.dataset_text_field)}), or provide messages, "
             "prompt and completion, or input_ids"
         )
     tokenized, empty = is_token_lists(documents, ("input_ids", "labels")), 0

@@ -43,7 +43,7 @@ class StepServices:
         """Free memory that is worth less than what any layer keeps; False where there is none."""
         return any(reclaim() for reclaim in self.memory_reclaimers)
 
-    def mark(self) -> Callable[[], None]:
+    def rollback_point(self) -> Callable[[], None]:
         """Return a function that takes back the figures of all micro-batches from here on; it may be called twice."""
         marks = [begin() for begin in self.undo]
 
@@ -54,7 +54,7 @@ class StepServices:
         return back
 
     @property
-    def has_settled(self) -> bool:
+    def is_warmed_up(self) -> bool:
         """Nothing is left that the first steps decide: what compiles, which rows are merged."""
         return not any(waits() for waits in self.waiting)
 
@@ -72,7 +72,7 @@ class StepServices:
         self.version += 1
 
     @contextmanager
-    def taking(self, name: str) -> Iterator[None]:
+    def timed(self, name: str) -> Iterator[None]:
         """Add the host time of the context to `seconds`."""
         start = time.perf_counter()
         try:

@@ -28,7 +28,7 @@ def aux_loss(run: Run) -> Iterator[None]:
     if run.loss_is_ours:
         if args.pad_to_multiple_of:
             reason += "; without the padding of packed rows"
-        run.say("aux_loss", "on", "stacked", reason)
+        run.set_status("aux_loss", "on", "stacked", reason)
     else:
-        run.say("aux_loss", "stock", "stock", f"{reason}; as the loss (sync_free)")
+        run.set_status("aux_loss", "stock", "stock", f"{reason}; as the loss (sync_free)")
     yield

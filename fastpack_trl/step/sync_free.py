@@ -166,9 +166,9 @@ class _StaticLoss:
         return found.loss
 
 
-def settle(run: Run, following: MicroStep, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
+def sync_free_step(run: Run, following: MicroStep, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
     """Spare the host its walks over the model; the loss, for the log, is what the NaN filter lets pass."""
-    step = run.part(SyncFreeStep)
+    step = run.get_state(SyncFreeStep)
     if step is None or not step.host:
         return following(model, inputs, num_items_in_batch)
     step.reset.install(run.trainer, model)
@@ -180,9 +180,9 @@ def settle(run: Run, following: MicroStep, model: Any, inputs: Any, num_items_in
 @contextlib.contextmanager
 def sync_free(run: Run) -> Iterator[None]:
     """Make no device-to-host sync between two logs, as far as the run permits."""
-    step = run.part(SyncFreeStep)
+    step = run.get_state(SyncFreeStep)
     if step is None or run.settings.sync_free == "off":
-        run.say("sync_free", "off", "stock", "switched off")
+        run.set_status("sync_free", "off", "stock", "switched off")
         with run.without(SyncFreeStep):  # the step was made with the trainer, the setting may have changed since
             yield
         return
@@ -194,7 +194,7 @@ def sync_free(run: Run) -> Iterator[None]:
     ours = (["loss, metrics"] if not stock else []) + (["host work"] if host else [])
     path = "host work only" if ours == ["host work"] else ", ".join(ours) or "stock"
     why = f"loss and metrics as stock: {stock}" if stock else step.forward.products
-    run.say("sync_free", "on" if ours else "stock", path, "; ".join([why, *remarks]), holds=not stock and host)
+    run.set_status("sync_free", "on" if ours else "stock", path, "; ".join([why, *remarks]), holds=not stock and host)
     run.loss_is_ours = not stock
     run.step.undo.append(step.metrics.mark)
     run.parameters = lambda: step.contents.parameters_of(run.model)
@@ -235,7 +235,7 @@ def why_stock_loss(run: Run) -> str:
 
 
 def _only_stock_loss(run: Run) -> Iterator[object]:
-    trainer, step, model = run.trainer, run.part(SyncFreeStep), run.model
+    trainer, step, model = run.trainer, run.get_state(SyncFreeStep), run.model
     assert step is not None
     lacks = [f"SFTTrainer.{name}" for name in _STATE if name not in vars(trainer)]
     yield lacks and f"trl lacks {', '.join(lacks)}"
