@@ -224,8 +224,8 @@ class ModelSettings:
     )
     save_report: SavesReport = choice(
         "on",
-        "What fastpack-trl did, in fastpack_report.json beside the checkpoints, in the model card, and in the config "
-        "of the trackers of report_to: on or off. A few kilobytes.",
+        "What fastpack-trl did, in fastpack_report.json beside the checkpoints and in the model card: on or off. A few "
+        "kilobytes.",
     )
 
     def __new__(cls, *_: Any, **given: Any) -> Self:

@@ -24,7 +24,6 @@ from fastpack_trl.packing.packed_inputs import PackedInputs
 from fastpack_trl.run import Run
 from fastpack_trl.step.accumulation import Merging
 from fastpack_trl.step.metrics import SettledAtRead
-from fastpack_trl.step.short_data import ShortData
 from fastpack_trl.step.sync_free import SyncFreeStep
 from fastpack_trl.trainers.featured import FeaturedTrainer, documented_as
 
@@ -158,8 +157,6 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         batches, num_items_in_batch = super().get_batch_samples(*args, **kwargs)
         run = self.fastpack_run
-        if (short := run.get_state(ShortData)) is not None:
-            short.look(batches)
         merging = run.get_state(Merging)
         if merging is not None:
             merging.plan(batches, num_items_in_batch)
@@ -193,8 +190,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         step = self._fastpack_step
         if step is None:
             return super()._clip_grad_norm(model)
-        norm = step.clip(self, model)
-        return norm if norm is not None else super()._clip_grad_norm(step.with_gradients(self.fastpack_run, model))
+        return super()._clip_grad_norm(step.with_gradients(self.fastpack_run, model))
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         step = self._fastpack_step

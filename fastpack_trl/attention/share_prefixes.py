@@ -92,7 +92,7 @@ def _dropouts(model: nn.Module) -> Iterator[float]:
 
 def _failed_check(run: Run, attention: PackedAttention) -> str:
     try:
-        with run.step.timed("proof"), run.autocast():
+        with run.autocast():
             proof = verify_shared(run.model, attention)
     except (*facts.UNREADABLE, ImportError) as error:
         return f"the check of shared prefixes cannot run on this model: {type(error).__name__}: {error}"

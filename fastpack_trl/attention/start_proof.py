@@ -96,7 +96,7 @@ def tell_stock_error(run: Run) -> None:
     why = stock_error(read_features(run.model, run.compute_dtype))
     if not why and run.plan.kind == "packed" and not run.is_sharded and run.settings.verify_packing != "off":
         try:
-            with run.step.timed("proof"), run.autocast():
+            with run.autocast():
                 proof = verify_packing(run.model, implementation="off", lengths=default_lengths(run.model))
             why = str(proof) if proof.leaks else ""
         except (*_CANNOT_RUN, torch.OutOfMemoryError):
@@ -133,7 +133,7 @@ def _proof(run: Run, attention: PackedAttention | None) -> tuple[PackingProof | 
     """
     insists = run.settings.verify_packing == "on" and run.training
     try:
-        with run.step.timed("proof"), run.autocast():
+        with run.autocast():
             proof = _checked(run, attention)
     except PackingError:
         raise

@@ -111,8 +111,7 @@ def _plan(run: Run) -> tuple[ActivationMemory | None, str]:
     def why_not() -> str:
         nonlocal planned
         try:
-            with run.step.timed("plan"):
-                planned = plan_memory(run)
+            planned = plan_memory(run)
         except UNREADABLE as error:
             level = isinstance(error, LevelError)
             why = str(error) if level else f"no plan can be made: {type(error).__name__}: {error}"
@@ -220,7 +219,7 @@ class ActivationMemory(TrainerCallback):
         memory: the copies would be set up twice.
         """
         run, levels = self._run, self._levels(plan)
-        waits = run.step.in_first and run.compiles_later and not run.measures_first_step
+        waits = run.is_in_first_step and run.compiles_later and not run.measures_first_step
         if waits and not self._asked and Level.OFFLOAD not in levels:
             return [max(level, Level.CHECKPOINT) for level in levels]
         return levels

@@ -61,6 +61,7 @@ class Run(Decisions):
         self._parts: dict[type[Any], Any] = {}
         self.step = StepServices()
         self.report = FeatureReport()
+        self._first_step = 0
         self.is_strict = False
 
     @cached_property
@@ -141,6 +142,15 @@ class Run(Decisions):
     def counts_documents(self) -> bool:
         """Its data set was counted when it was prepared: SFT's."""
         return self.plan_batches is plan_batches
+
+    def begin_steps(self) -> None:
+        """Count the steps of a `train` from here: a resumed one does not begin at 0."""
+        self._first_step = self.trainer.state.global_step
+
+    @property
+    def is_in_first_step(self) -> bool:
+        """No optimizer step of this `train` has ended."""
+        return self.trainer.state.global_step == self._first_step
 
     def steps_left(self) -> StepsLeft:
         """Return what is left of the run, in steps as the present one."""

@@ -149,6 +149,8 @@ class FeaturedTrainer(_Stock):
         with contextlib.ExitStack() as stack:
             stack.callback(setattr, run, "is_strict", False)  # also where a feature stops the run
             stack.enter_context(silence_renamed_checkpointing())
+            if announce:
+                stack.enter_context(during_training(self, at_begin=run.begin_steps))
             for feature in FEATURES:
                 if feature.trainers in self._fastpack_kinds and (announce or feature.when == "always"):
                     feature.enter(run, stack)
