@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, TypeVar, cast, get_args, get_origin, get_
 from transformers import TrainingArguments
 from trl import SFTConfig
 
-from fastpack_trl.errors import did_you_mean, first_reason, shown
+from fastpack_trl.errors import did_you_mean, first_reason, short_repr
 from fastpack_trl.model.preflight import check_counts, check_recompute
 from fastpack_trl.report import disabled_by_environment
 
@@ -102,7 +102,7 @@ def normalise_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     if isinstance(value, str):
         refuse_removed([f"{name}={value!r}"])
         hint = did_you_mean(value, choices)
-    raise ValueError(f"{name}={shown(value)} is not available: use one of {', '.join(choices)}{hint}")
+    raise ValueError(f"{name}={short_repr(value)} is not available: use one of {', '.join(choices)}{hint}")
 
 
 class _Choice(argparse.Action):
@@ -138,7 +138,7 @@ def _number(name: str, value: object, hint: str) -> float:
     except (TypeError, ValueError):
         number = float("nan")
     if math.isnan(number):
-        raise ValueError(f"{name}={shown(value)} is not a number, {hint}")
+        raise ValueError(f"{name}={short_repr(value)} is not a number, {hint}")
     return number
 
 
@@ -222,8 +222,8 @@ class ModelSettings:
     )
     save_report: SavesReport = choice(
         "on",
-        "What fastpack-trl did, in fastpack_report.json beside the checkpoints, in the model card, and in the config "
-        "of the trackers of report_to: on or off. A few kilobytes.",
+        "What fastpack-trl did, in fastpack_report.json beside the checkpoints and in the model card: on or off. A few "
+        "kilobytes.",
     )
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
@@ -313,7 +313,7 @@ class Settings(ModelSettings):
         """Return the field of a feature; ``auto`` for one that has none."""
         return getattr(self, feature, "auto")
 
-    def names(self, feature: str) -> bool:
+    def is_explicit(self, feature: str) -> bool:
         """Return whether a feature was switched on by name: its field is neither its default nor ``off``."""
         own = type(self).__dataclass_fields__.get(feature)
         return own is not None and self.get(feature) not in (own.default, "off")

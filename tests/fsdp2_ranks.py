@@ -100,7 +100,7 @@ def memory() -> None:
         ({}, {"activation_memory_gib": 1.0 if dist.get_rank() else 2e-4}, {Level.CHECKPOINT}),
     ):
         ours, _ = both(gradient_checkpointing=True, gradient_accumulation_steps=2, fast=fast, **options)
-        plan = ours.fastpack_run.part(ActivationMemory)
+        plan = ours.fastpack_run.get_state(ActivationMemory)
         assert plan is None, "kept after the run"
         line = ours.fastpack_report["activation_memory"]
         assert line.status == "on", line

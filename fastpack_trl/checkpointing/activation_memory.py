@@ -44,12 +44,12 @@ def activation_memory(run: Run) -> Iterator[None]:
     reason = run.ranks.first_reason(lambda: _why_not(run))
     if reason:
         # What conflicts with a level raises; of these reasons one is that layers keep everything as it is.
-        run.say(FEATURE, "off", "stock", reason, holds=run.settings.activation_memory == "keep")
+        run.set_status(FEATURE, "off", "stock", reason, holds=run.settings.activation_memory == "keep")
         yield
         return
     with contextlib.ExitStack() as stack:
         if run.is_fsdp2:
-            run.say(FEATURE, "on", "pending", ONCE_SHARDED)
+            run.set_status(FEATURE, "on", "pending", ONCE_SHARDED)
             run.step.activations_left = 0  # `checkpoint_offload` is this plan's
             stack.callback(setattr, run.step, "activations_left", None)
             installed = stack.enter_context(contextlib.ExitStack())
@@ -75,7 +75,7 @@ def _install(run: Run, stack: contextlib.ExitStack) -> ActivationMemory | None:
     """Make the plan and keep it until `stack` closes."""
     planned, reason = _plan(run)
     if planned is None:
-        run.say(FEATURE, "off", "stock", reason)
+        run.set_status(FEATURE, "off", "stock", reason)
         return None
     planned.report()
     # A rest that no further layer fits in is not given to what saves less per byte: a prediction may be a tenth off.
@@ -111,8 +111,7 @@ def _plan(run: Run) -> tuple[ActivationMemory | None, str]:
     def why_not() -> str:
         nonlocal planned
         try:
-            with run.step.taking("plan"):
-                planned = plan_memory(run)
+            planned = plan_memory(run)
         except UNREADABLE as error:
             level = isinstance(error, LevelError)
             why = str(error) if level else f"no plan can be made: {type(error).__name__}: {error}"
@@ -220,7 +219,7 @@ class ActivationMemory(TrainerCallback):
         memory: the copies would be set up twice.
         """
         run, levels = self._run, self._levels(plan)
-        waits = run.step.in_first and run.compiles_later and not run.measures_first_step
+        waits = run.is_in_first_step and run.compiles_later and not run.measures_first_step
         if waits and not self._asked and Level.OFFLOAD not in levels:
             return [max(level, Level.CHECKPOINT) for level in levels]
         return levels
@@ -242,7 +241,7 @@ class ActivationMemory(TrainerCallback):
             notes.append(f"weights gathered once a step ({self._gathered_bytes / GIB:.2f} GiB)")
         if installed != list(self.plan.levels):
             notes.append(f"{describe(installed)} for {next(filter(None, self._hooks))}, which runs in each recompute")
-        self._run.say(FEATURE, "on", levels, "; ".join([str(self.plan), *notes]))
+        self._run.set_status(FEATURE, "on", levels, "; ".join([str(self.plan), *notes]))
 
     def go_deeper(self) -> bool:
         """Free spare memory after an out-of-memory, or install a plan with less; return False if there is neither."""

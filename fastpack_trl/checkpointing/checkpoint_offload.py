@@ -21,7 +21,7 @@ from fastpack_trl.checkpointing.offload import (
 from fastpack_trl.checkpointing.offloader import MIN_BYTES, HostUse
 from fastpack_trl.checkpointing.streams import CudaStreams, HostStreams
 from fastpack_trl.config import refuse_removed
-from fastpack_trl.errors import shown
+from fastpack_trl.errors import short_repr
 from fastpack_trl.model.changes import callbacks_added, callers
 from fastpack_trl.run import Run
 
@@ -46,17 +46,17 @@ def checkpoint_offload(run: Run) -> Iterator[None]:
         mode, reason = None, "by the plan of activation_memory"
     if mode is None or reason or not run.training:
         # By that plan, in the mode that is asked for; or the memory of the layers is the host's already.
-        run.say(FEATURE, "off", "stock", reason, holds=True)
+        run.set_status(FEATURE, "off", "stock", reason, holds=True)
         yield
         return
 
     def say(message: str) -> None:
-        run.say(FEATURE, "on", mode, message.removeprefix(f"{FEATURE}: "))
+        run.set_status(FEATURE, "on", mode, message.removeprefix(f"{FEATURE}: "))
         logger.warning(message)
 
     callback = AsyncCheckpointCallback(mode)
     callback._say = say
-    run.say(FEATURE, "on", mode, "asked for; layer inputs go to pinned host memory")
+    run.set_status(FEATURE, "on", mode, "asked for; layer inputs go to pinned host memory")
     run.step.offloads = True
     try:
         with callbacks_added(run.trainer, callback), callback:
@@ -112,7 +112,7 @@ class AsyncCheckpointCallback(TrainerCallback):
 
     def __init__(self, mode: Mode = "double_buffer") -> None:
         if mode not in MODES:
-            raise ValueError(f"mode={shown(mode)} is not available: use one of {', '.join(MODES)}")
+            raise ValueError(f"mode={short_repr(mode)} is not available: use one of {', '.join(MODES)}")
         self.mode: Mode = mode
         self.offload: Offload | None = None
         self.use: HostUse | None = None

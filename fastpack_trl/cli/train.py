@@ -19,7 +19,7 @@ from fastpack_trl.recipe.checks import check_settings
 from fastpack_trl.recipe.help import write_help
 from fastpack_trl.recipe.methods import SFT, Method
 from fastpack_trl.recipe.train import train_parsed
-from fastpack_trl.report import show_whole
+from fastpack_trl.report import enable_verbose
 
 _OF_THE_COMMAND = ("--traceback", "--verbose")
 # Set for the processes that we launch: they take the launch options of the YAML as done.
@@ -38,7 +38,7 @@ def main(argv: Sequence[str], method: Method = SFT) -> int:
             "--dataset_name name model and data; --help lists all"
         )
     if "--verbose" in argv:
-        show_whole()
+        enable_verbose()
     # Asked before anything is imported: configuration classes set such variables themselves.
     launched = under_launcher()
     with preparing():

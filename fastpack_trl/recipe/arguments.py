@@ -16,7 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
-from fastpack_trl.errors import UserError, naming_keys, shown
+from fastpack_trl.errors import UserError, naming_keys, short_repr
 from fastpack_trl.recipe.foreign import tool_of
 from fastpack_trl.recipe.formats import DataArguments
 from fastpack_trl.recipe.help import COMMAND_OPTIONS, meant, write_help
@@ -128,9 +128,9 @@ def _mapping_text(text: str) -> str:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not JSON ({error}), e.g. '{{\"key\": 1}}'") from error
+        raise argparse.ArgumentTypeError(f"{short_repr(text)} is not JSON ({error}), e.g. '{{\"key\": 1}}'") from error
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not a mapping, e.g. '{{\"key\": 1}}'")
+        raise argparse.ArgumentTypeError(f"{short_repr(text)} is not a mapping, e.g. '{{\"key\": 1}}'")
     return text
 
 
@@ -182,12 +182,14 @@ def _split_flags(
                 raise UserError(gone)
             command = (option.partition(" ")[0] for option in COMMAND_OPTIONS)
             near = meant(name, {*known, *command, *(f"--{option}" for option in launch)})
-            raise UserError(f"unknown option {shown(name)}{near or f'; `{parser.prog} --help-all` lists the options'}")
+            raise UserError(
+                f"unknown option {short_repr(name)}{near or f'; `{parser.prog} --help-all` lists the options'}"
+            )
         launched.append(word)
         if action.nargs != 0 and not equals:
             value = next(words, "")
             if not value:
-                raise UserError(f"option {shown(name)} needs a value")
+                raise UserError(f"option {short_repr(name)} needs a value")
             launched.append(value)
         _check_count(name, name, value)
     return own, launched
@@ -203,7 +205,7 @@ def _launch_words(name: str, value: object, action: argparse.Action, path: str) 
     """Turn a YAML key of `accelerate launch` into flags: ``num_processes: 2`` -> ``["--num_processes", "2"]``."""
     if isinstance(value, list | dict):
         raise UserError(
-            f"{path}: {name}: {shown(value)} is not a single value: give one, as for `accelerate launch --{name}`"
+            f"{path}: {name}: {short_repr(value)} is not a single value: give one, as for `accelerate launch --{name}`"
         )
     if value is None:
         return []
@@ -213,7 +215,7 @@ def _launch_words(name: str, value: object, action: argparse.Action, path: str) 
     # TRL passes "--multi_gpu True", which accelerate reads as the name of the script to launch.
     wanted = as_bool(value)
     if wanted is None:
-        raise UserError(f"{path}: {name}: {shown(value)} is not true or false")
+        raise UserError(f"{path}: {name}: {short_repr(value)} is not true or false")
     return [f"--{name}"] if wanted else []
 
 
@@ -245,7 +247,7 @@ def _apply_config(parser: Any, config: dict[str, Any], path: str, launch: Mappin
             if gone := removal(name):
                 raise UserError(f"{path}: {gone}")
             hint = meant(name, {*actions, *launch, "env"}) or f"; `{parser.prog} --help-all` lists the names"
-            raise UserError(f"{path}: unknown key {shown(name)}{hint}")
+            raise UserError(f"{path}: unknown key {short_repr(name)}{hint}")
     parser.set_defaults_with_config(**values)
     return words
 
@@ -263,7 +265,9 @@ def _accelerate_file(words: list[str]) -> list[str]:
     shipped = {Path(str(file)).stem: str(file) for file in files("trl.accelerate_configs").iterdir()}
     shipped.pop("__init__", None)
     if name not in shipped:
-        raise UserError(f"accelerate_config {shown(name)} is neither a file nor one of {', '.join(sorted(shipped))}")
+        raise UserError(
+            f"accelerate_config {short_repr(name)} is neither a file nor one of {', '.join(sorted(shipped))}"
+        )
     return ["--config_file", shipped[name], *rest]
 
 
@@ -274,7 +278,7 @@ def _check_stray(parser: Any, own: Sequence[str]) -> None:
     remedy = "options start with --, e.g. --max_length 1024"
     if unknown[0].endswith((".yaml", ".yml")):
         remedy = f"did you mean --config {unknown[0]}?"
-    raise UserError(f"unexpected argument {shown(unknown[0])}: {remedy}")
+    raise UserError(f"unexpected argument {short_repr(unknown[0])}: {remedy}")
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastpack_trl.errors import UserError, describe, did_you_mean, first_reason, shown
+from fastpack_trl.errors import UserError, describe, did_you_mean, first_reason, short_repr
 from fastpack_trl.recipe.data import check_data_exists
 from fastpack_trl.recipe.methods import SFT, Method
 from fastpack_trl.recipe.paths import did_you_mean_path, model_folder
@@ -66,14 +66,15 @@ def _faults(arguments: Arguments) -> Iterator[str]:
     missing = _REPORTERS - set(get_available_reporting_integrations())
     for name in training.report_to or ():
         if name in missing and find_spec(name) is None:
-            yield f"report_to={shown(name)} is not installed: pip install {name}, or set report_to to 'none'"
+            yield f"report_to={short_repr(name)} is not installed: pip install {name}, or set report_to to 'none'"
     given = training.optim_args
     if given and not all(len(pair.split("=")) == 2 for pair in given.split(",")):
-        yield f"optim_args {shown(given)} is not a list of names and values, e.g. 'fused=True,amsgrad=True'"
+        yield f"optim_args {short_repr(given)} is not a list of names and values, e.g. 'fused=True,amsgrad=True'"
     if model.use_peft and model.lora_r < 1:
         yield f"lora_r={model.lora_r} is below 1: give the rank of the adapters, e.g. 16"
     if model.use_peft and arguments.method.command == "reward" and model.lora_task_type != "SEQ_CLS":
-        yield f"lora_task_type={shown(model.lora_task_type)} is for models of language: a reward model needs SEQ_CLS"
+        task = short_repr(model.lora_task_type)
+        yield f"lora_task_type={task} is for models of language: a reward model needs SEQ_CLS"
     for field in ("load_in_4bit", "load_in_8bit"):
         if getattr(model, field) and find_spec("bitsandbytes") is None:
             yield f"{field} needs bitsandbytes: pip install 'fastpack-trl[qlora]'"
@@ -82,7 +83,7 @@ def _faults(arguments: Arguments) -> Iterator[str]:
     if written_as_path and not Path(template).exists():
         where = Path(template).absolute()
         yield (
-            f"chat_template_path {shown(template)} does not exist (looked for {where}): name a .jinja file or a "
+            f"chat_template_path {short_repr(template)} does not exist (looked for {where}): name a .jinja file or a "
             "tokenizer"
         )
     if training.eval_on_start and training.eval_strategy == "no":
@@ -104,7 +105,9 @@ def _check_paths(training: Any) -> None:
         resume = resume.lower() == "true"
         training.resume_from_checkpoint = resume
     if isinstance(resume, str) and not Path(resume).is_dir():
-        raise UserError(f"resume_from_checkpoint {shown(resume)} is not a folder: name a checkpoint-N folder, or true")
+        raise UserError(
+            f"resume_from_checkpoint {short_repr(resume)} is not a folder: name a checkpoint-N folder, or true"
+        )
     if resume is True and not any(re.fullmatch(r"checkpoint-\d+", path.name) for path in output.glob("checkpoint-*")):
         raise UserError(
             f"resume_from_checkpoint: there is no checkpoint-N folder in output_dir {str(output)!r}: leave it out to "
@@ -183,7 +186,7 @@ def _check_attention(name: object) -> None:
     known = sorted({"eager", *AttentionInterface._global_mapping})
     if name not in known:
         raise UserError(
-            f"attn_implementation {shown(name)} does not exist{did_you_mean(name, known)}: use sdpa or eager, or "
+            f"attn_implementation {short_repr(name)} does not exist{did_you_mean(name, known)}: use sdpa or eager, or "
             "leave it out"
         )
     packages = {"flash_attention_3": "flash_attn_interface"}
@@ -209,7 +212,7 @@ def _quantization(given: object) -> Any:
         return AutoQuantizationConfig.from_dict(dict(given))
     except (ValueError, TypeError, ImportError) as error:
         raise UserError(
-            f"model_init_kwargs: quantization_config: {shown(given)} cannot be used: {describe(error)}"
+            f"model_init_kwargs: quantization_config: {short_repr(given)} cannot be used: {describe(error)}"
         ) from error
 
 
@@ -229,8 +232,8 @@ def load_tokenizer(name: str, training: Any, init: Mapping[str, Any]) -> Any:
         token = getattr(training, field, None)
         if token is not None and token not in vocabulary:
             raise UserError(
-                f"{field} {shown(token)} is not in the vocabulary of the tokenizer of {name!r}: choose one that is "
-                f"(special tokens: {', '.join(tokenizer.all_special_tokens[:10])})"
+                f"{field} {short_repr(token)} is not in the vocabulary of the tokenizer of {name!r}: choose one that "
+                f"is (special tokens: {', '.join(tokenizer.all_special_tokens[:10])})"
             )
     pad_token = getattr(training, "pad_token", None) or tokenizer.pad_token or tokenizer.eos_token
     if pad_token is None or pad_token not in vocabulary:

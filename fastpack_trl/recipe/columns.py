@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fastpack_trl.errors import DataError, shown
+from fastpack_trl.errors import DataError, short_repr
 
 TEXT, TOKENS, LABEL = "text", "a list of token ids", "true or false"
 MESSAGES = "a list of messages, each with role and content"
@@ -35,8 +35,8 @@ def check_row(row: Mapping[str, Any], text_field: str, name: str, columns: Itera
     if not read:
         raise DataError(
             f"the {name} data set has the columns {', '.join(columns or row)}, of which none can be trained on: set "
-            f"dataset_text_field (now {shown(text_field)}) to the column with the text, or provide messages, prompt "
-            "and completion, or input_ids"
+            f"dataset_text_field (now {short_repr(text_field)}) to the column with the text, or provide messages, "
+            "prompt and completion, or input_ids"
         )
     check_cells(row, read, name)
     return read
@@ -48,8 +48,8 @@ def check_cells(row: Mapping[str, Any], read: Mapping[str, str], name: str) -> N
         value = row[column]
         if not _holds(value, what):
             raise DataError(
-                f"row 0 of the {name} data set holds {shown(value)} in {column!r}, not {what}: correct the data, drop "
-                "the row, or choose another column with dataset_text_field (rows count from 0)"
+                f"row 0 of the {name} data set holds {short_repr(value)} in {column!r}, not {what}: correct the data, "
+                "drop the row, or choose another column with dataset_text_field (rows count from 0)"
             )
 
 

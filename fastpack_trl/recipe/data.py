@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastpack_trl.errors import UserError, describe, shown
+from fastpack_trl.errors import UserError, describe, short_repr
 from fastpack_trl.recipe.paths import absent, did_you_mean_path, looks_local
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
             ) from error
         names = [str(entry.path) for entry in mixture.datasets] or [str(script.dataset_name)]
         named = data_name(script, mixture)
-        raise UserError(f"data {shown(named)} cannot be loaded: {_reason(error, names)}") from error
+        raise UserError(f"data {short_repr(named)} cannot be loaded: {_reason(error, names)}") from error
 
 
 def data_name(script: ScriptArguments, mixture: DatasetMixtureConfig) -> str:
@@ -96,18 +96,20 @@ def _local_source(name: str) -> tuple[str, Any]:
     builder, path = _builder_of(name), Path(name).expanduser()
     if _is_pattern(name) and builder is not None:
         if not _files(name):
-            raise UserError(f"no file matches {shown(name)} (looked in {Path.cwd()}): correct the pattern")
+            raise UserError(f"no file matches {short_repr(name)} (looked in {Path.cwd()}): correct the pattern")
         return builder, str(path)
     if not path.exists():
         remedy = "relative paths start at the working directory, not at the YAML"
-        raise UserError(f"data {shown(name)} does not exist{absent(name, remedy)}")
+        raise UserError(f"data {short_repr(name)} does not exist{absent(name, remedy)}")
     if path.is_dir():
         saved = _saved_files(path)
         return ("arrow", saved) if saved else (str(path), None)
     if builder is None:
-        raise UserError(f"data file {shown(name)} has no known suffix: use one of {', '.join(BUILDERS)}, or a folder")
+        raise UserError(
+            f"data file {short_repr(name)} has no known suffix: use one of {', '.join(BUILDERS)}, or a folder"
+        )
     if path.stat().st_size == 0:
-        raise UserError(f"data file {shown(name)} is empty: write rows into it, or name another")
+        raise UserError(f"data file {short_repr(name)} is empty: write rows into it, or name another")
     return builder, str(path)
 
 
@@ -134,7 +136,7 @@ def _load_named(name: str, config: str | None, streaming: bool) -> Splits:
 
     if "://" in name and not name.startswith("hf://"):
         raise UserError(
-            f"dataset_name {shown(name)} is a URL, which has no builder: give it as "
+            f"dataset_name {short_repr(name)} is a URL, which has no builder: give it as "
             f"`datasets: [{{path: {_builder_of(name) or 'json'}, data_files: {name}}}]`"
         )
     if not _is_local(name):

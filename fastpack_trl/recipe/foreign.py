@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from fastpack_trl.errors import UserError, shown
+from fastpack_trl.errors import UserError, short_repr
 from fastpack_trl.recipe.methods import METHODS, SFT, Method
 
 _SIGNS: Mapping[str, str] = {
@@ -121,7 +121,7 @@ def convert(config: Mapping[str, Any], folder: Path) -> Converted:
         elif key in _WITHOUT:
             out.without[key] = _BY_ITSELF + _WITHOUT[key]
         else:
-            out.without[key] = f"{shown(value)} has no equivalent for {out.method.command}"
+            out.without[key] = f"{short_repr(value)} has no equivalent for {out.method.command}"
     _fit_evaluation(out.values)
     return out
 
@@ -221,7 +221,7 @@ def _llama_factory(given: dict[str, Any], out: Converted, folder: Path) -> None:
         entries.append({"path": path} | ({"split": f"train[:{most}]"} if most else {}))
         formats.add(about.get("formatting", "alpaca"))
         if "columns" in about or "tags" in about:
-            out.without[f"columns of {name}"] = f"{shown(about.get('columns') or about['tags'])}: rename them"
+            out.without[f"columns of {name}"] = f"{short_repr(about.get('columns') or about['tags'])}: rename them"
     out.values |= {"datasets": entries} | _format(formats, out, learns_all)
     out.mapped["dataset"] = "datasets"
 

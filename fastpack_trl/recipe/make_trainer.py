@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from fastpack_trl.errors import SETTING_ERRORS, DataError, UserError, naming_keys, nearest, preparing, shown
+from fastpack_trl.errors import SETTING_ERRORS, DataError, UserError, naming_keys, nearest, preparing, short_repr
 from fastpack_trl.recipe import checks
 from fastpack_trl.recipe.arguments import Arguments, as_flags, parse, split_off
 from fastpack_trl.recipe.data import data_name, load_data
@@ -112,7 +112,7 @@ def naming_data(named: str) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        raise UserError(f"data {shown(named)}: {error}") from error
+        raise UserError(f"data {short_repr(named)}: {error}") from error
 
 
 @contextmanager
@@ -127,7 +127,7 @@ def _lora_targets(model: ModelConfig, init: Mapping[str, Any]) -> Iterator[None]
         there = _linear_layers(str(model.model_name_or_path), init)
         names = [targets.rpartition("*")[2]] if isinstance(targets, str) else list(targets or ())
         near = list(dict.fromkeys(one for name in names for one in nearest(name, there)[:1]))
-        said = f"lora_target_modules {shown(targets)}: no module of the model has this name"
+        said = f"lora_target_modules {short_repr(targets)}: no module of the model has this name"
         if there and not near:
             said += f" (it has {', '.join(there)})"
         if isinstance(targets, str):

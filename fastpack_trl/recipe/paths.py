@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from fastpack_trl.errors import UserError, nearest, shown
+from fastpack_trl.errors import UserError, nearest, short_repr
 
 _QUICKSTART = Path("quickstart-output")
 """``configs/quickstart.yaml`` names ``model`` and ``data`` in it, which a command makes."""
@@ -101,16 +101,16 @@ def model_folder(option: str, name: str, needs: str = "config.json") -> str:
     folder = Path(name).expanduser()
     if not folder.is_dir():
         remedy = f"name a folder with {needs}, or a hub name"
-        raise UserError(f"{option} {shown(name)} is not a folder{absent(name, remedy)}")
+        raise UserError(f"{option} {short_repr(name)} is not a folder{absent(name, remedy)}")
     if (folder / needs).is_file():
         return str(folder)
     inside = [str(file.parent) for file in sorted(folder.glob(f"*/{needs}"))]
     if inside:
-        raise UserError(f"{option} {shown(name)} has no {needs}; did you mean {inside[0]!r}, which has one?")
+        raise UserError(f"{option} {short_repr(name)} has no {needs}; did you mean {inside[0]!r}, which has one?")
     remedy = "name a folder that has one, or a hub name"
     if (folder / "adapter_config.json").is_file():
         also = "and give this folder to --adapter"
         if option != "--model":
             also = f"or the folder that `fastpack-trl merge {name}` writes"
         remedy = f"it is a PEFT adapter: name its base model, {also}"
-    raise UserError(f"{option} {shown(name)} has no {needs}: {remedy}")
+    raise UserError(f"{option} {short_repr(name)} has no {needs}: {remedy}")

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fastpack_trl.errors import DataError, UserError, describe, did_you_mean, shown
+from fastpack_trl.errors import DataError, UserError, describe, did_you_mean, short_repr
 from fastpack_trl.recipe.paths import model_folder
 
 _OF_TRL = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")
@@ -68,7 +68,9 @@ def _function(name: str) -> Callable[..., Any]:
     module, dot, function = name.rpartition(".")
     if not dot:
         remedy = did_you_mean(name, _OF_TRL) or f": use one of {', '.join(_OF_TRL)}"
-        raise UserError(f"reward_funcs: {shown(name)} does not exist{remedy}, or my_module.{name} for one of yours")
+        raise UserError(
+            f"reward_funcs: {short_repr(name)} does not exist{remedy}, or my_module.{name} for one of yours"
+        )
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)  # as TRL's scripts do: a module beside the YAML is meant
@@ -76,7 +78,8 @@ def _function(name: str) -> Callable[..., Any]:
         loaded = import_module(module)
     except ImportError as error:
         raise UserError(
-            f"reward_funcs: {shown(name)}: {describe(error)}: name a function by its module, in {here} or installed"
+            f"reward_funcs: {short_repr(name)}: {describe(error)}: name a function by its module, in {here} or "
+            "installed"
         ) from error
     own: Any = getattr(loaded, function, None)
     if callable(own):

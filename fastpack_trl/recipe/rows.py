@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from fastpack_trl.errors import DataError, UserError, shown
+from fastpack_trl.errors import DataError, UserError, short_repr
 from fastpack_trl.recipe.columns import (
     CONVERSATIONS,
     LABEL,
@@ -25,8 +25,8 @@ def take_split(splits: Mapping[str, Any], name: str, field: str, why: str = "") 
     """Return the split `name`, which `field` has chosen and `why` says who needs, once it is there and has rows."""
     if name not in splits:
         raise UserError(
-            f"{field}={shown(name)}{why}: the data has no such split; it has: {', '.join(splits)}. Set {field} to one "
-            "of them" + (", or eval_strategy to 'no'" if why else "")
+            f"{field}={short_repr(name)}{why}: the data has no such split; it has: {', '.join(splits)}. Set {field} to "
+            "one of them" + (", or eval_strategy to 'no'" if why else "")
         )
     split = splits[name]
     if next(iter(split), None) is None:

@@ -10,7 +10,7 @@ import types
 from enum import Enum
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from fastpack_trl.errors import UserError, did_you_mean, shown
+from fastpack_trl.errors import UserError, did_you_mean, short_repr
 
 # `training_args.fsdp` is annotated `str | None`, but its __post_init__ takes these as well.
 _ALSO_ACCEPTED: dict[str, set[object]] = {"fsdp": {bool, list}}
@@ -78,14 +78,14 @@ def checked_value(name: str, value: Any, hint: object, action: argparse.Action, 
         if names:
             expected = expected.replace("a list", "a list of names")
         unset = action.default in (None, argparse.SUPPRESS)
-        default = "" if unset else f" (default: {shown(getattr(action.default, 'value', action.default))})"
+        default = "" if unset else f" (default: {short_repr(getattr(action.default, 'value', action.default))})"
         raise UserError(
-            f"{path}: {name}: {shown(value)} is not {expected}: correct it or remove it{default}"
+            f"{path}: {name}: {short_repr(value)} is not {expected}: correct it or remove it{default}"
         ) from error
     if choices and isinstance(value, str | int | float) and value not in choices:
         known = [str(choice) for choice in choices]
         near = did_you_mean(value, known)  # before the list, which may be cut
-        raise UserError(f"{path}: {name}: {shown(value)} is not one of its choices{near}: {', '.join(known)}")
+        raise UserError(f"{path}: {name}: {short_repr(value)} is not one of its choices{near}: {', '.join(known)}")
     return value
 
 
@@ -95,14 +95,17 @@ def check_entries(entries: object, path: str) -> None:
 
     hints = get_type_hints(DatasetConfig)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise UserError(f"{path}: datasets: {shown(entries)} is not a list of entries, e.g. `- path: data.jsonl`")
+        raise UserError(f"{path}: datasets: {short_repr(entries)} is not a list of entries, e.g. `- path: data.jsonl`")
     for entry in entries:
         for key, value in entry.items():
             if key not in hints:
                 raise UserError(
-                    f"{path}: datasets: unknown key {shown(key)}{did_you_mean(key, hints)} (keys: {', '.join(hints)})"
+                    f"{path}: datasets: unknown key {short_repr(key)}{did_you_mean(key, hints)} "
+                    f"(keys: {', '.join(hints)})"
                 )
             if key != "path":
                 checked_value(key, value, hints[key], argparse.Action([], key), f"{path}: datasets")
         if not isinstance(entry.get("path"), str):
-            raise UserError(f"{path}: datasets: entry {shown(entry)} has no path: add `path: data.jsonl` or a hub name")
+            raise UserError(
+                f"{path}: datasets: entry {short_repr(entry)} has no path: add `path: data.jsonl` or a hub name"
+            )

@@ -11,7 +11,7 @@ import yaml
 from yaml.composer import ComposerError
 from yaml.constructor import ConstructorError
 
-from fastpack_trl.errors import UserError, one_line, shown
+from fastpack_trl.errors import UserError, one_line, short_repr
 from fastpack_trl.recipe.paths import configs_folder, did_you_mean_path
 
 _LARGEST_FILE = 1_000_000  # bytes
@@ -69,7 +69,7 @@ def set_environment(variables: object, path: str) -> None:
     """Set the variables of the YAML key ``env``; raise `UserError` if it is not a mapping of names to scalars."""
     if not isinstance(variables, Mapping) or any(isinstance(value, list | dict) for value in variables.values()):
         raise UserError(
-            f"{path}: env: {shown(variables)} is not a mapping of variables, e.g. `env: {{OMP_NUM_THREADS: 1}}`"
+            f"{path}: env: {short_repr(variables)} is not a mapping of variables, e.g. `env: {{OMP_NUM_THREADS: 1}}`"
         )
     os.environ.update({str(name): str(value) for name, value in variables.items()})
 

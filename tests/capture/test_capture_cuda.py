@@ -214,7 +214,7 @@ def test_memory_that_a_step_lacks_is_taken_from_the_graphs(tmp_path: Path) -> No
     class Lacks(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
             if state.global_step == 15:
-                captured = trainer.fastpack_run.part(graphs.StepGraphs)
+                captured = trainer.fastpack_run.get_state(graphs.StepGraphs)
                 assert captured is not None
                 assert captured.replayed
                 assert trainer.fastpack_run.step.reclaim_memory()
@@ -350,7 +350,7 @@ def test_an_eager_row_that_runs_out_of_memory_beside_graphs_takes_theirs(tmp_pat
     class Odd(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 15:
-                captured = trainer.fastpack_run.part(graphs.StepGraphs)
+                captured = trainer.fastpack_run.get_state(graphs.StepGraphs)
                 assert captured.replayed
                 captured._may_replay = lambda *_: False
 

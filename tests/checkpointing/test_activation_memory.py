@@ -416,7 +416,7 @@ def test_a_step_that_fits_at_no_level_raises_the_devices_error(tmp_path: Path) -
     trainer = fast(tmp_path, activation_memory="checkpoint", eval_strategy="no")
     with too_large(trainer, "forward", 100), pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
         trainer.train()
-    assert trainer.fastpack_run.part(memory.ActivationMemory) is None
+    assert trainer.fastpack_run.get_state(memory.ActivationMemory) is None
     assert trainer.args.gradient_checkpointing
 
 

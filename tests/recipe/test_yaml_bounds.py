@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fastpack_trl.errors import UserError, shown
+from fastpack_trl.errors import UserError, short_repr
 from fastpack_trl.recipe.yaml import load_config
 
 SECONDS = 60  # written out, the value of ten levels would take days
@@ -116,13 +116,13 @@ class Listed(list[Any]):
 )
 def test_what_a_message_shows_of_a_value_is_short_and_quick(value: Any) -> None:
     started = time.monotonic()
-    assert 0 < len(shown(value)) <= 200
+    assert 0 < len(short_repr(value)) <= 200
     assert time.monotonic() - started < 1
 
 
 @pytest.mark.parametrize("value", ["a'b", 5, 2.5, None, True, [64], ["a", "b"], {"a": 1}, (1, "b"), b"x"])
 def test_short_values_are_shown_whole(value: object) -> None:
-    assert shown(value) == repr(value)
+    assert short_repr(value) == repr(value)
 
 
 def test_a_value_given_in_python_is_bounded_too() -> None:

@@ -46,7 +46,6 @@ FUNCTIONS = {
     "step/sync_free.py": ["_only_stock_batch", "_only_stock_loss", "_remarks"],
     "step/merge_accumulation.py": ["_reasons"],
     "step/accumulation.py": ["plan", "_look_for_watchers", "_split"],
-    "step/aux_loss.py": ["aux_loss"],
     "capture/graphs.py": ["_may_replay"],
     "capture/decision.py": ["_weigh", "_recorded", "_judge", "finish", "_model_changed", "reclaim"],
     "capture/feature.py": ["unavailable", "reasons", "_switch", "_reasons_of_step", "_reasons_of_layers"],
@@ -62,7 +61,7 @@ CONSTANTS = {
     "run/run.py": ["SHARDED"],
     "attention/batch_check.py": ["_READ_AGAIN", "_STOCK"],
     "model/facts.py": ["ALORA"],
-    "step/sync_free.py": ["_EVALUATION"],
+    "step/sync_free.py": ["_EVALUATION", "_REENTRANT"],
 }
 """Module -> its constants that are a reason."""
 
