@@ -23,7 +23,7 @@ Switch = Literal["auto", "on", "off"]
 OnOff = Literal["off", "on"]
 SavesReport = Literal["on", "off"]
 FrozenBase = Literal["as_loaded", "fp8"]
-ActivationMemory = Literal["auto", "keep", "selective", "checkpoint", "offload", "off"]
+ActivationMemory = Literal["auto", "keep", "checkpoint", "offload", "off"]
 CheckpointOffload = Literal["auto", "double_buffer", "single_buffer", "off"]
 PACKED_ATTENTION_CHOICES: tuple[str, ...] = get_args(PackedAttentionPath)
 
@@ -47,6 +47,10 @@ REMOVED = {
         ("0.2.0", "leave it out; the input of the last layer stays on the device"),
     ),
     "packing_order": ("0.2.0", "TRL's order of documents is used; leave it out"),
+    "activation_memory='selective'": (
+        "0.2.0",
+        "set activation_memory='auto', or 'off' with TRL's gradient_checkpointing_kwargs={'selective': True}",
+    ),
     "packed_attention='flex'": ("0.2.0", "set packed_attention='auto'"),
     **{
         f"packed_attention='{name}'": ("0.2.0", f"set attn_implementation='{name}', which gets the same cu_seqlens")
@@ -204,10 +208,9 @@ class ModelSettings:
     )
     activation_memory: ActivationMemory = choice(
         "auto",
-        "What decoder layers keep for their backward pass: keep (all), selective (attention), checkpoint (their "
-        "input), offload (their input, in host memory), auto (the least recompute that fits the memory, on CUDA) or "
-        "off (as gradient_checkpointing says). Full checkpointing costs up to a third of a step; auto costs a few "
-        "passes over 2048 tokens, once.",
+        "What decoder layers keep for their backward pass: keep (all), checkpoint (their input), offload (their input, "
+        "in host memory), auto (as much as fits the memory, on CUDA) or off (as gradient_checkpointing says). Full "
+        "checkpointing costs up to a third of a step; auto costs a few passes over 64 to 1024 tokens, once.",
     )
     activation_memory_gib: float | None = option(
         None,

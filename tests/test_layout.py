@@ -54,7 +54,7 @@ BUDGETS = {
     "bench": 3550,
     "callbacks": 450,
     "capture": 1800,
-    "checkpointing": 1950,
+    "checkpointing": 1750,
     "cli": 1300,
     "compile": 950,
     "kernels": 1150,
