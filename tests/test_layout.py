@@ -71,7 +71,7 @@ BUDGETS = {
     "trainers": 1050,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 32800, "benchmarks": 7800, "tests": 37400}
+TOTALS = {"fastpack_trl": 32350, "benchmarks": 7800, "tests": 37400}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",
