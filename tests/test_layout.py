@@ -56,7 +56,7 @@ BUDGETS = {
     "capture": 1800,
     "checkpointing": 1750,
     "cli": 1300,
-    "compile": 950,
+    "compile": 850,
     "kernels": 1150,
     "lora": 2000,
     "measure": 1500,
