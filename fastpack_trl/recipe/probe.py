@@ -70,7 +70,7 @@ def layer_costs(
             stack.enter_context(apply_moe(model, lora=lora))
         stack.enter_context(backend_installed(model, handle))
         if lora:
-            stack.callback(apply_lora(model, cache_dequantized="off", compute_dtype=dtype).revert)
+            stack.callback(apply_lora(model, compute_dtype=dtype).revert)
         stack.enter_context(isolated_run(model, training=True))
         stack.enter_context(_as_triton())
         stack.enter_context(patch_attribute(projection, "_SMALL", {False: 0}))  # rows of a step are longer than probes
