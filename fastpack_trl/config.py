@@ -42,6 +42,7 @@ REMOVED = {
         ("cache_dequantized", "apply_lora(cache_dequantized=)"),
         ("0.2.0", "leave it out; dense copies of frozen weights are kept if all of them fit an eighth of free memory"),
     ),
+    "apply_moe(check_plans=)": ("0.2.0", "leave it out; a recompute sorts its tokens again"),
     "packing_order": ("0.2.0", "TRL's order of documents is used; leave it out"),
     "packed_attention='flex'": ("0.2.0", "set packed_attention='auto'"),
     **{
@@ -173,7 +174,7 @@ class ModelSettings:
     )
     moe: Switch = choice(
         "auto",
-        "Mixture-of-experts layers with tokens sorted once per layer and step, LoRA on expert stacks (with lora) "
+        "Mixture-of-experts layers with tokens sorted once per layer and forward, LoRA on expert stacks (with lora) "
         "included: auto (in place of grouped_mm, unless a gain of less than 3 percent was measured), on (in place of "
         "any experts_implementation), or off. Saves memory; the routing plan takes 12 bytes per token and chosen "
         "expert.",

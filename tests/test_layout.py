@@ -61,7 +61,7 @@ BUDGETS = {
     "lora": 1350,
     "measure": 1500,
     "model": 1450,
-    "moe": 1500,
+    "moe": 1150,
     "packing": 2600,
     "quickstart": 950,
     "recurrent": 800,

@@ -25,7 +25,7 @@ from fastpack_trl.model.changes import isolated_run, patch_attribute
 from fastpack_trl.model.facts import ModelFeatures, backbones, beside_embeddings, text_model
 from fastpack_trl.model.upstream import FakeTensorMode
 from fastpack_trl.moe import experts
-from fastpack_trl.moe.apply import apply_moe
+from fastpack_trl.moe.feature import apply_moe
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.run import Choice
 
