@@ -24,7 +24,7 @@ from benchmarks.moe import decoder
 from benchmarks.moe_sides import OURS, SHAPES, implementation, routing
 from fastpack_trl.measure.rounds import take_turns
 from fastpack_trl.measure.timing import Clock, clock_of
-from fastpack_trl.moe.apply import apply_moe
+from fastpack_trl.moe.feature import apply_moe
 
 Expert: TypeAlias = Callable[[int, Tensor], Tensor]
 """Number of an expert and its rows (n, H) -> (n, H)."""

@@ -44,9 +44,8 @@ WORKLOADS = {
 }  # fmt: skip
 """By the name on the command line: LoRA r=16 on all projections; of the mixture of experts on the attention, with the
 frozen expert stacks in four bits, which stock can train too."""
-DEEPEST = {"activation_memory": "offload", "cache_dequantized": "off"}
-"""Of ours, while bytes per token are measured: at its largest row the plan leaves no layer's input on the device, and
-nothing for copies of weights."""
+DEEPEST = {"activation_memory": "offload"}
+"""Of ours, while bytes per token are measured: at its largest row the plan leaves no layer's input on the device."""
 DOCUMENT = 2048
 ROOM = 0.97
 """Of what a cap leaves, for the first row that is tried; the allocator's gaps need the rest."""

@@ -73,9 +73,8 @@ def best_of(peak_gib: float, tries: Sequence[dict[str, Any]]) -> dict[str, Any] 
 
 
 def _keeps_all(ours: Mapping[str, Any]) -> bool:
-    """Return whether nothing is recomputed and no weight dequantised again: more memory would not be used."""
-    features = ours["report"]["features"]
-    return bool(features["activation_memory"]["path"] == "keep" and features["cache_dequantized"]["path"] == "kept")
+    """Return whether nothing is recomputed: more memory would not be used."""
+    return bool(ours["report"]["features"]["activation_memory"]["path"] == "keep")
 
 
 def tasks(args: Namespace) -> list[RowTask]:

@@ -36,7 +36,7 @@ from fastpack_trl.bench.environment import quiet
 from fastpack_trl.bench.result_file import ResultFile
 from fastpack_trl.bench.views import device_of
 from fastpack_trl.errors import UserError
-from fastpack_trl.lora.fp8_layers import put_in_fp8
+from fastpack_trl.lora.frozen_base import put_in_fp8
 from fastpack_trl.lora.linear import FastLora, apply_lora
 from fastpack_trl.measure.device_memory import free_memory
 from fastpack_trl.measure.record import make_record
@@ -206,10 +206,10 @@ def _gradients(model: Any, side: str, ids: Tensor, device: str, seed: int, dtype
     for name, parameter in peft.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.02)  # at zero, A would have no gradient
-    apply_lora(peft, cache_dequantized="off", compute_dtype=dtype)
+    apply_lora(peft, compute_dtype=dtype)
     if side == "fp8":
         for layer in [each for each in peft.modules() if isinstance(each, FastLora)]:
-            put_in_fp8(layer, dtype, both_layouts=True, to_host=False)
+            put_in_fp8(layer, dtype)
     with torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16):
         peft(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     return [

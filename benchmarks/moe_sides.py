@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from benchmarks.model_shapes import MODELS, ModelShape, build_model, decoder_shape, gpt_oss_fields, moe_fields
-from fastpack_trl.moe.apply import apply_moe
+from fastpack_trl.moe.feature import apply_moe
 from fastpack_trl.moe.layout import experts_modules
 
 STOCK, OURS = "stock", "fastpack"

@@ -39,7 +39,7 @@ SIDES = {
     "stock compiled": Side(compiled=True),
     "stock compiled, all kept": Side(fields={"gradient_checkpointing": False}, compiled=True),
     "stock + Liger": Side(fields={"use_liger_kernel": True}),
-    SAME_MEMORY: Side(True, {"activation_memory": "checkpoint", "cache_dequantized": "off"}),
+    SAME_MEMORY: Side(True, {"activation_memory": "checkpoint"}),
     OURS: Side(True),
     EAGER: Side(True, {"cuda_graph": "off"}),
     OURS_FP8: Side(True, {"frozen_base": "fp8"}),

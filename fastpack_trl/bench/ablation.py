@@ -14,8 +14,8 @@ from fastpack_trl.measure.tables import aligned, disturbances, interval_cell
 from fastpack_trl.trainer import FastSFTTrainer
 
 OFF, ALL = "off", "all"
-_NO_FEATURES = ("verify_packing", "moe_quantize_experts", "cache_dequantized")
-"""Fields that are no way to run a step: a proof, another computation, a part of `lora`."""
+_NO_FEATURES = ("verify_packing", "moe_quantize_experts")
+"""Fields that are no way to run a step: a proof, and another computation."""
 
 NEEDS: dict[str, tuple[str, ...]] = {
     "sync_free": ("packed_attention",),
@@ -34,12 +34,11 @@ def features() -> tuple[str, ...]:
 def settings_of(on: Sequence[str], configured: Mapping[str, str]) -> dict[str, str]:
     """Return each feature's field: of those `on` as configured (``auto`` if that is off), of the others ``off``.
 
-    So is the proof at the start: the gate compares losses anyway. Copies of frozen weights are a part of `lora`.
+    So is the proof at the start: the gate compares losses anyway.
     """
     wanted = {name: configured.get(name, OFF) for name in on}
     asked = {name: "auto" if value == OFF else value for name, value in wanted.items()}
-    copies = {} if "lora" in on else {"cache_dequantized": OFF}
-    return {**dict.fromkeys(features(), OFF), **asked, "verify_packing": OFF, **copies}
+    return {**dict.fromkeys(features(), OFF), **asked, "verify_packing": OFF}
 
 
 def ablate(

@@ -32,7 +32,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Memory, of fastpack-trl": (
         "activation_memory", "activation_memory_gib", "checkpoint_offload",
     ),
-    "LoRA and experts, of fastpack-trl": ("lora", "cache_dequantized", "moe", "moe_quantize_experts"),
+    "LoRA and experts, of fastpack-trl": ("lora", "moe", "moe_quantize_experts"),
     "The step, of fastpack-trl": ("sync_free", "merge_accumulation", "layer_compile", "cuda_graph"),
     "The report, of fastpack-trl": ("save_report",),
 }  # fmt: skip

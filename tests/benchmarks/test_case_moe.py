@@ -53,18 +53,18 @@ def test_block_rows_of_cuda_run_on_the_cpu_too(tiny: str, mode: str) -> None:
     assert not any("failed" in side for side in found["sides"].values())
 
 
-def test_checkpointed_decoder_sorts_once_per_layer(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpointed_decoder_sorts_once_per_layer_and_forward(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reports: list[Any] = []
 
     def noted(model: nn.Module) -> Any:
-        reports.append(moe_sides.apply_moe(model, check_plans=True))
+        reports.append(moe_sides.apply_moe(model))
         return reports[-1]
 
     monkeypatch.setitem(moe_sides.SIDES, "fastpack", noted)
     row = moe.Row("decoder", tiny, 2, "lora", 40, checkpointing=True)
     found = moe.measure_row(row, Run(rounds=1), 60.0)
     assert not any("failed" in side for side in found["sides"].values())
-    assert reports[-1].sorts == 2
+    assert reports[-1].sorts == 2 * 2
 
 
 def test_a_side_that_computes_something_else_is_not_timed(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,9 +117,7 @@ def counted(tiny: str, side: Any, checkpointing: bool) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
-def test_a_plan_is_sorted_once_per_layer_where_stock_sorts_or_searches_in_each_forward(
-    tiny: str, checkpointing: bool
-) -> None:
+def test_tokens_are_sorted_once_per_layer_and_forward_without_a_search(tiny: str, checkpointing: bool) -> None:
     forwards, experts = 1 + checkpointing, moe_sides.SHAPES[tiny].fields["num_local_experts"]
     sorts, lookups, syncs = counted(tiny, partial(moe_sides.implementation, name="eager"), checkpointing)
     assert sorts == 0
@@ -127,4 +125,4 @@ def test_a_plan_is_sorted_once_per_layer_where_stock_sorts_or_searches_in_each_f
     assert 2 * forwards < lookups <= 2 * forwards * (1 + experts)
     assert syncs >= lookups
     assert counted(tiny, partial(moe_sides.implementation, name="grouped_mm"), checkpointing) == (2 * forwards, 0, 0)
-    assert counted(tiny, moe_sides.apply_moe, checkpointing) == (2, 0, 0)
+    assert counted(tiny, moe_sides.apply_moe, checkpointing) == (2 * forwards, 0, 0)

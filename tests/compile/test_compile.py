@@ -37,7 +37,7 @@ from fastpack_trl.checkpointing.offload import checkpointed_layers, offload_chec
 from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.compile.layers import compiled_layers, decoder_layers
 from fastpack_trl.measure.payback import StepsLeft
-from fastpack_trl.moe.apply import apply_moe
+from fastpack_trl.moe.feature import apply_moe
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.testing import gradients, tiny_model
 
@@ -278,7 +278,7 @@ def test_checkpointed_layers_are_compiled_whoever_wraps_them_first(family: str, 
     wrappers: dict[str, Callable[[], Any]] = {
         "offload": lambda: offload_checkpoints(checkpointed_layers(model), min_bytes=1, streams=HostStreams),
         "compile": lambda: compiled_layers(model, verbose=False, _backend=backend),
-        "moe": lambda: apply_moe(model, check_plans=True),
+        "moe": lambda: apply_moe(model),
     }
     with packed_attention(model):
         expected = [one_step(model, *one) for one in data]

@@ -164,7 +164,7 @@ def test_generation_in_the_middle_of_an_accumulated_step_changes_nothing(kind: s
     [
         ({"compute_dtype": "bf16"}, r"compute_dtype='bf16' is no floating dtype: give torch\.bfloat16"),
         ({"compute_dtype": torch.int8}, r"compute_dtype=torch\.int8 is no floating dtype: give torch\.bfloat16"),
-        ({"cache_dequantized": "yes"}, "cache_dequantized='yes' is not available: use auto, on or off"),
+        ({"cache_dequantized": "on"}, r"apply_lora\(cache_dequantized=\) was removed in 0\.2\.0: leave it out"),
     ],
 )
 def test_a_wrong_setting_is_named(options: dict[str, Any], match: str) -> None:

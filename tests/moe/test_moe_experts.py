@@ -21,8 +21,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from fastpack_trl.kernels import grouped
-from fastpack_trl.moe.apply import apply_moe
 from fastpack_trl.moe.block import NAME, fastpack_experts
+from fastpack_trl.moe.feature import apply_moe
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.testing import assert_gradients_close, count_host_syncs, gradients
 
@@ -337,9 +337,8 @@ def _sorts(name: str, _args: Any) -> bool:
 
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
-def test_a_layer_with_its_router_asks_the_device_nothing_and_sorts_once_under_checkpointing(family: str) -> None:
+def test_a_layer_with_its_router_asks_the_device_nothing_and_sorts_once(family: str) -> None:
     model = moe_model(family)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
     name = next(iter(experts_modules(model)))
     block = model.get_submodule(name.rpartition(".")[0])
     x = torch.randn(1, 24, 32, requires_grad=True)

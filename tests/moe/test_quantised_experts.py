@@ -17,7 +17,7 @@ from trainer_material import build
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
-from fastpack_trl.moe.apply import apply_moe
+from fastpack_trl.moe.feature import apply_moe
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.moe.quantised import has_quantised_experts, quantize_experts, read_stack
 
@@ -85,7 +85,7 @@ def _compiled_experts(model: Any) -> Iterator[None]:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_no_dense_stack_is_kept_for_backward(compiled: bool) -> None:
     packed, _ = _pair("qwen3_moe", num_experts=16)
-    stacks = {read_stack(experts_of(packed), name)[1].state.shape for name in ("gate_up_proj", "down_proj")}  # type: ignore[union-attr]
+    stacks = {read_stack(experts_of(packed), name)[1].shape for name in ("gate_up_proj", "down_proj")}  # type: ignore[union-attr]
     saved: list[tuple[int, ...]] = []
 
     def note(tensor: Tensor) -> Tensor:
