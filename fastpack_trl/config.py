@@ -38,6 +38,14 @@ REMOVED = {
         "0.2.0",
         "set packed_attention='auto', which pads documents one by one if no attention keeps them apart",
     ),
+    **dict.fromkeys(
+        ("offload_budget_gib", "AsyncCheckpointCallback(offload_budget_gib=)"),
+        ("0.2.0", "leave it out; pinned memory takes at most half of what the host has free"),
+    ),
+    **dict.fromkeys(
+        ("keep_last_layers", "AsyncCheckpointCallback(keep_last_layers=)"),
+        ("0.2.0", "leave it out; the input of the last layer stays on the device"),
+    ),
     "packing_order": ("0.2.0", "TRL's order of documents is used; leave it out"),
     "packed_attention='flex'": ("0.2.0", "set packed_attention='auto'"),
     **{
@@ -212,16 +220,6 @@ class ModelSettings:
         "recomputed), single_buffer, off, or auto (as the memory at hand demands). Frees layers x tokens x hidden x "
         "itemsize bytes of the device, costs as much host memory and two copies of it per step.",
     )
-    offload_budget_gib: float | None = option(
-        None,
-        "Most pinned host memory for offloaded layer inputs, in GiB (default: half of what is free). Past it memory "
-        "is pageable, whose copies are slower.",
-    )
-    keep_last_layers: int = option(
-        1,
-        "Inputs of that many last layers stay on the device under the offload: backward needs them at once. Each "
-        "costs tokens x hidden x itemsize bytes of the device.",
-    )
     save_report: SavesReport = choice(
         "on",
         "What fastpack-trl did, in fastpack_report.json beside the checkpoints and in the model card: on or off. A few "
@@ -256,9 +254,6 @@ class ModelSettings:
                     f"activation_memory_gib={self.activation_memory_gib} must be above 0 and finite: GiB for "
                     "activations, or leave it out for what is free"
                 )
-        if self.offload_budget_gib is not None:
-            self.offload_budget_gib = _number("offload_budget_gib", self.offload_budget_gib, "GiB, e.g. 64")
-        check_offload(self.offload_budget_gib, self.keep_last_layers)
 
 
 @dataclass
@@ -361,21 +356,3 @@ def check_fields(args: Any, settings: Settings) -> None:
     """
     if not disabled_by_environment():
         check_recompute(args, settings.activation_memory, settings.checkpoint_offload)
-
-
-def check_offload(offload_budget_gib: float | None, keep_last_layers: int) -> None:
-    """Check the settings of the offload that have no choices.
-
-    Raises:
-        ValueError: names the value and the remedy.
-    """
-    if offload_budget_gib is not None and not 0 < offload_budget_gib < float("inf"):
-        raise ValueError(
-            f"offload_budget_gib={offload_budget_gib} must be above 0 and finite: GiB of pinned host memory, or leave "
-            "it out for half of what is free; checkpoint_offload='off' switches the offload off"
-        )
-    if not isinstance(keep_last_layers, int) or isinstance(keep_last_layers, bool) or keep_last_layers < 0:
-        raise ValueError(
-            f"keep_last_layers={short_repr(keep_last_layers)} is no number of layers: give 0 or more, how many last "
-            "layers stay on the device"
-        )

@@ -54,7 +54,7 @@ BUDGETS = {
     "bench": 3550,
     "callbacks": 450,
     "capture": 1800,
-    "checkpointing": 2200,
+    "checkpointing": 1950,
     "cli": 1300,
     "compile": 950,
     "kernels": 1150,

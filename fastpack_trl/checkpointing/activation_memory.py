@@ -287,10 +287,7 @@ def _why_not(run: Run) -> str:
 
 def offload_options(run: Run) -> dict[str, Any]:
     """Return the arguments of `offload_checkpoints` for layers at the level ``offload``."""
-    return {
-        "mode": "single_buffer" if run.settings.checkpoint_offload == "single_buffer" else "double_buffer",
-        "offload_budget_gib": run.settings.offload_budget_gib,
-    }
+    return {"mode": "single_buffer" if run.settings.checkpoint_offload == "single_buffer" else "double_buffer"}
 
 
 def plan_memory(run: Run) -> ActivationMemory:

@@ -212,7 +212,7 @@ def layer_levels(
             return
         # Layers that keep their input on the device ask for the input before theirs ahead of time.
         kept = sum(level is Level.CHECKPOINT for level in levels)
-        yield stack.enter_context(offload_checkpoints(taken, keep_last_layers=kept, **offload))
+        yield stack.enter_context(offload_checkpoints(taken, keep_last=kept, **offload))
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "packed_attention", "share_prefixes", "verify_packing",
     ),
     "Memory, of fastpack-trl": (
-        "activation_memory", "activation_memory_gib", "checkpoint_offload", "offload_budget_gib", "keep_last_layers",
+        "activation_memory", "activation_memory_gib", "checkpoint_offload",
     ),
     "LoRA and experts, of fastpack-trl": ("lora", "cache_dequantized", "moe", "moe_quantize_experts"),
     "The step, of fastpack-trl": ("sync_free", "merge_accumulation", "layer_compile", "cuda_graph"),

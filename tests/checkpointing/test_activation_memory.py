@@ -180,7 +180,7 @@ def test_loss_and_gradients_are_bit_equal_at_every_level_and_in_any_mix(family: 
             with layer_levels(layers, levels, **HOST) as offload:
                 assert_same(step(model, 0, 1), stock)
                 assert (offload is not None) == (Level.OFFLOAD in levels)
-                assert offload is None or offload.use.leases == 0
+                assert offload is None or offload.use.held == 0
     assert all(layer.gradient_checkpointing for layer in layers)
 
 
