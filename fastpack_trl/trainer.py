@@ -181,10 +181,10 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
     @documented_as(SFTTrainer.floating_point_ops)
     def floating_point_ops(self, inputs: Any) -> int:
         step = self._fastpack_step
-        if step is None or not step.host:
+        if step is None or not step.host.active:
             return int(super().floating_point_ops(inputs))
         step.filter.restore()  # the first call after the line that reads it
-        return step.flops.count(self, inputs, super().floating_point_ops)
+        return step.host.count_flops(self, inputs, super().floating_point_ops)
 
     def _clip_grad_norm(self, model: Any) -> Any:
         step = self._fastpack_step

@@ -58,7 +58,7 @@ class StepGraphs(GraphDecision):
         super().__init__(run, device, asked=asked)
         step = run.get_state(SyncFreeStep)
         assert step is not None
-        self._step, self._state, self._why_not = step, ModelState(step.contents), why_not
+        self._step, self._state, self._why_not = step, ModelState(step.host.contents), why_not
         self._items = torch.zeros((), dtype=torch.int64, device=run.device)
         self._accumulation = torch.zeros((), dtype=torch.float32, device=run.device)
         self._present_step = -1
@@ -87,8 +87,8 @@ class StepGraphs(GraphDecision):
     def _run_once(self, stock: MicroStep, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:
         slot = self._slot(inputs) if self._may_replay(model, inputs, num_items_in_batch) else None
         if slot is not None:
-            # As the trainer's own step begins. `hostwork.ModeCheck` skips the first where nothing would change; the
-            # second is for optimizers without a schedule, which evaluation has switched over.
+            # As the trainer's own step begins; the second is for optimizers without a schedule, which evaluation has
+            # switched over.
             model.train()
             if callable(switch := getattr(self._run.trainer.optimizer, "train", None)):
                 switch()

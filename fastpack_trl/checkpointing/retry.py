@@ -29,7 +29,7 @@ class StepState:
 
     def __init__(self, run: Run) -> None:
         trainer = self._trainer = run.trainer
-        parameters = (run.parameters or run.model.parameters)()
+        parameters = run.model.parameters()
         self._gradients = [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in parameters if p.requires_grad]
         self._cpu = torch.get_rng_state()
         device = trainer.args.device
