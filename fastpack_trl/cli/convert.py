@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fastpack_trl.errors import UserError
-from fastpack_trl.recipe.paths import check_new_file
+from fastpack_trl.recipe.paths import write_new_file
 from fastpack_trl.recipe.yaml import load_config
 
 
@@ -26,14 +26,10 @@ def run(args: Namespace) -> int:
     config = load_config(args.file)
     source = Path(args.file).expanduser()
     output = Path(args.output or f"{source.stem}-fastpack.yaml").expanduser()
-    check_new_file(output, force=args.force)
     from fastpack_trl.recipe.foreign import convert
 
     found = convert(config, source.absolute().parent)
-    try:
-        output.write_text(found.text(source.name, str(output)), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{output} cannot be written: {error.strerror or error}; name another --output") from error
+    write_new_file(output, found.text(source.name, str(output)), force=args.force)
     print(f"{source.name} is of {found.tool}: {len(found.values)} settings")
     print("\n".join([*_rows("renamed", found.mapped), *_rows("left out", found.without)]))
     print(f"written: {output}\ntrain: fastpack-trl {found.method.command} --config {output}")

@@ -14,11 +14,9 @@ from fastpack_trl.errors import UserError, preparing, shown
 from fastpack_trl.model.preflight import check_weights, file_fault
 from fastpack_trl.recipe.adapters import check_runs, merge_adapter, resize_to_adapter, with_adapter
 from fastpack_trl.recipe.arguments import parse
-from fastpack_trl.recipe.checks import check_model
-from fastpack_trl.recipe.make_trainer import method_of_run
+from fastpack_trl.recipe.make_trainer import check_model, method_of_run
 from fastpack_trl.recipe.methods import METHODS, SFT
 from fastpack_trl.recipe.paths import model_folder
-from fastpack_trl.recipe.rows import check_vocabulary
 
 _ADAPTER = "adapter_config.json"
 
@@ -43,9 +41,7 @@ class Trained:
         there = (Path(self.folder) / "tokenizer_config.json").is_file() or self.base is None
         code = self.options["trust_remote_code"]
         with preparing():
-            tokenizer = AutoTokenizer.from_pretrained(self.folder if there else self.base, trust_remote_code=code)
-        check_vocabulary(tokenizer)
-        return tokenizer
+            return AutoTokenizer.from_pretrained(self.folder if there else self.base, trust_remote_code=code)
 
     def load(self, *, dequantised: bool) -> tuple[Any, str]:
         """Return the model, in evaluation mode, and a line on what had to change; an adapter over its base.

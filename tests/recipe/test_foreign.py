@@ -311,9 +311,7 @@ def test_columns_of_a_format_name_the_option_and_a_wrong_format_its_columns(
     files: Mapping[str, Path], material: Material, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = material.yaml(dataset_name=str(files["alpaca"]))
-    assert "; these are Alpaca's columns: dataset_format: alpaca reads them" in refused(
-        material, capsys, "--config", path
-    )
+    assert ", in the format of Alpaca: dataset_format: alpaca reads them" in refused(material, capsys, "--config", path)
     path = material.yaml(dataset_format="alpaca")
     assert "dataset_format=alpaca: the train data set has the columns text and not instruction and output" in refused(
         material, capsys, "--config", path
