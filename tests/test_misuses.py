@@ -203,7 +203,7 @@ COMMANDS = [
     Misuse("sft --config {yaml}", "not conversations: leave dataset_format out", "dataset_format: sharegpt"),
     Misuse("convert", "no file: name a YAML of Axolotl"),
     Misuse("convert absent.yml", "config file 'absent.yml' does not exist"),
-    Misuse("convert {yaml}", "this is no YAML of Axolotl, LLaMA-Factory, Unsloth"),
+    Misuse("convert {yaml}", "this YAML is none of Axolotl, LLaMA-Factory, Unsloth"),
     Misuse("convert {yaml} --output sft.yaml", "--output names another file", "stage: sft\ncutoff_len: 64"),
     Misuse("merge", "no model: name the folder that a run has written"),
     Misuse("merge adapters", "lies in 'adapters'; did you mean 'adapters/checkpoint-10'?"),
