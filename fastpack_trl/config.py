@@ -118,18 +118,18 @@ class _Choice(argparse.Action):
     """An option that also takes ``true`` and ``false``, for whichever parser is made of the config (TRL's, ours)."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, *, choices: Iterable[str], **keywords: Any) -> None:
-        keywords["type"] = partial(_chosen, tuple(choices))
+        keywords["type"] = partial(_chosen, dest, tuple(choices))
         super().__init__(option_strings, dest, choices=tuple(choices), **keywords)
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, values)
 
 
-def _chosen(choices: tuple[str, ...], text: str) -> str:
+def _chosen(name: str, choices: tuple[str, ...], text: str) -> str:
     try:
-        return normalise_choice("", text, choices)
+        return normalise_choice(name, text, choices)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error).removeprefix("=")) from error
+        raise argparse.ArgumentTypeError(str(error).removeprefix(f"{name}=")) from error
 
 
 def option(default: Any, text: str, **metadata: Any) -> Any:

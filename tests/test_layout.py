@@ -65,7 +65,7 @@ BUDGETS = {
     "packing": 2600,
     "quickstart": 950,
     "recurrent": 800,
-    "recipe": 3400,
+    "recipe": 2450,
     "run": 450,
     "step": 2200,
     "trainers": 1050,

@@ -19,7 +19,7 @@ from typing import Any
 from fastpack_trl._version import __version__
 from fastpack_trl.errors import UserError, describe, preparing
 from fastpack_trl.measure.tables import aligned
-from fastpack_trl.recipe.checks import check_settings
+from fastpack_trl.recipe.make_trainer import check_settings
 from fastpack_trl.recipe.paths import add_json, json_file
 
 EXTRAS = {

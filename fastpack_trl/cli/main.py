@@ -45,8 +45,8 @@ COMMANDS = {
         for name, method in METHODS.items()
     },
     "convert": Command("fastpack_trl.cli.convert", "write a YAML of Axolotl, LLaMA-Factory or Unsloth in our names"),
-    "merge": Command("fastpack_trl.cli.merge", "write a model with the adapter of a run in its weights"),
-    "generate": Command("fastpack_trl.cli.generate", "what a trained model answers; of an adapter, beside its base"),
+    "merge": Command("fastpack_trl.cli.trained", "write a model with the adapter of a run in its weights"),
+    "generate": Command("fastpack_trl.cli.trained", "what a trained model answers; of an adapter, beside its base"),
     "verify": Command("fastpack_trl.cli.verify", "prove that packed documents do not see each other", "--model"),
     "doctor": Command(
         "fastpack_trl.cli.doctor",

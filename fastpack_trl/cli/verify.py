@@ -135,7 +135,7 @@ def _device(name: str) -> str:
 def _load(args: Namespace) -> Any:
     from transformers import AutoModelForCausalLM
 
-    from fastpack_trl.recipe.checks import check_model
+    from fastpack_trl.recipe.make_trainer import check_model
 
     trust = {"trust_remote_code": args.trust_remote_code}
     with preparing():
