@@ -51,7 +51,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 
 BUDGETS = {
     "attention": 2650,
-    "bench": 3550,
+    "bench": 4100,
     "callbacks": 550,
     "capture": 1800,
     "checkpointing": 2200,
@@ -71,7 +71,7 @@ BUDGETS = {
     "trainers": 1100,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 33300, "benchmarks": 7800, "tests": 37700}
+TOTALS = {"fastpack_trl": 33850, "benchmarks": 7800, "tests": 37800}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",

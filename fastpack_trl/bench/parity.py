@@ -1,37 +1,14 @@
-"""The gate before a comparison of trainers is timed: both must compute the same losses on the same micro-batches."""
+"""The check of one step that the comparisons of `benchmarks/` still use."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
-from torch import nn
 
-from fastpack_trl.errors import UserError
-from fastpack_trl.model.changes import patch_attribute
+from fastpack_trl.bench.gate import GRADIENT_NORM, LOSS, LossParityError, tolerance, without_dropout
 
-FLOAT32_TOLERANCE = 1e-5
-LOSS, GRADIENT_NORM = "loss", "gradient norm"
-"""What is compared; the second where the loss knows little of the model."""
-_DROPOUT_FIELDS = ("attention_dropout", "attn_dropout")
-
-
-class LossParityError(UserError):
-    """The sides of a comparison do not compute the same: a time would compare different work."""
-
-
-def tolerance(dtype: torch.dtype, figure: str = LOSS) -> float:
-    """Return the largest relative difference of two losses that counts as rounding; of two gradient norms ten times it.
-
-    In fp32 (and fp64) 1e-5: the same sums in another order differ by a few units of 6e-8, and the optimizer carries
-    them on. In bf16 and fp16 the spacing of their numbers, `torch.finfo(dtype).eps` (0.8 % and 0.1 %): hidden states
-    and logits are rounded to half of it in each operation, on both sides, in another order. A difference below says
-    little about packing on a model that was not trained: `fastpack-trl verify` proves that documents do not mix. A
-    gradient norm has the rounding of the forward pass and of the way back through all layers.
-    """
-    of_loss = float(torch.finfo(dtype).eps) if dtype in (torch.bfloat16, torch.float16) else FLOAT32_TOLERANCE
-    return of_loss if figure == LOSS else 10 * of_loss
+__all__ = ["GRADIENT_NORM", "LOSS", "LossParityError", "check_step", "tolerance", "without_dropout"]
 
 
 def check_step(
@@ -66,21 +43,3 @@ def check_step(
                 "`fastpack-trl verify --model ... --attn off` tells whether stock keeps this model's documents apart; "
                 "without the gate (gate_steps=0) the differences are only recorded"
             )
-
-
-@contextlib.contextmanager
-def without_dropout(models: Sequence[nn.Module]) -> Iterator[bool]:
-    """Drop nothing inside: sides that draw other random numbers would differ in their losses.
-
-    Yields:
-        Whether there was any dropout.
-    """
-    found = False
-    with contextlib.ExitStack() as stack:
-        for module in (module for model in models for module in model.modules()):
-            for name in ("p",) if isinstance(module, nn.modules.dropout._DropoutNd) else _DROPOUT_FIELDS:
-                value = getattr(module, name, None)
-                if isinstance(value, float) and value > 0:
-                    stack.enter_context(patch_attribute(module, name, 0.0))
-                    found = True
-        yield found

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch.autograd import DeviceType
 
 LABEL = "step: "
 """Prefix of the phases of a step in a profile."""
+_LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphL")
 _COPIES = ("Memcpy", "Memset")
 _OPERATORS = 10  # that a table shows
 
@@ -60,3 +61,18 @@ def step_profile(profiler: Any, device: str, micro_batches: int) -> dict[str, An
         figures["launches"] = {"kernels": len(kernels) - copies, "copies": copies, "micro_batches": micro_batches}
         figures["busy_seconds"] = busy_seconds(kernels)
     return figures
+
+
+def profile_figures(events: Sequence[Any], steps: int) -> dict[str, float]:
+    """Return, per step of `steps`, calls that launch work, kernels, waits of the host, and the device's busy time.
+
+    The idle share of a step is 1 - ``busy_seconds`` / its seconds, timed without the profiler.
+    """
+    kernels = device_events(events)
+    calls = [event.name for event in events if event.device_type == DeviceType.CPU]
+    return {
+        "launches": sum(name.startswith(_LAUNCHES) for name in calls) / steps,
+        "kernels": len(kernels) / steps,
+        "waits": sum(name.endswith("Synchronize") for name in calls) / steps,
+        "busy_seconds": busy_seconds(kernels) / steps,
+    }

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 from transformers import TrainerCallback
 
-from fastpack_trl.bench.profiles import busy_seconds, device_events
-
-_LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphL")
+from fastpack_trl.bench.profiles import profile_figures
 
 
 class RunWatch(TrainerCallback):
@@ -146,18 +143,3 @@ def peaks_gib(device: str) -> dict[str, float | None]:
     """
     read = {"peak_gib": torch.cuda.max_memory_allocated, "reserved_gib": torch.cuda.max_memory_reserved}
     return {name: call() / 2**30 if device == "cuda" else None for name, call in read.items()}
-
-
-def profile_figures(events: Sequence[Any], steps: int) -> dict[str, float]:
-    """Return, per step of `steps`, calls that launch work, kernels, waits of the host, and the device's busy time.
-
-    The idle share of a step is 1 - ``busy_seconds`` / its seconds, timed without the profiler.
-    """
-    kernels = device_events(events)
-    calls = [event.name for event in events if event.device_type == DeviceType.CPU]
-    return {
-        "launches": sum(name.startswith(_LAUNCHES) for name in calls) / steps,
-        "kernels": len(kernels) / steps,
-        "waits": sum(name.endswith("Synchronize") for name in calls) / steps,
-        "busy_seconds": busy_seconds(kernels) / steps,
-    }
