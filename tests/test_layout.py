@@ -71,7 +71,7 @@ BUDGETS = {
     "trainers": 1100,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 33850, "benchmarks": 7800, "tests": 37800}
+TOTALS = {"fastpack_trl": 33850, "benchmarks": 2000, "tests": 35900}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",
@@ -172,7 +172,7 @@ def test_no_benchmark_needs_itself() -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "benchmarks":
                 names = [alias.name for alias in node.names] if node.module == "benchmarks" else [node.module[11:]]
                 found |= {name for name in names if (folder / f"{name}.py").exists()} - {path.stem}
-    assert sum(map(len, needs.values())) > 50
+    assert sum(map(len, needs.values())) > 10
     try:
         TopologicalSorter(needs).prepare()
     except CycleError as error:
@@ -189,8 +189,8 @@ def test_every_room_keeps_to_its_budget() -> None:
     assert set(BUDGETS) == {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
     whole = {folder: lines_of(ROOT / folder) for folder in TOTALS}
     assert all(whole[folder] <= most for folder, most in TOTALS.items()), whole
-    records = sum(path.stat().st_size for path in (ROOT / "benchmarks/results").glob("*.json"))
-    assert records <= 1_500_000
+    records = sum(path.stat().st_size for path in (ROOT / "benchmarks/results").iterdir())
+    assert records <= 500_000
 
 
 def test_the_architecture_shows_these_floors() -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from trainer_material import build
 
-from benchmarks.side_table import peak_cell
 from fastpack_trl import FastSFTTrainer, ThroughputCallback
 from fastpack_trl.bench.run_watch import peaks_gib
 from fastpack_trl.bench.side import SideMemory
@@ -80,9 +79,6 @@ def test_the_peak_of_a_card_has_what_torch_holds_beside_allocations(monkeypatch:
     callback._device, callback._facts = torch.device("cuda"), None
     assert callback._state_figures() == {"memory/peak_gib": 42, "memory/reserved_gib": 63}
     assert peaks_gib("cuda") == {"peak_gib": 42, "reserved_gib": 63}
-    assert peak_cell([peaks_gib("cuda")]) == "63.0"
-    assert peak_cell([{"peak_gib": 7.5}]) == "7.5"  # a record of before
-    assert peak_cell([peaks_gib("cpu")]) == "-"
 
 
 def test_a_side_is_told_what_torch_took_for_it_and_not_what_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
