@@ -1,1 +1,38 @@
-"""In-house measurements, beside the package: not part of the wheel."""
+"""In-house measurements, run in a checkout: ``python -m benchmarks --help``."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
+
+from fastpack_trl.errors import UserError, did_you_mean
+
+
+class Parser(ArgumentParser):
+    """The parser of a command; a wrong option is one line."""
+
+    def __init__(self, command: str, description: str | None, epilog: str = "") -> None:
+        super().__init__(
+            prog=f"python -m benchmarks {command}", description=description, epilog=epilog,
+            formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False,
+        )  # fmt: skip
+
+    def error(self, message: str) -> NoReturn:
+        """Raise `UserError` with the message."""
+        raise UserError(f"{message} (see `{self.prog} --help`)")
+
+
+def known_names(kind: str, asked: Sequence[str], known: Iterable[str]) -> list[str]:
+    """Return the names that were asked for, and for the beginning of some names all of these.
+
+    Raises:
+        UserError: there is no such name.
+    """
+    names, found = list(known), dict[str, None]()
+    for one in asked:
+        matches = [one] if one in names else [name for name in names if name.startswith(f"{one} ")]
+        if not matches:
+            raise UserError(f"{kind} {one!r} is unknown{did_you_mean(one, names)}; --help lists all {kind}s")
+        found |= dict.fromkeys(matches)
+    return list(found)

@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 Training = Literal["lora", "frozen", "full"]
 
 MEASURED: frozenset[tuple[str, Training]] = frozenset({("cpu", "lora"), ("cuda", "lora")})
-"""Device type and what trains, of the decoder rows of ``benchmarks/results/moe_*.json``: there ours is the faster."""
+"""Device type and what trains, of the decoder rows of ``benchmarks/results/experts.jsonl``: ours is faster there."""
 
 
 class LayerPath(NamedTuple):

@@ -14,7 +14,8 @@ from trainer_material import assert_same_log, both, build, make_tokenizer, train
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trl import SFTTrainer
 
-from benchmarks.results_folder import load_results
+from benchmarks.records import key_of, read
+from benchmarks.tables import sides_of
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.moe.feature import MEASURED
 from fastpack_trl.step.load_balancing import load_balancing_losses
@@ -139,12 +140,13 @@ def test_experts_whose_speed_is_not_measured_are_said_to_be(tmp_path: Path) -> N
 
 
 def test_what_is_said_to_be_measured_is_recorded_and_faster() -> None:
+    decoders = [run for run in read() if run["case"] == "experts" and " decoder " in run["row"]]
     found: dict[tuple[str, str], list[float]] = {}
-    for record in load_results().values():
-        for row in record["rows"] if record["case"] == "moe" else []:
-            if row["part"] == "decoder" and row.get("ratios"):
-                where = (record["machine"]["device"], row["mode"])
-                found.setdefault(where, []).append(row["ratios"]["stock"]["seconds"]["low"])
+    for key in {key_of(run) for run in decoders}:
+        runs = [run for run in decoders if key_of(run) == key]
+        sides = sides_of(runs)[key[1]]
+        where = runs[0]["machine"]["device"], key[1].split()[3]
+        found.setdefault(where, []).append(sides["fastpack"].times(sides["trl"]))
     assert found.keys() == MEASURED
     assert min(map(min, found.values())) > 1.0, "auto takes our path everywhere: it must not be slower"
 
