@@ -225,6 +225,7 @@ ROWS |= {
     "host narrow 128x4": Row("host", "narrow", 128, documents=(16, 64, 48), sides=PAIR, accumulated=4),
     "reward small 4": replace(_SMALL, method="reward"),
 }  # fmt: skip
+_sides: tuple[str, ...]
 for _shared, _own in ((300, 300), (1000, 200), (0, 400)):
     _sides = ("fastpack whole documents", "fastpack")
     _row = Row("prefixes", "small", 8192, "full", prefix=(_shared, _own), sides=_sides)

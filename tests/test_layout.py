@@ -71,7 +71,7 @@ BUDGETS = {
     "trainers": 1100,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 33850, "benchmarks": 2000, "tests": 35900}
+TOTALS = {"fastpack_trl": 33850, "benchmarks": 2000, "tests": 35950}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",
