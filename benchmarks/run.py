@@ -132,7 +132,7 @@ def train(
 
         around = learner_alone if what.is_online else how.around
         result = run_side(build, watch_of(what, steps, profile), around=around, seed=seed)
-    if profile:
+    if profile and not what.run:
         Path(profile).write_text(kernels(f"{profile}.json"), encoding="utf-8")
     return figures(result, what) | weights
 
@@ -157,7 +157,7 @@ def watch_of(row: Row, steps: int, profile: str) -> Watch:
         first = row.run // 2
         return Watch(warmup=first, timed=row.run - first, settled=lambda _: True)
     cuda = torch.cuda.is_available()
-    least, profiled = (6, 2) if cuda else (2, 0)
+    least, profiled = (6, 2) if cuda else (2, 2 * bool(profile))
     return Watch(
         warmup=least, timed=steps, settled=has_settled if cuda else lambda _: True, settling=least * cuda,
         profiled=profiled, trace=f"{profile}.json" if profile else None,
