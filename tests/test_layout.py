@@ -58,7 +58,7 @@ BUDGETS = {
     "cli": 1300,
     "compile": 950,
     "kernels": 1150,
-    "lora": 1350,
+    "lora": 1300,
     "measure": 1500,
     "model": 1450,
     "moe": 1150,
