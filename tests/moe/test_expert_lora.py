@@ -171,12 +171,14 @@ def test_several_adapters_are_handed_to_peft_by_name_and_a_single_one_comes_back
     assert norm_of_difference(second, expected_second) <= 1e-5
 
 
-def test_decoding_is_pefts_bit_for_bit() -> None:
-    model = adapted("gpt_oss").eval()
+@pytest.mark.parametrize("lora", [False, True], ids=["plain", "expert-lora"])
+def test_decoding_is_stock_bit_for_bit(lora: bool) -> None:
+    model = (adapted if lora else moe_model)("gpt_oss").eval()
     options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "output_logits": True}
     stock = model.generate(input_ids=input_ids(6), return_dict_in_generate=True, **options)
     with apply_moe(model):
         ours = model.generate(input_ids=input_ids(6), return_dict_in_generate=True, **options)
+    assert torch.equal(ours.sequences, stock.sequences)
     assert all(torch.equal(a, b) for a, b in zip(ours.logits, stock.logits, strict=True))
 
 
@@ -188,24 +190,6 @@ def test_a_router_wrapped_by_all_linear_is_trained_as_in_peft_and_warned_about()
         assert report.warnings
         assert "LoRA wraps the router" in str(report)
         assert_as_stock(model, expected)
-
-
-def test_optimizer_steps_follow_peft() -> None:
-    losses = []
-    for fast in (False, True):
-        model = adapted("gpt_oss")
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-        report = apply_moe(model) if fast else None
-        for seed in range(4):
-            ids = input_ids(seed=seed)
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(float(loss.detach()))
-        if report is not None:
-            report.revert()
-    assert losses[:4] == pytest.approx(losses[4:], rel=1e-5)
 
 
 def test_applied_twice_and_before_peft() -> None:
