@@ -32,11 +32,11 @@ from benchmarks.models import PAD
 from benchmarks.records import append, facts_of, read
 from benchmarks.rows import METHODS, ROWS, Row
 from benchmarks.tables import shown
-from fastpack_trl.bench.baselines import compiled_regions
 from fastpack_trl.bench.engine import run_side
 from fastpack_trl.bench.learner import learner_alone
 from fastpack_trl.bench.process import OwnProcess, accelerate_launch, torchrun
 from fastpack_trl.bench.rebuild import rebuild_per_layer
+from fastpack_trl.bench.sides import compiled_regions
 from fastpack_trl.bench.watch import Watch, has_settled
 from fastpack_trl.errors import UserError
 

@@ -44,6 +44,18 @@ REMOVED = {
         f"packed_attention='{name}'": ("0.2.0", f"set attn_implementation='{name}', which gets the same cu_seqlens")
         for name in ("flash_attention_2", "flash_attention_3")
     },
+    "fastpack-trl quickstart": ("0.2.0", "run `make quickstart` in a checkout, or `fastpack-trl init quickstart`"),
+    "fastpack-trl bench --isolate": ("0.2.0", "leave it out: each side has a process of its own"),
+    "fastpack-trl bench --again": ("0.2.0", "leave it out: the FILE of --json is replaced"),
+    "fastpack-trl bench --pairs": ("0.2.0", "use --steps for timed steps and --rounds for repetitions"),
+    **dict.fromkeys(
+        ("fastpack-trl bench --report", "fastpack-trl bench --out"),
+        ("0.2.0", "use --plot FILE.png while it measures; --json has every figure"),
+    ),
+    **dict.fromkeys(
+        ("fastpack-trl bench --case", "fastpack-trl bench --list"),
+        ("0.2.0", "run `python -m benchmarks --list` in a checkout"),
+    ),
 }
 """Fields, values and arguments that are gone: the version that removed them, and what to do instead."""
 

@@ -51,7 +51,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 
 BUDGETS = {
     "attention": 2650,
-    "bench": 4100,
+    "bench": 1550,
     "callbacks": 550,
     "capture": 1800,
     "checkpointing": 2200,
@@ -59,11 +59,10 @@ BUDGETS = {
     "compile": 950,
     "kernels": 1150,
     "lora": 2000,
-    "measure": 1500,
+    "measure": 1350,
     "model": 1450,
     "moe": 1500,
     "packing": 2600,
-    "quickstart": 950,
     "recurrent": 800,
     "recipe": 3400,
     "run": 500,
@@ -71,11 +70,11 @@ BUDGETS = {
     "trainers": 1100,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 33850, "benchmarks": 2000, "tests": 35950}
+TOTALS = {"fastpack_trl": 30500, "benchmarks": 2000, "tests": 35200}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",
-    "report.py", "features.py",
+    "report.py", "features.py", "quickstart.py",
 }  # fmt: skip
 
 
@@ -208,7 +207,7 @@ def test_the_commands_are_known_to_the_graph() -> None:
     assert {command.module for command in COMMANDS.values()} <= graph()["fastpack_trl.cli.main"]
 
 
-def test_the_top_level_has_nine_files() -> None:
+def test_the_top_level_has_ten_files() -> None:
     assert {path.name for path in PACKAGE.glob("*.py")} == TOP
 
 

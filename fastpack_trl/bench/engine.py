@@ -66,7 +66,7 @@ def run_side(
             set_seed(seed)
             with watch.attached(trainer):
                 trainer.train()
-        if len(result.seconds) < watch._timed:
+        if len(result.seconds) < watch.timed:
             raise UserError(
                 f"training ended by itself after {len(result.losses)} steps: a callback or an empty data set stopped "
                 "it; take that away for the measurement"

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from fastpack_trl.bench.gate import GRADIENT_NORM, LOSS, without_dropout
 from fastpack_trl.bench.profiles import profile_figures
 from fastpack_trl.errors import UserError
-from fastpack_trl.measure.host_syncs import count_host_syncs
+from fastpack_trl.measure.host_syncs import HostSyncs, count_host_syncs
 from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.facts import text_model
 from fastpack_trl.packing.collator import unshared
@@ -42,6 +42,7 @@ class SideResult:
             latter. None on the CPU.
         profile: launches, kernels, waits and busy seconds per step under the profiler; empty without one.
         host_syncs: operations in one step for which the host waits for the device; None if they were not counted.
+        setting, path: what is trained, and what runs there, for people.
         report: features of a trainer of ours.
     """
 
@@ -61,6 +62,7 @@ class SideResult:
     dtype: str = "float32"
     dropout: bool = False
     compares: str = LOSS
+    setting: str = ""
     path: str = ""
     report: dict[str, Any] | None = None
 
@@ -113,7 +115,7 @@ class Watch(TrainerCallback):
                 "steps are the first of the warm-up)"
             )
         self.result = SideResult()
-        self._warmup, self._timed, self._gate = warmup, timed, gate
+        self._warmup, self.timed, self._gate = warmup, timed, gate
         self._settled, self._settling, self._longest = settled, settling, max(longest_warmup, warmup)
         self._profiled = profiled if torch.cuda.is_available() or trace else 0
         self._trace, self._count_syncs, self._on_step = trace, count_syncs, on_step
@@ -125,6 +127,7 @@ class Watch(TrainerCallback):
         self._tokens = 0
         self._steps = 0
         self._is_warm = False
+        self._syncs: HostSyncs | None = None
         self._first_steps = ExitStack()  # what holds in the steps of the gate only
         self._extra = ExitStack()  # a profiler, or the counter of host syncs
 
@@ -170,6 +173,9 @@ class Watch(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the step; end the warm-up, the timed steps, or the training."""
+        if self._syncs is not None:
+            self._extra.close()  # what is read below is not the step's
+            self.result.host_syncs = self._syncs.total
         self._synchronize()
         now, result = time.perf_counter(), self.result
         self._steps += 1
@@ -184,11 +190,11 @@ class Watch(TrainerCallback):
             result.first_step_seconds = now - self._begin
         if not self._is_warm:
             self._leave_warmup(now)
-        elif len(result.seconds) < self._timed:
+        elif len(result.seconds) < self.timed:
             result.seconds.append(now - self._mark)
-            if len(result.seconds) == self._timed:
+            if len(result.seconds) == self.timed:
                 self._end_timed()
-        if self._is_warm and len(result.seconds) == self._timed:
+        if self._is_warm and len(result.seconds) == self.timed:
             self._run_extras(control)
         self._on_step()
         self._mark = time.perf_counter()
@@ -215,7 +221,7 @@ class Watch(TrainerCallback):
 
     def _run_extras(self, control: Any) -> None:
         """Begin or end what comes after the timed steps, then the training; called at the end of each of them."""
-        done = self._steps - self.result.warmup_steps - self._timed
+        done = self._steps - self.result.warmup_steps - self.timed
         if done == 0 and self._profiled:
             profiler = torch.profiler.profile(activities=list(torch.profiler.supported_activities()))
             self._extra.enter_context(profiler)
@@ -231,9 +237,6 @@ class Watch(TrainerCallback):
                 control.should_log = False  # of this step: a log reads the device
                 self._syncs = self._extra.enter_context(count_host_syncs(device=self.result.device))
         if done == self._profiled + self._count_syncs:
-            if self._count_syncs:
-                self._extra.close()
-                self.result.host_syncs = self._syncs.total
             control.should_training_stop = True
 
     def _count_tokens(self) -> int:

@@ -34,9 +34,9 @@ def run(args: Namespace) -> int:
     file = Path(args.output or f"{name.replace('/', '-')}.yaml").expanduser()
     check_new_file(file, force=args.force)
     if name == QUICKSTART:
-        from fastpack_trl.quickstart.run import make_for_sft
+        from fastpack_trl.quickstart import make_inputs
 
-        print(make_for_sft())
+        print(make_inputs())
     text = found[name].read_text(encoding="utf-8").replace(f"configs/{name}.yaml", file.name)
     try:
         file.write_text(text, encoding="utf-8")

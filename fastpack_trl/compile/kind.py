@@ -243,7 +243,7 @@ def _first_lines(error: BaseException) -> str:
 def median_times(paths: dict[str, LayerRun], call: LayerCall) -> dict[str, float]:
     """Return the seconds of a layer step on each path: medians of interleaved rounds, after an uncounted one."""
     sides = {name: partial(_differentiate, run, call) for name, run in paths.items()}
-    rounds = take_turns(sides, rounds=_ROUNDS, clock=_clock(call), loud=FAILURES)
+    rounds = take_turns(sides, rounds=_ROUNDS, clock=_clock(call))
     return {name: rounds.time(name).median for name in paths}
 
 

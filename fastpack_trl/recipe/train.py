@@ -94,7 +94,7 @@ def _finish(trainer: Any, arguments: Arguments) -> None:
 
 
 def _last_line(trainer: Any) -> str:
-    """Return what a run ends with: tokens per second, peak memory, what ran as stock, and where the report is."""
+    """Return what a run ends with: losses, tokens per second, peak memory, what ran as stock, where the report is."""
     import torch
 
     from fastpack_trl.callbacks.save_report import FILE, MeasuredRate
@@ -102,6 +102,9 @@ def _last_line(trainer: Any) -> str:
     run, parts = trainer.fastpack_run, []
     rate = run.part(MeasuredRate)
     history = trainer.state.log_history
+    for name, key in (("loss", "loss"), ("held-out loss", "eval_loss")):
+        losses = [row[key] for row in history if key in row]
+        parts += [f"{name} {losses[0]:.3f} -> {losses[-1]:.3f}"] if len(losses) > 1 else []
     seconds = next((row["train_runtime"] for row in reversed(history) if "train_runtime" in row), 0.0)
     tokens = next((row["num_tokens"] for row in reversed(history) if "num_tokens" in row), 0.0)
     if rate is not None and rate.per_second:
