@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import NoReturn
 
 from fastpack_trl.errors import UserError, did_you_mean
@@ -16,7 +17,8 @@ class Parser(ArgumentParser):
 
     def __init__(self, command: str, description: str | None, epilog: str = "") -> None:
         super().__init__(
-            prog=f"python -m benchmarks {command}", description=description, epilog=epilog,
+            prog=f"python -m benchmarks {command}", description=description,
+            epilog="\n\n".join(fill(part, 110) for part in epilog.split("\n\n")),
             formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False,
         )  # fmt: skip
 

@@ -115,16 +115,7 @@ def experts(device: str, seed: int, *, model: str, mode: str, tokens: int, skewe
         if ours:
             apply_moe(made)
         inputs = hidden.clone().requires_grad_(), weights.to(shape.weights).requires_grad_()
-
-        def call() -> Tensor:
-            made.zero_grad(set_to_none=True)
-            inputs[0].grad = inputs[1].grad = None
-            out: Tensor = block(inputs[0], ids, inputs[1])
-            out.backward(upstream)
-            assert inputs[0].grad is not None
-            return torch.cat([out.detach(), inputs[0].grad])
-
-        return call
+        return partial(_pass, made, inputs, lambda: block(inputs[0], ids, inputs[1]), upstream)
 
     return {TRL: side(False), OURS: side(True)}
 
@@ -145,19 +136,24 @@ def decoder(device: str, seed: int, *, model: str, tokens: int) -> Sides:
         if ours:
             apply_moe(made)
         inputs = rows.clone().requires_grad_()
-
-        def call() -> Tensor:
-            made.zero_grad(set_to_none=True)
-            inputs.grad = None
-            options = {"position_ids": batch.position_ids, "packed_batch": batch, "use_cache": False}
-            out: Tensor = text_model(made).base_model(inputs_embeds=inputs, **options).last_hidden_state
-            out.backward(upstream)
-            assert inputs.grad is not None
-            return torch.cat([out.detach(), inputs.grad])
-
-        return call
+        options = {"position_ids": batch.position_ids, "packed_batch": batch, "use_cache": False}
+        backbone = text_model(made).base_model
+        return partial(
+            _pass, made, (inputs,), lambda: backbone(inputs_embeds=inputs, **options).last_hidden_state, upstream
+        )
 
     return {TRL: side(False), OURS: side(True)}
+
+
+def _pass(model: Any, inputs: Sequence[Tensor], forward: Callable[[], Tensor], upstream: Tensor) -> Tensor:
+    """Run forward and backward; return the output and the gradient of the first input."""
+    model.zero_grad(set_to_none=True)
+    for tensor in inputs:
+        tensor.grad = None
+    out = forward()
+    out.backward(upstream)
+    assert inputs[0].grad is not None
+    return torch.cat([out.detach(), inputs[0].grad])
 
 
 def dispatch(device: str, seed: int, *, model: str, tokens: int) -> Sides:

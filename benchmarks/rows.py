@@ -101,6 +101,7 @@ class Row:
             return found | online | {"max_completion_length": COMPLETIONS[1], "learning_rate": 1e-5}
         found["max_length"] = self.tokens
         if self.method == "sft":
+            found |= {"router_aux_loss_coef": 0.0} if self.kind == "nf4-experts" else {}  # the router is frozen
             in_order = {"train_sampling_strategy": "sequential"} if isinstance(self.documents, tuple) else {}
             return found | {"packing": self.batch is None} | in_order
         if self.method != "reward" and device == "cuda":  # the loss moves with what long sums lose in bf16
@@ -192,9 +193,9 @@ _MODELS = (
     ("qwen3-0.6b", "lora", 2048), ("qwen3-0.6b", "lora", 8192), ("llama-3.2-1b", "full", 4096), ("small", "lora", 512),
     ("qwen3-8b", "lora", 4096), ("qwen3-8b", "nf4", 4096), ("qwen3-14b", "nf4", 4096), ("gpt-oss-20b", "experts", 4096),
     ("qwen3-30b-a3b", "experts", 4096), ("qwen3-32b", "nf4", 2048), ("small", "lora", 4096), ("small", "lora", 8192),
-    ("tiny-qwen3", "full", 256), ("tiny-gpt-oss", "experts", 256), ("llama-3.2-1b", "full", 2048),
-    ("qwen3-0.6b", "full", 2048), ("gpt-oss-20b", "nf4-experts", 4096),
-    ("small-qwen3-moe", "experts", 512), ("small-gpt-oss", "experts", 512),
+    ("tiny-qwen3", "full", 256), ("tiny-qwen3", "nf4", 256), ("tiny-gpt-oss", "experts", 256),
+    ("tiny-gpt-oss", "nf4-experts", 256), ("llama-3.2-1b", "full", 2048), ("qwen3-0.6b", "full", 2048),
+    ("gpt-oss-20b", "nf4-experts", 4096), ("small-qwen3-moe", "experts", 512), ("small-gpt-oss", "experts", 512),
 )  # fmt: skip
 ROWS = {f"{model} {kind} {tokens}": Row("sft", model, tokens, kind) for model, kind, tokens in _MODELS}
 for _model, _batch, _tokens in (

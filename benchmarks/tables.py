@@ -250,7 +250,7 @@ def _sources(records: Sequence[Run]) -> list[str]:
     found: dict[str, None] = {}
     for run in records:
         machine, versions = run["machine"], run["versions"]
-        where = "" if "gpu" in machine else f"{machine['processor']}, {machine['threads']} threads, "
+        where = "" if "gpu" in machine else f"{machine['processor']}, threads: {machine['threads']}, "
         packages = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers", "trl", "peft"))
         note = f" ({run['note']})" if "note" in run else ""
         code = f"commit {run['commit'][:7]}{note}, code {run['tree']}"
