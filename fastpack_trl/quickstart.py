@@ -163,10 +163,10 @@ def build_model(tokenizer: Any, family: str = "qwen3") -> Any:
     """Return a model of 4 layers with random weights for the tokenizer; the same in every process."""
     from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
-    more: dict[str, Any] = {}
+    windows: dict[str, Any] = {}
     if family == "gpt_oss":
         rope = {"rope_type": "default", "rope_theta": 150_000.0}
-        more = {
+        windows = {
             "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 32, "num_local_experts": 4,
             "num_experts_per_tok": 2, "rope_parameters": rope,
         }  # fmt: skip
@@ -174,7 +174,7 @@ def build_model(tokenizer: Any, family: str = "qwen3") -> Any:
         family, vocab_size=len(tokenizer), hidden_size=192, intermediate_size=512, num_hidden_layers=4,
         num_attention_heads=6, num_key_value_heads=2, head_dim=32, max_position_embeddings=MAX_LENGTH,
         tie_word_embeddings=True, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None, **more,
+        bos_token_id=None, **windows,
     )  # fmt: skip
     set_seed(0)
     return AutoModelForCausalLM.from_config(config)

@@ -1,4 +1,4 @@
-"""What can still be allocated, within the fraction set for the process; and peaks, with graphs and caches of torch."""
+"""What can still be allocated, within the fraction set for the process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from trainer_material import build
 
-from fastpack_trl import FastSFTTrainer, ThroughputCallback
+from fastpack_trl import FastSFTTrainer
 from fastpack_trl.measure.device_memory import allocatable, free_memory
 
 GIB = 2**30
@@ -66,13 +66,3 @@ def test_a_plan_fits_the_memory_fraction_of_the_process(tmp_path: Path) -> None:
     plan = trainer.fastpack_report["activation_memory"].reason
     budget = float(plan.split(" GiB of ")[1].split()[0])
     assert 0 < budget * GIB <= room
-
-
-def test_the_peak_of_a_card_has_what_torch_holds_beside_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a device: a step that allocates 42 GiB beside graphs of 20."""
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: 42 * 2**30)
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda *_: 63 * 2**30)
-    monkeypatch.setattr(torch.cuda, "host_memory_stats", dict)
-    callback: Any = ThroughputCallback()
-    callback._device, callback._facts = torch.device("cuda"), None
-    assert callback._state_figures() == {"memory/peak_gib": 42, "memory/reserved_gib": 63}
