@@ -110,7 +110,8 @@ def convert(config: Mapping[str, Any], folder: Path) -> Converted:
     if not tool:
         raise UserError(f"this YAML is none of {', '.join(_SIGNS)}: its keys are {', '.join(list(config)[:8])}")
     given = {key: value for key, value in _flat(config).items() if value not in (None, "", "auto", [], {})}
-    out, values = Converted(tool), {"lora_dropout": 0.0}  # TRL's default is 0.05
+    out = Converted(tool)
+    values: dict[str, Any] = {"lora_dropout": 0.0}  # TRL's default is 0.05
     kind = str(given.pop("rl", given.pop("stage", "sft")))
     command = {"pt": "sft", "rm": "reward", "ipo": "dpo"}.get(kind, kind)
     if command not in METHODS:
