@@ -55,7 +55,7 @@ BUDGETS = {
     "callbacks": 350,
     "capture": 1800,
     "checkpointing": 1750,
-    "cli": 1300,
+    "cli": 1400,
     "compile": 850,
     "kernels": 1150,
     "lora": 1300,
@@ -64,13 +64,13 @@ BUDGETS = {
     "moe": 1150,
     "packing": 2600,
     "recurrent": 800,
-    "recipe": 2450,
+    "recipe": 2200,
     "run": 450,
     "step": 2200,
     "trainers": 1050,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 27500, "benchmarks": 2000, "tests": 34000}
+TOTALS = {"fastpack_trl": 26700, "benchmarks": 2000, "tests": 33200}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",
