@@ -16,7 +16,7 @@ NO_REASONS = {
     "not run", "asked for", "proof of stock", "per use", "split again", "a parameter",  # paths, and parts of a sentence
     "are a quarter of the free memory", "truncated tokens", "padded tokens per token",
     "up to ...", "unknown (streamed or prepared elsewhere)", "load-balancing loss with coefficient ...",
-    "without what is spare", "with less",
+
 }  # fmt: skip
 """Sentences of those functions that are no fallback."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 from fastpack_trl.lora.report import FrozenCopies, LoraReport
 from fastpack_trl.run import DEEPSPEED, SHARDED, Run
@@ -29,27 +28,14 @@ def cache_dequantized(run: Run) -> Iterator[None]:
         run.set_status("cache_dequantized", "off", "per use", SHARDED if run.is_sharded else DEEPSPEED)
         yield
         return
-    copies, spare = applied.copies, partial(_drop, run, applied.copies)
+    copies = applied.copies
     if setting == "auto" and run.step.activations_left is not None:
         copies.keep_in(run.step.activations_left, "left by activation_memory, whose kept layers come first")
-        run.step.memory_reclaimers.append(spare)
         run.step.activations_left -= copies.nbytes if copies.kept else 0
     elif setting == "auto":
         copies.keep_where_free()
     _tell(run, copies)
-    try:
-        yield
-    finally:
-        if spare in run.step.memory_reclaimers:
-            run.step.memory_reclaimers.remove(spare)
-
-
-def _drop(run: Run, copies: FrozenCopies) -> bool:
-    dropped = copies.drop("frozen weights are made per use since a step ran out of memory")
-    if dropped:
-        run.step.layers_changed()
-        _tell(run, copies)
-    return dropped
+    yield
 
 
 def _tell(run: Run, copies: FrozenCopies) -> None:
