@@ -19,7 +19,7 @@ from trl import SFTConfig
 import fastpack_trl
 from fastpack_trl.cli.main import COMMANDS
 from fastpack_trl.config import _CHOICES, Settings
-from fastpack_trl.features import FEATURES, STEP
+from fastpack_trl.features import FEATURES
 from fastpack_trl.run.decisions import DECIDED, Decisions
 
 ROOT = Path(__file__).parents[1]
@@ -66,8 +66,8 @@ BUDGETS = {
     "recurrent": 800,
     "recipe": 2200,
     "run": 450,
-    "step": 2200,
-    "trainers": 1050,
+    "step": 2050,
+    "trainers": 1250,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
 TOTALS = {"fastpack_trl": 26700, "benchmarks": 2000, "tests": 33200}
@@ -270,8 +270,6 @@ def test_one_training_step_is_overridden() -> None:
         if isinstance(method, ast.FunctionDef) and method.name == "training_step"
     ]
     assert found == ["fastpack_trl.trainer.FastSFTTrainer"]
-    parts = [inspect.signature(part).parameters for part in STEP]
-    assert [list(part) for part in parts] == [["run", "following", "model", "inputs", "num_items_in_batch"]] * len(STEP)
 
 
 def test_settings_have_one_default_whoever_reads_them() -> None:

@@ -94,7 +94,7 @@ class StepGraphs(GraphDecision):
                 switch()
             trainer = self._run.trainer
             coefficient = trainer.router_aux_loss_coef if trainer.aux_loss_enabled else None
-            state = (self._state.now(model), coefficient, trainer.args.loss_type)
+            state = (self._state.now(self._run.model), coefficient, trainer.args.loss_type)
             self._recorded_state = self._recorded_state or state
             if state != self._recorded_state:
                 self._model_changed()
@@ -235,11 +235,3 @@ class StepGraphs(GraphDecision):
         self._device.forget()
         if self._turns is not None:
             self._turns.compares = False
-
-
-def capture(run: Run, following: MicroStep, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:
-    """Replay a row that is like others before it, as the feature ``cuda_graph`` decides."""
-    graphs = run.get_state(StepGraphs)
-    if graphs is None:
-        return following(model, inputs, num_items_in_batch)
-    return graphs.run(following, model, inputs, num_items_in_batch)

@@ -25,7 +25,7 @@ def layer_compile(run: Run) -> Iterator[None]:
         return
 
     def tell(layers: CompiledLayers) -> None:
-        run.step.layers_changed()
+        run.step.version += 1
         status: Status = "off" if layers.unpaid else "stock" if layers.path == "eager" else "on"
         run.set_status(FEATURE, status, layers.path, layers.reason)
 

@@ -14,7 +14,7 @@ from fastpack_trl.model.facts import is_prompt_learning, text_model
 from fastpack_trl.model.hooks import LOOP_METHODS, hook_on_the_outputs, is_users, needs_logits, replaced_methods
 from fastpack_trl.packing.collator import unshared
 from fastpack_trl.packing.packed_batch import PackedBatch
-from fastpack_trl.run import DEEPSPEED, MicroStep, Run
+from fastpack_trl.run import DEEPSPEED, Run
 from fastpack_trl.step.hostwork import HostWork, LossFilter
 from fastpack_trl.step.load_balancing import replaced_by
 from fastpack_trl.step.loss import LossForward, head_of
@@ -117,6 +117,10 @@ class SyncFreeStep:
         listed = self.host.with_gradients(whole, run.trainer.optimizer)
         return model if listed is whole else listed
 
+    def filtered(self, trainer: SFTTrainer, loss: Tensor) -> Tensor:
+        """Return the loss that the trainer adds up for the log: what the NaN filter lets pass."""
+        return self.filter.apply(trainer, loss) if self.filters else loss
+
     @contextlib.contextmanager
     def running(self, trainer: SFTTrainer, *, loss: bool, host: bool, filters: bool) -> Iterator[None]:
         """Switch the parts on until the context ends."""
@@ -150,15 +154,6 @@ class _StaticLoss:
         return found.loss
 
 
-def sync_free_step(run: Run, following: MicroStep, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
-    """Spare the host its walks over the model; the loss, for the log, is what the NaN filter lets pass."""
-    step = run.get_state(SyncFreeStep)
-    loss = following(model, inputs, num_items_in_batch)
-    if step is None:
-        return loss
-    return step.filter.apply(run.trainer, loss) if step.filters else loss
-
-
 @contextlib.contextmanager
 def sync_free(run: Run) -> Iterator[None]:
     """Make no device-to-host sync between two logs, as far as the run permits."""
@@ -178,14 +173,12 @@ def sync_free(run: Run) -> Iterator[None]:
     why = f"loss and metrics as stock: {stock}" if stock else step.forward.products
     run.set_status("sync_free", "on" if ours else "stock", path, "; ".join([why, *remarks]), holds=not stock and host)
     run.loss_is_ours = not stock
-    run.step.undo.append(step.metrics.mark)
     try:
         # The filter is switched on again by what `host` replaces.
         with step.running(run.trainer, loss=not stock, host=host, filters=host and not own_step):
             yield
     finally:
         run.loss_is_ours = False
-        run.step.undo.remove(step.metrics.mark)
 
 
 def why_stock_loss(run: Run) -> str:
