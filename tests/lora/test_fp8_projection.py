@@ -85,17 +85,6 @@ def test_output_and_input_gradient_are_off_by_their_rounding_and_adapters_gradie
         assert (found[name] - true).norm() / true.norm() < 1e-5
 
 
-def test_an_outlier_costs_its_own_row_alone() -> None:
-    given = leaves()
-    base = Fp8Weight.of(given["weight"])
-    plain = lora_projection(given["x"], base, given["a"], given["b"])
-    given["x"][0, 3] = 1e4
-    hit = lora_projection(given["x"], base, given["a"], given["b"])
-    torch.testing.assert_close(hit[1:], plain[1:])
-    true = given["x"][0] @ (given["weight"] + given["b"] @ given["a"]).t()
-    assert (hit[0] - true).norm() < 0.06 * true.norm()
-
-
 def test_in_a_graph_an_input_of_several_projections_is_quantised_once() -> None:
     counted: dict[str, int] = {}
 

@@ -19,7 +19,6 @@ from lora_material import (
     saved_bytes,
     step,
 )
-from peft import PeftModel
 from quantised_material import quantised, quantised_linear
 from trainer_material import train
 
@@ -28,7 +27,7 @@ from fastpack_trl.lora import report as lora_report
 from fastpack_trl.lora.base_weight import from_4bit
 from fastpack_trl.lora.linear import FastLora
 from fastpack_trl.lora.projection import lora_projection
-from fastpack_trl.testing import gradients, tiny_model
+from fastpack_trl.testing import gradients
 
 bnb = pytest.importorskip("bitsandbytes")
 
@@ -137,12 +136,7 @@ def test_qlora_through_the_trainer(tmp_path: Path, checkpointing: bool) -> None:
         losses[name] = [row["loss"] for row in trainer.state.log_history if "loss" in row]
         reports[name] = trainer.fastpack_report["lora"]
         assert not any(isinstance(module, FastLora) for module in model.modules())  # restored
-        trainer.save_model(tmp_path / name / "adapter")
     assert losses["on"] == pytest.approx(losses["off"], rel=1e-5)
     assert reports["on"].status == "on"
     assert "14 of 14 LoRA layers" in reports["on"].reason
     assert reports["off"].reason == "switched off"
-    loaded = PeftModel.from_pretrained(
-        tiny_model("llama", hidden_size=64, intermediate_size=128), tmp_path / "on/adapter"
-    )
-    assert any("lora_A" in name for name, _ in loaded.named_parameters())
