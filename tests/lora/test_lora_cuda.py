@@ -10,7 +10,7 @@ import torch
 from counted_launches import kernels_of
 from lora_material import adapted, any_ids, assert_host_never_waits, assert_no_further, joint_error
 
-from benchmarks.models import quantise
+from benchmarks.models import quantize
 from fastpack_trl import apply_lora
 from fastpack_trl.lora import report as lora_report
 from fastpack_trl.testing import gradients, tiny_model
@@ -28,7 +28,7 @@ def step(model: Any, ids: torch.Tensor, *, autocast: bool = True) -> torch.Tenso
 
 def qlora(seed: int = 0) -> Any:
     base = tiny_model("llama", seed=seed, **SHAPE).to(torch.bfloat16).cuda()
-    quantise(base, "cuda")
+    quantize(base, "cuda")
     model = adapted(base, seed=seed, target_modules="all-linear").cuda()
     for name, parameter in model.named_parameters():
         if "lora_" in name:
