@@ -89,7 +89,7 @@ class Watch(TrainerCallback):
             self.memory = peaks_gib("cuda")
         self.seconds.append(time.perf_counter() - self._start)
         if isinstance(self.trainer, FastSFTTrainer):
-            self.plan = self.trainer.fastpack_run.part(ActivationMemory)
+            self.plan = self.trainer.fastpack_run.get_state(ActivationMemory)
         if len(self.seconds) >= self.steps + steps_at(self.seconds[-1]):
             control.should_training_stop = True
 

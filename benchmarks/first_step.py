@@ -58,12 +58,11 @@ def measure_run(row: Mapping[str, Any], side: str, *, steps: Sequence[int], long
     )  # fmt: skip
     total = time.perf_counter() - began[0]
     figures = watch.figures(trainer)
-    found: dict[str, Any] = {
+    return {
         "seconds": watch.marks, "train_seconds": total, "losses": list(figures.pop("losses").values()),
         "step_seconds": (watch.marks[last] - watch.marks.get(last // 2, 0.0)) / (last - last // 2),
         **{name: figures[name] for name in ("peak_gib", "reserved_gib", "report") if name in figures},
     }  # fmt: skip
-    return found | ({"start_up": dict(trainer.fastpack_run.step.seconds)} if side == OURS else {})
 
 
 def runs(steps: Sequence[int]) -> Iterator[tuple[str, str, Length]]:
@@ -187,8 +186,7 @@ def _line(row: str, run: Mapping[str, Any]) -> str:
     report = run.get("report")
     if report is None:
         return f"{head}  {seconds}"
-    said = [report["facts"].get("first step"), report["features"]["layer_compile"]["reason"]]
-    return f"{head}  {seconds}; first step {'; '.join(map(str, said))}"
+    return f"{head}  {seconds}; {report['features']['layer_compile']['reason']}"
 
 
 def add_options(parser: ArgumentParser) -> None:

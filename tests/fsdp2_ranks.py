@@ -95,12 +95,12 @@ class LooksBeforeTheStep(TrainerCallback):
 def memory() -> None:
     """Levels by name, by a budget that one process has less of, and offloaded layer inputs."""
     for options, fast, levels in (
-        ({}, {"activation_memory": "selective"}, {Level.SELECTIVE}),
+        ({}, {"activation_memory": "checkpoint"}, {Level.CHECKPOINT}),
         ({"lora": LINEAR}, {"activation_memory": "keep"}, {Level.KEEP}),
         ({}, {"activation_memory_gib": 1.0 if dist.get_rank() else 2e-4}, {Level.CHECKPOINT}),
     ):
         ours, _ = both(gradient_checkpointing=True, gradient_accumulation_steps=2, fast=fast, **options)
-        plan = ours.fastpack_run.part(ActivationMemory)
+        plan = ours.fastpack_run.get_state(ActivationMemory)
         assert plan is None, "kept after the run"
         line = ours.fastpack_report["activation_memory"]
         assert line.status == "on", line

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from fastpack_trl.errors import close_frames, shown
+from fastpack_trl.errors import close_frames, short_repr
 
 LOCALS: list[weakref.ref[torch.Tensor]] = []
 
@@ -55,10 +55,10 @@ def aliased(levels: int) -> Any:
 @pytest.mark.parametrize("value", [aliased(12), {"a": aliased(12)}, "x" * 10**6, 2**10**6, {"z" * 10**6: 1}], ids=type)
 def test_what_a_message_shows_of_a_value_is_short_and_quick(value: Any) -> None:
     started = time.monotonic()
-    assert 0 < len(shown(value)) <= 200
+    assert 0 < len(short_repr(value)) <= 200
     assert time.monotonic() - started < 1
 
 
 @pytest.mark.parametrize("value", ["a'b", 5, None, [64], {"a": 1}, (1, "b"), b"x"])
 def test_short_values_are_shown_whole(value: object) -> None:
-    assert shown(value) == repr(value)
+    assert short_repr(value) == repr(value)

@@ -98,7 +98,7 @@ COMMANDS = [
     Misuse("sft --config {yaml}", "column 1 is not valid YAML: expected ',' or ']'", "packing: [true"),
     Misuse("sft --config {yaml}", "padded_rows_limit was removed in 0.2.0: leave it out", "padded_rows_limit: 4"),
     Misuse("sft --config {yaml}", "activation_memory_gib: invalid float value: 'all'", "activation_memory_gib: all"),
-    Misuse("sft --config {yaml}", "keep_last_layers=-1 is no number of layers", "keep_last_layers: -1"),
+    Misuse("sft --config {yaml}", "keep_last_layers was removed in 0.2.0", "keep_last_layers: 1"),
     Misuse("sft --config {yaml}", "moe_quantize_experts='on' needs moe", "moe_quantize_experts: true\nmoe: off"),
     Misuse("sft --config {yaml}", "data 'absent.jsonl' does not exist", "dataset_name: absent.jsonl"),
     Misuse("sft --config {yaml}", "'./absent' is not a folder", "model_name_or_path: ./absent"),
@@ -250,7 +250,10 @@ def _from_python() -> dict[str, tuple[Callable[[], Any], str]]:
     return {
         "a choice of the config": (lambda: FastSFTConfig(use_cpu=True, moe="of"), "moe='of' is not available"),
         "a mode": (lambda: AsyncCheckpointCallback("triple"), "mode='triple' is not available: use one of"),
-        "a budget": (lambda: AsyncCheckpointCallback(offload_budget_gib=0), "offload_budget_gib=0 must be above 0"),
+        "a budget": (
+            lambda: AsyncCheckpointCallback(offload_budget_gib=0),
+            "offload_budget_gib=) was removed in 0.2.0",
+        ),
         "a peak": (lambda: ThroughputCallback(-1), "peak_flops=-1 is not positive"),
         "no model": (lambda: apply_lora("model"), "give the model that get_peft_model returned"),
         "an attention": (attention, "packed_attention='varlne' does not exist: use one of"),

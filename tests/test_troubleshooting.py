@@ -15,9 +15,8 @@ ROWS = re.findall(r"^\| (`.*?`) \| (.+) \|$", PAGE, re.MULTILINE)
 NO_REASONS = {
     "not run", "asked for", "proof of stock", "per use", "split again", "a parameter",  # paths, and parts of a sentence
     "are a quarter of the free memory", "truncated tokens", "padded tokens per token",
-    "up to ...", "unknown (streamed or prepared elsewhere)", "the arguments",
-    "the model's config (router_aux_loss_coef)", "without what is spare", "with less",
-    "; without the padding of packed rows",
+    "up to ...", "unknown (streamed or prepared elsewhere)", "load-balancing loss with coefficient ...",
+    "without what is spare", "with less",
 }  # fmt: skip
 """Sentences of those functions that are no fallback."""
 

@@ -56,7 +56,7 @@ class StepGraphs(GraphDecision):
 
     def __init__(self, run: Run, device: CudaGraphs, why_not: Callable[[], str], *, asked: bool) -> None:
         super().__init__(run, device, asked=asked)
-        step = run.part(SyncFreeStep)
+        step = run.get_state(SyncFreeStep)
         assert step is not None
         self._step, self._state, self._why_not = step, ModelState(step.contents), why_not
         self._items = torch.zeros((), dtype=torch.int64, device=run.device)
@@ -132,7 +132,7 @@ class StepGraphs(GraphDecision):
 
     def _slot(self, inputs: Any) -> _Slot | None:
         """Return where a row runs; None where it runs eager in its own shapes."""
-        if self._steps_done < EAGER_STEPS or not self._run.step.has_settled or not self._pays:
+        if self._steps_done < EAGER_STEPS or not self._run.step.is_warmed_up or not self._pays:
             return None
         if self._run.step.version != self._version:  # layers run otherwise since: compiled, kept, offloaded
             if why := self._why_not():
@@ -173,7 +173,7 @@ class StepGraphs(GraphDecision):
 
     def _static(self, stock: MicroStep, model: nn.Module, slot: _Slot) -> tuple[Tensor, Tensor]:
         """Run the micro-batch that is in the tensors of `slot`; return its loss and figures and touch no metric."""
-        adapters = self._run.part(LoraReport)
+        adapters = self._run.get_state(LoraReport)
         adding_up = nullcontext() if adapters is None else adapters.adding_up()
         try:
             with adding_up, self._step.static_loss(self._accumulation) as figures:
@@ -242,7 +242,7 @@ class StepGraphs(GraphDecision):
 
 def capture(run: Run, following: MicroStep, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:
     """Replay a row that is like others before it, as the feature ``cuda_graph`` decides."""
-    graphs = run.part(StepGraphs)
+    graphs = run.get_state(StepGraphs)
     if graphs is None:
         return following(model, inputs, num_items_in_batch)
     return graphs.run(following, model, inputs, num_items_in_batch)

@@ -21,7 +21,7 @@ from fastpack_trl.recipe.formats import DataArguments
 from fastpack_trl.recipe.make_trainer import check_settings
 from fastpack_trl.recipe.methods import SFT, Method
 from fastpack_trl.recipe.train import train_parsed
-from fastpack_trl.report import show_whole
+from fastpack_trl.report import enable_verbose
 
 # Set for the processes that we launch: they take the launch options of the YAML as done.
 _LAUNCHED = "FASTPACK_LAUNCHED"
@@ -39,7 +39,7 @@ def main(argv: Sequence[str], method: Method = SFT) -> int:
             "--dataset_name name model and data; --help lists all"
         )
     if "--verbose" in argv:
-        show_whole()
+        enable_verbose()
     # Asked before anything is imported: configuration classes set such variables themselves.
     launched = under_launcher()
     with preparing():

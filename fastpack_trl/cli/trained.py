@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastpack_trl.errors import UserError, preparing, shown
+from fastpack_trl.errors import UserError, preparing, short_repr
 from fastpack_trl.recipe.paths import add_json, json_file, model_folder
 
 _ADAPTER = "adapter_config.json"
@@ -86,8 +86,8 @@ class Trained:
             if (adapted := with_adapter(model, self.folder)) is not None:
                 return adapted.eval(), resized
         raise UserError(
-            f"the adapter {shown(self.folder)} lacks weights that one over '{self.base}' has: name the model that it "
-            "was trained over with --base DIR"
+            f"the adapter {short_repr(self.folder)} lacks weights that one over '{self.base}' has: name the model "
+            "that it was trained over with --base DIR"
         )
 
     def _classes(self) -> list[Any]:
@@ -128,22 +128,23 @@ def _find(args: Namespace) -> Trained:
     if not (path / _ADAPTER).is_file():
         inside = sorted(path.glob(f"*/{_ADAPTER}"), key=lambda file: file.stat().st_mtime)
         if inside and not (path / "config.json").is_file():  # of a run that was ended: its newest checkpoint
-            raise UserError(f"{shown(folder)} has no adapter or model; did you mean '{inside[-1].parent}'?")
+            raise UserError(f"{short_repr(folder)} has no adapter or model; did you mean '{inside[-1].parent}'?")
         name = model_folder("the model", folder)
         check_model(name, _code(options), "the model")
         return Trained(name, None, options)
     if any(path.glob("model*.safetensors")):
-        raise UserError(f"{shown(folder)} holds an adapter and a model, of two runs: move one away")
+        raise UserError(f"{short_repr(folder)} holds an adapter and a model, of two runs: move one away")
     if fault := file_fault(path / _ADAPTER):
-        raise UserError(f"the adapter {shown(folder)} cannot be loaded: {fault}; copy or download it again")
+        raise UserError(f"the adapter {short_repr(folder)} cannot be loaded: {fault}; copy or download it again")
     about = json.loads((path / _ADAPTER).read_text(encoding="utf-8"))
     named = about.get("base_model_name_or_path")
     if named and base and not args.base and _are_different(named, base):  # the run's command line had another one
         raise UserError(
-            f"the adapter {shown(folder)} is for '{named}', {args.config} names '{base}': say which with --base DIR"
+            f"the adapter {short_repr(folder)} is for '{named}', {args.config} names '{base}': say which "
+            "with --base DIR"
         )
     if not (name := base or named):
-        raise UserError(f"the adapter {shown(folder)} names no model: name the one that it is for with --base DIR")
+        raise UserError(f"the adapter {short_repr(folder)} names no model: name the one that it is for with --base DIR")
     option = "--base" if base else "the adapter's model (--base names another)"
     name, classifies = model_folder(option, name), about.get("task_type") == "SEQ_CLS"
     check_model(name, _code(options), option, METHODS["reward"] if classifies else SFT)
@@ -274,7 +275,7 @@ def _answers(found: Trained, prompts: Sequence[str], args: Namespace) -> Iterato
             text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         tokens = tokenizer(text, return_tensors="pt", add_special_tokens=text is prompt).to(model.device)
         if not tokens["input_ids"].numel():
-            raise UserError(f"the prompt {shown(prompt)} has no tokens: write some text")
+            raise UserError(f"the prompt {short_repr(prompt)} has no tokens: write some text")
         row = {"prompt": prompt}
         for side, around in sides.items():
             set_seed(args.seed)

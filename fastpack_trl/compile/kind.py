@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -80,7 +79,6 @@ class LayerKind:
         path: ``pending`` until the first packed row, then ``inductor`` (or the name of another backend) or ``eager``.
         reason: what was measured, or why it is not compiled.
         seconds: of the first forward and backward of each graph, compilation included; 0 before.
-        deciding: host seconds of all that came before a decision, measurements included.
         unpaid: it is not compiled because too few steps are left.
     """
 
@@ -91,7 +89,7 @@ class LayerKind:
         self.members = layers
         self.path = "pending"
         self.reason = ""
-        self.seconds = self.deciding = 0.0
+        self.seconds = 0.0
         self.unpaid = False
         self._options = options
         self._tried: set[str] = set()
@@ -150,7 +148,7 @@ class LayerKind:
     @contextmanager
     def _beside_the_run(self, call: LayerCall) -> Iterator[None]:
         """Restore random state and buffers afterwards; nothing is recorded, no saved-tensor hook sees a tensor."""
-        device, start = call.hidden.device, time.perf_counter()
+        device = call.hidden.device
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
             stack.enter_context(restore_buffers(call.layer))
@@ -158,7 +156,6 @@ class LayerKind:
             if hooks_active():
                 stack.enter_context(saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
             yield
-        self.deciding += time.perf_counter() - start
 
     def _pays(self, paths: dict[str, LayerRun], call: LayerCall) -> bool:
         """Return whether the steps that are left can pay for compiling, by an eager layer step; said where not."""

@@ -95,11 +95,6 @@ class CompiledLayers:
         return bool(self.kinds) and all(kind.unpaid for kind in self.kinds)
 
     @property
-    def seconds(self) -> float:
-        """Return the host time of all that was compiled and measured."""
-        return sum(kind.deciding for kind in self.kinds)
-
-    @property
     def reason(self) -> str:
         """Return what each kind does and why."""
         waiting = sorted({kind.name for kind in self.kinds if kind.path == "pending"})

@@ -17,16 +17,16 @@ def cache_dequantized(run: Run) -> Iterator[None]:
     They come before CUDA graphs: their gain is sure, and of models whose copies take more than a graph the device is
     busy either way.
     """
-    setting, applied = run.settings.cache_dequantized, run.part(LoraReport)
+    setting, applied = run.settings.cache_dequantized, run.get_state(LoraReport)
     if applied is None or not applied.copies:
         if setting == "on" and run.training:  # asked for by name, so it is said
             why = "every frozen weight of the fast LoRA layers is in the dtype of the run already"
             some = applied is not None and bool(applied.fast)
-            run.say("cache_dequantized", "off", "per use", why if some else "no LoRA layer is fast", holds=some)
+            run.set_status("cache_dequantized", "off", "per use", why if some else "no LoRA layer is fast", holds=some)
         yield
         return
     if run.is_sharded or run.is_deepspeed:
-        run.say("cache_dequantized", "off", "per use", SHARDED if run.is_sharded else DEEPSPEED)
+        run.set_status("cache_dequantized", "off", "per use", SHARDED if run.is_sharded else DEEPSPEED)
         yield
         return
     copies, spare = applied.copies, partial(_drop, run, applied.copies)
@@ -55,6 +55,6 @@ def _drop(run: Run, copies: FrozenCopies) -> bool:
 def _tell(run: Run, copies: FrozenCopies) -> None:
     reason = copies.reason or "switched off"
     if copies.kept:
-        run.say("cache_dequantized", "on", "kept", reason)
+        run.set_status("cache_dequantized", "on", "kept", reason)
     else:
-        run.say("cache_dequantized", "off", "per use", reason)
+        run.set_status("cache_dequantized", "off", "per use", reason)

@@ -54,7 +54,7 @@ def frozen_base(run: Run) -> Iterator[None]:
         return
     if reason := _refusal(run):
         raise ValueError(f"frozen_base='fp8': {reason}")
-    applied = run.part(LoraReport)
+    applied = run.get_state(LoraReport)
     if applied is None:
         raise ValueError(f"frozen_base='fp8' needs the fast LoRA layers, which are off: the report says why; {_KEEP}")
     layers: dict[str, Any] = {
@@ -91,7 +91,7 @@ def frozen_base(run: Run) -> Iterator[None]:
         applied.copies = FrozenCopies(rest, run.compute_dtype)
         if applied.copies and run.settings.cache_dequantized == "on":
             applied.copies.keep()
-        run.say(FEATURE, "on", "fp8", _described(chosen, errors, others, both=both))
+        run.set_status(FEATURE, "on", "fp8", _described(chosen, errors, others, both=both))
         _advise(run, chosen, dtype)
         yield
         _remark_on_lost(run, chosen)

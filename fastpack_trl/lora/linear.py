@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from transformers.utils import logging
 
-from fastpack_trl.errors import shown
+from fastpack_trl.errors import short_repr
 from fastpack_trl.lora.adapters import CastAdapter, CastHook, autocasts, cast_here, is_sharded, needs_cast
 from fastpack_trl.lora.base_weight import (
     BaseWeight,
@@ -243,12 +243,12 @@ def apply_lora(
         ValueError: `cache_dequantized` is none of the three, `compute_dtype` is no floating dtype.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"apply_lora({shown(model)}): give the model that get_peft_model returned")
+        raise TypeError(f"apply_lora({short_repr(model)}): give the model that get_peft_model returned")
     if cache_dequantized not in ("auto", "on", "off"):
-        raise ValueError(f"cache_dequantized={shown(cache_dequantized)} is not available: use auto, on or off")
+        raise ValueError(f"cache_dequantized={short_repr(cache_dequantized)} is not available: use auto, on or off")
     if not (compute_dtype is None or (isinstance(compute_dtype, torch.dtype) and compute_dtype.is_floating_point)):
         raise ValueError(
-            f"compute_dtype={shown(compute_dtype)} is no floating dtype: give torch.bfloat16, say, or None"
+            f"compute_dtype={short_repr(compute_dtype)} is no floating dtype: give torch.bfloat16, say, or None"
         )
     report = LoraReport()
     with ExitStack() as undo:

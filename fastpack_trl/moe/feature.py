@@ -89,7 +89,7 @@ def moe(run: Run) -> Iterator[None]:
             "(accelerate_config: multi_gpu), otherwise leave out what chooses stock's, or moe_quantize_experts"
         )
     if why:
-        run.say("moe", "stock" if present and setting != "off" else "off", "stock", why)
+        run.set_status("moe", "stock" if present and setting != "off" else "off", "stock", why)
         yield
         return
     with apply_moe(model, lora=run.settings.lora != "off", force=setting == "on") as applied:
@@ -97,7 +97,7 @@ def moe(run: Run) -> Iterator[None]:
             logger.warning(warning)
         said = "; ".join([applied.summary(), *[note] * bool(applied.active and note)])
         if applied.active:
-            run.say("moe", "on", "fastpack", said)
+            run.set_status("moe", "on", "fastpack", said)
         else:
-            run.say("moe", "stock", "stock", said.removeprefix("stock: "))
+            run.set_status("moe", "stock", "stock", said.removeprefix("stock: "))
         yield

@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
-from fastpack_trl.errors import UserError, did_you_mean, naming_keys, shown
+from fastpack_trl.errors import UserError, did_you_mean, naming_keys, short_repr
 from fastpack_trl.recipe.foreign import tool_of
 from fastpack_trl.recipe.formats import DataArguments
 from fastpack_trl.recipe.methods import SFT, Method
@@ -83,7 +83,9 @@ def parse(argv: Sequence[str], method: Method = SFT, *, may_launch: bool = True)
     path, config = "".join(paths), load_config(paths[0]) if paths else {}
     env = config.pop("env", {})
     if not isinstance(env, Mapping) or any(isinstance(value, list | dict) for value in env.values()):
-        raise UserError(f"{path}: env={shown(env)} must be a mapping of variables, e.g. `env: {{OMP_NUM_THREADS: 1}}`")
+        raise UserError(
+            f"{path}: env={short_repr(env)} must be a mapping of variables, e.g. `env: {{OMP_NUM_THREADS: 1}}`"
+        )
     os.environ.update({str(name): str(value) for name, value in env.items()})
     with warnings.catch_warnings():
         # transformers 5.23 renames this field; TRL's SFTConfig sets it by default and documents the old name.
@@ -171,9 +173,9 @@ def _mapping(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not JSON ({error}), e.g. '{{\"key\": 1}}'") from error
+        raise argparse.ArgumentTypeError(f"{short_repr(text)} is not JSON ({error}), e.g. '{{\"key\": 1}}'") from error
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not a mapping, e.g. '{{\"key\": 1}}'")
+        raise argparse.ArgumentTypeError(f"{short_repr(text)} is not a mapping, e.g. '{{\"key\": 1}}'")
     return value
 
 
@@ -204,12 +206,12 @@ def _words_of(config: Mapping[str, Any], parser: Any, path: str) -> Iterator[str
             yield f"--{name}={json.dumps(value, default=str)}"
         elif isinstance(value, list) and action is not None and action.nargs == "+":
             if any(isinstance(item, list | dict) for item in value):
-                raise UserError(f"{path}: {name}={shown(value)} must be a list of single values")
+                raise UserError(f"{path}: {name}={short_repr(value)} must be a list of single values")
             yield from (f"--{name}", *map(str, value)) if value else ()
         elif value is None or name == "fsdp" or (isinstance(value, list) and ("list" in hint or "tuple" in hint)):
             parser.set_defaults(**{name: value})
         elif isinstance(value, list | dict):
-            raise UserError(f"{path}: {name}={shown(value)} must be a single value")
+            raise UserError(f"{path}: {name}={short_repr(value)} must be a single value")
         else:
             yield f"--{name}={'no' if value is False and action and 'no' in (action.choices or ()) else value}"
 
@@ -220,9 +222,13 @@ def _check_datasets(entries: Any, path: str) -> None:
     known = [field.name for field in dataclasses.fields(DatasetConfig)]
     mappings = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
     for key in (key for entry in entries for key in entry if key not in known) if mappings else ():
-        raise UserError(f"{path}: datasets: unknown key {shown(key)}{did_you_mean(key, known)} ({', '.join(known)})")
+        raise UserError(
+            f"{path}: datasets: unknown key {short_repr(key)}{did_you_mean(key, known)} ({', '.join(known)})"
+        )
     if not mappings or not all(isinstance(entry.get("path"), str) for entry in entries):
-        raise UserError(f"{path}: datasets={shown(entries)} must be a list of entries, each as `- path: data.jsonl`")
+        raise UserError(
+            f"{path}: datasets={short_repr(entries)} must be a list of entries, each as `- path: data.jsonl`"
+        )
 
 
 def _refuse_unknown(name: str, config: Mapping[str, Any], parser: Any, path: str) -> NoReturn:
@@ -233,7 +239,7 @@ def _refuse_unknown(name: str, config: Mapping[str, Any], parser: Any, path: str
         raise UserError(f"{path} is a YAML of {tool}: `fastpack-trl convert {path}` writes it in our names")
     if not name.startswith("--") and not path:
         remedy = f"did you mean --config {name}?" if name.endswith((".yaml", ".yml")) else "options start with --"
-        raise UserError(f"unexpected argument {shown(name)}: {remedy}")
+        raise UserError(f"unexpected argument {short_repr(name)}: {remedy}")
     dashes, plain = "--" * (not path), name.removeprefix("--").replace("-", "_")
     if gone := removal(plain):
         raise UserError(f"{path}: {gone}" if path else gone)
@@ -246,7 +252,9 @@ def _refuse_unknown(name: str, config: Mapping[str, Any], parser: Any, path: str
         else did_you_mean(dashes + plain, (dashes + one for one in known))
     )
     hint = hint or f"; `{parser.prog} --help-all` lists the names"
-    raise UserError(f"{path}: unknown key {shown(name)}{hint}" if path else f"unknown option {shown(name)}{hint}")
+    raise UserError(
+        f"{path}: unknown key {short_repr(name)}{hint}" if path else f"unknown option {short_repr(name)}{hint}"
+    )
 
 
 @cache
@@ -277,7 +285,7 @@ def _launch_words(rest: Sequence[str], parser: Any) -> list[str]:
         if action.nargs == 0:
             # TRL passes "--multi_gpu True", which accelerate reads as the name of the script to launch.
             if equals and value not in ("True", "False"):
-                raise UserError(f"{parser.source}{name[2:]}={shown(value)} must be true or false")
+                raise UserError(f"{parser.source}{name[2:]}={short_repr(value)} must be true or false")
             found += [name] * (value != "False")
             continue
         value = value if equals else next(words, "")
@@ -303,5 +311,7 @@ def _accelerate_file(words: Sequence[str]) -> list[str]:
     shipped = {Path(str(file)).stem: str(file) for file in files("trl.accelerate_configs").iterdir()}
     shipped.pop("__init__", None)
     if name not in shipped:
-        raise UserError(f"accelerate_config={shown(name)} is neither a file nor one of {', '.join(sorted(shipped))}")
+        raise UserError(
+            f"accelerate_config={short_repr(name)} is neither a file nor one of {', '.join(sorted(shipped))}"
+        )
     return [f"--config_file={shipped[name]}", *rest]

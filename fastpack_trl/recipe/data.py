@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastpack_trl.errors import UserError, describe, shown
+from fastpack_trl.errors import UserError, describe, short_repr
 from fastpack_trl.recipe.paths import did_you_mean_path, looks_local, missing_hint
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
         names = _names(script, mixture)
         fault = _first_fault(names) or describe(error.__cause__ or error)
         hint = "".join(did_you_mean_path(name) for name in names if not _is_local(name))
-        raise UserError(f"data {shown(data_name(script, mixture))} cannot be loaded: {fault}{hint}") from error
+        raise UserError(f"data {short_repr(data_name(script, mixture))} cannot be loaded: {fault}{hint}") from error
 
 
 def _names(script: ScriptArguments, mixture: DatasetMixtureConfig) -> list[str]:
@@ -89,17 +89,19 @@ def _local_source(name: str) -> tuple[str, Any]:
     builder, path = _builder_of(name), Path(name).expanduser()
     if any(mark in name for mark in "*?[") and builder is not None:
         if not any(Path(path.anchor or ".").glob(str(path.relative_to(path.anchor)))):
-            raise UserError(f"no file matches {shown(name)} (looked in {Path.cwd()}): correct the pattern")
+            raise UserError(f"no file matches {short_repr(name)} (looked in {Path.cwd()}): correct the pattern")
         return builder, str(path)
     if not path.exists():
-        raise UserError(f"data {shown(name)} does not exist{missing_hint(name)}")
+        raise UserError(f"data {short_repr(name)} does not exist{missing_hint(name)}")
     if path.is_dir():
         saved = _saved_files(path)
         return ("arrow", saved) if saved else (str(path), None)
     if builder is None:
-        raise UserError(f"data file {shown(name)} has no known suffix: use one of {', '.join(BUILDERS)}, or a folder")
+        raise UserError(
+            f"data file {short_repr(name)} has no known suffix: use one of {', '.join(BUILDERS)}, or a folder"
+        )
     if path.stat().st_size == 0:
-        raise UserError(f"data file {shown(name)} is empty: write examples into it, or name another")
+        raise UserError(f"data file {short_repr(name)} is empty: write examples into it, or name another")
     return builder, str(path)
 
 

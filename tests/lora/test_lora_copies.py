@@ -44,7 +44,7 @@ def decided(trainer: FastSFTTrainer) -> Iterator[Plan]:
     with ExitStack() as stack:
         for feature in (lora, activation_memory, cache_dequantized):
             stack.enter_context(feature(trainer.fastpack_run))
-        memory = trainer.fastpack_run.part(ActivationMemory)
+        memory = trainer.fastpack_run.get_state(ActivationMemory)
         assert memory is not None, str(trainer.fastpack_report)
         yield memory.plan
 
@@ -58,13 +58,13 @@ def test_activations_come_first_and_copies_take_what_they_leave(tmp_path: Path) 
     with decided(trainer) as plan:
         assert set(plan.levels) == {Level.KEEP}
         assert kept(trainer) == [True] * 14
-        report = trainer.fastpack_run.part(LoraReport)
+        report = trainer.fastpack_run.get_state(LoraReport)
         assert report is not None
         assert report.copies.nbytes == COPIES
         line = trainer.fastpack_report["cache_dequantized"]
         assert (line.status, line.path) == ("on", "kept")
         assert "left by activation_memory, whose kept layers come first" in line.reason
-    assert trainer.fastpack_run.part(LoraReport) is None
+    assert trainer.fastpack_run.get_state(LoraReport) is None
     trainer.args.activation_memory_gib = (plan.predicted + COPIES + GIB - plan.budget) / GIB
     with decided(trainer) as scarce:  # where memory is not ample, what backward works with is measured too
         predicted = scarce.predicted

@@ -162,7 +162,7 @@ def test_offloaded_checkpoints_compose_and_either_may_be_taken_off_first(last: s
     layers = checkpointed_layers(model)
     before = [layer._gradient_checkpointing_func for layer in layers]
     report = None if last == "moe" else apply_moe(model, check_plans=True)
-    with offload_checkpoints(layers, "double_buffer", min_bytes=1, keep_last_layers=0, streams=HostStreams):
+    with offload_checkpoints(layers, "double_buffer", min_bytes=1, keep_last=0, streams=HostStreams):
         report = report or apply_moe(model, check_plans=True)
         assert_as_stock(model, expected)
         assert report.sorts == 2

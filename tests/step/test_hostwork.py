@@ -116,7 +116,7 @@ def test_the_filter_is_the_users_again_after_an_exception(tmp_path: Path) -> Non
     with pytest.raises(KeyboardInterrupt):
         train(Keeps, tmp_path, packing=True, gradient_accumulation_steps=2, trainer={"callbacks": [Fails()]})
     assert seen[0].args.logging_nan_inf_filter is True
-    assert not seen[0].fastpack_run.part(SyncFreeStep).host
+    assert not seen[0].fastpack_run.get_state(SyncFreeStep).host
     assert not {"train", "zero_grad"} & set(vars(seen[0].model))
 
 
