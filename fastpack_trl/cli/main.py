@@ -102,15 +102,13 @@ def _dispatch(arguments: list[str], chosen: str | None) -> int:
     parser = _parser(chosen)
     args, unknown = parser.parse_known_args(arguments)
     if unknown and getattr(args, "config", None) is not None and hasattr(args, "more"):
-        args.more, unknown = unknown, []  # `bench --config` hands them to the parser of `sft`
+        args.more, unknown = unknown, []  # `bench --config` and `doctor --config` hand them to the parser of `sft`
     if unknown:
-        options = [word for word in _option_names(parser, chosen) if word.startswith("--")]
-        meant = did_you_mean(unknown[0].split("=")[0], options)
-        if chosen is not None and not unknown[0].startswith("-") and COMMANDS[chosen].option:
-            meant = f"; did you mean {COMMANDS[chosen].option} {unknown[0]}?"
-        raise UserError(
-            f"unknown argument {unknown[0]!r}{meant} (see `{' '.join(filter(None, [PROG, chosen]))} --help`)"
-        )
+        name, option = unknown[0], COMMANDS[chosen].option if chosen else ""
+        of_command = {} if chosen is None else _subparsers(parser).choices[chosen]._option_string_actions
+        meant = did_you_mean(name.split("=")[0], (word for word in of_command or ("--version",) if word[:2] == "--"))
+        meant = f"; did you mean {option} {name}?" if option and not name.startswith("-") else meant
+        raise UserError(f"unknown argument {name!r}{meant} (see `{' '.join(filter(None, [PROG, chosen]))} --help`)")
     if chosen is None:
         parser.print_help()
         return 0
@@ -118,11 +116,8 @@ def _dispatch(arguments: list[str], chosen: str | None) -> int:
     return code
 
 
-def _option_names(parser: CommandParser, chosen: str | None) -> list[str]:
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction) and chosen is not None:
-            return list(action.choices[chosen]._option_string_actions)
-    return list(parser._option_string_actions)
+def _subparsers(parser: CommandParser) -> Any:
+    return next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
 
 
 @contextmanager

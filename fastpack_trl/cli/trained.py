@@ -86,8 +86,8 @@ class Trained:
             if (adapted := with_adapter(model, self.folder)) is not None:
                 return adapted.eval(), resized
         raise UserError(
-            f"the adapter {short_repr(self.folder)} lacks weights that one over '{self.base}' has: name the model that "
-            "it was trained over with --base DIR"
+            f"the adapter {short_repr(self.folder)} lacks weights that one over '{self.base}' has: name the model "
+            "that it was trained over with --base DIR"
         )
 
     def _classes(self) -> list[Any]:
@@ -140,8 +140,8 @@ def _find(args: Namespace) -> Trained:
     named = about.get("base_model_name_or_path")
     if named and base and not args.base and _are_different(named, base):  # the run's command line had another one
         raise UserError(
-            f"the adapter {short_repr(folder)} is for '{named}', {args.config} names '{base}': say which with "
-            "--base DIR"
+            f"the adapter {short_repr(folder)} is for '{named}', {args.config} names '{base}': say which "
+            "with --base DIR"
         )
     if not (name := base or named):
         raise UserError(f"the adapter {short_repr(folder)} names no model: name the one that it is for with --base DIR")

@@ -114,31 +114,27 @@ def _finish(trainer: Any, arguments: Arguments) -> None:
 
 
 def _last_line(trainer: Any) -> str:
-    """Return what a run ends with: losses, tokens per second, peak memory, what ran as stock, where the report is."""
+    """Return what a run ends with: losses, tokens per second, peak memory, what TRL ran, and where the report is."""
     import torch
 
     from fastpack_trl.callbacks.save_report import FILE, MeasuredRate
 
-    run, parts = trainer.fastpack_run, []
-    rate = run.get_state(MeasuredRate)
-    history = trainer.state.log_history
+    run, rate = trainer.fastpack_run, trainer.fastpack_run.get_state(MeasuredRate)
+    logged = {name: value for row in trainer.state.log_history for name, value in row.items()}
+    parts = []
     for name, key in (("loss", "loss"), ("held-out loss", "eval_loss")):
-        losses = [row[key] for row in history if key in row]
+        losses = [row[key] for row in trainer.state.log_history if key in row]
         parts += [f"{name} {losses[0]:.3f} -> {losses[-1]:.3f}"] if len(losses) > 1 else []
-    seconds = next((row["train_runtime"] for row in reversed(history) if "train_runtime" in row), 0.0)
-    tokens = next((row["num_tokens"] for row in reversed(history) if "num_tokens" in row), 0.0)
     if rate is not None and rate.per_second:
         parts.append(f"{rate.per_second:,.0f} tokens/s")
-    elif seconds and tokens:
-        parts.append(f"{tokens / seconds:,.0f} tokens/s, its start included")
+    elif logged.get("train_runtime") and logged.get("num_tokens"):
+        parts.append(f"{logged['num_tokens'] / logged['train_runtime']:,.0f} tokens/s, its start included")
     if torch.cuda.is_available():
         parts.append(f"peak memory {torch.cuda.max_memory_reserved() / 2**30:.1f} GiB")
     stock = [line.feature for line in run.report if line.status == "stock"]
     parts.append(f"as stock: {', '.join(stock)}" if stock else "nothing fell back to stock")
     report = Path(str(trainer.args.output_dir)) / FILE
-    if report.is_file():
-        parts.append(f"report: {report}")
-    return "; ".join(parts)
+    return "; ".join([*parts, *[f"report: {report}"] * report.is_file()])
 
 
 def _release_ddp(trainer: Any) -> None:

@@ -83,9 +83,15 @@ def test_the_same_yaml_passes_trls_own_parser(material: Material, command: str) 
 
     from fastpack_trl.recipe.arguments import parse
 
-    path = str(material_of(material, command, {"text": "a"}, use_peft=True))
-    ours = parse(["--config", path], METHODS[command])
     parser = import_module(f"trl.scripts.{command}").make_parser()
+    # Every option of TRL at its default, below those of the file.
+    defaults = {action.dest: action.default for action in parser._actions if action.dest != "help"}
+    plain = {name: getattr(value, "value", value) for name, value in defaults.items() if value not in (None, [])}
+    more = {"lora_target_modules": "all-linear", "model_init_kwargs": {"use_cache": False}, "use_peft": True}
+    values = plain | settings(*material.paths) | MORE.get(command, {}) | more
+    given = {key: value for key, value in values.items() if key in defaults and value is not ...}
+    path = str(write_yaml(material.folder / "all.yaml", given))
+    ours = parse(["--config", path], METHODS[command])
     script, training, model, mixture = parser.parse_args_and_config(["--config", path])
     assert vars(ours.script) == vars(script)
     assert vars(ours.model) == vars(model)

@@ -21,7 +21,6 @@ AXOLOTL_QLORA = """
 base_model: {model}
 load_in_8bit: false
 load_in_4bit: true
-strict: false
 datasets:
   - path: {alpaca}
     type: alpaca
@@ -29,7 +28,6 @@ dataset_prepared_path: last_run_prepared
 val_set_size: 0.1
 output_dir: {out}
 adapter: qlora
-lora_model_dir:
 sequence_len: 64
 sample_packing: true
 eval_sample_packing: true
@@ -37,7 +35,6 @@ pad_to_sequence_len: true
 lora_r: 4
 lora_alpha: 16
 lora_target_linear: true
-wandb_project:
 gradient_accumulation_steps: 2
 micro_batch_size: 2
 num_epochs: 1
@@ -45,18 +42,12 @@ optimizer: adamw_torch
 lr_scheduler: cosine
 learning_rate: 0.0002
 train_on_inputs: false
-group_by_length: false
 bf16: auto
-fp16:
-tf32: false
 gradient_checkpointing: true
-logging_steps: 1
 flash_attention: true
-loss_watchdog_threshold: 5.0
 warmup_ratio: 0.1
 evals_per_epoch: 4
 saves_per_epoch: 1
-weight_decay: 0.0
 special_tokens:
   pad_token: <pad>
 """
@@ -110,13 +101,9 @@ dataset_dir: {folder}
 template: llama3
 cutoff_len: 64
 max_samples: 10
-overwrite_cache: true
 preprocessing_num_workers: 1
 output_dir: {out}
-logging_steps: 1
 save_steps: 500
-plot_loss: true
-overwrite_output_dir: true
 per_device_train_batch_size: 1
 gradient_accumulation_steps: 2
 learning_rate: 1.0e-4
@@ -124,7 +111,6 @@ num_train_epochs: 1.0
 lr_scheduler_type: cosine
 warmup_ratio: 0.1
 bf16: false
-ddp_timeout: 180000000
 """
 FACTORY_DPO = """
 model_name_or_path: {model}
