@@ -80,7 +80,8 @@ class OptimizerStep:
             if why := self._why_not_again(is_known, len(group) > 1):
                 error.add_note(f"rank {self._run.trainer.accelerator.process_index}: {why}: {_LESS}")
                 raise
-            self._free(group)
+            if not self._free(group):
+                raise
         finally:
             if len(group) > 1:
                 clear_derived(merged)
