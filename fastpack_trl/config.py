@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, TypeVar, cast, get_args, get_origin, get_
 from transformers import TrainingArguments
 from trl import SFTConfig
 
-from fastpack_trl.errors import did_you_mean, first_reason, shown
+from fastpack_trl.errors import did_you_mean, first_reason, short_repr
 from fastpack_trl.model.preflight import check_counts, check_recompute
 from fastpack_trl.report import disabled_by_environment
 
@@ -23,7 +23,7 @@ Switch = Literal["auto", "on", "off"]
 OnOff = Literal["off", "on"]
 SavesReport = Literal["on", "off"]
 FrozenBase = Literal["as_loaded", "fp8"]
-ActivationMemory = Literal["auto", "keep", "selective", "checkpoint", "offload", "off"]
+ActivationMemory = Literal["auto", "keep", "checkpoint", "offload", "off"]
 CheckpointOffload = Literal["auto", "double_buffer", "single_buffer", "off"]
 PACKED_ATTENTION_CHOICES: tuple[str, ...] = get_args(PackedAttentionPath)
 
@@ -39,16 +39,40 @@ REMOVED = {
         "set packed_attention='auto', which pads documents one by one if no attention keeps them apart",
     ),
     **dict.fromkeys(
+        ("offload_budget_gib", "AsyncCheckpointCallback(offload_budget_gib=)"),
+        ("0.2.0", "leave it out; pinned memory takes at most half of what the host has free"),
+    ),
+    **dict.fromkeys(
+        ("keep_last_layers", "AsyncCheckpointCallback(keep_last_layers=)"),
+        ("0.2.0", "leave it out; the input of the last layer stays on the device"),
+    ),
+    **dict.fromkeys(
         ("cache_dequantized", "apply_lora(cache_dequantized=)"),
         ("0.2.0", "leave it out; dense copies of frozen weights are kept if all of them fit an eighth of free memory"),
     ),
     "apply_moe(check_plans=)": ("0.2.0", "leave it out; a recompute sorts its tokens again"),
     "packing_order": ("0.2.0", "TRL's order of documents is used; leave it out"),
+    "activation_memory='selective'": (
+        "0.2.0",
+        "set activation_memory='auto', or 'off' with TRL's gradient_checkpointing_kwargs={'selective': True}",
+    ),
     "packed_attention='flex'": ("0.2.0", "set packed_attention='auto'"),
     **{
         f"packed_attention='{name}'": ("0.2.0", f"set attn_implementation='{name}', which gets the same cu_seqlens")
         for name in ("flash_attention_2", "flash_attention_3")
     },
+    "fastpack-trl quickstart": ("0.2.0", "run `make quickstart` in a checkout, or `fastpack-trl init quickstart`"),
+    "fastpack-trl bench --isolate": ("0.2.0", "leave it out: each side has a process of its own"),
+    "fastpack-trl bench --again": ("0.2.0", "leave it out: the FILE of --json is replaced"),
+    "fastpack-trl bench --pairs": ("0.2.0", "use --steps for timed steps and --rounds for repetitions"),
+    **dict.fromkeys(
+        ("fastpack-trl bench --report", "fastpack-trl bench --out"),
+        ("0.2.0", "use --plot FILE.png while it measures; --json has every figure"),
+    ),
+    **dict.fromkeys(
+        ("fastpack-trl bench --case", "fastpack-trl bench --list"),
+        ("0.2.0", "run `python -m benchmarks --list` in a checkout"),
+    ),
 }
 """Fields, values and arguments that are gone: the version that removed them, and what to do instead."""
 
@@ -99,25 +123,25 @@ def normalise_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     if isinstance(value, str):
         refuse_removed([f"{name}={value!r}"])
         hint = did_you_mean(value, choices)
-    raise ValueError(f"{name}={shown(value)} is not available: use one of {', '.join(choices)}{hint}")
+    raise ValueError(f"{name}={short_repr(value)} is not available: use one of {', '.join(choices)}{hint}")
 
 
 class _Choice(argparse.Action):
     """An option that also takes ``true`` and ``false``, for whichever parser is made of the config (TRL's, ours)."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, *, choices: Iterable[str], **keywords: Any) -> None:
-        keywords["type"] = partial(_chosen, tuple(choices))
+        keywords["type"] = partial(_chosen, dest, tuple(choices))
         super().__init__(option_strings, dest, choices=tuple(choices), **keywords)
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, values)
 
 
-def _chosen(choices: tuple[str, ...], text: str) -> str:
+def _chosen(name: str, choices: tuple[str, ...], text: str) -> str:
     try:
-        return normalise_choice("", text, choices)
+        return normalise_choice(name, text, choices)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error).removeprefix("=")) from error
+        raise argparse.ArgumentTypeError(str(error).removeprefix(f"{name}=")) from error
 
 
 def option(default: Any, text: str, **metadata: Any) -> Any:
@@ -135,7 +159,7 @@ def _number(name: str, value: object, hint: str) -> float:
     except (TypeError, ValueError):
         number = float("nan")
     if math.isnan(number):
-        raise ValueError(f"{name}={shown(value)} is not a number, {hint}")
+        raise ValueError(f"{name}={short_repr(value)} is not a number, {hint}")
     return number
 
 
@@ -194,10 +218,9 @@ class ModelSettings:
     )
     activation_memory: ActivationMemory = choice(
         "auto",
-        "What decoder layers keep for their backward pass: keep (all), selective (attention), checkpoint (their "
-        "input), offload (their input, in host memory), auto (the least recompute that fits the memory, on CUDA) or "
-        "off (as gradient_checkpointing says). Full checkpointing costs up to a third of a step; auto costs a few "
-        "passes over 2048 tokens, once.",
+        "What decoder layers keep for their backward pass: keep (all), checkpoint (their input), offload (their input, "
+        "in host memory), auto (as much as fits the memory, on CUDA) or off (as gradient_checkpointing says). Full "
+        "checkpointing costs up to a third of a step; auto costs a few passes over 64 to 1024 tokens, once.",
     )
     activation_memory_gib: float | None = option(
         None,
@@ -210,20 +233,10 @@ class ModelSettings:
         "recomputed), single_buffer, off, or auto (as the memory at hand demands). Frees layers x tokens x hidden x "
         "itemsize bytes of the device, costs as much host memory and two copies of it per step.",
     )
-    offload_budget_gib: float | None = option(
-        None,
-        "Most pinned host memory for offloaded layer inputs, in GiB (default: half of what is free). Past it memory "
-        "is pageable, whose copies are slower.",
-    )
-    keep_last_layers: int = option(
-        1,
-        "Inputs of that many last layers stay on the device under the offload: backward needs them at once. Each "
-        "costs tokens x hidden x itemsize bytes of the device.",
-    )
     save_report: SavesReport = choice(
         "on",
-        "What fastpack-trl did, in fastpack_report.json beside the checkpoints, in the model card, and in the config "
-        "of the trackers of report_to: on or off. A few kilobytes.",
+        "What fastpack-trl did, in fastpack_report.json beside the checkpoints and in the model card: on or off. A few "
+        "kilobytes.",
     )
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
@@ -254,9 +267,6 @@ class ModelSettings:
                     f"activation_memory_gib={self.activation_memory_gib} must be above 0 and finite: GiB for "
                     "activations, or leave it out for what is free"
                 )
-        if self.offload_budget_gib is not None:
-            self.offload_budget_gib = _number("offload_budget_gib", self.offload_budget_gib, "GiB, e.g. 64")
-        check_offload(self.offload_budget_gib, self.keep_last_layers)
 
 
 @dataclass
@@ -316,7 +326,7 @@ class Settings(ModelSettings):
         """Return the field of a feature; ``auto`` for one that has none."""
         return getattr(self, feature, "auto")
 
-    def names(self, feature: str) -> bool:
+    def is_explicit(self, feature: str) -> bool:
         """Return whether a feature was switched on by name: its field is neither its default nor ``off``."""
         own = type(self).__dataclass_fields__.get(feature)
         return own is not None and self.get(feature) not in (own.default, "off")
@@ -359,21 +369,3 @@ def check_fields(args: Any, settings: Settings) -> None:
     """
     if not disabled_by_environment():
         check_recompute(args, settings.activation_memory, settings.checkpoint_offload)
-
-
-def check_offload(offload_budget_gib: float | None, keep_last_layers: int) -> None:
-    """Check the settings of the offload that have no choices.
-
-    Raises:
-        ValueError: names the value and the remedy.
-    """
-    if offload_budget_gib is not None and not 0 < offload_budget_gib < float("inf"):
-        raise ValueError(
-            f"offload_budget_gib={offload_budget_gib} must be above 0 and finite: GiB of pinned host memory, or leave "
-            "it out for half of what is free; checkpoint_offload='off' switches the offload off"
-        )
-    if not isinstance(keep_last_layers, int) or isinstance(keep_last_layers, bool) or keep_last_layers < 0:
-        raise ValueError(
-            f"keep_last_layers={shown(keep_last_layers)} is no number of layers: give 0 or more, how many last layers "
-            "stay on the device"
-        )

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fastpack_trl.attention.feature import install_attention, plan_rows_again
 from fastpack_trl.attention.share_prefixes import share_prefixes
-from fastpack_trl.callbacks.resumed_data import resumed_data
 from fastpack_trl.callbacks.save_report import save_report
 from fastpack_trl.capture.ddp import reduce_apart
 from fastpack_trl.capture.feature import cuda_graph, side_stream
@@ -30,11 +29,8 @@ from fastpack_trl.model.upstream import PARTLY, missing_reason
 from fastpack_trl.moe.feature import moe
 from fastpack_trl.run import MicroStep, Run
 from fastpack_trl.step.accumulation import merge
-from fastpack_trl.step.aux_loss import aux_loss
-from fastpack_trl.step.first_step import first_step
 from fastpack_trl.step.merge_accumulation import merge_accumulation
-from fastpack_trl.step.short_data import short_data
-from fastpack_trl.step.sync_free import settle, sync_free
+from fastpack_trl.step.sync_free import sync_free, sync_free_step
 
 logger = get_logger(__name__)
 
@@ -81,7 +77,7 @@ class Feature(NamedTuple):
 
 
 def _leave_to_stock(run: Run, name: str, reason: str) -> None:
-    run.say(name, "stock", "stock", reason)
+    run.set_status(name, "stock", "stock", reason)
     logger.warning(f"{name}: stock ({reason})")
 
 
@@ -91,9 +87,7 @@ def _cpu_packing(run: Run) -> AbstractContextManager[None]:
 
 FEATURES: tuple[Feature, ...] = (
     Feature(_cpu_packing, "any", falls_back=False),
-    Feature(first_step, "any", "training", falls_back=False),  # times all that follows
     Feature(side_stream, "sft", "training", falls_back=False),  # also of what the proof and the plan leave behind
-    Feature(short_data, "sft", "training", falls_back=False),
     Feature(plan_rows_again, "any", falls_back=False),
     Feature(start_workers, "any", "training", falls_back=False),  # they get ready beside the proof and the plan
     Feature(moe, "any"),  # on four-bit experts PEFT's own forward would fail in the packing proof
@@ -101,7 +95,6 @@ FEATURES: tuple[Feature, ...] = (
     Feature(lora, "any"),  # keeps copies of frozen weights before memory is planned
     Feature(frozen_base, "any"),  # of the layers of `lora`; changes the memory that is left to plan
     Feature(sync_free, "sft"),
-    Feature(aux_loss, "sft"),  # says whether the loss of `sync_free` has it
     Feature(share_prefixes, "sft", "training"),  # needs the loss of `sync_free`, and the attention
     Feature(activation_memory, "any", "training"),
     Feature(checkpoint_offload, "any"),  # unless that plan offloads
@@ -109,12 +102,11 @@ FEATURES: tuple[Feature, ...] = (
     Feature(layer_compile, "any", "training"),  # compiles what all the others have installed
     Feature(cuda_graph, "sft"),  # records what all the others run
     Feature(save_report, "any", "training", falls_back=False),
-    Feature(resumed_data, "any", "training", falls_back=False),
 )
 """Entered from first to last when `train`, `evaluate` or `predict` begins, left in the opposite order."""
 
 STEP: tuple[Callable[[Run, MicroStep, Any, Any, Any], Tensor], ...] = (
-    settle,  # needs no walk over the model; the logged loss is that of all that follows
+    sync_free_step,  # needs no walk over the model; the logged loss is that of all that follows
     merge,  # waits for the last micro-batch of a row
     reduce_apart,  # after the last micro-batch of a step, once nothing of it can be undone
     retry,  # undoes a micro-batch, or a row of them

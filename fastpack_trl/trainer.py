@@ -24,7 +24,6 @@ from fastpack_trl.packing.packed_inputs import PackedInputs
 from fastpack_trl.run import Run
 from fastpack_trl.step.accumulation import Merging
 from fastpack_trl.step.metrics import SettledAtRead
-from fastpack_trl.step.short_data import ShortData
 from fastpack_trl.step.sync_free import SyncFreeStep
 from fastpack_trl.trainers.featured import FeaturedTrainer, documented_as
 
@@ -62,7 +61,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         self._fastpack_disabled = self._fastpack_why_disabled()
         if self._fastpack_disabled:
             super().__init__(*args, **kwargs)
-            run.say("fastpack", "off", "stock", self._fastpack_disabled)
+            run.set_status("fastpack", "off", "stock", self._fastpack_disabled)
             return
         check_given(given)
         check_not_empty(given.get("train_dataset"))
@@ -70,7 +69,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         self._fastpack_quantize(self.model)  # where nobody has moved the model
         run.report.facts |= fit_precision(self)
         if run.settings.sync_free != "off":
-            run.keep(SyncFreeStep(self.model))  # before accelerate wraps the model
+            run.set_state(SyncFreeStep(self.model))  # before accelerate wraps the model
         choose_attention(run, by_name=isinstance(given["model"], str))
 
     def _prepare_dataset(
@@ -115,7 +114,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
             why = f"data_collator was replaced by {type(self.data_collator).__name__}"
             if self._fastpack_replaced != why:
                 self._fastpack_replaced = why
-                run.say("batches", "stock", "stock", why)
+                run.set_status("batches", "stock", "stock", why)
                 logger.warning(f"batches: stock ({why})")
             return False
         if is_training or run.plan.kind != "padding_free":
@@ -158,9 +157,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         batches, num_items_in_batch = super().get_batch_samples(*args, **kwargs)
         run = self.fastpack_run
-        if (short := run.part(ShortData)) is not None:
-            short.look(batches)
-        merging = run.part(Merging)
+        merging = run.get_state(Merging)
         if merging is not None:
             merging.plan(batches, num_items_in_batch)
         run.step.rows = len(batches) if merging is None else merging.rows
@@ -179,22 +176,21 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
 
     @property
     def _fastpack_step(self) -> SyncFreeStep | None:
-        return self.fastpack_run.part(SyncFreeStep)
+        return self.fastpack_run.get_state(SyncFreeStep)
 
     @documented_as(SFTTrainer.floating_point_ops)
     def floating_point_ops(self, inputs: Any) -> int:
         step = self._fastpack_step
-        if step is None or not step.host:
+        if step is None or not step.host.active:
             return int(super().floating_point_ops(inputs))
         step.filter.restore()  # the first call after the line that reads it
-        return step.flops.count(self, inputs, super().floating_point_ops)
+        return step.host.count_flops(self, inputs, super().floating_point_ops)
 
     def _clip_grad_norm(self, model: Any) -> Any:
         step = self._fastpack_step
         if step is None:
             return super()._clip_grad_norm(model)
-        norm = step.clip(self, model)
-        return norm if norm is not None else super()._clip_grad_norm(step.with_gradients(self.fastpack_run, model))
+        return super()._clip_grad_norm(step.with_gradients(self.fastpack_run, model))
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         step = self._fastpack_step
@@ -228,7 +224,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         accelerator = getattr(self, "accelerator", None)  # absent while stock constructs
         step = self._fastpack_step
         if step is not None and accelerator is not None and not (alone and accelerator.num_processes > 1):
-            step.metrics.settle(self)
+            step.metrics.flush(self)
 
     def close(self) -> None:
         """Give the model its stock forward back; further runs of this trainer use stock's loss and metrics."""

@@ -179,7 +179,7 @@ def reduced_apart(run: Run, graphs: GraphDecision | None) -> Iterator[None]:
 
 def reduce_apart(run: Run, following: MicroStep, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
     """Reduce the gradients of several processes after a micro-batch, as the feature ``cuda_graph`` decides."""
-    reduce = run.part(FlatReduce)
+    reduce = run.get_state(FlatReduce)
     if reduce is None:
         return following(model, inputs, num_items_in_batch)
     return reduce.run(following, model, inputs, num_items_in_batch)

@@ -56,9 +56,9 @@ class StepGraphs(GraphDecision):
 
     def __init__(self, run: Run, device: CudaGraphs, why_not: Callable[[], str], *, asked: bool) -> None:
         super().__init__(run, device, asked=asked)
-        step = run.part(SyncFreeStep)
+        step = run.get_state(SyncFreeStep)
         assert step is not None
-        self._step, self._state, self._why_not = step, ModelState(step.contents), why_not
+        self._step, self._state, self._why_not = step, ModelState(step.host.contents), why_not
         self._items = torch.zeros((), dtype=torch.int64, device=run.device)
         self._accumulation = torch.zeros((), dtype=torch.float32, device=run.device)
         self._present_step = -1
@@ -87,8 +87,8 @@ class StepGraphs(GraphDecision):
     def _run_once(self, stock: MicroStep, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:
         slot = self._slot(inputs) if self._may_replay(model, inputs, num_items_in_batch) else None
         if slot is not None:
-            # As the trainer's own step begins. `hostwork.ModeCheck` skips the first where nothing would change; the
-            # second is for optimizers without a schedule, which evaluation has switched over.
+            # As the trainer's own step begins; the second is for optimizers without a schedule, which evaluation has
+            # switched over.
             model.train()
             if callable(switch := getattr(self._run.trainer.optimizer, "train", None)):
                 switch()
@@ -132,7 +132,7 @@ class StepGraphs(GraphDecision):
 
     def _slot(self, inputs: Any) -> _Slot | None:
         """Return where a row runs; None where it runs eager in its own shapes."""
-        if self._steps_done < EAGER_STEPS or not self._run.step.has_settled or not self._pays:
+        if self._steps_done < EAGER_STEPS or not self._run.step.is_warmed_up or not self._pays:
             return None
         if self._run.step.version != self._version:  # layers run otherwise since: compiled, kept, offloaded
             if why := self._why_not():
@@ -173,7 +173,7 @@ class StepGraphs(GraphDecision):
 
     def _static(self, stock: MicroStep, model: nn.Module, slot: _Slot) -> tuple[Tensor, Tensor]:
         """Run the micro-batch that is in the tensors of `slot`; return its loss and figures and touch no metric."""
-        adapters = self._run.part(LoraReport)
+        adapters = self._run.get_state(LoraReport)
         adding_up = nullcontext() if adapters is None else adapters.adding_up()
         try:
             with adding_up, self._step.static_loss(self._accumulation) as figures:
@@ -221,9 +221,6 @@ class StepGraphs(GraphDecision):
 
     def _keep(self, inputs: Any, table: Tensor) -> None:
         self._step.keep(self._run.trainer, table, inputs["packed_batch"])
-        for hook in list(self._run.model._forward_pre_hooks.values()):
-            if getattr(hook, "sees_plain_rows", False):
-                hook(self._run.model, (), {**inputs, "loss_batch": inputs["packed_batch"]})
 
     def drop(self) -> None:
         """Drop all graphs and buckets; they are made again from the rows that follow."""
@@ -242,7 +239,7 @@ class StepGraphs(GraphDecision):
 
 def capture(run: Run, following: MicroStep, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:
     """Replay a row that is like others before it, as the feature ``cuda_graph`` decides."""
-    graphs = run.part(StepGraphs)
+    graphs = run.get_state(StepGraphs)
     if graphs is None:
         return following(model, inputs, num_items_in_batch)
     return graphs.run(following, model, inputs, num_items_in_batch)

@@ -29,7 +29,7 @@ class StepState:
 
     def __init__(self, run: Run) -> None:
         trainer = self._trainer = run.trainer
-        parameters = (run.parameters or run.model.parameters)()
+        parameters = run.model.parameters()
         self._gradients = [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in parameters if p.requires_grad]
         self._cpu = torch.get_rng_state()
         device = trainer.args.device
@@ -42,7 +42,7 @@ class StepState:
             for name, values in metrics.items()
         }
         self._tokens = vars(trainer).get("_total_train_tokens")
-        self._back = run.step.mark()
+        self._back = run.step.rollback_point()
         self._complete: dict[Tensor, Tensor] = {}
 
     def undo(self) -> None:
@@ -105,7 +105,7 @@ def run_again(run: Run, attempt: Callable[[], Tensor], less: Callable[[], bool])
 
 def retry(run: Run, following: MicroStep, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
     """Undo a micro-batch that ran out of memory and run it again with less, where anything can be freed."""
-    memory, trainer = run.part(ActivationMemory), run.trainer
+    memory, trainer = run.get_state(ActivationMemory), run.trainer
     if not run.training:  # switched off as a whole
         return following(model, inputs, num_items_in_batch)
     merged = getattr(inputs.get("packed_batch"), "parts", None)

@@ -38,22 +38,23 @@ class Command:
 
 _TRAINS = "fastpack_trl.cli.train"
 COMMANDS = {
-    "quickstart": Command("fastpack_trl.quickstart.run", "fine-tune a small model on real text, offline"),
     "init": Command("fastpack_trl.cli.init", "write one of the shipped YAML files here, or list them"),
     **{
-        name: Command(_TRAINS, f"{method.what} from a YAML or flags: every option of `trl {name}`, and ours")
+        name: Command(_TRAINS, f"{method.what}: all options of `trl {name}`, and ours")
         for name, method in METHODS.items()
     },
     "convert": Command("fastpack_trl.cli.convert", "write a YAML of Axolotl, LLaMA-Factory or Unsloth in our names"),
-    "merge": Command("fastpack_trl.cli.merge", "write a model with the adapter of a run in its weights"),
-    "generate": Command("fastpack_trl.cli.generate", "what a trained model answers; of an adapter, beside its base"),
-    "verify": Command("fastpack_trl.cli.verify", "prove that packed documents do not see each other", "--model"),
+    "merge": Command("fastpack_trl.cli.trained", "write a model with the adapter of a run in its weights"),
+    "generate": Command(
+        "fastpack_trl.cli.trained", "print what a trained model answers; for an adapter, also what its base answers"
+    ),
+    "verify": Command("fastpack_trl.cli.verify", "check that packed documents do not see each other", "--model"),
     "doctor": Command(
         "fastpack_trl.cli.doctor",
-        "show what this machine has, what a config would run and why, and where it waits",
+        "show what this machine has, and what a config would run, why, and in how much memory",
         "--config",
     ),
-    "bench": Command("fastpack_trl.bench.command", "measure stock against fastpack on this machine", "--config"),
+    "bench": Command("fastpack_trl.bench.command", "measure TRL against fastpack on this machine", "--config"),
 }
 
 
@@ -92,8 +93,11 @@ def _dispatch(arguments: list[str], chosen: str | None) -> int:
         arguments.remove(chosen)
         return train.main(arguments, METHODS[chosen])
     if chosen is not None and chosen not in COMMANDS:
+        from fastpack_trl.config import removal
+
         raise UserError(
-            f"there is no command {chosen!r}{did_you_mean(chosen, COMMANDS)} (commands: {', '.join(COMMANDS)})"
+            removal(f"{PROG} {chosen}")
+            or f"there is no command {chosen!r}{did_you_mean(chosen, COMMANDS)} (commands: {', '.join(COMMANDS)})"
         )
     parser = _parser(chosen)
     args, unknown = parser.parse_known_args(arguments)
@@ -140,28 +144,26 @@ def _without_kernel_advice() -> Iterator[None]:
 
 
 @contextmanager
-def _without_renamed_name() -> Iterator[None]:
-    """Drop the FutureWarning of a property that transformers 5.23 renamed: PEFT 0.21 reads it from every model."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
-        yield
+def _quiet() -> Iterator[None]:
+    """Drop notes that nobody can act on: of bitsandbytes, of a name that PEFT 0.21 reads, and ``[RANK 0]`` of one rank.
 
-
-@contextmanager
-def _without_rank() -> Iterator[None]:
-    """Drop the ``[RANK 0]`` that accelerate puts before what is logged, in a run of one process."""
+    transformers 5.23 renamed the property that PEFT reads from every model; accelerate puts the rank before each line.
+    """
     make = logging.getLogRecordFactory()
 
-    def alone(*args: Any, **kwargs: Any) -> logging.LogRecord:
+    def without_rank(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = make(*args, **kwargs)
         if isinstance(record.msg, str):
             record.msg = record.msg.removeprefix("[RANK 0] ")
         return record
 
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        logging.setLogRecordFactory(alone)
+        logging.setLogRecordFactory(without_rank)
     try:
-        yield
+        with _without_kernel_advice(), warnings.catch_warnings():
+            renamed = "`is_gradient_checkpointing` is deprecated"
+            warnings.filterwarnings("ignore", message=renamed, category=FutureWarning)
+            yield
     finally:
         logging.setLogRecordFactory(make)
 
@@ -182,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rank = os.environ.get("RANK", "0")
     of_rank = "" if rank == "0" else f" [rank {rank}]"
     try:
-        with _without_kernel_advice(), _without_renamed_name(), _without_rank():
+        with _quiet():
             return _dispatch(arguments, chosen)
     except UserError as error:
         if show_traceback:

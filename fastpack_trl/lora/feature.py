@@ -23,7 +23,7 @@ def lora(run: Run) -> Iterator[None]:
     elif run.is_sharded and not run.is_fsdp2:
         why = SHARDED
     if why:
-        run.say("lora", "stock" if present and setting != "off" else "off", "PEFT", why)
+        run.set_status("lora", "stock" if present and setting != "off" else "off", "PEFT", why)
         yield
         return
     # FSDP 2 gathers other tensors each time and DeepSpeed casts them, so a copy of one would never be used.
@@ -32,10 +32,10 @@ def lora(run: Run) -> Iterator[None]:
     try:
         fast = applied.fast or applied.already
         holds = bool(fast) or not applied.handed_over  # those on stacked parameters alone are of `moe`
-        run.say("lora", "on" if fast else "stock", "fast" if fast else "PEFT", str(applied), holds)
+        run.set_status("lora", "on" if fast else "stock", "fast" if fast else "PEFT", str(applied), holds)
         with run.keeping(applied):
             yield
     finally:
         if applied.call_by_call:  # known only now: it depends on what the layers were given
-            run.say("lora", "on", "fast, PEFT call by call", str(applied))
+            run.set_status("lora", "on", "fast, PEFT call by call", str(applied))
         applied.revert()

@@ -40,7 +40,7 @@ def frozen_base(run: Run) -> Iterator[None]:
         return
     if reason := _refusal(run):
         raise ValueError(f"frozen_base='fp8': {reason}")
-    applied = run.part(LoraReport)
+    applied = run.get_state(LoraReport)
     if applied is None:
         raise ValueError(f"frozen_base='fp8' needs the fast LoRA layers, which are off: the report says why; {_KEEP}")
     layers: dict[str, Any] = {
@@ -68,7 +68,7 @@ def frozen_base(run: Run) -> Iterator[None]:
             "evaluation during training is in FP8 too, all after training as loaded",
             *(f"as loaded: {count} ({reason})" for reason, count in others.items()),
         ]
-        run.say(FEATURE, "on", "fp8", "; ".join(parts))
+        run.set_status(FEATURE, "on", "fp8", "; ".join(parts))
         _advise(run, chosen, dtype)
         yield
         _remark_on_lost(run, chosen)

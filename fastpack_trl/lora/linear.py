@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812
 from transformers.utils import logging
 
 from fastpack_trl.config import refusing_removed
-from fastpack_trl.errors import shown
+from fastpack_trl.errors import short_repr
 from fastpack_trl.lora.adapters import CastAdapter, CastHook, autocasts, cast_here, is_sharded, needs_cast
 from fastpack_trl.lora.base_weight import BaseWeight, Fp8Weight, HasFrozenWeight, from_4bit
 from fastpack_trl.lora.projection import lora_projection
@@ -207,10 +207,10 @@ def apply_lora(model: nn.Module, *, compute_dtype: torch.dtype | None = None) ->
 def make_fast(model: nn.Module, compute_dtype: torch.dtype | None, *, copies: bool = True) -> LoraReport:
     """Do what `apply_lora` does; without `copies` of frozen weights on request."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"apply_lora({shown(model)}): give the model that get_peft_model returned")
+        raise TypeError(f"apply_lora({short_repr(model)}): give the model that get_peft_model returned")
     if not (compute_dtype is None or (isinstance(compute_dtype, torch.dtype) and compute_dtype.is_floating_point)):
         raise ValueError(
-            f"compute_dtype={shown(compute_dtype)} is no floating dtype: give torch.bfloat16, say, or None"
+            f"compute_dtype={short_repr(compute_dtype)} is no floating dtype: give torch.bfloat16, say, or None"
         )
     report = LoraReport()
     with ExitStack() as undo:

@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 Training = Literal["lora", "frozen", "full"]
 
 MEASURED: frozenset[tuple[str, Training]] = frozenset({("cpu", "lora"), ("cuda", "lora")})
-"""Device types and trained parts for which ``benchmarks/results/moe_*.json`` shows that ours is faster."""
+"""Device types and trained parts for which ``benchmarks/results/experts.jsonl`` shows that ours is faster."""
 
 
 class LayerPath(NamedTuple):
@@ -229,14 +229,14 @@ def moe(run: Run) -> Iterator[None]:
             "(accelerate_config: multi_gpu), otherwise leave out what chooses stock's, or moe_quantize_experts"
         )
     if why:
-        run.say("moe", "stock" if present and setting != "off" else "off", "stock", why)
+        run.set_status("moe", "stock" if present and setting != "off" else "off", "stock", why)
         yield
         return
     with apply_moe(model, lora=run.settings.lora != "off", force=setting == "on") as applied:
         for warning in applied.warnings:
             logger.warning(warning)
         if applied.active:
-            run.say("moe", "on", "fastpack", "; ".join([applied.summary(), *[note] * bool(note)]))
+            run.set_status("moe", "on", "fastpack", "; ".join([applied.summary(), *[note] * bool(note)]))
         else:
-            run.say("moe", "stock", "stock", applied.summary().removeprefix("stock: "))
+            run.set_status("moe", "stock", "stock", applied.summary().removeprefix("stock: "))
         yield

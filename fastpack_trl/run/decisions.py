@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-
-from torch import nn
 
 from fastpack_trl.config import Settings
 from fastpack_trl.packing.batching import BatchPlan
@@ -42,7 +40,6 @@ class Decisions:
         loss_is_ours: losses and metrics come from the positions that the collator found, per token.
         shares_prefixes: rows of the training hold what documents begin with alike once.
         refuses_static: returns why the attention that is installed cannot run over static batches of a bucket.
-        parameters: returns the model's, from the list of `sync_free` while that is on; None: by a walk over the model.
         experts_refuse_capture: returns why the products of experts cannot be recorded; empty where they can.
         compiles_later: layers run uncompiled in the first step, and compiled after it where that pays.
         measures_first_step: what the first step takes on the device says how long later rows may be.
@@ -58,7 +55,6 @@ class Decisions:
         self.training = False
         self.loss_is_ours = self.shares_prefixes = False
         self.refuses_static: Callable[[Bucket], str] = _no_attention
-        self.parameters: Callable[[], Iterable[nn.Parameter]] | None = None
         self.experts_refuse_capture: Callable[[], str] = str
         self.compiles_later = self.measures_first_step = False
 

@@ -49,7 +49,7 @@ class Run(Decisions):
     Attributes:
         step: services of the steps.
         report: what people read of all this.
-        insists: `train` is entering its features: what was switched on by name and does not hold stops it.
+        is_strict: `train` is entering its features: what was switched on by name and does not hold stops it.
     """
 
     def __init__(
@@ -61,7 +61,8 @@ class Run(Decisions):
         self._parts: dict[type[Any], Any] = {}
         self.step = StepServices()
         self.report = FeatureReport()
-        self.insists = False
+        self._first_step = 0
+        self.is_strict = False
 
     @cached_property
     def ranks(self) -> Ranks:
@@ -142,13 +143,22 @@ class Run(Decisions):
         """Its data set was counted when it was prepared: SFT's."""
         return self.plan_batches is plan_batches
 
+    def begin_steps(self) -> None:
+        """Count the steps of a `train` from here: a resumed one does not begin at 0."""
+        self._first_step = self.trainer.state.global_step
+
+    @property
+    def is_in_first_step(self) -> bool:
+        """No optimizer step of this `train` has ended."""
+        return self.trainer.state.global_step == self._first_step
+
     def steps_left(self) -> StepsLeft:
         """Return what is left of the run, in steps as the present one."""
         state = self.trainer.state
         rows = self.step.rows or self.args.gradient_accumulation_steps
         return StepsLeft(state.max_steps - state.global_step, rows)
 
-    def say(self, feature: str, status: Status, path: str, reason: str = "", holds: bool | None = None) -> None:
+    def set_status(self, feature: str, status: Status, path: str, reason: str = "", holds: bool | None = None) -> None:
         """Set the line of `feature` in the report.
 
         Args:
@@ -159,42 +169,42 @@ class Run(Decisions):
             ValueError: it does not hold when `train` begins, and was switched on by name.
         """
         self.report.add(feature, status, path, reason)
-        if self.insists and not (status == "on" if holds is None else holds) and self.settings.names(feature):
+        if self.is_strict and not (status == "on" if holds is None else holds) and self.settings.is_explicit(feature):
             raise ValueError(f"{feature}={self.settings.get(feature)!r}: {reason}; {self.remedy(feature)}")
 
     def disable(self, feature: str, path: str, reason: str) -> None:
         """Say that `feature` is off from here on, in the middle of a run; also in the log."""
-        remedy = f"; {self.remedy(feature)}" if self.settings.names(feature) else ""
+        remedy = f"; {self.remedy(feature)}" if self.settings.is_explicit(feature) else ""
         logger.warning(f"{feature}: {path} from here on: {reason}{remedy}")
-        self.say(feature, "off", path, reason)
+        self.set_status(feature, "off", path, reason)
 
     def remedy(self, feature: str) -> str:
         """Return what to set so that `feature`, switched on by name, stops no run."""
         default = type(self.settings).__dataclass_fields__[feature].default
         return f"set {feature}={default!r} to train without it where it cannot run"
 
-    def part(self, kind: type[_Part]) -> _Part | None:
+    def get_state(self, kind: type[_Part]) -> _Part | None:
         """Return the object that a feature keeps while it is on, by its class, which only that feature's room names."""
         return self._parts.get(kind)
 
-    def keep(self, part: object) -> None:
-        """Keep `part` for `Run.part`, by its class."""
+    def set_state(self, part: object) -> None:
+        """Keep `part` for `Run.get_state`, by its class."""
         self._parts[type(part)] = part
 
     @contextmanager
     def keeping(self, part: object) -> Iterator[None]:
         """Keep `part` until the context ends; what was kept of its class before is there again then."""
         with self.without(type(part)):
-            self.keep(part)
+            self.set_state(part)
             yield
 
     @contextmanager
     def without(self, kind: type[Any]) -> Iterator[None]:
-        """Let `Run.part` find no part of a class until the context ends."""
+        """Let `Run.get_state` find no part of a class until the context ends."""
         before = self._parts.pop(kind, None)
         try:
             yield
         finally:
             self._parts.pop(kind, None)
             if before is not None:
-                self.keep(before)
+                self.set_state(before)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -17,9 +16,6 @@ class StepServices:
         waiting: each says whether something is still to be decided in the first steps.
         version: grows whenever layers begin to run otherwise (compiled, kept, offloaded): see `layers_changed`.
         rows: that the micro-batches of the present step run as, merged or not; 0 before any.
-        in_first: no optimizer step of this `train` has ended.
-        seconds: host time of what is done once, by name: ``proof`` and ``plan`` before the first step, ``compile`` in
-            it or in the second.
         activations_left: bytes that the plan of the activations leaves of its budget, 0 where it has a layer recomputed
             for want of memory when training began; None without such a plan. Copies of frozen weights take of it, then
             CUDA graphs.
@@ -33,8 +29,6 @@ class StepServices:
         self.undo: list[Callable[[], Callable[[], None]]] = []
         self.waiting: list[Callable[[], bool]] = []
         self.version = self.rows = 0
-        self.in_first = False
-        self.seconds: dict[str, float] = {}
         self.activations_left: int | None = None
         self.activation_bytes = 0
         self.offloads = self.reduces_apart = False
@@ -43,7 +37,7 @@ class StepServices:
         """Free memory that is worth less than what any layer keeps; False where there is none."""
         return any(reclaim() for reclaim in self.memory_reclaimers)
 
-    def mark(self) -> Callable[[], None]:
+    def rollback_point(self) -> Callable[[], None]:
         """Return a function that takes back the figures of all micro-batches from here on; it may be called twice."""
         marks = [begin() for begin in self.undo]
 
@@ -54,7 +48,7 @@ class StepServices:
         return back
 
     @property
-    def has_settled(self) -> bool:
+    def is_warmed_up(self) -> bool:
         """Nothing is left that the first steps decide: what compiles, which rows are merged."""
         return not any(waits() for waits in self.waiting)
 
@@ -70,12 +64,3 @@ class StepServices:
     def layers_changed(self) -> None:
         """Say that layers run otherwise from now on: what was recorded of them is of before."""
         self.version += 1
-
-    @contextmanager
-    def taking(self, name: str) -> Iterator[None]:
-        """Add the host time of the context to `seconds`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

@@ -185,7 +185,7 @@ class Merging:
             if not tokens:
                 return stock(model, inputs, num_items_in_batch)
             return self.memory.observe(tokens, lambda: stock(model, inputs, num_items_in_batch))
-        back = self._run.step.mark()
+        back = self._run.step.rollback_point()
         merged = merge_inputs([self._step[place] for place in group])
         try:
             return stock(model, merged, num_items_in_batch)
@@ -228,7 +228,7 @@ class Merging:
             after = f"rows of at most {self.target:,} tokens from here on" if merges else "micro-batches run one by one"
         reason = f"out of memory in a merged row of {sum(tokens):,} tokens: {after}"
         logger.warning(f"merge_accumulation: {reason}")
-        self._run.say(FEATURE, "on", "split again", reason)
+        self._run.set_status(FEATURE, "on", "split again", reason)
         model.zero_grad()
         gc.collect()
         if torch.cuda.is_available():
@@ -254,7 +254,7 @@ class Merging:
 
 def merge(run: Run, following: MicroStep, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
     """Run a group of micro-batches as one row, as the feature ``merge_accumulation`` decides."""
-    merging = run.part(Merging)
+    merging = run.get_state(Merging)
     if merging is None:
         return following(model, inputs, num_items_in_batch)
     return merging.run(following, model, inputs, num_items_in_batch)

@@ -33,7 +33,7 @@ class DeferredMetrics:
     """Sums per micro-batch, kept on the device and read once per log.
 
     TRL logs the mean over micro-batches of ratios per micro-batch (summed over ranks first), not the ratio of sums; so
-    one row of (entropy, correct tokens, auxiliary loss) is kept for each micro-batch. `settle` gathers all of them as
+    one row of (entropy, correct tokens, auxiliary loss) is kept for each micro-batch. `flush` gathers all of them as
     one tensor of (ranks, micro-batches, 5), reads it once, and appends to TRL's lists what TRL would have appended.
     """
 
@@ -77,7 +77,7 @@ class DeferredMetrics:
 
         return back
 
-    def settle(self, trainer: SFTTrainer) -> None:
+    def flush(self, trainer: SFTTrainer) -> None:
         """Append what was kept to ``trainer._metrics``. A collective: every rank has to call it.
 
         It is the one read of the device between two logs.

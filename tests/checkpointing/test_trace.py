@@ -53,18 +53,18 @@ def traced(model: Any, monkeypatch: pytest.MonkeyPatch, *, ours: bool, every: bo
         if every:
             patched.setattr(Passes, "sampled", lambda passes: passes)
         costs, failed = trace_levels(model, layers, decoder(model, 1, packed=ours))
-    assert set(failed) <= {Level.POINTWISE}
+    assert not failed
     return costs, ran
 
 
 @pytest.mark.parametrize(
     ("family", "lora", "taken"),
     [
-        ("qwen3", True, [2, 3, 4, 5]),
-        ("llama", False, [2, 3, 4, 5]),
-        ("gemma2", True, [2, 3, 4, 5]),  # windows in every second layer
-        ("qwen3_moe", True, [2, 3, 4, 5]),
-        ("deepseek_v3", False, [0, 3, 4, 5]),  # the first layer has no experts
+        ("qwen3", True, [5]),
+        ("llama", False, [5]),
+        ("gemma2", True, [4, 5]),  # windows in every second layer
+        ("qwen3_moe", True, [5]),
+        ("deepseek_v3", False, [0, 5]),  # the first layer has no experts
         ("bloom", False, list(range(LAYERS))),  # layers return tuples
     ],
 )
@@ -84,7 +84,6 @@ def test_a_trace_of_a_few_layers_says_what_a_trace_of_all_says(
         for mine, real in zip(few.growth[level], growth, strict=True):
             # Who is routed where is another thing with fewer layers before: experts are padded to whole tiles.
             assert mine == real if exact else abs(mine.at(500, 500) - real.at(500, 500)) <= 0.1 * real.at(500, 500)
-        assert few.products[level] == pytest.approx(every.products[level], rel=0.03, abs=1e-6)
     # Where masks made before the first layer are the peak, it does not grow with the inputs that layers keep.
     assert few.working.at(1000, 1000) == pytest.approx(every.working.at(1000, 1000), rel=0.1)
 

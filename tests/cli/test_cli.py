@@ -27,11 +27,14 @@ def run_with(monkeypatch: pytest.MonkeyPatch, run: Any, *argv: str) -> int:
 
 @pytest.mark.parametrize("argv", [["--help"], [], ["--traceback"]])
 def test_the_help_lists_every_command_also_without_a_command(
-    capsys: pytest.CaptureFixture[str], argv: list[str]
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, argv: list[str]
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     assert cli.main(argv) == 0
-    out = capsys.readouterr().out
-    assert all(name in out for name in cli.COMMANDS)
+    lines = capsys.readouterr().out.splitlines()
+    assert all(any(name in line.split() for line in lines) for name in cli.COMMANDS)
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 100
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -223,6 +223,27 @@ def test_a_forecast_says_why_rows_do_not_run_in_one_call(
     assert "packed_attention  per_document: varlen needs compute capability 8.0, this device has 7.5\n" in old
 
 
+def test_a_forecast_follows_the_rules_of_the_features(material: Material, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = material.folder / "doctor.json"
+    words = ("--config", material.yaml(use_peft=True, lora_r=4), "--gpu", "H100", "--bf16", True, "--json", file)
+
+    def found() -> dict[str, str]:
+        assert run(*words) == 0
+        return dict(json.loads(file.read_text())["forecast"]["gpus"]["H100"]["features"])
+
+    assert found() == {
+        "packed_attention": "varlen", "lora": "on", "layer_compile": "on, where it pays back",
+        "cuda_graph": "on, where it pays back",
+    }  # fmt: skip
+    monkeypatch.setattr("fastpack_trl.compile.layer_compile.why_not", lambda run: "a new rule")
+    monkeypatch.setattr("fastpack_trl.capture.feature.LEAST_CAPABILITY", (9, 5))
+    monkeypatch.setattr("fastpack_trl.lora.feature.has_lora", lambda model: False)
+    changed = found()
+    assert changed["layer_compile"] == "off: a new rule"
+    assert changed["cuda_graph"] == "off: needs compute capability 9.5, this device has 9.0"
+    assert "lora" not in changed
+
+
 @pytest.mark.parametrize(
     ("text", "name"),
     [
@@ -243,7 +264,7 @@ def test_a_gpu_that_is_not_known_is_one_line(material: Material, capsys: pytest.
     assert run("--config", material.yaml(), "--gpu", "H10") == 2
     assert "--gpu 'H10' is not known; did you mean 'H100'?" in capsys.readouterr().err
     assert run("--gpu", "H100") == 2
-    assert "--gpu says what a config would hold: give --config FILE" in capsys.readouterr().err
+    assert "--gpu is about a config: give --config FILE" in capsys.readouterr().err
 
 
 def test_a_refused_fp8_base_is_one_line_below_what_runs_without_it(

@@ -191,7 +191,7 @@ def user_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> T
 
 
 def test_trl_may_run_the_model_again_without_gradients_before_the_backward_pass(tmp_path: Path) -> None:
-    """As beside `compute_loss_func`: what a selective checkpoint recomputes still reads the casts of its forward."""
+    """As beside `compute_loss_func`: what a checkpoint recomputes still reads the casts of its forward."""
     runs = [
         train(
             cls,
@@ -203,7 +203,7 @@ def test_trl_may_run_the_model_again_without_gradients_before_the_backward_pass(
             eval_strategy="no",
             gradient_accumulation_steps=2,
         )
-        for cls, fast in ((FastSFTTrainer, {"activation_memory": "selective"}), (SFTTrainer, None))
+        for cls, fast in ((FastSFTTrainer, {"activation_memory": "checkpoint"}), (SFTTrainer, None))
     ]
     assert_same_log(*runs)
 

@@ -10,7 +10,7 @@ import torch
 from counted_launches import kernels_of
 from lora_material import adapted, any_ids, assert_host_never_waits, assert_no_further, joint_error
 
-from benchmarks.lora_models import quantise
+from benchmarks.models import quantise
 from fastpack_trl import apply_lora
 from fastpack_trl.lora import report as lora_report
 from fastpack_trl.testing import gradients, tiny_model

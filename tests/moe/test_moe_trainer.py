@@ -14,7 +14,8 @@ from trainer_material import assert_same_log, both, build, make_tokenizer, train
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trl import SFTTrainer
 
-from benchmarks.results_folder import load_results
+from benchmarks.records import key_of, read
+from benchmarks.tables import sides_of
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.moe.feature import MEASURED
 from fastpack_trl.step.load_balancing import load_balancing_losses
@@ -44,7 +45,7 @@ def test_training_log_equals_stock(tmp_path: Path, peft: bool, checkpointing: bo
     line = ours.fastpack_report["moe"]
     assert (line.status, line.path) == ("on", "fastpack"), line
     assert ("LoRA on the experts of 2" in line.reason) == peft
-    assert "coefficient 0.001, from the model's config" in ours.fastpack_report["aux_loss"].reason
+    assert "load-balancing loss with coefficient 0.001" in ours.fastpack_report["sync_free"].reason
     name = "checkpoint-2/adapter_config.json" if peft else "checkpoint-2/config.json"
     assert len({(tmp_path / side / name).read_text(encoding="utf-8") for side in ("ours", "stock")}) == 1
     assert not any(hasattr(module, "_fastpack_moe") for module in ours.model.modules())
@@ -64,7 +65,7 @@ def test_auxiliary_loss_works_where_stock_raises(family: str, tmp_path: Path) ->
     losses = [row["aux_loss"] for row in ours.state.log_history if "aux_loss" in row]
     assert len(losses) == 2
     assert all(1 < loss < 4 for loss in losses)  # top-k of balanced routing is k = 2
-    assert "coefficient 0.05, from the arguments" in ours.fastpack_report["aux_loss"].reason
+    assert "load-balancing loss with coefficient 0.05" in ours.fastpack_report["sync_free"].reason
     assert not hasattr(ours.model.config, "num_experts")
 
 
@@ -79,7 +80,7 @@ def test_reentrant_checkpointing_is_warned_about(tmp_path: Path) -> None:
         tmp_path, family="qwen3_moe", packing=True, gradient_checkpointing=True, max_steps=1,
         eval_strategy="no", gradient_checkpointing_kwargs={"use_reentrant": True},
     )  # fmt: skip
-    assert "reentrant checkpointing drops its gradient" in ours.fastpack_report["aux_loss"].reason
+    assert "reentrant checkpointing drops its gradient" in ours.fastpack_report["sync_free"].reason
 
 
 @pytest.mark.parametrize(
@@ -132,12 +133,13 @@ def test_experts_whose_speed_is_not_measured_are_said_to_be(tmp_path: Path) -> N
 
 
 def test_what_is_said_to_be_measured_is_recorded_and_faster() -> None:
+    decoders = [run for run in read() if run["case"] == "experts" and " decoder " in run["row"]]
     found: dict[tuple[str, str], list[float]] = {}
-    for record in load_results().values():
-        for row in record["rows"] if record["case"] == "moe" else []:
-            if row["part"] == "decoder" and row.get("ratios"):
-                where = (record["machine"]["device"], row["mode"])
-                found.setdefault(where, []).append(row["ratios"]["stock"]["seconds"]["low"])
+    for key in {key_of(run) for run in decoders}:
+        runs = [run for run in decoders if key_of(run) == key]
+        sides = sides_of(runs)[key[1]]
+        where = runs[0]["machine"]["device"], key[1].split()[3]
+        found.setdefault(where, []).append(sides["fastpack"].times(sides["trl"]))
     assert found.keys() == MEASURED
     assert min(map(min, found.values())) > 1.0, "auto takes our path everywhere: it must not be slower"
 
@@ -228,7 +230,6 @@ def test_padding_of_a_packed_row_does_not_count(tmp_path: Path) -> None:
     plain = fast_trained(tmp_path / "plain", family="qwen3_moe", **ONE_STEP)
     padded = fast_trained(tmp_path / "padded", family="qwen3_moe", pad_to_multiple_of=64, **ONE_STEP)
     assert padded.state.log_history[0]["aux_loss"] == pytest.approx(plain.state.log_history[0]["aux_loss"], rel=1e-5)
-    assert "without the padding of packed rows" in padded.fastpack_report["aux_loss"].reason
 
 
 def test_somebody_elses_balancing_loss_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,4 +243,3 @@ def test_somebody_elses_balancing_loss_is_called(tmp_path: Path, monkeypatch: py
     ours = fast_trained(tmp_path, family="qwen3_moe", **ONE_STEP)
     assert ours.state.log_history[0]["aux_loss"] == 3.0
     assert f"load_balancing_loss_func was replaced by {__name__}" in ours.fastpack_report["sync_free"].reason
-    assert ours.fastpack_report["aux_loss"].status == "stock"

@@ -33,8 +33,7 @@ FUNCTIONS = {
     "moe/lora.py": ["_reason_for_peft"],
     "checkpointing/activation_memory.py": ["_plan", "_conflicts", "_why_not", "go_deeper"],
     "run/budget.py": ["largest_row", "budget_bytes"],
-    "checkpointing/streams.py": ["_pin", "_page"],
-    "checkpointing/offloader.py": ["_fetch_before", "keeps_on_device"],
+    "checkpointing/offloader.py": ["_fetch_ahead", "_why_kept", "_grow"],
     "checkpointing/checkpoint_offload.py": ["_why_off"],
     "checkpointing/offload.py": ["offload_unavailable"],
     "compile/layer_compile.py": ["_reasons"],
@@ -43,7 +42,6 @@ FUNCTIONS = {
     "step/sync_free.py": ["_only_stock_batch", "_only_stock_loss", "_remarks"],
     "step/merge_accumulation.py": ["_reasons"],
     "step/accumulation.py": ["plan", "_look_for_watchers", "_split"],
-    "step/aux_loss.py": ["aux_loss"],
     "capture/graphs.py": ["_may_replay"],
     "capture/decision.py": ["_weigh", "_recorded", "_judge", "finish", "_model_changed", "reclaim"],
     "capture/feature.py": ["unavailable", "reasons", "_switch", "_reasons_of_step", "_reasons_of_layers"],
@@ -59,7 +57,7 @@ CONSTANTS = {
     "run/run.py": ["SHARDED"],
     "attention/batch_check.py": ["_READ_AGAIN", "_STOCK"],
     "model/facts.py": ["ALORA"],
-    "step/sync_free.py": ["_EVALUATION"],
+    "step/sync_free.py": ["_EVALUATION", "_REENTRANT"],
 }
 """Module -> its constants that are a reason."""
 
