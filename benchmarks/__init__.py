@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+from textwrap import fill
 from typing import NoReturn
 
 from fastpack_trl.errors import UserError, did_you_mean
+from fastpack_trl.measure.record import check_writable
 
 
 class Parser(ArgumentParser):
@@ -14,9 +17,26 @@ class Parser(ArgumentParser):
 
     def __init__(self, command: str, description: str | None, epilog: str = "") -> None:
         super().__init__(
-            prog=f"python -m benchmarks {command}", description=description, epilog=epilog,
+            prog=f"python -m benchmarks {command}", description=description,
+            epilog="\n\n".join(fill(part, 110) for part in epilog.split("\n\n")),
             formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False,
         )  # fmt: skip
+
+    def measurement(self, words: Sequence[str], threads: int) -> Namespace:
+        """Add the options of all measurements, and return those that were given.
+
+        Raises:
+            UserError: a wrong option; a file that cannot be written.
+        """
+        add = self.add_argument
+        add("--threads", type=int, default=threads, help="of torch (default: %(default)s)")
+        add("--seed", type=int, default=0, help="of weights, data and order (default: 0)")
+        add("--json", type=Path, metavar="FILE", help="append each record to FILE, one JSON object a line")
+        args = self.parse_args(words)
+        args.words = [self.prog.rpartition(" ")[2], *words]
+        if args.json is not None:
+            check_writable(args.json)
+        return args
 
     def error(self, message: str) -> NoReturn:
         """Raise `UserError` with the message."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from benchmarks.records import append, facts_of
 from benchmarks.run import SIDES, train
 from benchmarks.tables import shown
 from fastpack_trl.bench.process import OwnProcess
-from fastpack_trl.measure.record import check_writable
 
 GIB = 2**30
 MODELS = {
@@ -93,8 +91,12 @@ def _tries(tries: Mapping[int, Mapping[str, Any]], cap: float) -> Iterator[dict[
         yield {"cap_gib": cap, "tokens": tokens, "reserved_gib": found.get("peak_gib"), "failed": failed}
 
 
-def main(words: Sequence[str]) -> int:
-    """Search for the longest row of each model, side and cap; print their table, and append the records to a file."""
+def parse(words: Sequence[str]) -> Namespace:
+    """Return the options.
+
+    Raises:
+        UserError: an unknown model or side, a file that cannot be written.
+    """
     parser = Parser("memory_caps", __doc__)
     add = parser.add_argument
     add("--models", nargs="+", metavar="MODEL", default=[*MODELS][:4], help=f"of {', '.join(MODELS)}")
@@ -103,19 +105,19 @@ def main(words: Sequence[str]) -> int:
     add("--first", type=int, default=2048, help="tokens of the first try (default: %(default)s)")
     add("--most", type=int, default=131_072, help="tokens of a row at most (default: %(default)s)")
     add("--multiple", type=int, default=256, help="tokens of a row are a multiple of this (default: %(default)s)")
-    add("--threads", type=int, default=min(8, torch.get_num_threads()), help="of torch (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of weights and data (default: 0)")
     add("--timeout", type=float, default=300, help="seconds of a try; a longer one does not fit (default: %(default)s)")
-    add("--json", type=Path, metavar="FILE", help="append each record to FILE, one JSON object a line")
-    args = parser.parse_args(words)
-    args.words = ["memory_caps", *words]
-    models, sides = known_names("model", args.models, MODELS), known_names("side", args.sides, SIDES)
-    if args.json is not None:
-        check_writable(args.json)
+    args = parser.measurement(words, threads=min(8, torch.get_num_threads()))
+    args.models, args.sides = known_names("model", args.models, MODELS), known_names("side", args.sides, SIDES)
+    return args
+
+
+def main(words: Sequence[str]) -> int:
+    """Search for the longest row of each model, side and cap; print their table, and append the records to a file."""
+    args = parse(words)
     about, records = facts_of(args, ()), list[dict[str, Any]]()
-    for model in models:
+    for model in args.models:
         for cap in sorted(args.caps):
-            for side in sides:
+            for side in args.sides:
                 records.append(measure(model, side, cap, args) | about)
                 append(args.json, records[-1])
     print(shown(records))

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import math
 import random
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from benchmarks.tables import shown
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.bench.rebuild import dense_mask_of, metadata_of
 from fastpack_trl.errors import UserError
-from fastpack_trl.measure.record import check_writable
 from fastpack_trl.model.facts import text_model
 from fastpack_trl.moe.apply import apply_moe
 from fastpack_trl.moe.layout import experts_modules
@@ -116,16 +115,7 @@ def experts(device: str, seed: int, *, model: str, mode: str, tokens: int, skewe
         if ours:
             apply_moe(made)
         inputs = hidden.clone().requires_grad_(), weights.to(shape.weights).requires_grad_()
-
-        def call() -> Tensor:
-            made.zero_grad(set_to_none=True)
-            inputs[0].grad = inputs[1].grad = None
-            out: Tensor = block(inputs[0], ids, inputs[1])
-            out.backward(upstream)
-            assert inputs[0].grad is not None
-            return torch.cat([out.detach(), inputs[0].grad])
-
-        return call
+        return partial(_pass, made, inputs, lambda: block(inputs[0], ids, inputs[1]), upstream)
 
     return {TRL: side(False), OURS: side(True)}
 
@@ -146,19 +136,24 @@ def decoder(device: str, seed: int, *, model: str, tokens: int) -> Sides:
         if ours:
             apply_moe(made)
         inputs = rows.clone().requires_grad_()
-
-        def call() -> Tensor:
-            made.zero_grad(set_to_none=True)
-            inputs.grad = None
-            options = {"position_ids": batch.position_ids, "packed_batch": batch, "use_cache": False}
-            out: Tensor = text_model(made).base_model(inputs_embeds=inputs, **options).last_hidden_state
-            out.backward(upstream)
-            assert inputs.grad is not None
-            return torch.cat([out.detach(), inputs.grad])
-
-        return call
+        options = {"position_ids": batch.position_ids, "packed_batch": batch, "use_cache": False}
+        backbone = text_model(made).base_model
+        return partial(
+            _pass, made, (inputs,), lambda: backbone(inputs_embeds=inputs, **options).last_hidden_state, upstream
+        )
 
     return {TRL: side(False), OURS: side(True)}
+
+
+def _pass(model: Any, inputs: Sequence[Tensor], forward: Callable[[], Tensor], upstream: Tensor) -> Tensor:
+    """Run forward and backward; return the output and the gradient of the first input."""
+    model.zero_grad(set_to_none=True)
+    for tensor in inputs:
+        tensor.grad = None
+    out = forward()
+    out.backward(upstream)
+    assert inputs[0].grad is not None
+    return torch.cat([out.detach(), inputs[0].grad])
 
 
 def dispatch(device: str, seed: int, *, model: str, tokens: int) -> Sides:
@@ -314,25 +309,29 @@ def measure(name: str, rounds: int, device: str, seed: int) -> Iterator[dict[str
         yield run | {"tokens": case.tokens * rounds, "peak_gib": None, "report": None}
 
 
-def main(words: Sequence[str]) -> int:
-    """Measure rows, print their tables, and append their records to a file."""
+def parse(words: Sequence[str]) -> Namespace:
+    """Return the options.
+
+    Raises:
+        UserError: an unknown row, a file that cannot be written.
+    """
     parser = Parser("micro", __doc__, "rows: " + ", ".join(CASES))
     add = parser.add_argument
     add("--rows", nargs="+", metavar="ROW", default=[], help="names, or how they begin (default: all of this device)")
     add("--rounds", type=int, default=7, help="of each side (default: %(default)s)")
-    add("--threads", type=int, default=1, help="of torch (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of weights and data (default: 0)")
-    add("--json", type=Path, metavar="FILE", help="append each record to FILE, one JSON object a line")
-    args = parser.parse_args(words)
-    args.words = ["micro", *words]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    names = known_names("row", args.rows or [n for n, case in CASES.items() if case.gpu == (device == "cuda")], CASES)
-    if args.json is not None:
-        check_writable(args.json)
+    args = parser.measurement(words, threads=1)
+    cuda = torch.cuda.is_available()
+    args.rows = known_names("row", args.rows or [name for name, case in CASES.items() if case.gpu == cuda], CASES)
+    return args
+
+
+def main(words: Sequence[str]) -> int:
+    """Measure rows, print their tables, and append their records to a file."""
+    args = parse(words)
     torch.set_num_threads(args.threads)
     about, records = facts_of(args, ()), list[dict[str, Any]]()
-    for name in names:
-        for run in measure(name, args.rounds, device, args.seed):
+    for name in args.rows:
+        for run in measure(name, args.rounds, about["machine"]["device"], args.seed):
             records.append(run | about)
             append(args.json, records[-1])
     print(shown(records))

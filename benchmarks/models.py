@@ -95,10 +95,17 @@ def qwen3_moe(experts: int, top: int, inner: int) -> dict[str, Any]:
 
 _QWEN3, _BF16 = 151_936, torch.bfloat16
 _LLAMA: dict[str, Any] = {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}
-_DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+_DELTA: dict[str, Any] = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 _DELTA |= {"layer_types": ["linear_attention"] * 3 + ["full_attention"], "max_position_embeddings": 16_384}
-_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 128, "mamba_expand": 2}
-_MAMBA |= {"num_local_experts": 0, "shared_intermediate_size": 768, "layer_types": ["mamba"] * 3 + ["attention"]}
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 64,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 128,
+    "mamba_expand": 2,
+}
+_MAMBA |= {"num_local_experts": 0, "shared_intermediate_size": 768}
+_MAMBA["layer_types"] = ["mamba"] * 3 + ["attention"]
 _TIED: dict[str, Any] = {"tie_word_embeddings": True, "theta": 1e4}
 MODELS = {
     "qwen3-0.6b": decoder_shape("qwen3", (28, 1024, 3072), (16, 8, 128), _QWEN3, tie_word_embeddings=True),

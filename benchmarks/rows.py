@@ -94,12 +94,14 @@ class Row:
             "per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulated, "bf16": device == "cuda",
             "use_cpu": device != "cuda", "max_steps": self.run or 500, "logging_steps": 10, "save_strategy": "no",
             "report_to": "none", "disable_tqdm": True, "learning_rate": 1e-4,
+            "gradient_checkpointing": self.model != "narrow",
         }  # fmt: skip
         if self.is_online:
             online = {"gradient_accumulation_steps": MICRO_BATCHES, "num_generations": GROUP, "beta": 0.0}
             return found | online | {"max_completion_length": COMPLETIONS[1], "learning_rate": 1e-5}
         found["max_length"] = self.tokens
         if self.method == "sft":
+            found |= {"router_aux_loss_coef": 0.0} if self.kind == "nf4-experts" else {}  # the router is frozen
             in_order = {"train_sampling_strategy": "sequential"} if isinstance(self.documents, tuple) else {}
             return found | {"packing": self.batch is None} | in_order
         if self.method != "reward" and device == "cuda":  # the loss moves with what long sums lose in bf16
@@ -185,14 +187,15 @@ class Row:
 
 
 UNEQUAL, EQUAL = (321, 300, 280, 250, 230, 220, 200, 167, 80), (256,) * 8
+NARROW, SHORT = (16, 64, 48), (93, 231, 144, 68, 187, 120, 210, 77)
 LONG = (1883, 1400, 1100, 900, 800, 700, 500, 400, 300, 209)
 _MODELS = (
     ("qwen3-0.6b", "lora", 2048), ("qwen3-0.6b", "lora", 8192), ("llama-3.2-1b", "full", 4096), ("small", "lora", 512),
     ("qwen3-8b", "lora", 4096), ("qwen3-8b", "nf4", 4096), ("qwen3-14b", "nf4", 4096), ("gpt-oss-20b", "experts", 4096),
     ("qwen3-30b-a3b", "experts", 4096), ("qwen3-32b", "nf4", 2048), ("small", "lora", 4096), ("small", "lora", 8192),
-    ("tiny-qwen3", "full", 256), ("tiny-gpt-oss", "experts", 256), ("llama-3.2-1b", "full", 2048),
-    ("qwen3-0.6b", "full", 2048), ("gpt-oss-20b", "nf4-experts", 4096),
-    ("small-qwen3-moe", "experts", 512), ("small-gpt-oss", "experts", 512),
+    ("tiny-qwen3", "full", 256), ("tiny-qwen3", "nf4", 256), ("tiny-gpt-oss", "experts", 256),
+    ("tiny-gpt-oss", "nf4-experts", 256), ("llama-3.2-1b", "full", 2048), ("qwen3-0.6b", "full", 2048),
+    ("gpt-oss-20b", "nf4-experts", 4096), ("small-qwen3-moe", "experts", 512), ("small-gpt-oss", "experts", 512),
 )  # fmt: skip
 ROWS = {f"{model} {kind} {tokens}": Row("sft", model, tokens, kind) for model, kind, tokens in _MODELS}
 for _model, _batch, _tokens in (
@@ -221,23 +224,22 @@ ROWS |= {
     "hybrid mamba2": Row("hybrid", "small-mamba2", 321, "full", batch=(9, 1), documents=UNEQUAL, sides=PAIR),
     "hybrid qwen3.5-4b": Row("hybrid", "qwen3.5-4b", 1883, batch=(10, 1), documents=LONG, sides=PAIR),
     "hybrid tiny": Row("hybrid", "tiny-delta", 40, "full", batch=(3, 1), documents=(40, 30, 20), sides=PAIR),
-    "host narrow 128x1": Row("host", "narrow", 128, documents=(16, 64, 48), sides=PAIR),
-    "host narrow 128x4": Row("host", "narrow", 128, documents=(16, 64, 48), sides=PAIR, accumulated=4),
+    "host narrow 128x1": Row("host", "narrow", 128, documents=NARROW, sides=PAIR),
+    "host narrow 128x4": Row("host", "narrow", 128, documents=NARROW, sides=PAIR, accumulated=4),
+    "narrow lora 1x8": Row("host", "narrow", 240, batch=(1, 8), documents=SHORT, sides=PAIR),
+    "narrow lora 4x1": Row("host", "narrow", 240, batch=(4, 1), documents=SHORT, sides=PAIR),
     "reward small 4": replace(_SMALL, method="reward"),
 }  # fmt: skip
-for _shared, _own in ((300, 300), (1000, 200), (0, 400)):
-    _sides = ("fastpack whole documents", "fastpack")
-    _row = Row("prefixes", "small", 8192, "full", prefix=(_shared, _own), sides=_sides)
-    _name = f"prefix {_shared}+{_own}" if _shared else "prefix nothing"
-    ROWS |= {_name: _row, f"{_name} completions": replace(_row, completions=True)}
-ROWS["prefix tiny"] = replace(ROWS["prefix 300+300"], model="tiny-qwen3", tokens=256, prefix=(40, 20))
-_BY_ITSELF = {
+for _name, _prefix in {"300+300": (300, 300), "1000+200": (1000, 200), "nothing": (0, 400), "tiny": (40, 20)}.items():
+    _row = Row("prefixes", "small", 8192, "full", prefix=_prefix, sides=("fastpack whole documents", "fastpack"))
+    ROWS |= {f"prefix {_name}": _row, f"prefix {_name} completions": replace(_row, completions=True)}
+ROWS["prefix tiny"] = replace(ROWS["prefix tiny"], model="tiny-qwen3", tokens=256)
+_BY_ITSELF: dict[str, tuple[str, ...]] = {
     "fp8": ("fastpack", "fastpack fp8"),
     "equal-memory": ("trl compiled", "fastpack equal memory"),
     "metadata": ("metadata per layer", "metadata once", "packed kernel"),
-    "ddp": USUAL,
-    "fsdp2": USUAL,
-}
+    "ddp": USUAL, "fsdp2": USUAL,
+}  # fmt: skip
 """Sides of a row of SFT under another name: ``metadata qwen3-0.6b full 2048``."""
 for _name, _row in [*ROWS.items()]:
     if _row.case == "sft":
@@ -246,14 +248,13 @@ for _name, _row in [*ROWS.items()]:
             _of = "several_gpus" if _engine else _case.replace("-", "_")
             ROWS[f"{_case} {_name}"] = replace(_row, case=_of, sides=_sides, engine=_engine)
         for _steps in (20, 100):
-            _sides = ("trl", "fastpack", "fastpack warm caches")
-            ROWS[f"start {_name}, {_steps} steps"] = replace(_row, case="start", run=_steps, sides=_sides)
+            _start = replace(_row, case="start", run=_steps, sides=(*PAIR, "fastpack warm caches"))
+            ROWS[f"start {_name}, {_steps} steps"] = _start
+_BUFFERS = "fastpack one buffer", "fastpack two buffers", "fastpack same memory", "trl offload"
 for _model, _kind, _layers, _tokens in (
     ("qwen3-8b", "lora", 12, 49_152), ("qwen3-14b", "nf4", 10, 49_152), ("qwen3-32b", "nf4", 8, 24_576),
-    ("tiny-qwen3", "lora", 3, 256),
 ):  # fmt: skip
-    _sides = ("fastpack one buffer", "fastpack two buffers", "fastpack same memory", "trl offload")
-    ROWS[f"reload {_model} {_tokens}"] = Row("reload", _model, _tokens, _kind, layers=_layers, sides=_sides)
+    ROWS[f"reload {_model} {_tokens}"] = Row("reload", _model, _tokens, _kind, layers=_layers, sides=_BUFFERS)
+_ROUTING = "expert by expert", "one sort", "fastpack same memory"
 for _model, _tokens in (("gpt-oss-20b", 2048), ("gpt-oss-20b", 8192), ("tiny-gpt-oss", 64)):
-    _sides = ("expert by expert", "one sort", "fastpack same memory")
-    ROWS[f"routing {_model} frozen {_tokens}"] = Row("routing", _model, _tokens, "frozen", sides=_sides)
+    ROWS[f"routing {_model} frozen {_tokens}"] = Row("routing", _model, _tokens, "frozen", sides=_ROUTING)

@@ -39,7 +39,6 @@ from fastpack_trl.bench.rebuild import rebuild_per_layer
 from fastpack_trl.bench.sides import compiled_regions
 from fastpack_trl.bench.watch import Watch, has_settled
 from fastpack_trl.errors import UserError
-from fastpack_trl.measure.record import check_writable
 
 LARGE = ("qwen3-8b", "qwen3-14b", "qwen3-30b-a3b", "qwen3-32b")
 EQUAL_MEMORY = "fastpack equal memory"
@@ -133,7 +132,7 @@ def train(
 
         around = learner_alone if what.is_online else how.around
         result = run_side(build, watch_of(what, steps, profile), around=around, seed=seed)
-    if profile:
+    if profile and not what.run:
         Path(profile).write_text(kernels(f"{profile}.json"), encoding="utf-8")
     return figures(result, what) | weights
 
@@ -158,7 +157,7 @@ def watch_of(row: Row, steps: int, profile: str) -> Watch:
         first = row.run // 2
         return Watch(warmup=first, timed=row.run - first, settled=lambda _: True)
     cuda = torch.cuda.is_available()
-    least, profiled = (6, 2) if cuda else (2, 0)
+    least, profiled = (6, 2) if cuda else (2, 2 * bool(profile))
     return Watch(
         warmup=least, timed=steps, settled=has_settled if cuda else lambda _: True, settling=least * cuda,
         profiled=profiled, trace=f"{profile}.json" if profile else None,
@@ -285,20 +284,14 @@ def parse(words: Sequence[str]) -> Namespace:
     add("--launcher", choices=("process", "accelerate"), default="process", help="one process, or one per GPU")
     add("--processes", type=int, default=2, help="of --launcher accelerate (default: %(default)s)")
     add("--steps", type=int, help="timed steps (default: 60, 24 of models from 8B on, 6 on a CPU)")
-    add("--threads", type=int, default=min(8, torch.get_num_threads()), help="of torch (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of weights, data and order (default: 0)")
     add("--timeout", type=float, default=900, help="seconds of one run (default: %(default)s)")
     add("--profile", action="store_true", help="print the kernels of the profiled steps by their time")
-    add("--json", type=Path, metavar="FILE", help="append each record to FILE, one JSON object a line")
-    args = parser.parse_args(words)
-    args.words = ["run", *words]
+    args = parser.measurement(words, threads=min(8, torch.get_num_threads()))
     args.rows = known_names("row", args.rows, ROWS)
     args.sides = known_names("side", args.sides, SIDES) if args.sides else None
     for name in args.rows:
         if (args.launcher == "accelerate") != bool(ROWS[name].engine):
             raise UserError(f"--launcher {args.launcher} does not fit {name!r}: rows of ddp and fsdp2 need accelerate")
-    if args.json is not None:
-        check_writable(args.json)
     return args
 
 

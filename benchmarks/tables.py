@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,12 +167,7 @@ def grid(columns: str, rows: Iterable[Sequence[str]]) -> str:
 def table(case: str, records: Sequence[Run]) -> str:
     """Return the Markdown table of the rows of a case on one device, without its empty columns."""
     lines = [
-        {
-            "row": _title(row, side),
-            "side": name,
-            "commit": side.runs[0]["commit"][:7],
-            **dict(_cells(case, sides, name)),
-        }
+        {"row": _title(row, side), "side": name, **dict(_cells(case, sides, name))}
         for row, sides in sides_of(records).items()
         for name, side in sorted(sides.items(), key=lambda one: _place(case, one[0]))
     ]
@@ -200,6 +196,7 @@ def _title(row: str, side: Side) -> str:
 
 def _cells(case: str, sides: Mapping[str, Side], name: str) -> Iterator[tuple[str, str]]:
     side, run, what = sides[name], sides[name].runs[0], CASES[case]
+    yield "commit", run["commit"][:7]
     if not side.seconds:
         yield "ms a step", "no row fits"
         return
@@ -253,13 +250,11 @@ def _sources(records: Sequence[Run]) -> list[str]:
     found: dict[str, None] = {}
     for run in records:
         machine, versions = run["machine"], run["versions"]
-        where = "" if "gpu" in machine else f"{machine['processor']}, {machine['threads']} threads, "
+        where = "" if "gpu" in machine else f"{machine['processor']}, threads: {machine['threads']}, "
         packages = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers", "trl", "peft"))
         note = f" ({run['note']})" if "note" in run else ""
-        found[
-            f"- `{run['command']}`: {run['date'][:10]}, {where}{packages}; commit {run['commit'][:7]}{note}, "
-            f"code {run['tree']}"
-        ] = None
+        code = f"commit {run['commit'][:7]}{note}, code {run['tree']}"
+        found[f"- `{run['command']}`: {run['date'][:10]}, {where}{packages}; {code}"] = None
     return list(found)
 
 
@@ -269,8 +264,7 @@ def little(records: Iterable[Run]) -> Iterator[list[str]]:
     for run in newest(records):
         rows.setdefault(key_of(run), []).append(run)
     for (case, row, device), runs in rows.items():
-        sides = sides_of(runs).get(row, {})
-        sides = {name: side for name, side in sides.items() if side.seconds}
+        sides = {name: side for name, side in sides_of(runs).get(row, {}).items() if side.seconds}
         ours = {name: side for name, side in sides.items() if name.startswith(OURS) and name not in CASES[case].over}
         for name, side in ours.items():
             for base in CASES[case].over:
@@ -290,26 +284,25 @@ def readme_rows(records: Sequence[Run]) -> dict[str, dict[str, Side]]:
 
 def readme(records: Sequence[Run]) -> str:
     """Return what stands at the top of the README: figure, table, and the conditions in one line."""
-    rows, lines = readme_rows(records), []
+    rows, lines, devices = readme_rows(records), [], dict[str, None]()
     if not rows:
         return "Nothing is measured."
     for row, sides in rows.items():
         trl, ours = sides["trl"], sides[OURS]
-        cells = [
-            f"**{ours.times(trl, whole=True):.1f}x**" if ours.agrees(trl, CASES["sft"].budget) else "losses differ",
-            *(f"{ours.times(sides[name], whole=True):.1f}x" if name in sides else "-" for name in ["trl compiled"]),
-            *(f"{sides[name].times(trl, whole=True):.1f}x" if name in sides else "-" for name in [SAME_MEMORY]),
-            *(f"{sides[name].peak:.1f}" if name in sides else "-" for name in ("trl", SAME_MEMORY, OURS)),
+        devices[trl.runs[0]["machine"]["gpu"]] = None
+        good = ours.agrees(trl, CASES["sft"].budget)
+        speeds = [(OURS, "trl", "**{:.1f}x**"), (OURS, "trl compiled", "{:.1f}x"), (SAME_MEMORY, "trl", "{:.1f}x")]
+        times = [
+            form.format(sides[one].times(sides[other], whole=True)) if {one, other} <= sides.keys() else "-"
+            for one, other, form in speeds
         ]
-        lines.append([README_ROWS[row], *cells])
-    devices = ", ".join(
-        dict.fromkeys(side.runs[0]["machine"]["gpu"] for each in rows.values() for side in each.values())
-    )
+        peaks = [f"{sides[name].peak:.1f}" if name in sides else "-" for name in ("trl", SAME_MEMORY, OURS)]
+        lines.append([README_ROWS[row], *(times if good else ["losses differ", "-", "-"]), *peaks])
     columns = "training | >speed over TRL | >over TRL compiled | >in TRL's memory"
     columns += " | >GiB: TRL | >fastpack in TRL's memory | >fastpack"
     said = (
-        f"{devices}; runs of 500 steps, slow first ones included; LoRA of rank 16, real text, random weights, a "
-        "process per side; -: not measured. *In TRL's memory*: fastpack recomputes as TRL does. "
+        f"{', '.join(devices)}; runs of 500 steps, slow first ones included; LoRA of rank 16, real text, "
+        "random weights, a process per side; -: not measured. *In TRL's memory*: fastpack recomputes as TRL does. "
         "[All results, with commands and commits](benchmarks/RESULTS.md)."
     )
     picture = f"![time and memory of TRL and fastpack](docs/figures/{FIGURE.name})"
@@ -344,11 +337,10 @@ def between(text: str, marks: tuple[str, str], new: str) -> str:
 
 def drawn_from(records: Sequence[Run]) -> str:
     """Return a hash of the figures that the picture shows, which it holds as its text."""
-    rows = {
-        row: {name: [side.whole, side.peak] for name, side in each.items()}
-        for row, each in readme_rows(records).items()
-    }
-    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+    figures = [
+        (row, *sides, *((s.whole, s.peak) for s in sides.values())) for row, sides in readme_rows(records).items()
+    ]
+    return hashlib.sha256(json.dumps(figures).encode()).hexdigest()[:16]
 
 
 def draw(records: Sequence[Run], file: Path) -> None:
@@ -381,11 +373,16 @@ def draw(records: Sequence[Run], file: Path) -> None:
     figure.savefig(file, metadata={"Description": drawn_from(records)})
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Write README's table and figure and RESULTS.md."""
-    parser = Parser("tables", main.__doc__)
+def parse(words: Sequence[str]) -> Namespace:
+    """Return the options."""
+    parser = Parser("tables", __doc__)
     parser.add_argument("--add", metavar="FILE", nargs="+", default=[], type=Path, help="take over records of `run`")
-    args = parser.parse_args(arguments)
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str]) -> int:
+    """Write README's table and figure and RESULTS.md; say how many rows are of other code."""
+    args = parse(words)
     if args.add:
         add(read(*args.add))
     records, text = read(), (ROOT / "README.md").read_text(encoding="utf-8")

@@ -19,6 +19,8 @@ from benchmarks.run import EQUAL_MEMORY, SIDES, at_equal_memory, measure, parse,
 
 TINY = {
     "tiny-qwen3 full 256": ("trl", "fastpack", "fastpack same memory"),
+    "tiny-qwen3 nf4 256": ("trl", "fastpack"),
+    "tiny-gpt-oss nf4-experts 256": ("fastpack", "fastpack same memory"),
     "tiny-gpt-oss experts 256": ("fastpack", "fastpack eager"),  # under TRL its documents see each other
     "hybrid tiny": ("trl", "fastpack"),
     "prefix tiny": ("trl", "fastpack", "fastpack whole documents"),

@@ -43,6 +43,15 @@ def test_the_pages_are_what_the_records_say() -> None:
         assert picture.text["Description"] == tables.drawn_from(records), "run: python -m benchmarks tables"  # type: ignore[attr-defined]
 
 
+def test_the_page_of_the_three_optimizations_has_the_figures_of_their_records() -> None:
+    page = (ROOT / "docs/optimizations.md").read_text(encoding="utf-8")
+    for case in ("metadata", "reload", "routing"):
+        for row, sides in sides_of(run for run in read() if run["case"] == case).items():
+            off = sides[CASES[case].over[0]]
+            on = sides[{"metadata": "metadata once", "reload": "fastpack two buffers", "routing": "one sort"}[case]]
+            assert f"| {row} | {off.step * 1e3:,.1f} | {on.step * 1e3:,.1f} | {on.times(off):.2f} |" in page
+
+
 def test_every_record_says_what_measured_it_and_is_the_newest_of_its_row() -> None:
     records = read()
     assert newest(records) == records
