@@ -161,8 +161,10 @@ def _check(
     if not gate or name in failed or not results[reference]:
         return
     first, own = results[reference][0], results[name][-1]
+    pairs = ((reference, first), (name, own))
     try:
-        check_losses({reference: first.gated(gate), name: own.gated(gate)}, first.dtype, first.compares)
+        steps = {side: list(zip(found.digests, found.compared, strict=False))[:gate] for side, found in pairs}
+        check_losses(steps, first.dtype, first.compares)
     except LossParityError as error:
         if name in (subject, reference):
             raise
@@ -191,7 +193,7 @@ def gate_of(good: Mapping[str, Sequence[SideResult]], gate: int) -> dict[str, An
         "figure": first.compares,
         "dtype": first.dtype,
         "tolerance": tolerance(getattr(torch, first.dtype), first.compares),
-        "steps": [{name: done[0].gated(gate)[step][1] for name, done in good.items()} for step in range(gate)],
+        "steps": [{name: done[0].compared[step] for name, done in good.items()} for step in range(gate)],
         "dropout": "off in these steps" if first.dropout else "none",
     }
 
@@ -207,6 +209,6 @@ def _ratio(others: Sequence[SideResult], ours: Sequence[SideResult]) -> dict[str
 
 def _largest_difference(good: Mapping[str, Sequence[SideResult]], gate: int) -> float:
     """Return the largest relative difference of any side's figures from the first one's, in steps after the gate."""
-    first, *others = [results[0].gated(len(results[0].losses))[gate:] for results in good.values()]
-    pairs = [(own, ref) for other in others for (_, own), (_, ref) in zip(other, first, strict=False)]
-    return max((abs(own - ref) / (abs(ref) or 1.0) for own, ref in pairs), default=0.0)
+    first, *others = [results[0].compared[gate:] for results in good.values()]
+    pairs = [pair for other in others for pair in zip(other, first, strict=False)]
+    return max((abs(own - expected) / (abs(expected) or 1.0) for own, expected in pairs), default=0.0)
