@@ -34,27 +34,27 @@ class Refused(Action):
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of ``fastpack-trl bench``; imports nothing heavy."""
     add = parser.add_argument
-    add(
-        "--config",
-        metavar="FILE",
-        help="a YAML of `fastpack-trl sft`, `dpo`, `reward`, `kto`, `grpo` or `rloo` (--trainer NAME says which, if "
-        "its keys do not); every other option is one of that command and overrides it. Of grpo and rloo the learner "
-        "alone is timed, on made-up completions",
+    config = (
+        "a YAML of `fastpack-trl sft`, `dpo`, `reward`, `kto`, `grpo` or `rloo` (--trainer NAME says which, if its "
+        "keys do not); other options are those of that command. Of grpo and rloo the learner is timed, on made-up text"
     )
-    add(
-        "--baseline",
-        metavar="NAME",
-        nargs="+",
-        help="compared with fastpack: stock (TRL as installed, the default), stock_compiled (the best attention that "
-        "loads, Liger, layers compiled by accelerate), rebuild (metadata and mask rebuilt in each layer)",
+    baseline = (
+        "compared with fastpack: stock (TRL as installed, the default), stock_compiled (the best attention that loads, "
+        "Liger, layers compiled by accelerate), rebuild (metadata and mask rebuilt in each layer)"
     )
+    add("--config", metavar="FILE", help=config)
+    add("--baseline", metavar="NAME", nargs="+", help=baseline)
     add("--ablate", action="store_true", help="fastpack with each feature alone, with what it needs, and with all")
-    add("--rounds", metavar="N", type=int, default=2, help="how often each side trains (%(default)s)")
-    add("--steps", metavar="N", type=int, default=8, help="timed steps of a side in a round (%(default)s)")
-    add("--warmup", metavar="N", type=int, default=4, help="least number of steps before these (%(default)s)")
-    add("--gate-steps", metavar="N", type=int, default=2, help="first steps whose losses must agree (%(default)s)")
-    add("--threads", metavar="N", type=int, help="CPU threads of torch (default: torch's own)")
-    add("--seed", metavar="N", type=int, default=0, help="of weights, data and order (%(default)s)")
+    for name, default, text in (
+        ("rounds", 2, "how often each side trains"),
+        ("steps", 8, "timed steps of a side in a round"),
+        ("warmup", 4, "least number of steps before these"),
+        ("gate-steps", 2, "first steps whose losses must agree"),
+        ("seed", None, "of weights, data and order (default: the YAML's)"),
+        ("threads", None, "CPU threads of torch (default: torch's own)"),
+    ):
+        shown = text if default is None else f"{text} (%(default)s)"
+        add(f"--{name}", metavar="N", type=int, default=default, help=shown)
     add("--json", metavar="FILE", help="also write every figure, every step, settings, versions and commit to FILE")
     add("--plot", metavar="FILE", help="also draw time, memory and losses of all sides to FILE, a PNG")
     add("--profile", metavar="DIR", help="also write a Chrome trace of two steps per side to DIR")
@@ -86,7 +86,8 @@ def run(args: Namespace) -> int:
     from fastpack_trl.measure.tables import facts_line
     from fastpack_trl.recipe.make_trainer import short_run_arguments
 
-    flags = [*args.more, "--seed", str(args.seed)]
+    seed = args.seed or 0
+    flags = [*args.more, *([] if args.seed is None else ["--seed", str(seed)])]
     with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder:
         arguments = short_run_arguments(args.config, folder, *flags)  # a wrong value stops before anything is loaded
     training, method = arguments.training, arguments.method
@@ -100,22 +101,22 @@ def run(args: Namespace) -> int:
         names.append(sides.PLANNED)
     steps = {"warmup": max(args.warmup, args.gate_steps), "timed": args.steps, "gate": args.gate_steps}
     row = {
-        "config": args.config, "flags": flags, "trace": args.profile, "seed": args.seed,
+        "config": args.config, "flags": flags, "trace": args.profile, "seed": seed,
         "threads": args.threads or torch.get_num_threads(), **steps,
     }  # fmt: skip
     launch = OwnProcess("fastpack_trl.bench.command:measure_side")
 
     def measure(name: str) -> SideResult:
         answer = launch(row, name)
-        if "failed" in answer:
-            raise RuntimeError(answer["failed"])
+        if failed := answer.get("failed"):
+            raise (torch.OutOfMemoryError if "OutOfMemory" in failed else RuntimeError)(failed.partition(": ")[2])
         return SideResult(**answer)
 
     found = compare_sides(
         {name: partial(measure, name) for name in names}, subject=subject_of(names), rounds=args.rounds,
         gate=args.gate_steps,
     )  # fmt: skip
-    settings = {"config": settings_of(args.config, args.more), "seed": args.seed, "rounds": args.rounds, **steps}
+    settings = {"config": settings_of(args.config, args.more), "seed": seed, "rounds": args.rounds, **steps}
     record = record_of(found, settings, "ablate" if args.ablate else "config")
     print(f"{Path(args.config).name}: {facts_line(record)}\n{table(record)}")
     if files["json"] is not None:

@@ -122,7 +122,9 @@ def compare_sides(
         except KeyboardInterrupt:
             complete = False
     good = {name: done for name, done in results.items() if done and name not in failed}
-    if complete and not good:
+    if not good and not complete:
+        raise KeyboardInterrupt
+    if not good:
         raise UserError("no side could be measured: " + "; ".join(f"{name}: {why}" for name, why in failed.items()))
     sides: dict[str, Any] = {name: side_figures(done) for name, done in good.items()}
     return {
@@ -159,8 +161,10 @@ def _check(
     if not gate or name in failed or not results[reference]:
         return
     first, own = results[reference][0], results[name][-1]
+    pairs = ((reference, first), (name, own))
     try:
-        check_losses({reference: first.gated(gate), name: own.gated(gate)}, first.dtype, first.compares)
+        steps = {side: list(zip(found.digests, found.compared, strict=False))[:gate] for side, found in pairs}
+        check_losses(steps, first.dtype, first.compares)
     except LossParityError as error:
         if name in (subject, reference):
             raise
@@ -168,21 +172,16 @@ def _check(
 
 
 def side_figures(results: Sequence[SideResult]) -> dict[str, Any]:
-    """Return the figures of one side over its rounds: medians and quartiles of steps, most memory, the first losses."""
-    first = results[0]
-    seconds = [step for result in results for step in result.seconds]
+    """Return the figures of one side over its rounds: quartiles of steps, most memory; the rest of the first round."""
     rates = [result.tokens / sum(result.seconds) for result in results if result.tokens]
-    kept = asdict(first)
-    del kept["digests"], kept["seconds"]
-    return {
-        **kept,
-        "seconds": quartiles(seconds),
+    figures = asdict(results[0]) | {
+        "seconds": quartiles(_steps(results)),
         "tokens_per_second": median(rates) if rates else None,
-        **{
-            name: max((getattr(r, name) or 0 for r in results), default=0) or None
-            for name in ("peak_gib", "reserved_gib")
-        },
     }
+    for name in ("peak_gib", "reserved_gib"):
+        figures[name] = max(getattr(result, name) or 0.0 for result in results) or None
+    del figures["digests"]
+    return figures
 
 
 def gate_of(good: Mapping[str, Sequence[SideResult]], gate: int) -> dict[str, Any] | None:
@@ -194,19 +193,22 @@ def gate_of(good: Mapping[str, Sequence[SideResult]], gate: int) -> dict[str, An
         "figure": first.compares,
         "dtype": first.dtype,
         "tolerance": tolerance(getattr(torch, first.dtype), first.compares),
-        "steps": [{name: results[0].gated(gate)[step][1] for name, results in good.items()} for step in range(gate)],
+        "steps": [{name: done[0].compared[step] for name, done in good.items()} for step in range(gate)],
         "dropout": "off in these steps" if first.dropout else "none",
     }
 
 
+def _steps(results: Sequence[SideResult]) -> list[float]:
+    return [step for result in results for step in result.seconds]
+
+
 def _ratio(others: Sequence[SideResult], ours: Sequence[SideResult]) -> dict[str, Any]:
     by_round = [median(a.seconds) / median(b.seconds) for a, b in zip(others, ours, strict=False)]
-    whole = [median([step for result in results for step in result.seconds]) for results in (others, ours)]
-    return {"median": whole[0] / whole[1], "rounds": by_round}
+    return {"median": median(_steps(others)) / median(_steps(ours)), "rounds": by_round}
 
 
 def _largest_difference(good: Mapping[str, Sequence[SideResult]], gate: int) -> float:
     """Return the largest relative difference of any side's figures from the first one's, in steps after the gate."""
-    first, *others = [results[0].gated(len(results[0].losses))[gate:] for results in good.values()]
-    pairs = [(own, ref) for other in others for (_, own), (_, ref) in zip(other, first, strict=False)]
-    return max((abs(own - ref) / (abs(ref) or 1.0) for own, ref in pairs), default=0.0)
+    first, *others = [results[0].compared[gate:] for results in good.values()]
+    pairs = [pair for other in others for pair in zip(other, first, strict=False)]
+    return max((abs(own - expected) / (abs(expected) or 1.0) for own, expected in pairs), default=0.0)

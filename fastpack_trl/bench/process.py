@@ -11,11 +11,12 @@ launch = OwnProcess("benchmarks.mine:measure_side", options={"seed": 0}, timeout
 launch({"tokens": 4096}, "stock")  # {"losses": [...], "seconds": [...], ...}
 ```
 
-This module imports neither torch nor transformers: another interpreter may have to import something before them.
+This module imports neither torch nor transformers: a function may have to import something before them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -32,7 +33,6 @@ from fastpack_trl.errors import UserError, describe
 from fastpack_trl.measure.failures import FAILURES, describe_failure
 from fastpack_trl.measure.record import write_json
 
-_LAST_LINES = 60  # of what the processes of a failed run have printed
 _ENDS_WITHIN = 10.0  # seconds in which processes that are told to end must do so
 
 
@@ -41,68 +41,57 @@ class OwnProcess:
     """A launcher: a new interpreter per run, or several of them, that call a function.
 
     ```python
-    OwnProcess("benchmarks.mine:measure_side")  # this interpreter
-    OwnProcess("benchmarks.mine:measure_side", python="/opt/other/bin/python")  # another one, with its own packages
+    OwnProcess("benchmarks.mine:measure_side")
     OwnProcess("benchmarks.mine:measure_side", command=accelerate_launch(2, "--use_fsdp"))  # a process per GPU
     ```
 
     Attributes:
         function: ``module:name``; called as ``name(row, side, **options)``, it returns plain data for JSON. Of several
             processes the one of rank 0 answers.
-        options: further arguments, plain data too; they are no part of the entry.
-        notes: whether the function is also given ``note``, which takes the figures so far: they are kept where it
-            fails or is ended.
+        options: further arguments, plain data too.
         timeout: seconds after which its processes are ended.
         command: what starts them, before ``-m``.
         environment: variables beside those of this process.
-        python: an interpreter of another environment, which does not see PYTHONPATH; without `command`.
     """
 
     function: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    notes: bool = False
     timeout: float | None = None
-    command: Sequence[str] = ()
+    command: Sequence[str] = (sys.executable,)
     environment: Mapping[str, str] = field(default_factory=dict)
-    python: str = ""
 
     def __call__(self, row: Mapping[str, Any], side: str) -> dict[str, Any]:
         """Run `function` for a side of a row and return its answer.
 
         Returns:
-            The answer; where it failed, ended without one or was ended, ``failed`` with the reason in a line and
-            ``last_lines`` of what it has printed, beside what it has noted.
+            The answer; if it failed or ended without one, ``failed`` with the reason in a line and ``last_lines`` of
+            what it has printed.
 
         Raises:
             UserError: the function raised one.
         """
         with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder:
-            asked, answer, log = (Path(folder, name) for name in ("task.json", "answer.json", "log"))
-            call = {"function": self.function, "row": row, "side": side, "options": self.options, "notes": self.notes}
-            write_json(asked, call)
-            start = self.command or [self.python or sys.executable]
-            failed = self._wait([*start, "-m", __name__, str(asked), str(answer)], log)
-            found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else {}
+            task, answer, log = (Path(folder, name) for name in ("task.json", "answer.json", "log"))
+            write_json(task, {"function": self.function, "row": row, "side": side, "options": self.options})
+            failed = self._wait([*self.command, "-m", __name__, str(task), str(answer)], log)
+            result: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else {}
             lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-        if "error" in found:
-            raise UserError(f"{side}: {found['error']}")
-        done = found.pop("done", False)
-        if failed is None and done:
-            return found
-        last = next((line for line in reversed(lines) if line.strip()), "it said nothing")
-        reason = found.pop("failed", None) or failed or f"its process ended: {last}"
-        return {"failed": reason, "last_lines": lines[-_LAST_LINES:], **found}
+        if "error" in result:
+            raise UserError(f"{side}: {result['error']}")
+        if failed is None and "done" in result:
+            done: dict[str, Any] = result["done"]
+            return done
+        last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
+        return {"failed": result.get("failed") or failed or f"its process ended: {last}", "last_lines": lines[-60:]}
 
     def _wait(self, command: Sequence[str], log: Path) -> str | None:
-        """Run a command to its end, its output into `log`; return why it has no answer, None where it may have one."""
-        variables = {**os.environ, **self.environment}
-        if self.python:
-            variables.pop("PYTHONPATH", None)
+        """Run a command to its end, its output into `log`; return why it has no answer, None if it may have one."""
         try:
             with log.open("w", encoding="utf-8") as stream:
                 process = subprocess.Popen(  # noqa: S603 - ourselves
-                    command, stdout=stream, stderr=subprocess.STDOUT, env=variables, start_new_session=True
-                )
+                    command, stdout=stream, stderr=subprocess.STDOUT, env={**os.environ, **self.environment},
+                    start_new_session=True,
+                )  # fmt: skip
         except OSError as error:
             return f"{command[0]} does not run: {error}"
         try:
@@ -112,7 +101,7 @@ class OwnProcess:
         finally:  # also after an interrupt, which reaches this process only
             _end(process)
         # One process that has answered may still fail at its end; of several another one has failed.
-        return f"ended with {process.returncode}" if process.returncode and self.command else None
+        return f"ended with {process.returncode}" if process.returncode and len(self.command) > 1 else None
 
 
 def accelerate_launch(processes: int, *flags: str) -> list[str]:
@@ -127,38 +116,29 @@ def torchrun(processes: int) -> list[str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it has started; a moment after the first request without asking."""
+    """End a process and all that it has started; a moment after the first request by force."""
     for request in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is not None:
-            return
-        os.killpg(process.pid, request)
-        try:
-            process.wait(_ENDS_WITHIN)
-        except subprocess.TimeoutExpired:
-            continue
+        if process.poll() is None:
+            os.killpg(process.pid, request)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_ENDS_WITHIN)
 
 
-def _answer(asked: Path, answer: Path) -> None:
-    """Do what `OwnProcess` has asked for, in its process."""
-    task = json.loads(asked.read_text(encoding="utf-8"))
+def _answer(task_file: Path, answer_file: Path) -> None:
+    """Do what `OwnProcess` asks for, in its process."""
+    task = json.loads(task_file.read_text(encoding="utf-8"))
     module, _, name = task["function"].partition(":")
-    so_far: dict[str, Any] = {}
 
-    def write(figures: Mapping[str, Any]) -> None:
+    def write(result: Mapping[str, Any]) -> None:
         if int(os.environ.get("RANK", "0")) == 0:
-            write_json(answer, figures)
+            write_json(answer_file, result)
 
-    def note(figures: Mapping[str, Any]) -> None:
-        so_far.update(figures)
-        write(so_far)
-
-    options = {**task["options"], **({"note": note} if task["notes"] else {})}
     try:
-        write({**getattr(import_module(module), name)(task["row"], task["side"], **options), "done": True})
+        write({"done": getattr(import_module(module), name)(task["row"], task["side"], **task["options"])})
     except UserError as error:
         write({"error": describe(error)})
     except FAILURES as error:
-        write({**so_far, "failed": describe_failure(error)})
+        write({"failed": describe_failure(error)})
         raise
 
 

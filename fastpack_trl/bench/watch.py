@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from fastpack_trl.bench.gate import GRADIENT_NORM, LOSS, without_dropout
+from fastpack_trl.bench.gate import LOSS, without_dropout
 from fastpack_trl.bench.profiles import profile_figures
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.host_syncs import HostSyncs, count_host_syncs
@@ -66,12 +66,12 @@ class SideResult:
     path: str = ""
     report: dict[str, Any] | None = None
 
-    def gated(self, steps: int) -> list[tuple[int | None, float]]:
-        """Return digest and loss of the first steps; the gradient norm in place of a loss that knows little."""
-        figures = self.losses
-        if self.compares == GRADIENT_NORM:
-            figures = [loss if norm is None else norm for loss, norm in zip(figures, self.grad_norms, strict=True)]
-        return list(zip(self.digests, figures, strict=False))[:steps]
+    @property
+    def compared(self) -> list[float]:
+        """Return the loss of each step, or the gradient norm in place of a loss that knows little of the model."""
+        if self.compares == LOSS:
+            return self.losses
+        return [loss if norm is None else norm for loss, norm in zip(self.losses, self.grad_norms, strict=True)]
 
 
 def has_settled(trainer: Any) -> bool:

@@ -19,24 +19,23 @@ def found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _process(**changes: Any) -> OwnProcess:
-    return OwnProcess("sides_by_name:answering", notes=True, options={"says": "done"}, **changes)
+    return OwnProcess("sides_by_name:answering", options={"says": "done"}, **changes)
 
 
 def test_a_process_of_its_own_answers_or_says_why_not() -> None:
     found = _process()(ROW, "stock")
     assert found == {"said": "done", "tokens_seen": 24, "ranks": "1"}
     failed = _process()(ROW, "breaks")
-    assert (failed["failed"], failed["noted"]) == ("RuntimeError: no kernel", 1)
+    assert failed["failed"] == "RuntimeError: no kernel"
     assert any("in answering" in line for line in failed["last_lines"])
     assert _process()(ROW, "dies")["failed"] == "its process ended: killed by hand"
     with pytest.raises(UserError, match=r"^misses: no such model$"):
         _process()(ROW, "misses")
-    assert "absent does not run" in _process(python="/absent")(ROW, "stock")["failed"]
+    assert "absent does not run" in _process(command=("/absent",))(ROW, "stock")["failed"]
 
 
-def test_a_run_that_takes_too_long_is_ended_and_keeps_its_notes() -> None:
-    found = _process(timeout=4.0)(ROW, "hangs")
-    assert (found["failed"], found["noted"]) == ("not done within 4 s", 1)
+def test_a_run_that_takes_too_long_is_ended() -> None:
+    assert _process(timeout=2.0)(ROW, "hangs")["failed"] == "not done within 2 s"
 
 
 def test_of_several_processes_the_first_answers() -> None:
