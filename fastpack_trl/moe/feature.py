@@ -169,18 +169,14 @@ def _reason_for_stock(module: Any, force: bool) -> str:
     return not_covered(module)
 
 
-def what_trains(model: nn.Module) -> Training:
-    """Return which part of the experts trains: LoRA on their stacks, the stacks themselves, or nothing."""
-    if has_expert_lora(model):
-        return "lora"
+def unmeasured(model: nn.Module, device_type: str) -> str:
+    """Return a remark if our speed was not measured for what trains of the experts; it saves memory all the same."""
     stacks = (parameter for module in experts_modules(model).values() for parameter in module.parameters())
-    return "full" if any(parameter.requires_grad for parameter in stacks) else "frozen"
-
-
-def unmeasured(device_type: str, training: Training) -> str:
-    """Return a remark if our speed was not measured; less is kept for backward all the same."""
-    experts = "LoRA on experts" if training == "lora" else f"{training} experts"
-    known = (device_type, training) in MEASURED
+    trained: Training = "full" if any(parameter.requires_grad for parameter in stacks) else "frozen"
+    if has_expert_lora(model):
+        trained = "lora"
+    experts = "LoRA on experts" if trained == "lora" else f"{trained} experts"
+    known = (device_type, trained) in MEASURED
     return "" if known else f"{experts}: speed not measured on {device_type}, moe='off' is stock"
 
 
@@ -219,7 +215,7 @@ def moe(run: Run) -> Iterator[None]:
         why = SHARDED
     elif asked is not None and setting != "on":
         why = f"experts_implementation={asked!r} was chosen"
-    note = unmeasured(run.device.type, what_trains(model)) if present else ""
+    note = unmeasured(model, run.device.type) if present else ""
     if present and run.device.type == "cuda" and not is_supported(run.device):
         note = "its kernels need compute capability 8.0; moe='on' runs it in plain torch"
         why = why or (note if setting == "auto" and not quantised else "")

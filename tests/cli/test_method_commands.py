@@ -263,7 +263,7 @@ def test_bench_measures_both_sides_of_a_command(
 
     monkeypatch.chdir(material.folder)
     path, record = material_of(material, command, ROWS[command]), material.folder / "record.json"
-    words = ["--config", path, "--trainer", command, "--pairs", "2", "--json", record]
+    words = ["--config", path, "--trainer", command, "--rounds", "1", "--steps", "2", "--warmup", "2", "--json", record]
     assert main(["bench", *map(str, words)]) == 0
     (row,) = json.loads(record.read_text(encoding="utf-8"))["rows"]
     assert row["gate"] is not None
