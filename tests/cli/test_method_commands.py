@@ -272,7 +272,6 @@ def test_bench_measures_both_sides_of_a_command(
     assert row["gate"]["figure"] == ("gradient norm" if generates else "loss")
     assert all(value > 0 for step in row["gate"]["steps"] for value in step.values())
     assert row["loss_difference"] <= row["gate"]["tolerance"]
-    assert row["documents"]["count"] > 0
     assert ("completions and rewards are made up" in capsys.readouterr().out) == generates
 
 
