@@ -59,7 +59,7 @@ BUDGETS = {
     "compile": 950,
     "kernels": 1150,
     "lora": 2000,
-    "measure": 950,
+    "measure": 900,
     "model": 1450,
     "moe": 1500,
     "packing": 2600,
@@ -70,7 +70,7 @@ BUDGETS = {
     "trainers": 1100,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 29950, "benchmarks": 2000, "tests": 35000}
+TOTALS = {"fastpack_trl": 29900, "benchmarks": 2000, "tests": 34950}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",

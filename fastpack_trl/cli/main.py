@@ -91,11 +91,12 @@ def _dispatch(arguments: list[str], chosen: str | None) -> int:
         arguments.remove(chosen)
         return train.main(arguments, METHODS[chosen])
     if chosen is not None and chosen not in COMMANDS:
-        from fastpack_trl.config import removal
+        if chosen == "quickstart":
+            from fastpack_trl.config import removal  # which imports torch
 
+            raise UserError(removal(f"{PROG} {chosen}"))
         raise UserError(
-            removal(f"{PROG} {chosen}")
-            or f"there is no command {chosen!r}{did_you_mean(chosen, COMMANDS)} (commands: {', '.join(COMMANDS)})"
+            f"there is no command {chosen!r}{did_you_mean(chosen, COMMANDS)} (commands: {', '.join(COMMANDS)})"
         )
     parser = _parser(chosen)
     args, unknown = parser.parse_known_args(arguments)
