@@ -30,8 +30,9 @@ from fastpack_trl.bench.gate import GRADIENT_NORM
 from fastpack_trl.bench.sides import OURS, SIDES, STOCK, Side, side_of
 from fastpack_trl.bench.watch import TIMED, WARMUP, SideResult, Watch
 from fastpack_trl.errors import UserError, did_you_mean
+from fastpack_trl.measure.code_hash import code_hashes
 from fastpack_trl.measure.payback import LONG_RUN
-from fastpack_trl.measure.record import make_record
+from fastpack_trl.measure.record import date_now, machine, source, versions
 from fastpack_trl.measure.tables import aligned
 
 Build = Callable[..., Any]
@@ -69,7 +70,7 @@ def compare(
         gate_steps: first steps in which losses must agree; 0 for no check.
 
     Returns:
-        A record (`make_record`) with one row, of `compare_sides`.
+        A record with versions, commit and machine, and one row, of `compare_sides`.
 
     Raises:
         UserError: unknown sides, steps that cannot be timed, or a `build` that does not do what it is asked for.
@@ -141,10 +142,18 @@ def setting_of(trainer: Any) -> str:
 def record_of(row: Mapping[str, Any], settings: Mapping[str, Any], case: str = "config") -> dict[str, Any]:
     """Return a row of `compare_sides` as a record with versions, commit and machine."""
     device = next((side["device"] for side in row["sides"].values() if "device" in side), "cpu")
-    return make_record(
-        case=case, settings=settings, rows=[row], complete=row["complete"], device=device,
-        threads=torch.get_num_threads(), seed=settings["seed"],
-    )  # fmt: skip
+    return {
+        "case": case,
+        "complete": row["complete"],
+        "date": date_now(),
+        "settings": dict(settings),
+        "seed": settings["seed"],
+        "versions": versions(),
+        "source": source(),
+        "code": code_hashes(),
+        "machine": {**machine(device), "threads": torch.get_num_threads()},
+        "rows": [dict(row)],
+    }
 
 
 def table(record: Mapping[str, Any]) -> str:

@@ -93,13 +93,13 @@ def _dispatch(arguments: list[str], chosen: str | None) -> int:
         arguments.remove(chosen)
         return train.main(arguments, METHODS[chosen])
     if chosen is not None and chosen not in COMMANDS:
-        hint = did_you_mean(chosen, COMMANDS)
-        if not hint:  # nothing that was mistyped: only now, the table is in a module that loads TRL
-            from fastpack_trl.config import removal
+        if chosen == "quickstart":
+            from fastpack_trl.config import removal  # which imports torch
 
-            if gone := removal(f"{PROG} {chosen}"):
-                raise UserError(gone)
-        raise UserError(f"there is no command {chosen!r}{hint} (commands: {', '.join(COMMANDS)})")
+            raise UserError(removal(f"{PROG} {chosen}"))
+        raise UserError(
+            f"there is no command {chosen!r}{did_you_mean(chosen, COMMANDS)} (commands: {', '.join(COMMANDS)})"
+        )
     parser = _parser(chosen)
     args, unknown = parser.parse_known_args(arguments)
     if unknown and getattr(args, "config", None) is not None and hasattr(args, "more"):

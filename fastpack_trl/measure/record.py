@@ -1,4 +1,4 @@
-"""One JSON file per measurement: its figures with versions, machine, settings and commit."""
+"""What a record of a measurement says beside its figures: versions, machine and commit; and its file."""
 
 from __future__ import annotations
 
@@ -9,49 +9,15 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from fastpack_trl.errors import UserError
-from fastpack_trl.measure.code_hash import code_hashes
 
-SCHEMA = 1
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
-
-
-def make_record(
-    *,
-    case: str,
-    settings: Mapping[str, Any],
-    rows: Sequence[Mapping[str, Any]],
-    complete: bool,
-    device: str = "cpu",
-    threads: int,
-    seed: int,
-) -> dict[str, Any]:
-    """Return one run as plain data for JSON. It names neither the host nor any path.
-
-    Args:
-        settings: what was asked for, e.g. shapes and number of pairs.
-        rows: one entry per measured configuration, every single time included.
-        complete: False when the run was interrupted; `rows` is then what was finished.
-    """
-    return {
-        "schema": SCHEMA,
-        "case": case,
-        "complete": complete,
-        "date": date_now(),
-        "settings": dict(settings),
-        "seed": seed,
-        "versions": versions(),
-        "source": source(),
-        "code": code_hashes(),
-        "machine": {**machine(device), "threads": threads},
-        "rows": [dict(row) for row in rows],
-    }
 
 
 def date_now() -> str:
@@ -161,21 +127,10 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
     """Write `record` whole or not at all. What is not finite becomes text (``"nan"``): JSON has no such number."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_text(json_text(record), encoding="utf-8")
+        partial.write_text(json.dumps(finite(record), indent=1, allow_nan=False) + "\n", encoding="utf-8")
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def json_text(record: Mapping[str, Any]) -> str:
-    """Return the text of a record's file: its rows come last, one a line, facts before raw samples."""
-    found = finite(record)
-    if not found.get("rows"):
-        return json.dumps(found, indent=2, allow_nan=False) + "\n"
-    rows = [dict(sorted(row.items(), key=lambda item: isinstance(item[1], dict | list))) for row in found.pop("rows")]
-    head = json.dumps(found, indent=1, allow_nan=False).removesuffix("\n}")
-    lines = ",\n".join(json.dumps(row, allow_nan=False) for row in rows)
-    return f'{head},\n "rows": [\n{lines}\n ]\n}}\n'
 
 
 def finite(value: Any) -> Any:
