@@ -314,7 +314,7 @@ def engines() -> None:
     table = {row[0].partition("`")[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows[1:]}
     feature.offload_unavailable = lambda device: ""  # type: ignore[assignment]
     patch = pytest.MonkeyPatch()
-    patch.setattr(Settings, "names", lambda *_: False)  # what an engine lacks is said, and stops nothing
+    patch.setattr(Settings, "is_explicit", lambda *_: False)  # what an engine lacks is said, and stops nothing
     patch.setattr(Varlen, "refuses", lambda self, features: "")
     patch.setattr(capture, "unavailable", lambda device: "")
     patch.setattr(capture, "CudaGraphs", lambda device: TapeDevice(torch.nn.Module()))

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from lora_material import adapted
 from trainer_material import build, make_dataset
 from transformers import TrainerCallback
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -66,7 +65,6 @@ CASES: dict[tuple[str, str], Case] = {
     **{("packed_attention", name): COLLATED for name in ("per_document", "sdpa")},
     ("verify_packing", "on"): Case("has non-finite values", late=spoil),
     ("lora", "on"): Case("the model has no LoRA layers"),
-    ("cache_dequantized", "on"): Case("no LoRA layer is fast"),
     ("frozen_base", "fp8"): Case("the model has no LoRA layers"),
     ("moe", "on"): Case("the model has no experts"),
     ("layer_compile", "on"): Case("per_document calls a kernel per document"),
@@ -82,9 +80,6 @@ CASES: dict[tuple[str, str], Case] = {
     **{("checkpoint_offload", mode): CONTRADICTED for mode in ("double_buffer", "single_buffer")},
 }  # fmt: skip
 HOLD = {
-    ("cache_dequantized", "on"): Case(
-        reason="in the dtype of the run already", given={"model": lambda: adapted("llama")}
-    ),
     ("merge_accumulation", "on"): Case(reason="gradient_accumulation_steps is 1"),
     ("verify_packing", "on"): Case(
         reason="a row is one document", options={"packing": False}, given={"compute_loss_func": summed}

@@ -111,14 +111,11 @@ def _graphs(
     graphs = make(device, asked)
     weighed = "" if asked else ", if the device waits for the host there"
     run.set_status(FEATURE, "on", "pending", f"from step {EAGER_STEPS + 1} on{weighed}")
-    # First: graphs are made again in a second, all else that is dropped stays away.
-    run.step.memory_reclaimers.insert(0, graphs.reclaim)
     try:
         apart: AbstractContextManager[None] = nullcontext() if run.get_state(_Apart) else _apart(run, device)
         with callbacks_added(run.trainer, graphs), apart, run.keeping(graphs):
             yield graphs
     finally:
-        run.step.memory_reclaimers.remove(graphs.reclaim)
         graphs.finish()
 
 

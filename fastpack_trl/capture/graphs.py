@@ -58,7 +58,7 @@ class StepGraphs(GraphDecision):
         super().__init__(run, device, asked=asked)
         step = run.get_state(SyncFreeStep)
         assert step is not None
-        self._step, self._state, self._why_not = step, ModelState(step.contents), why_not
+        self._step, self._state, self._why_not = step, ModelState(step.host.contents), why_not
         self._items = torch.zeros((), dtype=torch.int64, device=run.device)
         self._accumulation = torch.zeros((), dtype=torch.float32, device=run.device)
         self._present_step = -1
@@ -87,14 +87,14 @@ class StepGraphs(GraphDecision):
     def _run_once(self, stock: MicroStep, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:
         slot = self._slot(inputs) if self._may_replay(model, inputs, num_items_in_batch) else None
         if slot is not None:
-            # As the trainer's own step begins. `hostwork.ModeCheck` skips the first where nothing would change; the
-            # second is for optimizers without a schedule, which evaluation has switched over.
+            # As the trainer's own step begins; the second is for optimizers without a schedule, which evaluation has
+            # switched over.
             model.train()
             if callable(switch := getattr(self._run.trainer.optimizer, "train", None)):
                 switch()
             trainer = self._run.trainer
             coefficient = trainer.router_aux_loss_coef if trainer.aux_loss_enabled else None
-            state = (self._state.now(model), coefficient, trainer.args.loss_type)
+            state = (self._state.now(self._run.model), coefficient, trainer.args.loss_type)
             self._recorded_state = self._recorded_state or state
             if state != self._recorded_state:
                 self._model_changed()
@@ -221,9 +221,6 @@ class StepGraphs(GraphDecision):
 
     def _keep(self, inputs: Any, table: Tensor) -> None:
         self._step.keep(self._run.trainer, table, inputs["packed_batch"])
-        for hook in list(self._run.model._forward_pre_hooks.values()):
-            if getattr(hook, "sees_plain_rows", False):
-                hook(self._run.model, (), {**inputs, "loss_batch": inputs["packed_batch"]})
 
     def drop(self) -> None:
         """Drop all graphs and buckets; they are made again from the rows that follow."""
@@ -238,11 +235,3 @@ class StepGraphs(GraphDecision):
         self._device.forget()
         if self._turns is not None:
             self._turns.compares = False
-
-
-def capture(run: Run, following: MicroStep, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:
-    """Replay a row that is like others before it, as the feature ``cuda_graph`` decides."""
-    graphs = run.get_state(StepGraphs)
-    if graphs is None:
-        return following(model, inputs, num_items_in_batch)
-    return graphs.run(following, model, inputs, num_items_in_batch)

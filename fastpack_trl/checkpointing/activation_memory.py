@@ -207,7 +207,7 @@ class ActivationMemory(TrainerCallback):
         self._installed = self._to_install(self.plan)
         self._stack.enter_context(layer_levels(self._layers, self._installed, **offload_options(self._run)))
         self._run.step.offloads = Level.OFFLOAD in self._installed
-        self._run.step.layers_changed()
+        self._run.step.version += 1
         self.report()
 
     def _to_install(self, plan: Plan) -> list[Level]:
@@ -243,20 +243,24 @@ class ActivationMemory(TrainerCallback):
         self._run.set_status(FEATURE, "on", levels, "; ".join([str(self.plan), *notes]))
 
     def go_deeper(self) -> bool:
-        """Free spare memory after an out-of-memory, or install a plan with less; return False if there is neither."""
-        spared = self._run.step.reclaim_memory()
-        plan = self.plan if spared else self.planner.deeper(self.plan)
-        while not spared and plan is not None and self._to_install(plan) == self._installed:  # checkpointed for now
+        """Install a plan with less after an out-of-memory; return False if there is none."""
+        plan = self.planner.deeper(self.plan)
+        while plan is not None and self._to_install(plan) == self._installed:  # checkpointed for now
             plan = self.planner.deeper(plan)
         if plan is None:
             return False
-        less = "without what is spare" if spared else "with less"
-        told = f"a step ran out of memory with {describe(self._installed)}; it was run again {less}"
+        told = f"a step ran out of memory with {describe(self._installed)}; it was run again with less"
         if not self.fell:
             logger.warning(f"{FEATURE}: {told}")
         self.fell, self.plan = told, plan
         self._install()
         return True
+
+
+def gathered_once(run: Run) -> contextlib.AbstractContextManager[None]:
+    """Run a micro-batch in the context, with weights gathered once where a plan says so."""
+    memory = run.get_state(ActivationMemory)
+    return contextlib.nullcontext() if memory is None else memory.around_step()
 
 
 def _conflicts(run: Run) -> Iterator[object]:

@@ -35,9 +35,9 @@ def run(args: Namespace) -> int:
     text = found[name].read_text(encoding="utf-8").replace(f"configs/{name}.yaml", file.name)
     write_new_file(file, text, force=args.force)
     if name == QUICKSTART:
-        from fastpack_trl.quickstart.run import make_for_sft
+        from fastpack_trl.quickstart import make_inputs
 
-        print(make_for_sft())
+        print(make_inputs())
     print(f"written: {file} ({_about(found[name])})\n{_next(name, str(file), text)}")
     return 0
 

@@ -38,7 +38,6 @@ class Command:
 
 _TRAINS = "fastpack_trl.cli.train"
 COMMANDS = {
-    "quickstart": Command("fastpack_trl.quickstart.run", "fine-tune a small model on real text, offline"),
     "init": Command("fastpack_trl.cli.init", "write one of the shipped YAML files here, or list them"),
     **{
         name: Command(_TRAINS, f"{method.what}: all options of `trl {name}`, and ours")
@@ -94,8 +93,11 @@ def _dispatch(arguments: list[str], chosen: str | None) -> int:
         arguments.remove(chosen)
         return train.main(arguments, METHODS[chosen])
     if chosen is not None and chosen not in COMMANDS:
+        from fastpack_trl.config import removal
+
         raise UserError(
-            f"there is no command {chosen!r}{did_you_mean(chosen, COMMANDS)} (commands: {', '.join(COMMANDS)})"
+            removal(f"{PROG} {chosen}")
+            or f"there is no command {chosen!r}{did_you_mean(chosen, COMMANDS)} (commands: {', '.join(COMMANDS)})"
         )
     parser = _parser(chosen)
     args, unknown = parser.parse_known_args(arguments)

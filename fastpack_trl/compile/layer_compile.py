@@ -25,14 +25,13 @@ def layer_compile(run: Run) -> Iterator[None]:
         return
 
     def tell(layers: CompiledLayers) -> None:
-        run.step.layers_changed()
+        run.step.version += 1
         status: Status = "off" if layers.unpaid else "stock" if layers.path == "eager" else "on"
         run.set_status(FEATURE, status, layers.path, layers.reason)
 
     weighs = run.settings.layer_compile == "auto"
     with compiled_layers(
         run.model,
-        measure=weighs,
         left=run.steps_left if weighs else None,
         # The first step shows within seconds that the run works, and how long merged rows are.
         early=(lambda: run.is_in_first_step) if weighs else None,

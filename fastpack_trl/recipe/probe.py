@@ -25,7 +25,7 @@ from fastpack_trl.model.changes import isolated_run, patch_attribute
 from fastpack_trl.model.facts import ModelFeatures, backbones, beside_embeddings, text_model
 from fastpack_trl.model.upstream import FakeTensorMode
 from fastpack_trl.moe import experts
-from fastpack_trl.moe.apply import apply_moe
+from fastpack_trl.moe.feature import apply_moe
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.run import Choice
 
@@ -67,7 +67,7 @@ def layer_costs(
             stack.enter_context(apply_moe(model, lora=lora))
         stack.enter_context(backend_installed(model, handle))
         if lora:
-            stack.callback(apply_lora(model, cache_dequantized="off", compute_dtype=dtype).revert)
+            stack.callback(apply_lora(model, compute_dtype=dtype).revert)
         stack.enter_context(isolated_run(model, training=True))
         stack.enter_context(_as_triton())
         stack.enter_context(patch_attribute(projection, "_SMALL", {False: 0}))  # rows of a step are longer than probes

@@ -114,7 +114,7 @@ def _finish(trainer: Any, arguments: Arguments) -> None:
 
 
 def _last_line(trainer: Any) -> str:
-    """Return what a run ends with: tokens per second, peak memory, what TRL ran, and where the report is."""
+    """Return what a run ends with: losses, tokens per second, peak memory, what TRL ran, and where the report is."""
     import torch
 
     from fastpack_trl.callbacks.save_report import FILE, MeasuredRate
@@ -122,6 +122,9 @@ def _last_line(trainer: Any) -> str:
     run, rate = trainer.fastpack_run, trainer.fastpack_run.get_state(MeasuredRate)
     logged = {name: value for row in trainer.state.log_history for name, value in row.items()}
     parts = []
+    for name, key in (("loss", "loss"), ("held-out loss", "eval_loss")):
+        losses = [row[key] for row in trainer.state.log_history if key in row]
+        parts += [f"{name} {losses[0]:.3f} -> {losses[-1]:.3f}"] if len(losses) > 1 else []
     if rate is not None and rate.per_second:
         parts.append(f"{rate.per_second:,.0f} tokens/s")
     elif logged.get("train_runtime") and logged.get("num_tokens"):

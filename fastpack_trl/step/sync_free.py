@@ -14,8 +14,8 @@ from fastpack_trl.model.facts import is_prompt_learning, text_model
 from fastpack_trl.model.hooks import LOOP_METHODS, hook_on_the_outputs, is_users, needs_logits, replaced_methods
 from fastpack_trl.packing.collator import unshared
 from fastpack_trl.packing.packed_batch import PackedBatch
-from fastpack_trl.run import DEEPSPEED, MicroStep, Run
-from fastpack_trl.step.hostwork import FlopsPerToken, GradientReset, LossFilter, ModeCheck, ModelContents
+from fastpack_trl.run import DEEPSPEED, Run
+from fastpack_trl.step.hostwork import HostWork, LossFilter
 from fastpack_trl.step.load_balancing import replaced_by
 from fastpack_trl.step.loss import LossForward, head_of
 from fastpack_trl.step.metrics import DeferredMetrics, Mode
@@ -35,18 +35,16 @@ class SyncFreeStep:
 
     Attributes:
         loss: whether losses and metrics are ours.
-        host: whether the work of the host is.
+        host: walks over the model that are spared.
         filters: whether the NaN filter is.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.loss = self.host = self.filters = False
+        self.loss = self.filters = False
         self.metrics = DeferredMetrics()
         self.forward = LossForward(text_model(model))
-        self.contents, self.filter = ModelContents(), LossFilter()
-        self.reset = GradientReset(self.contents)
+        self.host, self.filter = HostWork(), LossFilter()
         self._apart: _StaticLoss | None = None
-        self._forget_model()
 
     def takes(self, run: Run, inputs: Any, return_outputs: bool = False) -> bool:
         """Return whether this batch is a row without padding, whose loss and metrics are made here; else it is said."""
@@ -113,26 +111,26 @@ class SyncFreeStep:
         FSDP compares all parameters, and a method that somebody put in the place of upstream's may ask for anything.
         """
         replaced = is_users(SFTTrainer._clip_grad_norm) or is_users(SFTTrainer._get_grad_norm)
-        if not self.host or run.is_sharded or replaced:
+        whole = run.trainer.model
+        if not self.host.active or run.is_sharded or replaced or model not in (whole, run.trainer.model_wrapped):
             return model
-        return self.reset.listed(model, run.trainer.optimizer)
+        listed = self.host.with_gradients(whole, run.trainer.optimizer)
+        return model if listed is whole else listed
+
+    def filtered(self, trainer: SFTTrainer, loss: Tensor) -> Tensor:
+        """Return the loss that the trainer adds up for the log: what the NaN filter lets pass."""
+        return self.filter.apply(trainer, loss) if self.filters else loss
 
     @contextlib.contextmanager
-    def running(self, *, loss: bool, host: bool, filters: bool) -> Iterator[None]:
+    def running(self, trainer: SFTTrainer, *, loss: bool, host: bool, filters: bool) -> Iterator[None]:
         """Switch the parts on until the context ends."""
-        self.loss, self.host, self.filters = loss, host, filters
-        self._forget_model()
+        self.loss, self.filters = loss, filters
         try:
-            with self.contents.watched() if host else contextlib.nullcontext():
+            with self.host.running(trainer) if host else contextlib.nullcontext():
                 yield
         finally:
-            self.loss = self.host = self.filters = False
-            self._forget_model()
+            self.loss = self.filters = False
             self.filter.restore()
-            self.reset.remove()
-
-    def _forget_model(self) -> None:
-        self.modes, self.flops = ModeCheck(self.contents), FlopsPerToken(self.contents)
 
     def close(self) -> None:
         """Take the forward away from the model."""
@@ -156,17 +154,6 @@ class _StaticLoss:
         return found.loss
 
 
-def sync_free_step(run: Run, following: MicroStep, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
-    """Spare the host its walks over the model; the loss, for the log, is what the NaN filter lets pass."""
-    step = run.get_state(SyncFreeStep)
-    if step is None or not step.host:
-        return following(model, inputs, num_items_in_batch)
-    step.reset.install(run.trainer, model)
-    with step.modes.skipping_train(model):
-        loss = following(model, inputs, num_items_in_batch)
-    return step.filter.apply(run.trainer, loss) if step.filters else loss
-
-
 @contextlib.contextmanager
 def sync_free(run: Run) -> Iterator[None]:
     """Make no device-to-host sync between two logs, as far as the run permits."""
@@ -186,16 +173,12 @@ def sync_free(run: Run) -> Iterator[None]:
     why = f"loss and metrics as stock: {stock}" if stock else step.forward.products
     run.set_status("sync_free", "on" if ours else "stock", path, "; ".join([why, *remarks]), holds=not stock and host)
     run.loss_is_ours = not stock
-    run.step.undo.append(step.metrics.mark)
-    run.parameters = lambda: step.contents.parameters_of(run.model)
     try:
         # The filter is switched on again by what `host` replaces.
-        with step.running(loss=not stock, host=host, filters=host and not own_step):
+        with step.running(run.trainer, loss=not stock, host=host, filters=host and not own_step):
             yield
     finally:
         run.loss_is_ours = False
-        run.parameters = None
-        run.step.undo.remove(step.metrics.mark)
 
 
 def why_stock_loss(run: Run) -> str:

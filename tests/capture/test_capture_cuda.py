@@ -216,7 +216,7 @@ def test_memory_that_a_step_lacks_is_taken_from_the_graphs(tmp_path: Path) -> No
                 captured = trainer.fastpack_run.get_state(graphs.StepGraphs)
                 assert captured is not None
                 assert captured.replayed
-                assert trainer.fastpack_run.step.reclaim_memory()
+                assert trainer.fastpack_run.get_state(graphs.StepGraphs).reclaim()
 
     trainer = made(tmp_path, max_steps=18, trainer={"callbacks": [Lacks()]})
     trainer.train()

@@ -18,7 +18,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from trainer_material import make_tokenizer, sentences
 
-from benchmarks.model_shapes import MODELS, ModelShape, build_model
+from benchmarks.models import MODELS, ModelShape, build_model
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.moe.quantised import has_quantised_experts
