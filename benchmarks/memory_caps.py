@@ -1,167 +1,124 @@
-"""Largest row and tokens per second where a GPU has less memory: one process per model and side, all caps in it.
+"""``python -m benchmarks memory_caps``: the longest packed row that trains under a cap of device memory.
 
-A cap limits torch's allocator to what a device of that size leaves beside CUDA's context. The largest row of each cap
-is predicted from rows that are run without one, then run, and one step longer and shorter. Stock trains with gradient
-checkpointing, ours by its plan. Public shapes with random weights, packed rows of documents of
-2,048 tokens. A file of ``--json`` is written after each process, and gone on with by the same command.
+    python -m benchmarks memory_caps --models qwen3-8b qwen3-14b-nf4 --caps 16 24 --json mine.jsonl
+
+Each try is a process of its own that trains a few steps. The row doubles until it does not fit, then the gap is halved.
+A cap limits torch's allocator to what a device of that size leaves beside CUDA's context. Documents have 2,048 tokens.
+The record of a side has its tries, and the figures of the longest row.
 """
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.caps_search import STEP
-from benchmarks.caps_side import OURS, ROOM, SIDES, STEPS, WORKLOADS
-from benchmarks.command import CaseCommand
-from benchmarks.training_side import device_here
-from fastpack_trl.bench.report import read_record
-from fastpack_trl.bench.result_file import ResultFile, run_rows
-from fastpack_trl.bench.training_run import OwnProcess, TrainingRun
-from fastpack_trl.measure.tables import aligned, fact_lines
+from benchmarks import Parser, known_names
+from benchmarks.records import append, facts_of
+from benchmarks.run import SIDES, train
+from benchmarks.tables import shown
+from fastpack_trl.bench.process import OwnProcess
 
-CASE = "memory_caps"
-CAPS_GIB = (16.0, 24.0, 48.0, 80.0)
-LONGEST = 131_072
-"""Tokens of a row: the longest context of these models."""
-PROBES = (2048, 4096, 8192)
-SECONDS = 90.0
-"""For the rows of one process; its model is built before."""
-_BUILD_SECONDS = 180.0
-LARGE = tuple(WORKLOADS)[:4]
+GIB = 2**30
+MODELS = {
+    "qwen3-8b": "qwen3-8b lora 4096", "qwen3-8b-nf4": "qwen3-8b nf4 4096", "qwen3-14b-nf4": "qwen3-14b nf4 4096",
+    "gpt-oss-20b-nf4": "gpt-oss-20b nf4-experts 4096", "tiny": "tiny-qwen3 full 256",
+}  # fmt: skip
+"""The row of `benchmarks.rows` that is made longer, by model."""
+OUT_OF_MEMORY = "OutOfMemory", "out of memory", "ALLOC_FAILED"
+STEPS = 2
+"""Timed steps; two come before."""
 
 
-def measure(args: Namespace, file: ResultFile | None) -> dict[str, Any]:
-    """Measure each side of each model in a process of its own, ours last: it is timed at stock's largest rows too.
+def attempt(row: Mapping[str, Any], side: str, *, cap: float, **options: Any) -> dict[str, Any]:
+    """Train rows of ``row["tokens"]`` tokens under a cap, in this process; return the figures."""
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        context = total - free - torch.cuda.memory_reserved()
+        torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, (cap * GIB - context) / total)))
+    return train(row, side, **options)
 
-    Returns:
-        A record. A row has the model as ``row``, its ``side``, and what `caps_side.measure_side` returns, or
-        ``failed``.
+
+def longest(fits: Callable[[int], bool], *, first: int, most: int, multiple: int) -> int:
+    """Return the tokens of the longest row that fits, to `multiple` tokens or an eighth of it; 0 if none does.
+
+    Args:
+        fits: trains a row of so many tokens.
+        first: tokens of the first try; they double until a row does not fit, or is over `most`.
+    """
+    low, high = 0, first
+    while high <= most and fits(high):
+        low, high = high, high * 2
+    high = min(high, most + multiple)
+    while high - low > max(multiple, low // 8):
+        middle = (low + high) // 2 // multiple * multiple
+        if middle in (low, high):
+            break
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def measure(model: str, side: str, cap: float, args: Namespace) -> dict[str, Any]:
+    """Return the record of a side under a cap, without what all records of a command share.
 
     Raises:
-        UserError: `file` holds another run.
+        RuntimeError: a try failed for another reason than memory.
     """
-    known = file is not None and not file.again and file.path.exists()
-    done = sides_of(read_record(file.path)) if file is not None and known else {}
+    options = {"cap": cap, "seed": args.seed, "steps": STEPS, "threads": args.threads}
+    tries: dict[int, dict[str, Any]] = {}
 
-    def launch(row: Mapping[str, Any], side: str) -> dict[str, Any]:
-        sides = done.setdefault(row["row"], {})
-        options = {
-            "caps": sorted(args.caps), "beside": largest_of(sides.get("stock", {})) if side == OURS else {},
-            "longest": args.longest, "probes": args.probes, "seconds": args.seconds, "seed": args.seed,
-        }  # fmt: skip
-        timeout = args.seconds + _BUILD_SECONDS
-        found = OwnProcess("benchmarks.caps_side:measure_side", options, notes=True, timeout=timeout)(row, side)
-        sides[side] = found
-        return found
+    def fits(tokens: int) -> bool:
+        start = OwnProcess("benchmarks.memory_caps:attempt", options, timeout=args.timeout)
+        found = tries[tokens] = start({"row": MODELS[model], "tokens": tokens}, side)
+        why = str(found.get("failed", ""))
+        print(f"{model}, {cap:g} GiB, {side}, {tokens:,} tokens: {why or 'fits'}", file=sys.stderr)
+        if why and not any(sign in why for sign in OUT_OF_MEMORY) and "not done within" not in why:
+            raise RuntimeError("\n".join([why, *found.get("last_lines", ())]))
+        return not why
 
-    sides = sorted(args.sides, key=list(SIDES).index)
-    runs = [TrainingRun({"row": name}, side, launch) for name in args.rows for side in sides]
-    return run_rows(
-        runs, case=CASE, settings=settings(args), device=device_here(), threads=torch.get_num_threads(),
-        seed=args.seed, file=file, progress=True,
-    )  # fmt: skip
+    tokens = longest(fits, first=args.first, most=args.most, multiple=args.multiple)
+    shared = {"case": "memory_caps", "row": f"{model}, {cap:g} GiB", "side": side, "round": 0}
+    best = tries.get(tokens, {"seconds": [], "steps": 0, "tokens": None})
+    return {**shared, **best, "largest": tokens, "cap_gib": cap, "tries": list(_tries(tries, cap))}
 
 
-def sides_of(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return what each side has found, by model; a row of an older record has all sides of one."""
-    found: dict[str, dict[str, Any]] = {}
-    for row in record["rows"]:
-        found.setdefault(row.get("model") or row["row"], {}).update(row.get("sides") or {row["side"]: row})
-    return found
+def _tries(tries: Mapping[int, Mapping[str, Any]], cap: float) -> Iterator[dict[str, Any]]:
+    for tokens, found in tries.items():
+        failed = str(found["failed"])[:90] if "failed" in found else None
+        yield {"cap_gib": cap, "tokens": tokens, "reserved_gib": found.get("peak_gib"), "failed": failed}
 
 
-def settings(args: Namespace) -> dict[str, Any]:
-    """Return the caps, and how rows are looked for."""
-    return {
-        "caps_gib": sorted(args.caps), "longest": args.longest, "probes": args.probes, "seconds": args.seconds,
-        "steps": STEPS, "resolution": STEP, "room": ROOM,
-    }  # fmt: skip
+def parse(words: Sequence[str]) -> Namespace:
+    """Return the options.
 
-
-def largest_of(found: Mapping[str, Any]) -> dict[str, int]:
-    """Return the tokens of a side's largest row by cap, where it has one."""
-    return {cap: tokens for cap, tokens in found.get("largest", {}).items() if tokens}
-
-
-def table(record: Mapping[str, Any]) -> str:
-    """Return the record for people: largest rows, rates and memory by model, cap and side."""
-    out = [f"{CASE}: largest packed row under a cap of device memory", *fact_lines(record)]
-    out += [] if record["complete"] else ["INCOMPLETE: some processes have not run"]
-    out += ["a row in brackets is predicted: there was no time to run it"]
-    for model, sides in sides_of(record).items():
-        out += ["", model, *lines(sides)]
-    return "\n".join(out)
-
-
-def lines(sides: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the lines of one model."""
-    head = "GiB, side, largest row, of stock's, tok/s, at stock's row, peak, reserved, attention, plan"
-    cells, notes = [head.split(", ")], []
-    stock = largest_of(sides.get("stock", {}))
-    for side, found in sides.items():
-        notes += [f"{side}: {why}" for why in (found.get("failed"), found.get("skipped")) if why]
-        for cap, tokens in found.get("largest", {}).items():
-            if why := found.get("too_small", {}).get(cap):
-                notes.append(f"{side}, {cap} GiB: does not fit: {why}")
-                continue
-            rows = [one for one in found["rows"] if one["cap_gib"] == float(cap)]
-            best, timed = _row(rows, tokens), _row(rows, stock.get(cap))
-            beside = f"{tokens / stock[cap]:.2f}x" if tokens and cap in stock else "-"
-            cells.append([cap, side, _largest(found, cap, rows), beside])
-            cells[-1] += [_figure(best, "tokens_per_second", ",.0f"), _figure(timed, "tokens_per_second", ",.0f")]
-            cells[-1] += [_figure(best, "peak_gib", ".1f"), _figure(best, "reserved_gib", ".1f")]
-            cells[-1] += [best.get("attention", "-"), _plan(best.get("plan"))]
-            notes += [f"{side}, {cap} GiB, {one['tokens']:,} tokens: {_why(one)}" for one in rows if _why(one)]
-    return [*(aligned(cells) if len(cells) > 1 else []), *notes]
-
-
-def _largest(found: Mapping[str, Any], cap: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the tokens of the largest row; in brackets those that are predicted, where there was no time to run it."""
-    if tokens := found["largest"][cap]:
-        return f"{tokens:,}"
-    predicted = found.get("predicted", {}).get(cap)
-    return f"({predicted:,})" if predicted and any("skipped" in row for row in rows) else "none"
-
-
-def _row(rows: Sequence[Mapping[str, Any]], tokens: int | None) -> Mapping[str, Any]:
-    """Return the row of so many tokens that was timed, the last one where there are several; empty if there is none."""
-    timed = [row for row in rows if row["tokens"] == tokens and row.get("tokens_per_second")]
-    return timed[-1] if timed else {}
-
-
-def _figure(row: Mapping[str, Any], key: str, form: str) -> str:
-    return "-" if row.get(key) is None else format(row[key], form)
-
-
-def _plan(plan: Mapping[str, Any] | None) -> str:
-    if plan is None:
-        return "-"
-    measured = "" if plan["measured_gib"] is None else f", measured {plan['measured_gib']:.1f}"
-    return f"{plan['text'].partition(';')[0]}: predicted {plan['predicted_gib']:.1f}{measured}"
-
-
-def _why(row: Mapping[str, Any]) -> str:
-    """Return what is to be said of a row that ended early, or ran out of memory and went on."""
-    again = (row.get("plan") or {}).get("ran_again")
-    return str(row.get("failed") or row.get("skipped") or again or "")
-
-
-def add_options(parser: ArgumentParser) -> None:
-    """Add the caps, and what limits the search."""
+    Raises:
+        UserError: an unknown model or side, a file that cannot be written.
+    """
+    parser = Parser("memory_caps", __doc__)
     add = parser.add_argument
-    add("--caps", type=float, nargs="+", default=list(CAPS_GIB), help="GiB (default: %(default)s)")
-    add("--longest", type=int, default=LONGEST, help="tokens of a row at most (default: %(default)s)")
-    add("--probes", type=int, nargs="+", default=list(PROBES), help="rows of the prediction, tokens")
+    add("--models", nargs="+", metavar="MODEL", default=[*MODELS][:4], help=f"of {', '.join(MODELS)}")
+    add("--sides", nargs="+", metavar="SIDE", default=["trl", "fastpack"], help="default: trl fastpack")
+    add("--caps", type=float, nargs="+", default=[16.0, 24.0, 48.0, 80.0], help="GiB (default: %(default)s)")
+    add("--first", type=int, default=2048, help="tokens of the first try (default: %(default)s)")
+    add("--most", type=int, default=131_072, help="tokens of a row at most (default: %(default)s)")
+    add("--multiple", type=int, default=256, help="tokens of a row are a multiple of this (default: %(default)s)")
+    add("--timeout", type=float, default=300, help="seconds of a try; a longer one does not fit (default: %(default)s)")
+    args = parser.measurement(words, threads=min(8, torch.get_num_threads()))
+    args.models, args.sides = known_names("model", args.models, MODELS), known_names("side", args.sides, SIDES)
+    return args
 
 
-COMMAND = CaseCommand(
-    case=CASE, help=__doc__, rows=WORKLOADS, default_rows=LARGE, sides=SIDES,
-    seconds=SECONDS, record=measure, table=table, more=add_options,
-)  # fmt: skip
-
-if __name__ == "__main__":
-    raise SystemExit(COMMAND.start())
+def main(words: Sequence[str]) -> int:
+    """Search for the longest row of each model, side and cap; print their table, and append the records to a file."""
+    args = parse(words)
+    about, records = facts_of(args, ()), list[dict[str, Any]]()
+    for model in args.models:
+        for cap in sorted(args.caps):
+            for side in args.sides:
+                records.append(measure(model, side, cap, args) | about)
+                append(args.json, records[-1])
+    print(shown(records))
+    return 0

@@ -23,7 +23,7 @@ Switch = Literal["auto", "on", "off"]
 OnOff = Literal["off", "on"]
 SavesReport = Literal["on", "off"]
 FrozenBase = Literal["as_loaded", "fp8"]
-ActivationMemory = Literal["auto", "keep", "selective", "checkpoint", "offload", "off"]
+ActivationMemory = Literal["auto", "keep", "checkpoint", "offload", "off"]
 CheckpointOffload = Literal["auto", "double_buffer", "single_buffer", "off"]
 PACKED_ATTENTION_CHOICES: tuple[str, ...] = get_args(PackedAttentionPath)
 
@@ -46,12 +46,33 @@ REMOVED = {
         ("keep_last_layers", "AsyncCheckpointCallback(keep_last_layers=)"),
         ("0.2.0", "leave it out; the input of the last layer stays on the device"),
     ),
+    **dict.fromkeys(
+        ("cache_dequantized", "apply_lora(cache_dequantized=)"),
+        ("0.2.0", "leave it out; dense copies of frozen weights are kept if all of them fit an eighth of free memory"),
+    ),
+    "apply_moe(check_plans=)": ("0.2.0", "leave it out; a recompute sorts its tokens again"),
     "packing_order": ("0.2.0", "TRL's order of documents is used; leave it out"),
+    "activation_memory='selective'": (
+        "0.2.0",
+        "set activation_memory='auto', or 'off' with TRL's gradient_checkpointing_kwargs={'selective': True}",
+    ),
     "packed_attention='flex'": ("0.2.0", "set packed_attention='auto'"),
     **{
         f"packed_attention='{name}'": ("0.2.0", f"set attn_implementation='{name}', which gets the same cu_seqlens")
         for name in ("flash_attention_2", "flash_attention_3")
     },
+    "fastpack-trl quickstart": ("0.2.0", "run `make quickstart` in a checkout, or `fastpack-trl init quickstart`"),
+    "fastpack-trl bench --isolate": ("0.2.0", "leave it out: each side has a process of its own"),
+    "fastpack-trl bench --again": ("0.2.0", "leave it out: the FILE of --json is replaced"),
+    "fastpack-trl bench --pairs": ("0.2.0", "use --steps for timed steps and --rounds for repetitions"),
+    **dict.fromkeys(
+        ("fastpack-trl bench --report", "fastpack-trl bench --out"),
+        ("0.2.0", "use --plot FILE.png while it measures; --json has every figure"),
+    ),
+    **dict.fromkeys(
+        ("fastpack-trl bench --case", "fastpack-trl bench --list"),
+        ("0.2.0", "run `python -m benchmarks --list` in a checkout"),
+    ),
 }
 """Fields, values and arguments that are gone: the version that removed them, and what to do instead."""
 
@@ -109,18 +130,18 @@ class _Choice(argparse.Action):
     """An option that also takes ``true`` and ``false``, for whichever parser is made of the config (TRL's, ours)."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, *, choices: Iterable[str], **keywords: Any) -> None:
-        keywords["type"] = partial(_chosen, tuple(choices))
+        keywords["type"] = partial(_chosen, dest, tuple(choices))
         super().__init__(option_strings, dest, choices=tuple(choices), **keywords)
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, values)
 
 
-def _chosen(choices: tuple[str, ...], text: str) -> str:
+def _chosen(name: str, choices: tuple[str, ...], text: str) -> str:
     try:
-        return normalise_choice("", text, choices)
+        return normalise_choice(name, text, choices)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error).removeprefix("=")) from error
+        raise argparse.ArgumentTypeError(str(error).removeprefix(f"{name}=")) from error
 
 
 def option(default: Any, text: str, **metadata: Any) -> Any:
@@ -165,26 +186,19 @@ class ModelSettings:
         "auto",
         "LoRA projections without the glue around their matrix products: auto (wherever PEFT's LoRA layers are of a "
         "covered kind), on (some have to be), or off (PEFT's own forward). Saves memory and about a third of the "
-        "kernels of a LoRA layer; parameters and files are PEFT's.",
-    )
-    cache_dequantized: Switch = choice(
-        "auto",
-        "With LoRA, keep 4-bit base weights dequantised, and fp32 ones cast to the autocast dtype, for the run: auto "
-        "(where the plan of activation_memory keeps every layer and leaves enough of its budget; without such a plan, "
-        "on CUDA, in a quarter of the free memory), on, or off (made again for each use). Costs 2 bytes per weight.",
+        "kernels of a LoRA layer; parameters and files are PEFT's. On CUDA, 4-bit base weights are kept dequantized "
+        "and fp32 ones in the autocast dtype, for 2 bytes per weight, if all of them fit an eighth of the free memory.",
     )
     frozen_base: FrozenBase = choice(
         "as_loaded",
         "With LoRA, multiply frozen base weights as they are loaded (as_loaded) or in FP8 (fp8: e4m3, a scale per row "
         "of weights, activations and gradients), forward and backward, on CUDA from Ada and Hopper on. What is "
-        "computed changes, as with QLoRA; the error of each layer is measured when training starts, and layers that "
-        "lose too much stay as loaded. Evaluation during training is in FP8 too, everything after training is not. "
-        "Costs 1 to 2 bytes per weight on the device; loaded 16-bit weights wait in host memory; FP8 checkpoints keep "
-        "their values and block scales, and cost up to 1 byte more.",
+        "computed changes, as with QLoRA. Evaluation during training is in FP8 too, everything after training is not. "
+        "Costs 1 byte per weight on the device, beside the loaded weights.",
     )
     moe: Switch = choice(
         "auto",
-        "Mixture-of-experts layers with tokens sorted once per layer and step, LoRA on expert stacks (with lora) "
+        "Mixture-of-experts layers with tokens sorted once per layer and forward, LoRA on expert stacks (with lora) "
         "included: auto (in place of grouped_mm, unless a gain of less than 3 percent was measured), on (in place of "
         "any experts_implementation), or off. Saves memory; the routing plan takes 12 bytes per token and chosen "
         "expert.",
@@ -204,10 +218,9 @@ class ModelSettings:
     )
     activation_memory: ActivationMemory = choice(
         "auto",
-        "What decoder layers keep for their backward pass: keep (all), selective (attention), checkpoint (their "
-        "input), offload (their input, in host memory), auto (the least recompute that fits the memory, on CUDA) or "
-        "off (as gradient_checkpointing says). Full checkpointing costs up to a third of a step; auto costs a few "
-        "passes over 2048 tokens, once.",
+        "What decoder layers keep for their backward pass: keep (all), checkpoint (their input), offload (their input, "
+        "in host memory), auto (as much as fits the memory, on CUDA) or off (as gradient_checkpointing says). Full "
+        "checkpointing costs up to a third of a step; auto costs a few passes over 64 to 1024 tokens, once.",
     )
     activation_memory_gib: float | None = option(
         None,

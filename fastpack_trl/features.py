@@ -16,7 +16,6 @@ from fastpack_trl.capture.feature import cuda_graph, side_stream
 from fastpack_trl.checkpointing.activation_memory import activation_memory
 from fastpack_trl.checkpointing.checkpoint_offload import checkpoint_offload
 from fastpack_trl.compile.layer_compile import layer_compile, start_workers
-from fastpack_trl.lora.cache_dequantized import cache_dequantized
 from fastpack_trl.lora.feature import lora
 from fastpack_trl.lora.frozen_base import frozen_base
 from fastpack_trl.model.facts import UNREADABLE, text_model
@@ -87,12 +86,11 @@ FEATURES: tuple[Feature, ...] = (
     Feature(start_workers, "any", "training", falls_back=False),  # they get ready beside the proof and the plan
     Feature(moe, "any"),  # on four-bit experts PEFT's own forward would fail in the packing proof
     Feature(install_attention, "any", falls_back=False),  # to padded rows, by itself
-    Feature(lora, "any"),
+    Feature(lora, "any"),  # keeps copies of frozen weights before memory is planned
     Feature(frozen_base, "any"),  # of the layers of `lora`; changes the memory that is left to plan
     Feature(sync_free, "sft"),
     Feature(share_prefixes, "sft", "training"),  # needs the loss of `sync_free`, and the attention
     Feature(activation_memory, "any", "training"),
-    Feature(cache_dequantized, "any"),  # in what that plan leaves
     Feature(checkpoint_offload, "any"),  # unless that plan offloads
     Feature(merge_accumulation, "sft", "training"),  # needs the loss of `sync_free`
     Feature(layer_compile, "any", "training"),  # compiles what all the others have installed

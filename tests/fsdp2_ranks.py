@@ -95,7 +95,7 @@ class LooksBeforeTheStep(TrainerCallback):
 def memory() -> None:
     """Levels by name, by a budget that one process has less of, and offloaded layer inputs."""
     for options, fast, levels in (
-        ({}, {"activation_memory": "selective"}, {Level.SELECTIVE}),
+        ({}, {"activation_memory": "checkpoint"}, {Level.CHECKPOINT}),
         ({"lora": LINEAR}, {"activation_memory": "keep"}, {Level.KEEP}),
         ({}, {"activation_memory_gib": 1.0 if dist.get_rank() else 2e-4}, {Level.CHECKPOINT}),
     ):

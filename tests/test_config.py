@@ -76,7 +76,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "'every_n_layers': 2": ({"activation_memory": "keep"}, {"gradient_checkpointing_kwargs": {"every_n_layers": 2}}),
     "checkpoint_offload='double_buffer' says": (
-        {"activation_memory": "selective"},
+        {"activation_memory": "checkpoint"},
         {"checkpoint_offload": "double_buffer"},
     ),
 }

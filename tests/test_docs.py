@@ -43,7 +43,7 @@ SMALLER = {
     '"max_length": 4096': '"max_length": 64',
     'output_dir="out"': 'output_dir="out", **tiny',
     '"output_dir": "out"': '"output_dir": "out", **tiny',
-    "compare(build)": "compare(build, pairs=2, progress=False)",
+    "compare(build)": "compare(build, timed=1, warmup=2, rounds=1, progress=False)",
 }
 """Text of a Python block -> what runs in its place."""
 
@@ -63,7 +63,7 @@ RUN: dict[str, str] = {
     r"fastpack-trl init [\w.-]+": "--force",
     r"fastpack-trl verify --model path/to/model( --attn \w+)?": "",
     rf"fastpack-trl doctor {SMALL_RUN}": "",
-    rf"fastpack-trl bench {SMALL_RUN} --json [\w.]+": f"--pairs 1 {OVERRIDES}",
+    rf"fastpack-trl bench {SMALL_RUN} --json [\w.]+( --plot [\w.]+)?": f"--rounds 1 --steps 1 --warmup 1 {OVERRIDES}",
 }
 """Commands that run here, with what makes them small."""
 
@@ -71,19 +71,17 @@ PARSED: dict[str, str] = {
     r"fastpack-trl sft .*--(accelerate_config|num_processes) .*": "several processes",
     r"fastpack-trl sft --config configs/.*": "needs a GPU: tests/recipe/test_configs.py trains these files in small",
     r"fastpack-trl (sft|dpo|reward|kto|grpo|rloo)": "an option of a file: tests/cli/test_method_commands.py",
-    r"fastpack-trl sft --help": "tests/recipe/test_sft_bad_input.py and others read it",
-    r"fastpack-trl quickstart.*": "a minute: tests/quickstart/test_quickstart.py runs a miniature",
+    r"fastpack-trl sft --help": "tests/cli/test_method_commands.py reads it",
     r"fastpack-trl doctor --config \S+ --audit": "trains two trainers: tests/cli/test_doctor.py",
     r"fastpack-trl doctor --config \S+ --gpu .*": "tests/cli/test_doctor.py",
     r"fastpack-trl doctor": "reads the machine: tests/cli/test_doctor.py",
     r"fastpack-trl verify.*": "as the one with a model that runs here",
-    r"fastpack-trl bench.* --(baseline|ablate|profile|isolate)\b.*": "more sides: tests/bench/test_bench_config.py",
+    r"fastpack-trl bench.* --(baseline|ablate|profile)\b.*": "more sides: tests/bench/test_compare.py",
     r"fastpack-trl bench( --config \S+)?": "as the one with a file that runs here",
-    r"fastpack-trl bench --report .*": "tests/bench/test_bench_report.py",
     r"fastpack-trl init": "tests/cli/test_init.py",
     r"fastpack-trl (merge|generate)( .*)?": "needs a run: tests/recipe/test_trained.py and tests/cli/test_init.py",
     r"fastpack-trl convert theirs\.yaml": "tests/recipe/test_foreign.py",
-    r"python -m benchmarks\.(?!several_gpus)\w+( .*)?": "minutes: tests/benchmarks/ runs each case in small",
+    r"python -m benchmarks (run|micro|memory_caps|tables) ?.*": "minutes: tests/benchmarks/ runs each in small",
 }
 """Commands of ours that are parsed, and the reason why they do not run here."""
 
@@ -93,7 +91,6 @@ LISTED: dict[str, str] = {
     r"(\S*/)?python3? -m (venv|build|twine) .*|(\S*/)?python3? -m build": "makes an environment, or needs the network",
     r"accelerate launch .*": "several processes: tests/recipe/test_configs.py parses it",
     r"torchrun .*": "several processes",
-    r"python -m benchmarks\.several_gpus .*": "several GPUs",
     r"git (tag|push|clone) .*": "needs a repository",
     r"(cd|rm -rf) .*": "a place of the shell",
 }
@@ -285,13 +282,15 @@ def parsed(line: str) -> None:
     """Parse a command of ours as its own parser does."""
     program, *words = shlex.split(line)
     if program == "python":
-        import_module(words[1]).COMMAND.arguments(words[2:])
+        assert words[:2] == ["-m", "benchmarks"]
+        command = import_module(f"benchmarks.{words[2]}")
+        command.parse(words[3:])
         return
     command, *rest = words
     if command in METHODS:
         if rest and "--help" not in rest and (ROOT / rest[rest.index("--config") + 1]).is_file():
             launch = parse([*rest, "--use_cpu"]).launch
-            assert ("--accelerate_config" in rest) == (launch[:1] == ["--config_file"])
+            assert ("--accelerate_config" in rest) == "".join(launch[:1]).startswith("--config_file=")
         return
     args, unknown = _parser(command).parse_known_args(words)
     assert args.command == command

@@ -26,9 +26,8 @@ ALLOWED: dict[str, dict[str, str]] = {
     "bench": {
         "should_log": "how a callback speaks to its trainer",
         "should_training_stop": "how a callback speaks to its trainer",
-        "sees_plain_rows": "of a hook of ours",
     },
-    "callbacks": {"callbacks": "a new order of them, put back by `_restore`", "sees_plain_rows": "of a hook of ours"},
+    "callbacks": {"callbacks": "a new order of them: `ThroughputCallback` stands before the reporters"},
     "checkpointing": {
         "_total_train_tokens": "a step that is run again counts its tokens once",
         "inside": "of a thread's own values",
@@ -46,7 +45,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "reduceOp": "of options made there",
     },
     "packing": dict.fromkeys(("max_length", "shuffle_dataset", "dataset_num_proc"), "of a copy of the arguments"),
-    "quickstart": {
+    "quickstart.py": {
         "pre_tokenizer": "of a tokenizer made there",
         "decoder": "of a tokenizer made there",
     },

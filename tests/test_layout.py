@@ -51,31 +51,30 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 
 BUDGETS = {
     "attention": 2650,
-    "bench": 3550,
-    "callbacks": 450,
+    "bench": 1550,
+    "callbacks": 350,
     "capture": 1800,
-    "checkpointing": 1850,
-    "cli": 1300,
-    "compile": 950,
+    "checkpointing": 1750,
+    "cli": 1400,
+    "compile": 850,
     "kernels": 1150,
-    "lora": 2000,
-    "measure": 1500,
+    "lora": 1300,
+    "measure": 950,
     "model": 1450,
-    "moe": 1500,
+    "moe": 1150,
     "packing": 2600,
-    "quickstart": 950,
     "recurrent": 800,
-    "recipe": 3400,
+    "recipe": 2200,
     "run": 450,
     "step": 2050,
     "trainers": 1250,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 32450, "benchmarks": 7800, "tests": 37500}
+TOTALS = {"fastpack_trl": 26700, "benchmarks": 2000, "tests": 33200}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",
-    "report.py", "features.py",
+    "report.py", "features.py", "quickstart.py",
 }  # fmt: skip
 
 
@@ -172,7 +171,7 @@ def test_no_benchmark_needs_itself() -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "benchmarks":
                 names = [alias.name for alias in node.names] if node.module == "benchmarks" else [node.module[11:]]
                 found |= {name for name in names if (folder / f"{name}.py").exists()} - {path.stem}
-    assert sum(map(len, needs.values())) > 50
+    assert sum(map(len, needs.values())) > 10
     try:
         TopologicalSorter(needs).prepare()
     except CycleError as error:
@@ -189,8 +188,8 @@ def test_every_room_keeps_to_its_budget() -> None:
     assert set(BUDGETS) == {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
     whole = {folder: lines_of(ROOT / folder) for folder in TOTALS}
     assert all(whole[folder] <= most for folder, most in TOTALS.items()), whole
-    records = sum(path.stat().st_size for path in (ROOT / "benchmarks/results").glob("*.json"))
-    assert records <= 1_500_000
+    records = sum(path.stat().st_size for path in (ROOT / "benchmarks/results").iterdir())
+    assert records <= 500_000
 
 
 def test_the_architecture_shows_these_floors() -> None:
@@ -208,7 +207,7 @@ def test_the_commands_are_known_to_the_graph() -> None:
     assert {command.module for command in COMMANDS.values()} <= graph()["fastpack_trl.cli.main"]
 
 
-def test_the_top_level_has_nine_files() -> None:
+def test_the_top_level_has_ten_files() -> None:
     assert {path.name for path in PACKAGE.glob("*.py")} == TOP
 
 

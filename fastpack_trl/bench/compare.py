@@ -1,9 +1,6 @@
-"""Stock and fastpack on a training run of the user's own: `compare`, for scripts and notebooks.
+"""TRL vs. fastpack on a training run of the user's own: `compare`, for scripts and notebooks.
 
 ```python
-from fastpack_trl.bench.compare import compare, table
-
-
 def build(trainer_class, config_class, **changes):
     args = config_class(**(settings | changes))
     return trainer_class(model="Qwen/Qwen3-0.6B", args=args, train_dataset=dataset)
@@ -16,277 +13,189 @@ print(table(record))
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
-from tqdm.auto import tqdm
 
-from fastpack_trl.bench.baselines import OURS, SIDES, STOCK, SideRecipe, recipe_of
-from fastpack_trl.bench.compare_tables import table
-from fastpack_trl.bench.environment import one_bar
-from fastpack_trl.bench.parity import without_dropout
-from fastpack_trl.bench.row import assemble, disagreement, part_of
-from fastpack_trl.bench.side import DEFAULT_PAIRS, GATE_STEPS, WARMUP, Build, RoundPlan, Side
-from fastpack_trl.bench.step_watch import StepFigures
+from fastpack_trl.bench.engine import GATE, ROUNDS, compare_sides, run_side
+from fastpack_trl.bench.gate import GRADIENT_NORM
+from fastpack_trl.bench.sides import OURS, SIDES, STOCK, Side, side_of
+from fastpack_trl.bench.watch import TIMED, WARMUP, SideResult, Watch
 from fastpack_trl.errors import UserError, did_you_mean
-from fastpack_trl.measure.device_memory import free_memory
-from fastpack_trl.measure.failures import FAILURES, attempt, describe_failure
-from fastpack_trl.measure.record import OtherLoad, make_record
-from fastpack_trl.measure.rounds import turn_order
-from fastpack_trl.recipe.methods import SFT, Method
+from fastpack_trl.measure.payback import LONG_RUN
+from fastpack_trl.measure.record import make_record
+from fastpack_trl.measure.tables import aligned
 
-__all__ = ["CASE", "DEFAULT_PAIRS", "RoundPlan", "compare", "measure", "table"]
-
-CASE = "config"
-INTERLEAVED = "one process, one optimizer step of each side in turn, the order swapped from round to round"
+Build = Callable[..., Any]
+"""``build(trainer_class, config_class, **changes)`` returns a new trainer; see `compare`."""
+SETTLING = 6
+"""Steps of the warm-up after all features are decided, on CUDA: graphs are recorded for rows of other lengths."""
+LONG = {"max_steps": LONG_RUN, "report_to": "none", "save_strategy": "no", "eval_strategy": "no", "disable_tqdm": True}
+"""Fields of every side: the watch ends the run; nothing is written."""
 
 
 def compare(
     build: Build,
     *,
-    pairs: int = DEFAULT_PAIRS,
-    warmup: int = WARMUP,
-    gate_steps: int = GATE_STEPS,
-    seed: int = 0,
     sides: Sequence[str] = (STOCK, OURS),
-    profile: str | Path | None = None,
-    peak_flops: float | None = None,
+    warmup: int = WARMUP,
+    timed: int = TIMED,
+    rounds: int = ROUNDS,
+    gate_steps: int = GATE,
+    seed: int = 0,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Time stock and fastpack on the same run: the trainers' own loops, one optimizer step of each in turn.
+    """Train each side to its end, then the next one, in alternating rounds; compare losses, then times and memory.
 
-    Each side is a new trainer on the same data, from the same weights and random numbers; optimizer steps are real,
-    with the batch size and the accumulation of the configuration, and the first of a long run. All sides are in memory
-    together. First comes the gate: in `gate_steps` steps (with dropout off) they must be given the same tokens and
-    compute the same loss.
+    Every side starts from the same weights, data and random numbers. In the first steps, with dropout off, all must
+    compute the same losses.
 
     Args:
         build: ``build(trainer_class, config_class, **changes)`` returns a new `trainer_class` whose configuration is
             ``config_class(**(settings | changes))``, with a model that no other trainer has.
-        pairs: timed steps of each side; 6 or more give an interval of 95 %.
-        warmup: steps of each side before, not timed.
-        gate_steps: steps of each side before these, for the gate; 0 for no gate. Without dropout it goes on through the
-            warm-up: a schedule that begins at a rate of 0 changes no weight in its first step.
-        seed: of the random numbers when a side is built, and at its first step.
-        sides: two or more of ``stock``, ``tuned``, ``rebuild``, ``fastpack`` and ``fastpack_plan`` (`recipe_of`).
-        profile: a folder that gets a Chrome trace of one step per side; the record then has its longest operators.
-        peak_flops: operations per second of the device, for MFU and HFU; default: what TRL knows of it.
-        progress: show a progress bar.
+        sides: two or more of ``stock``, ``stock_compiled``, ``rebuild``, ``fastpack`` and ``fastpack_plan``
+            (`side_of`).
+        warmup: least number of steps before the timed ones; it lasts until all features of a side have settled.
+        timed: steps of each side and round that are timed.
+        rounds: how often each side trains.
+        gate_steps: first steps in which losses must agree; 0 for no check.
 
     Returns:
-        A record (`make_record`) with one row. It has what the sides share, ``gate``, ``order`` and ``other_load``;
-        ``sides``: per side seconds, phases, token rates, MFU and HFU (None where the peak is unknown), memory, idle
-        share and launches (None on the CPU), host syncs and losses, or ``failed`` with the reason; ``ratios``: seconds
-        of each other side / seconds of fastpack, round by round. After an interrupt it is not ``complete`` and has what
-        was measured.
+        A record (`make_record`) with one row, of `compare_sides`.
 
     Raises:
-        UserError: unknown sides, another number of steps than can be timed, a `build` that does not do what it is
-            asked for, two devices, or no side that could be measured.
-        LossParityError: other tokens or another loss on one side; a `UserError`.
+        UserError: unknown sides, steps that cannot be timed, or a `build` that does not do what it is asked for.
+        LossParityError: a side computes other losses; a `UserError`.
     """
-    plan = RoundPlan(pairs, warmup, gate_steps, seed, None if profile is None else Path(profile), peak_flops)
     if len(set(sides)) < 2 or len(set(sides)) != len(sides):
         raise UserError(f"sides={list(sides)}: give two or more different ones of {', '.join(SIDES)}")
     for name in sides:
         if name not in SIDES:
             raise UserError(f"there is no side {name!r}{did_you_mean(name, SIDES)} (sides: {', '.join(SIDES)})")
-    return record_of(plan, *in_turn(build, plan, sides, progress))
+    steps: dict[str, Any] = {"warmup": max(warmup, gate_steps), "timed": timed, "gate": gate_steps, "seed": seed}
+    runs = {name: partial(train_side, build, side_of(name), **steps) for name in SIDES if name in sides}
+    with quiet():
+        row = compare_sides(runs, subject=subject_of(sides), rounds=rounds, gate=gate_steps, progress=progress)
+    return record_of(row, steps | {"rounds": rounds})
 
 
-def in_turn(
-    build: Build, plan: RoundPlan, sides: Sequence[str], progress: bool = True, method: Method = SFT
-) -> tuple[list[dict[str, Any]], bool]:
-    """Return the row of `compare`, none where nothing was timed, and whether it is complete."""
-    recipes = {name: recipe_of(name, method) for name in SIDES if name in sides}
-    with bar("rounds", plan.rounds, progress) as shown:
-        row, complete = measure(recipes, build, plan, shown)
-    return [row] if row else [], complete
+def subject_of(sides: Sequence[str]) -> str:
+    """Return the side that the others are compared with: ``fastpack``, or the last one."""
+    return OURS if OURS in sides else sides[-1]
 
 
-def record_of(
-    plan: RoundPlan, rows: Sequence[Mapping[str, Any]], complete: bool, *, case: str = CASE, **settings: Any
-) -> dict[str, Any]:
-    """Return the rows of one call as a record."""
-    rounds = {
-        "pairs": plan.pairs,
-        "warmup_steps": plan.warmup,
-        "gate_steps": plan.gate_steps,
-        "interval": "order statistics of the median; `coverage` is the least probability that they cover it",
-    }
+def train_side(
+    build: Build, side: Side, *, warmup: int, timed: int, gate: int, seed: int, trace: str | Path | None = None
+) -> SideResult:
+    """Build the trainer of a side and train it under a `Watch`."""
+    watch = Watch(
+        warmup=warmup, timed=timed, gate=gate, settling=SETTLING if torch.cuda.is_available() else 0, profiled=2,
+        trace=trace, count_syncs=True,
+    )  # fmt: skip
+
+    def built() -> Any:
+        asked = {**LONG, **side.changes}
+        trainer = build(side.trainer_class, side.config_class, **asked)
+        if not isinstance(trainer, side.trainer_class):
+            wanted, got = side.trainer_class.__name__, type(trainer).__name__
+            raise UserError(f"build returned a {got}: it must return a {wanted}, its first argument")
+        for name in ("max_steps", *side.changes):
+            value = getattr(trainer.args, name, None)
+            if value != asked[name]:
+                raise UserError(
+                    f"build ignored {name}={asked[name]!r} (its trainer has {value!r}): make the configuration by "
+                    "config_class(**(settings | changes))"
+                )
+        if trainer.args.world_size > 1 or trainer.args.n_gpu > 1:
+            raise UserError("the comparison runs on one device and in one process: set CUDA_VISIBLE_DEVICES=0")
+        watch.result.setting = setting_of(trainer)
+        return trainer
+
+    return run_side(built, watch, around=side.around, compares=side.compares, seed=seed)
+
+
+def setting_of(trainer: Any) -> str:
+    """Return the run in a line, without names of paths: ``qwen3, 4 layers of 192, LoRA r=16, checkpointing, ...``."""
+    args, model = trainer.args, trainer.model
+    config = model.config.get_text_config()
+    lora = next(iter((getattr(model, "peft_config", None) or {}).values()), None)
+    parts = [
+        f"{config.model_type}, {config.num_hidden_layers} layers of {config.hidden_size}",
+        "4-bit" if getattr(model, "is_loaded_in_4bit", False) else "",
+        "" if lora is None else f"{str(getattr(lora.peft_type, 'value', lora.peft_type)).replace('LORA', 'LoRA')}",
+        "checkpointing" if args.gradient_checkpointing else "no checkpointing",
+        f"{args.per_device_train_batch_size} x {args.gradient_accumulation_steps} rows per step",
+        f"max_length {args.max_length}" if getattr(args, "max_length", None) else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def record_of(row: Mapping[str, Any], settings: Mapping[str, Any], case: str = "config") -> dict[str, Any]:
+    """Return a row of `compare_sides` as a record with versions, commit and machine."""
+    device = next((side["device"] for side in row["sides"].values() if "device" in side), "cpu")
     return make_record(
-        case=case,
-        settings={**rounds, **settings},
-        rows=rows,
-        complete=complete,
-        device=next((row["device"] for row in rows if "device" in row), "cpu"),
-        threads=torch.get_num_threads(),
-        seed=plan.seed,
+        case=case, settings=settings, rows=[row], complete=row["complete"], device=device,
+        threads=torch.get_num_threads(), seed=settings["seed"],
+    )  # fmt: skip
+
+
+def table(record: Mapping[str, Any]) -> str:
+    """Return the record of `compare` for people: whether losses agree, then time, tokens, memory of each side."""
+    (row,) = record["rows"]
+    sides = {name: side for name, side in row["sides"].items() if "failed" not in side}
+    first = next(iter(sides.values()))
+    cells = [["side", "step ms", "quartiles", "speed", "tokens/s", "GiB", "idle", "launches", "host syncs"]]
+    for name, side in sides.items():
+        seconds, profile, rate = side["seconds"], side["profile"], side["tokens_per_second"]
+        busy = profile.get("busy_seconds")
+        cells.append([
+            name,
+            f"{seconds['median'] * 1e3:,.1f}",
+            f"{seconds['q1'] * 1e3:,.1f} to {seconds['q3'] * 1e3:,.1f}",
+            f"{first['seconds']['median'] / seconds['median']:.2f}x",
+            f"{rate:,.0f}" if rate else "-",
+            f"{side['reserved_gib']:.2f}" if side["reserved_gib"] else "-",
+            f"{max(0.0, 1 - busy / seconds['median']):.0%}" if busy else "-",
+            f"{profile['launches']:,.0f}" if busy else "-",
+            "-" if side["host_syncs"] is None else str(side["host_syncs"]),
+        ])  # fmt: skip
+    out = [] if row["complete"] else ["INCOMPLETE: interrupted"]
+    out += [first["setting"], losses_line(row), *aligned(cells)]
+    out += [f"{name}: {side['path']}" for name, side in sides.items() if side["path"]]
+    return "\n".join([*out, *(f"{n}: {side['failed']}" for n, side in row["sides"].items() if "failed" in side)])
+
+
+def losses_line(row: Mapping[str, Any]) -> str:
+    """Return whether the losses of all sides agree, for people."""
+    gate, later = row["gate"], f"largest difference in later steps {row['loss_difference']:.1e}"
+    if gate is None:
+        return f"losses were not compared; {later}"
+    figures = "gradient norms" if gate["figure"] == GRADIENT_NORM else "losses"
+    return (
+        f"{figures} agree within {gate['tolerance']:.0e} ({gate['dtype']}) in the first {len(gate['steps'])} steps; "
+        f"{later}"
     )
 
 
-def bar(name: str, total: int, progress: bool = True) -> Any:
-    """Return a progress bar over rounds (on a terminal)."""
-    return tqdm(total=total, desc=name, unit="round", disable=None if progress else True, dynamic_ncols=True)
-
-
-def check_measured(parts: Mapping[str, Any], failed: Mapping[str, str], complete: bool) -> None:
-    """Raise `UserError` where no side was measured, and nobody has interrupted it."""
-    if complete and not parts:
-        raise UserError("no side could be measured: " + "; ".join(f"{name}: {why}" for name, why in failed.items()))
-
-
-def measure(
-    recipes: Mapping[str, SideRecipe],
-    build: Build,
-    plan: RoundPlan,
-    shown: Any,
-    why_not: Callable[[Side], str] | None = None,
-) -> tuple[dict[str, Any] | None, bool]:
-    """Measure one row: the sides' steps in turn. The ratios are over `OURS`, or the last side where that is none.
-
-    Args:
-        recipes: by name, the reference of the gate first.
-        shown: a progress bar, updated once per round.
-        why_not: given `OURS`, then built before the others, returns why it need not be measured; empty to go on.
-
-    Returns:
-        The row, None where nothing was timed, and whether it is complete. Where `why_not` has a reason the row is
-        ``skipped``.
-
-    Raises:
-        UserError: see `compare`.
-    """
-    plan.check()
-    row = _Row(plan, OURS if OURS in recipes else list(recipes)[-1], shown)
-    complete = True
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Show no banner, log or bar of the sides beside the one bar over all of them."""
+    bars, level = datasets.are_progress_bars_disabled(), logging.root.manager.disable
+    datasets.disable_progress_bars()
+    logging.disable(logging.WARNING)
     try:
-        with one_bar():
-            try:
-                for name in sorted(recipes, key=lambda name: why_not is not None and name != row.subject):
-                    shown.set_postfix_str(f"loading {name}")
-                    row.add(name, partial(Side, name, recipes[name], build, plan))
-                    ours = row.sides.get(name) if name == row.subject else None
-                    if why_not is not None and ours is not None and (reason := why_not(ours)):
-                        return {"skipped": reason, "sides": {}, "tokens": 0}, True
-                row.sides = {name: row.sides[name] for name in recipes if name in row.sides}
-                row.run()
-            except KeyboardInterrupt:
-                complete = False
-            finally:
-                more = {"other_load": row.load.cores()}
-                for side in row.sides.values():
-                    side.close()
-        return row.result(complete, **more), complete
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore", FutureWarning)  # TRL's own defaults use deprecated names
+            yield
     finally:
-        row.sides.clear()
-        attempt(_free_memory)
-
-
-class _Row:
-    """The sides of one row while they are measured, and what was found of them together."""
-
-    def __init__(self, plan: RoundPlan, subject: str, shown: Any) -> None:
-        self.plan, self.subject, self.shown = plan, subject, shown
-        self.load = OtherLoad()
-        self.sides: dict[str, Side] = {}
-        self.failed: dict[str, str] = {}
-        self._order: list[str] = []
-        self._dropout = False
-
-    def add(self, name: str, make: Callable[[], Side]) -> None:
-        """Make a side and let it begin; out of memory it is one that failed, as is a baseline that cannot run here."""
-        try:
-            self.sides[name] = side = make()
-            _check_same_weights(next(iter(self.sides.values())), side)
-            side.begin()
-            return
-        except UserError:
-            raise
-        except FAILURES as error:
-            reason = describe_failure(error)
-            if not isinstance(error, torch.OutOfMemoryError) and name in (STOCK, self.subject):
-                raise UserError(f"{name} cannot be trained: {reason}") from error
-        if "OutOfMemory" in reason and len(self.sides) > 1:
-            reason += "; all sides are in memory together: measure in one process each (--isolate)"
-        self._drop(name, reason)
-
-    def _drop(self, name: str, reason: str) -> None:
-        self.failed[name] = reason
-        if name in self.sides:
-            self.sides.pop(name).close()
-        _free_memory()
-
-    def run(self) -> None:
-        """Run the gate, the warm-up and the timed rounds, of which the order is kept, then the untimed extra steps."""
-        with without_dropout([side.trainer.model for side in self.sides.values()]) as self._dropout:
-            self._rounds("gate", range(-self.plan.untimed, -self.plan.warmup))
-        self._rounds("warm-up", range(-self.plan.warmup, 0))
-        self._order.clear()
-        self.load.restart()
-        self._rounds("timing", range(self.plan.pairs))
-        for side in self.sides.values():
-            side.run_extras()
-
-    def _rounds(self, kind: str, indices: range) -> None:
-        self.shown.set_postfix_str(kind)
-        for index in indices:
-            steps: dict[str, StepFigures] = {}
-            for name in turn_order(list(self.sides), index):
-                step, failure = attempt(self.sides[name].step, (UserError,))
-                if step is None:
-                    self._drop(name, failure or "")
-                    continue
-                steps[name] = step
-                self._order.append(name)
-            self.shown.update(1)
-            self._check(index + self.plan.untimed + 1, steps)
-
-    def _check(self, number: int, steps: Mapping[str, StepFigures]) -> None:
-        """Check the tokens of every round, and the losses of the gate's and, without dropout, the warm-up's."""
-        first, *others = [name for name in self.sides if name in steps] or [""]  # the reference, first in turn or not
-        for name in others:
-            found = {each: self.sides[each].compared(steps[each]) for each in (first, name)}
-            dtype, figure = self.sides[first].dtype, self.sides[first].recipe.compares
-            reason = disagreement(
-                number, found, self.plan, dtype=dtype, dropout=self._dropout, figure=figure, subject=self.subject
-            )
-            if reason:
-                self._drop(name, reason)
-
-    def result(self, complete: bool, **more: Any) -> dict[str, Any] | None:
-        """Return the row; None where an interrupt came before the first timed step."""
-        good = {name: side for name, side in self.sides.items() if len(side.steps) > self.plan.untimed}
-        check_measured(good, self.failed, complete)
-        rounds = min((len(side.steps) for side in good.values()), default=0)
-        parts = {name: part_of(side, rounds, self._dropout) for name, side in good.items()}
-        more |= {"isolation": INTERLEAVED, "order": self._order}
-        return assemble(parts, self.failed, self.subject, self.plan, **more) if parts else None
-
-
-def _free_memory() -> None:
-    free_memory("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _check_same_weights(first: Side, second: Side) -> None:
-    """Raise `UserError` unless what is trained starts equal on both sides, and is not one and the same."""
-    if first is second:
-        return
-    before = {name: p for name, p in first.trainer.model.named_parameters() if p.requires_grad}
-    for name, parameter in second.trainer.model.named_parameters():
-        other = before.get(name)
-        if not parameter.requires_grad or other is None or other.shape != parameter.shape:
-            continue
-        if other.data_ptr() == parameter.data_ptr():
-            raise UserError(
-                f"build gave {first.name} and {second.name} the same model: load or copy it inside of build, so that "
-                "one side does not train the other's weights"
-            )
-        if not torch.equal(other, parameter):
-            raise UserError(
-                f"{first.name} and {second.name} start from different weights ({name}): build must load the same "
-                "model each time; random numbers are seeded before each call"
-            )
+        logging.disable(level)
+        if not bars:
+            datasets.enable_progress_bars()

@@ -221,9 +221,6 @@ class StepGraphs(GraphDecision):
 
     def _keep(self, inputs: Any, table: Tensor) -> None:
         self._step.keep(self._run.trainer, table, inputs["packed_batch"])
-        for hook in list(self._run.model._forward_pre_hooks.values()):
-            if getattr(hook, "sees_plain_rows", False):
-                hook(self._run.model, (), {**inputs, "loss_batch": inputs["packed_batch"]})
 
     def drop(self) -> None:
         """Drop all graphs and buckets; they are made again from the rows that follow."""

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from fastpack_trl.checkpointing.offload import offload_conflict, offload_unavailable
 from fastpack_trl.checkpointing.plan import Growth, Level, Plan, Planner, checkpointable_layers, describe, layer_levels
-from fastpack_trl.checkpointing.streams import GIB, host_copy_seconds
+from fastpack_trl.checkpointing.streams import GIB
 from fastpack_trl.checkpointing.trace import decoder_run, trace_levels
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model import sharded
@@ -26,8 +26,7 @@ from fastpack_trl.run.budget import HEAD_BYTES, budget_bytes, largest_row, memor
 logger = logging.getLogger(__name__)
 
 FEATURE = "activation_memory"
-_TIMED_TOKENS = 2048
-_AMPLE = 2.0  # budget per byte that `KEEP` keeps, from which on nothing is timed: a third of the passes are left
+_AMPLE = 2.0  # budget per byte that `KEEP` keeps, from which on no backward pass is measured
 
 
 class LevelError(ValueError):
@@ -308,32 +307,24 @@ def plan_memory(run: Run) -> ActivationMemory:
         said.append(message)
         logger.warning(f"{FEATURE}: {message}")
 
-    setting, device, layers = run.settings.activation_memory, run.device, checkpointable_layers(run.model)
-    cuda = device.type == "cuda"
+    setting, layers = run.settings.activation_memory, checkpointable_layers(run.model)
     with run.ranks.propagate_failures():  # none may run a sharded model without the others
         tokens, longest = largest_row(run)
-        blocked = offload_unavailable(device)
-        copies = (host_copy_seconds(device) if cuda else lambda count: 0.0) if not blocked else None
+        blocked = offload_unavailable(run.device)
         hidden = text_model(run.model).config.get_text_config().hidden_size
         decode, own = decoder_run(run), float(budget_bytes(run, say))
     (least,) = run.ranks.all_min([own])
     head_bytes = tokens * hidden * HEAD_BYTES
     budget = max(0, int(least) - head_bytes)
-    # All processes run the sharded model together: none of them may take a pass more for what its clock says.
-    timed = min(tokens, _TIMED_TOKENS) if cuda and not run.is_fsdp2 else None
-    # A compiled layer decides by itself which element-wise work it does again, and hides its products.
-    compiled = {"on": True, "auto": cuda}.get(run.settings.layer_compile, False)
-    levels = [level for level in Level if not (compiled and level is Level.POINTWISE)]
 
     def ample(kept: Sequence[Growth]) -> bool:
         enough = setting == "auto" and sum(growth.at(tokens, longest) for growth in kept) * _AMPLE <= budget
         return run.ranks.all(enough) if run.is_fsdp2 else enough
 
     costs, failed = trace_levels(
-        run.model, layers, decode, timed_tokens=timed, copy_seconds=copies, levels=levels, room=budget,
-        ample=ample, together=run.failing_together_if_sharded,
-    )  # fmt: skip
-    planner = Planner(costs, budget, tokens, longest, Level.CHECKPOINT if blocked else Level.OFFLOAD)
+        run.model, layers, decode, offload=not blocked, ample=ample, together=run.failing_together_if_sharded
+    )
+    planner = Planner(costs, budget, tokens, longest)
     if setting == "auto":
         plan = planner.best()
         if not plan.fits:
@@ -341,6 +332,6 @@ def plan_memory(run: Run) -> ActivationMemory:
     else:
         level = Level[setting.upper()]
         if level not in costs.growth:
-            raise LevelError(failed.get(level) or blocked or failed[Level.CHECKPOINT])
+            raise LevelError(blocked if blocked and level is Level.OFFLOAD else failed)
         plan = planner.plan([level] * len(layers))
     return ActivationMemory(run, planner, plan, said, head_bytes)

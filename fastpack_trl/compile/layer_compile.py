@@ -32,7 +32,6 @@ def layer_compile(run: Run) -> Iterator[None]:
     weighs = run.settings.layer_compile == "auto"
     with compiled_layers(
         run.model,
-        measure=weighs,
         left=run.steps_left if weighs else None,
         # The first step shows within seconds that the run works, and how long merged rows are.
         early=(lambda: run.is_in_first_step) if weighs else None,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from statistics import median
+from dataclasses import dataclass
+from statistics import median, quantiles
 from typing import Any
 
 _CONFIDENCE = 0.95
@@ -25,10 +25,6 @@ class Interval:
     low: float
     high: float
     coverage: float
-
-    def to_dict(self) -> dict[str, float]:
-        """Return plain data for JSON."""
-        return asdict(self)
 
 
 def median_interval(values: Sequence[float]) -> Interval:
@@ -53,11 +49,7 @@ def median_interval(values: Sequence[float]) -> Interval:
     return Interval(median(ordered), ordered[cut], ordered[count - 1 - cut], max(0.0, 1 - 2 * tail))
 
 
-def summary(values: Sequence[float]) -> dict[str, Any]:
-    """Return `median_interval` of `values` as plain data, with the ``values`` themselves."""
-    return {**median_interval(values).to_dict(), "values": list(values)}
-
-
-def ratio_summary(others: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
-    """Return the `summary` of ``other / our``, pair by pair: of seconds, above 1 ours is faster."""
-    return summary([other / our for other, our in zip(others, ours, strict=True)])
+def quartiles(values: Sequence[float]) -> dict[str, Any]:
+    """Return median and quartiles as plain data: ``{"median": 2, "q1": 1.5, "q3": 2.5, "values": [1, 2, 3]}``."""
+    q1, middle, q3 = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    return {"median": middle, "q1": q1, "q3": q3, "values": list(values)}

@@ -9,14 +9,11 @@ import os
 import platform
 import shutil
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.code_hash import code_hashes
@@ -141,40 +138,6 @@ def _whole_output(program: str, *arguments: str) -> str | None:
     command = [found, *arguments]
     ran = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)  # noqa: S603 - fixed
     return ran.stdout if ran.returncode == 0 else None
-
-
-class OtherLoad:
-    """Cores that *other* processes keep busy while this one measures: a spinning thread pool that must share its cores
-    slows down many times, so that a time taken beside them says little.
-
-    ```python
-    load = OtherLoad()
-    ...
-    load.cores()  # since the line above
-    ```
-    """
-
-    def __init__(self) -> None:
-        self._start = self._read()
-
-    def restart(self) -> None:
-        """Count from here."""
-        self._start = self._read()
-
-    def cores(self) -> float | None:
-        """Return the average number of cores since construction or `restart`; None where no time has passed."""
-        end = self._read()
-        if end[0] <= self._start[0]:
-            return None
-        passed, busy, own = (b - a for a, b in zip(self._start, end, strict=True))
-        return max(0.0, (busy - own) / passed)
-
-    @staticmethod
-    def _read() -> tuple[float, float, float]:
-        """Return seconds: passed, busy on all cores together, spent by this process."""
-        spent = psutil.cpu_times()._asdict()
-        busy = sum(spent.get(kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq"))
-        return time.perf_counter(), busy, time.process_time()
 
 
 def check_writable(path: str | Path, option: str = "--json") -> Path:

@@ -1,38 +1,20 @@
-"""Measurements as text for people: aligned columns, and lines that the records of every measurement have."""
+"""Measurements as text for people: aligned columns, and where and with what a record was measured."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-NOISE_CORES = 0.1
-"""Cores kept busy by other processes above which the table says that a row was not measured alone."""
 
-
-def fact_lines(record: Mapping[str, Any]) -> list[str]:
-    """Return three lines: device, versions, commit with seed."""
-    machine, source = record["machine"], record["source"]
-    device = machine.get("gpu") or machine["processor"]
-    driver = f", driver {machine['driver']}" if machine.get("driver") else ""
-    versions = ", ".join(f"{name} {value}" for name, value in record["versions"].items())
+def facts_line(record: Mapping[str, Any]) -> str:
+    """Return device, threads, versions and commit of a record in a line."""
+    machine, source, versions = record["machine"], record["source"], record["versions"]
     commit = "installed package"
     if source["commit"] is not None:
         commit = f"commit {source['commit'][:12]}{' with uncommitted changes' if source['modified'] else ''}"
     threads = machine["threads"]
-    return [
-        f"{device}{driver}, {threads} thread{'s' * (threads != 1)} of {machine['cores']} cores, {record['date']}",
-        versions,
-        f"{commit}, seed {record['seed']}",
-    ]
-
-
-def disturbances(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return a line per row beside which other processes kept cores busy."""
-    return [
-        f"{row['tokens']:,} tokens: other processes kept {row['other_load']:.1f} cores busy; repeat on a quiet machine"
-        for row in rows
-        if (row.get("other_load") or 0.0) > NOISE_CORES
-    ]
+    parts = [machine.get("gpu") or machine["processor"], f"{threads} thread{'s' * (threads != 1)}"]
+    return ", ".join([*parts, *(f"{name} {versions[name]}" for name in ("torch", "trl")), commit])
 
 
 def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
@@ -47,8 +29,3 @@ def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
         ).rstrip()
         for row in cells
     ]
-
-
-def interval_cell(ratio: Mapping[str, float]) -> str:
-    """Return ``1.20 to 1.31 (96.1%)``: the ends of an interval and its coverage."""
-    return f"{ratio['low']:.2f} to {ratio['high']:.2f} ({ratio['coverage']:.1%})"

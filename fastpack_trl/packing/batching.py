@@ -174,7 +174,7 @@ class ArrowRows(torch.utils.data.Dataset[dict[str, Any]]):
 
     Each value is a read-only NumPy view of the Arrow buffer where that is possible; `datasets`' own NumPy format builds
     the same arrays through a formatter that costs more than the rest of a batch (measured by
-    ``python -m benchmarks.collator``).
+    ``python -m benchmarks micro``).
 
     Args:
         dataset: the data set; its order (shuffle, select) is kept.

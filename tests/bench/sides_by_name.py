@@ -1,19 +1,17 @@
-"""A side that `test_training_run` starts by name, in a process of its own."""
+"""A side that `test_process` starts by name, in a process of its own."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from fastpack_trl.errors import UserError
 
 
-def answering(row: dict[str, Any], side: str, *, note: Callable[[dict[str, Any]], None], says: str = "") -> Any:
+def answering(row: dict[str, Any], side: str, *, says: str = "") -> Any:
     """Called in the process of a run, by name."""
-    note({"noted": 1})
     match side:
         case "breaks":
             raise RuntimeError("no kernel")

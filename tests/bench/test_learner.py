@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import torch
 from preference_material import build
 from trainer_material import make_tokenizer
 
-from fastpack_trl.bench.compare import in_turn
+from fastpack_trl.bench.compare import losses_line, train_side
+from fastpack_trl.bench.engine import compare_sides
+from fastpack_trl.bench.gate import LossParityError
 from fastpack_trl.bench.learner import learner_alone
-from fastpack_trl.bench.parity import LossParityError
-from fastpack_trl.bench.side import RoundPlan
+from fastpack_trl.bench.sides import side_of
 from fastpack_trl.recipe.methods import METHODS
 from fastpack_trl.testing import tiny_model
 
@@ -53,11 +55,13 @@ def test_the_gate_stops_a_learner_with_another_model(tmp_path: Path, beta: float
                 trainer.model.get_base_model().lm_head.weight.mul_(1.01)
         return trainer
 
-    plan = RoundPlan(pairs=1, warmup=0, gate_steps=1)
+    steps: Any = {"warmup": 1, "timed": 1, "gate": 1, "seed": 0}
+    runs = {name: partial(train_side, make, side_of(name, METHODS["grpo"]), **steps) for name in ("stock", "fastpack")}
     wrong = False
-    (row,), complete = in_turn(make, plan, ("stock", "fastpack"), False, METHODS["grpo"])
-    assert complete
-    assert (row["gate"]["figure"], row["made_up"]) == ("gradient norm", "completions and rewards")
+    row = compare_sides(runs, subject="fastpack", rounds=1, gate=1, progress=False)
+    assert row["complete"]
+    assert row["gate"]["figure"] == "gradient norm"
+    assert losses_line(row).startswith("gradient norms agree")
     wrong = True
     with pytest.raises(LossParityError, match="the gradient norm of step 1"):
-        in_turn(make, plan, ("stock", "fastpack"), False, METHODS["grpo"])
+        compare_sides(runs, subject="fastpack", rounds=1, gate=1, progress=False)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from offload_material import assert_same, enable
+from timed_streams import TimedCudaStreams
 from torch import Tensor, nn
 
-from benchmarks.activation_memory import TimedCudaStreams
 from fastpack_trl.checkpointing.offload import checkpointed_layers, offload_checkpoints
 from fastpack_trl.checkpointing.offloader import Offloader
 from fastpack_trl.checkpointing.streams import CudaStreams

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 import sysconfig
+import tomllib
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
 
+from fastpack_trl import quickstart
 from fastpack_trl.cli.init import shipped
 from fastpack_trl.cli.main import main
-from fastpack_trl.quickstart import corpus
+from fastpack_trl.recipe import paths
 from fastpack_trl.recipe.methods import METHODS
+from fastpack_trl.recipe.paths import configs_folder
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +56,7 @@ def test_a_file_is_replaced_only_by_force(here: Path, capsys: pytest.CaptureFixt
     file.write_text("mine", encoding="utf-8")
     assert main(["init", "qwen3-8b-lora-8k", "--output", "mine.yaml"]) == 2
     assert file.read_text(encoding="utf-8") == "mine"
-    assert "mine.yaml is there already: --force replaces it" in capsys.readouterr().err
+    assert "mine.yaml exists: --force replaces it" in capsys.readouterr().err
     assert main(["init", "qwen3-8b-lora-8k", "--output", "mine.yaml", "--force"]) == 0
     assert "Qwen3-8B" in file.read_text(encoding="utf-8")
 
@@ -60,8 +65,10 @@ def test_the_quickstart_trains_from_an_empty_folder(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # A part of the standard library: all of it takes a minute.
-    monkeypatch.setattr(corpus, "stdlib_folder", lambda: Path(sysconfig.get_paths()["stdlib"]) / "email")
-    monkeypatch.setattr(corpus, "MIN_DOCUMENTS", 50)
+    monkeypatch.setattr(
+        quickstart, "collect", partial(quickstart.collect, Path(sysconfig.get_paths()["stdlib"]) / "email")
+    )
+    monkeypatch.setattr(quickstart, "LEAST", 50)
     assert main(["init", "quickstart"]) == 0
     assert "made quickstart-output/" in capsys.readouterr().out
     short = ["--max_steps", "1", "--eval_on_start", "False", "--eval_strategy", "no"]
@@ -77,3 +84,17 @@ def test_the_quickstart_trains_from_an_empty_folder(
     (here / "quickstart.yaml").unlink()
     assert main(["init", "quickstart"]) == 0
     assert "model and data: those in quickstart-output/" in capsys.readouterr().out
+
+
+def test_a_checkout_reads_the_configs_beside_the_package_and_a_wheel_those_inside_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = Path(__file__).parents[2]
+    assert configs_folder() == repository / "configs"
+    package = tmp_path / "site-packages" / "fastpack_trl"
+    (package / "recipe").mkdir(parents=True)
+    monkeypatch.setattr(paths, "__file__", str(package / "recipe" / "paths.py"))
+    wheel = tomllib.loads((repository / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    for source, target in wheel["force-include"].items():
+        shutil.copytree(repository / source, package.parent / target)
+    assert configs_folder() == package / "configs"

@@ -1,4 +1,4 @@
-"""Records: written whole, of a checkout or none, with the machine and the load beside them."""
+"""Records: written whole, of a checkout or none, with the machine beside them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,6 @@ import pytest
 import torch
 
 from fastpack_trl.measure import record
-
-
-def test_other_load_counts_what_this_process_did_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Seconds: passed, busy on all cores, spent here.
-    readings = iter([(0.0, 100.0, 10.0), (10.0, 125.0, 20.0), (10.0, 100.0, 30.0), (0.0, 100.0, 30.0)])
-    monkeypatch.setattr(record.OtherLoad, "_read", staticmethod(lambda: next(readings)))
-    load = record.OtherLoad()
-    assert load.cores() == 1.5
-    assert load.cores() == 0.0
-    assert load.cores() is None
 
 
 def test_json_is_written_whole_and_without_nan(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_fields_that_differ_from_layer_to_layer_are_read_per_layer() -> None:
     assert layer_values(model.config, "head_dim") == [8, 16] * 2
     features, flops = read_features(model), model_flops(model)
     assert (features.head_dim, features.num_heads, features.windows, features.gap) == (16, 4, {5}, "")
-    assert [flops.pairs[window].forward for window in (5, None)] == [2 * 4 * 4 * 8, 2 * 4 * 4 * 16]
+    assert [flops.pairs[window] for window in (5, None)] == [2 * 4 * 4 * 8, 2 * 4 * 4 * 16]
 
 
 def test_a_norm_without_a_gradient_at_zero_is_no_leak() -> None:
@@ -131,11 +131,12 @@ def test_embeddings_inside_of_peft_have_their_sizes_and_train_as_in_trl(field: s
         table, flops = token_table(model := wrapped(tie_word_embeddings=tied)), model_flops(model)
         assert type(table) is nn.Embedding
         assert (table.num_embeddings, table.embedding_dim) == tuple(plain.model.embed_tokens.weight.shape)
-        assert flops.head.forward == model_flops(plain).head.forward
+        lora = sum(2 * p.numel() for name, p in model.named_parameters() if "lora_" in name and "embedding" not in name)
+        assert flops.forward == model_flops(plain).forward + lora
     assert learned_positions(wrapped(max_position_embeddings=96)) is None, "tokens are no positions, if as many"
     runs = [
         train(cls, tmp_path, model=wrapped(), fast=fast, packing=True, optim="sgd")
-        for cls, fast in ((FastSFTTrainer, {"activation_memory": "selective"}), (SFTTrainer, None))
+        for cls, fast in ((FastSFTTrainer, {"activation_memory": "checkpoint"}), (SFTTrainer, None))
     ]
-    assert runs[0].fastpack_report["activation_memory"].path == "selective"
+    assert runs[0].fastpack_report["activation_memory"].path == "checkpoint"
     assert_same_log(*runs)

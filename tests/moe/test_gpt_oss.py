@@ -72,7 +72,6 @@ def separate() -> tuple[float, dict[str, Tensor]]:
     ("level", "streams"),
     [
         pytest.param("keep", None, id="plain"),
-        pytest.param("selective", None, id="selective"),
         pytest.param("off", None, id="checkpointed"),
         pytest.param("off", RecordingStreams, id="offloaded"),
         pytest.param("off", CudaStreams, id="offloaded-cuda", marks=pytest.mark.cuda),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,12 +9,12 @@ from typing import Any, NamedTuple
 import pytest
 from shape_material import arguments_of
 
-from benchmarks.caps_side import DOCUMENT
+from benchmarks.records import read
+from benchmarks.rows import LONGEST_DOCUMENT as DOCUMENT
 from fastpack_trl.checkpointing.plan import Level
 from fastpack_trl.recipe.forecast import CONTEXT_GIB, Forecast, predict
 from fastpack_trl.recipe.gpus import Gpu
 
-ROOT = Path(__file__).parents[2]
 GIB = 2**30
 FITTED = "qwen3-8b"
 """The row whose records the allocator's constants are fitted on; the others check them."""
@@ -32,22 +31,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 class Recorded(NamedTuple):
     model: str
-    side: dict[str, Any]
+    weights_gib: float
     row: dict[str, Any]
 
     def __str__(self) -> str:
         return f"{self.model} {self.row['tokens']} {self.row['cap_gib']}"
 
 
+CAPS = [run for run in read() if run["case"] == "memory_caps" and run["side"] == "fastpack"]
+
+
 def recorded() -> list[Recorded]:
     """Return the rows of ours that were trained; not those that the allocator's cap filled after an out-of-memory."""
-    found = []
-    for path in sorted((ROOT / "benchmarks/results").glob("memory_caps_*.json")):
-        for model in json.loads(path.read_text())["rows"]:
-            side = model["sides"]["fastpack"]
-            trained = [row for row in side["rows"] if row.get("reserved_gib") and "failed" not in row]
-            found += [Recorded(model["model"], side, row) for row in trained if not row["plan"]["ran_again"]]
-    return found
+    found: dict[str, Recorded] = {}
+    for run in CAPS:
+        model = run["row"].partition(",")[0]
+        for row in run["tries"]:
+            if row["reserved_gib"] and not row["failed"] and not (row.get("plan") or {}).get("ran_again"):
+                one = Recorded(model, run["weights_gib"], row)
+                found.setdefault(f"{one} {row.get('level')} {row.get('long')}", one)
+    return list(found.values())
 
 
 @cache
@@ -67,24 +70,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("one", recorded(), ids=str)
 def test_reserved_memory_without_the_weights_is_within_15_percent_of_the_record(one: Recorded, folder: Path) -> None:
     forecast = predicted(folder, one.model, one.row["cap_gib"] or 139.8)
-    level = Level.OFFLOAD if one.row.get("settings", {}).get("activation_memory") == "offload" else None
+    level = Level.OFFLOAD if one.row.get("level") == "offload" else None
     need = forecast.need(one.row["tokens"], DOCUMENT, level=level)
-    beside = one.row["reserved_gib"] - one.side["weights_gib"]
+    beside = one.row["reserved_gib"] - one.weights_gib
     over = need.total / GIB - CONTEXT_GIB - one.row["reserved_gib"]
     print(f"{one}: {beside:.2f} GiB beside the weights, {over / beside:+.1%}; {need.levels}")
     # TRL casts adapters beside a 4-bit base from fp32 to bf16: the record has weighed them before.
-    assert forecast.model.weights / GIB == pytest.approx(one.side["weights_gib"], rel=0.02)
+    assert forecast.model.weights / GIB == pytest.approx(one.weights_gib, rel=0.02)
     # Short rows, which ran without a cap, hold 1 to 4 GiB: there the allocator's own blocks are a large part.
     assert abs(over) <= max(0.15 * beside, 0.25 if one.row["cap_gib"] is None else 0.0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
-def test_the_longest_row_that_is_promised_was_trained(model: str, folder: Path) -> None:
+@pytest.mark.parametrize("run", CAPS, ids=lambda run: run["row"])
+def test_the_longest_row_that_is_promised_was_trained(run: Any, folder: Path) -> None:
     """A row up to an eighth longer than the longest that was trained: the search went by such steps."""
-    for one in {str(one.side["largest"]): one for one in recorded() if one.model == model}.values():
-        for cap, largest in one.side["largest"].items():
-            if largest:
-                promised = predicted(folder, model, float(cap)).longest_row()
-                print(model, cap, promised, largest)
-                assert 0.6 * largest <= promised <= largest * 1.125
+    promised = predicted(folder, run["row"].partition(",")[0], run["cap_gib"]).longest_row()
+    assert 0.6 * run["largest"] <= promised <= run["largest"] * 1.125

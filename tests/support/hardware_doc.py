@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from shape_material import arguments_for, arguments_of
 
-from benchmarks.readme_cells import between, grid
+from benchmarks.tables import between, grid
 from fastpack_trl.attention.backends import choose
 from fastpack_trl.attention.flash_attention_4 import has_device
 from fastpack_trl.attention.per_document import has_grouped_kernel
@@ -126,7 +126,7 @@ def _families(folder: Path) -> Iterator[list[str]]:
         cells = [
             found["packed_attention"],
             choose("auto", read_features(model)).path,
-            found["lora"],
+            _short(found["lora"]),
             found.get("moe", "-"),
         ]
         yield [f"`{family}`", *cells, *(_short(found[name]) for name in ("layer_compile", "cuda_graph"))]
@@ -150,7 +150,7 @@ def page_with(name: str, text: str) -> str:
     """Return the text of a page with one of its tables made anew."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return between(text, *MARKS[name], TABLES[name](Path(folder)))
+        return between(text, MARKS[name], TABLES[name](Path(folder)))
 
 
 if __name__ == "__main__":

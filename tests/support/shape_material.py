@@ -9,7 +9,7 @@ import yaml
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from benchmarks.model_shapes import shape_of
+from benchmarks.models import shape_of
 from fastpack_trl.recipe.make_trainer import short_run_arguments
 
 

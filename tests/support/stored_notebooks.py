@@ -66,14 +66,15 @@ def stored(notebook: dict[str, Any]) -> dict[str, Any]:
 def _outputs(cell: dict[str, Any]) -> list[dict[str, Any]]:
     outputs: list[dict[str, Any]] = []
     for output in cell["outputs"]:
-        if output["output_type"] == "error" or (PATH.search(text(output)) and output.get("name") != "stderr"):
-            raise SystemExit(f"cell {cell['id']}: not stored, an exception or an absolute path: {text(output)!r}")
         if output["output_type"] != "stream":
             outputs.append(output | {"metadata": {}})
-        elif output["name"] == "stdout":
+        elif output["name"] == "stdout":  # in pieces of any length
             if outputs and outputs[-1].get("name") == "stdout":
                 output = output | {"text": [text(outputs.pop()) + text(output)]}
             outputs.append(output | {"text": text(output).splitlines(keepends=True)})
+    for output in outputs:
+        if output["output_type"] == "error" or PATH.search(text(output)):
+            raise SystemExit(f"cell {cell['id']}: not stored, an exception or an absolute path: {text(output)!r}")
     return outputs
 
 

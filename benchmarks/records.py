@@ -1,0 +1,81 @@
+"""Records: one JSON object per run, a line of a file; those that are kept lie in ``results/CASE.jsonl``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+from argparse import Namespace
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastpack_trl.errors import UserError
+from fastpack_trl.measure.code_hash import BENCHMARKS, code_hashes
+from fastpack_trl.measure.record import date_now, machine, source, versions
+
+Run = Mapping[str, Any]
+RESULTS = Path(__file__).parent / "results"
+
+
+def read(*files: Path) -> list[dict[str, Any]]:
+    """Return the records of some files, of all in `RESULTS` by default.
+
+    Raises:
+        UserError: a file is missing, or no file of records.
+    """
+    try:
+        lines = [line for file in files or sorted(RESULTS.glob("*.jsonl")) for line in file.read_text().splitlines()]
+        return [json.loads(line) for line in lines]
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read the records: {error}") from error
+
+
+def newest(records: Iterable[Run]) -> list[Run]:
+    """Return the records of the newest command that measured each row, on each device."""
+    last: dict[tuple[str, str, str], str] = {}
+    found = list(records)
+    for run in found:
+        last[key_of(run)] = max(last.get(key_of(run), ""), run["date"])
+    return [run for run in found if run["date"] == last[key_of(run)]]
+
+
+def key_of(run: Run) -> tuple[str, str, str]:
+    """Return what a newer record replaces: case, row and GPU; all CPUs count as one."""
+    return run["case"], run["row"], run["machine"].get("gpu", "CPU")
+
+
+def append(file: Path | None, run: Run) -> None:
+    """Append a record to a file, if there is one."""
+    if file is not None:
+        with file.open("a", encoding="utf-8") as stream:
+            stream.write(f"{json.dumps(run)}\n")
+
+
+def add(records: Sequence[Run], folder: Path = RESULTS) -> None:
+    """Write records into the files of their cases, in place of older ones of the same rows."""
+    for case in dict.fromkeys(run["case"] for run in records):
+        file = folder / f"{case}.jsonl"
+        new = [run for run in records if run["case"] == case and "failed" not in run]
+        kept = newest([*(read(file) if file.exists() else ()), *new])
+        file.write_text("".join(f"{json.dumps(run)}\n" for run in kept), encoding="utf-8")
+
+
+def facts_of(args: Namespace, done: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what all records of a command share."""
+    here = source()
+    edited = {"note": f"with changes {here['changes']} that are in no commit"} if here.get("changes") else {}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return {
+        "command": "python -m benchmarks " + shlex.join(args.words), "date": done[-1]["date"] if done else date_now(),
+        "commit": here["commit"] or "unknown", "tree": tree_now(), **edited, "versions": versions(),
+        "machine": {**machine(device), "threads": args.threads},
+    }  # fmt: skip
+
+
+def tree_now() -> str:
+    """Return one hash of the package's code, without comments and docstrings."""
+    rooms = {room: found for room, found in sorted(code_hashes().items()) if room != BENCHMARKS}
+    return hashlib.sha256(json.dumps(rooms).encode()).hexdigest()[:12]

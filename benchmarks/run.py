@@ -1,0 +1,321 @@
+"""``python -m benchmarks run``: train each side of each row in a process of its own; one JSON object per run.
+
+    python -m benchmarks run --rows "qwen3-8b lora 4096" --sides trl fastpack --rounds 2 --json mine.jsonl
+    python -m benchmarks run --rows "small lora 4x1" --threads 1 --steps 8
+    python -m benchmarks run --rows "fsdp2 qwen3-8b lora 4096" --launcher accelerate --processes 2
+
+A run is the first steps of a run of 500: the warm-up lasts until all that pays off in such a run has been decided, then
+``--steps`` are timed, each to the end of the device's work. Rows ``start ...`` are whole runs. The file of ``--json``
+grows run by run, and the same command continues it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import Parser, known_names
+from benchmarks.micro import ONE_SORT, register_sorted_loop
+from benchmarks.models import PAD
+from benchmarks.records import append, facts_of, read
+from benchmarks.rows import METHODS, ROWS, Row
+from benchmarks.tables import shown
+from fastpack_trl.bench.engine import run_side
+from fastpack_trl.bench.learner import learner_alone
+from fastpack_trl.bench.process import OwnProcess, accelerate_launch, torchrun
+from fastpack_trl.bench.rebuild import rebuild_per_layer
+from fastpack_trl.bench.sides import compiled_regions
+from fastpack_trl.bench.watch import Watch, has_settled
+from fastpack_trl.errors import UserError
+
+LARGE = ("qwen3-8b", "qwen3-14b", "qwen3-30b-a3b", "qwen3-32b")
+EQUAL_MEMORY = "fastpack equal memory"
+TRIES, EXCESS = 3, 1.01
+"""Runs at equal memory until the peak is at most this many times the other side's."""
+REGIONS = {"BACKEND": "INDUCTOR", "USE_REGIONAL_COMPILATION": "true"}
+FSDP = ("--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
+
+
+@contextlib.contextmanager
+def packed(trainer: Any, implementation: str) -> Iterator[str]:
+    """Run TRL's trainer with the collator and the packed attention of this package."""
+    from fastpack_trl.attention.install import packed_attention
+    from fastpack_trl.packing.collator import PackingCollator
+
+    trainer.data_collator = PackingCollator(pad_token_id=PAD)
+    with packed_attention(trainer.model, implementation, compute_dtype=torch.bfloat16) as attention:
+        yield attention.path
+
+
+@contextlib.contextmanager
+def experts_by(trainer: Any, name: str) -> Iterator[None]:
+    """Run the experts of TRL's trainer by another implementation of transformers."""
+    register_sorted_loop()
+    trainer.model.get_base_model().set_experts_implementation(name)
+    yield
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One trainer: fields of its configuration, and the context around its training."""
+
+    ours: bool = False
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    around: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext
+    warm_caches: bool = False
+
+
+SAME_MEMORY = {"activation_memory": "checkpoint"}
+OFFLOAD = {"activation_memory": "offload"}
+SIDES = {
+    "trl": Side(),
+    "trl compiled": Side(around=compiled_regions),
+    "trl liger": Side(fields={"use_liger_kernel": True}),
+    "trl offload": Side(fields={"activation_offloading": True}),
+    "fastpack same memory": Side(True, SAME_MEMORY),
+    EQUAL_MEMORY: Side(True),
+    "fastpack warm caches": Side(True, warm_caches=True),
+    "fastpack eager": Side(True, {"cuda_graph": "off"}),
+    "fastpack fp8": Side(True, {"frozen_base": "fp8"}),
+    "fastpack whole documents": Side(True, {"share_prefixes": "off"}),
+    "fastpack": Side(True),
+    "metadata per layer": Side(around=lambda trainer: rebuild_per_layer(trainer.model)),
+    "metadata once": Side(around=partial(packed, implementation="sdpa")),
+    "packed kernel": Side(around=partial(packed, implementation="auto")),
+    "fastpack one buffer": Side(True, OFFLOAD | {"checkpoint_offload": "single_buffer"}),
+    "fastpack two buffers": Side(True, OFFLOAD | {"checkpoint_offload": "double_buffer"}),
+    "expert by expert": Side(around=partial(experts_by, name="eager")),
+    "one sort": Side(around=partial(experts_by, name=ONE_SORT)),
+}
+"""The sides of the three published optimizations differ in that optimization alone."""
+
+
+def train(
+    row: Mapping[str, Any], side: str, *, seed: int, steps: int, threads: int, profile: str = "",
+    gib: float | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Train one side of a row in this process; return its figures.
+
+    Args:
+        profile: file for the table of the kernels of a step.
+        gib: memory for the activations of ours.
+    """
+    what, how = ROWS[row["row"]], SIDES[side]
+    if "tokens" in row:
+        what = what.stretched_to(row["tokens"])
+    if what.engine and how.around is compiled_regions:  # FSDP 2 wraps the model elsewhere
+        how = Side()
+        os.environ |= {f"ACCELERATE_DYNAMO_{name}": value for name, value in REGIONS.items()}
+    torch.set_num_threads(threads)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if "LOCAL_RANK" in os.environ and device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    weights: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder:
+        fields = {**what.arguments(device), **how.fields, "output_dir": folder, "seed": seed}
+        if gib is not None:
+            fields["activation_memory_gib"] = gib
+
+        def build() -> Any:
+            trainer = make_trainer(what, how.ours, fields, seed)
+            if device == "cuda":
+                weights["weights_gib"] = torch.cuda.memory_allocated() / 2**30
+            return trainer
+
+        around = learner_alone if what.is_online else how.around
+        result = run_side(build, watch_of(what, steps, profile), around=around, seed=seed)
+    if profile and not what.run:
+        Path(profile).write_text(kernels(f"{profile}.json"), encoding="utf-8")
+    return figures(result, what) | weights
+
+
+def make_trainer(row: Row, ours: bool, fields: Mapping[str, Any], seed: int) -> Any:
+    """Return TRL's trainer of a row, or ours."""
+    import trl
+
+    import fastpack_trl
+
+    name = METHODS[row.method]
+    kind, config = (
+        getattr(fastpack_trl if ours else trl, f"{'Fast' * ours}{name}{what}") for what in ("Trainer", "Config")
+    )
+    args = config(**fields)
+    return kind(args=args, **row.material(args.device.type, seed))
+
+
+def watch_of(row: Row, steps: int, profile: str) -> Watch:
+    """Return the watch of a run: all steps of a whole run, or `steps` after those that decide and settle."""
+    if row.run:
+        first = row.run // 2
+        return Watch(warmup=first, timed=row.run - first, settled=lambda _: True)
+    cuda = torch.cuda.is_available()
+    least, profiled = (6, 2) if cuda else (2, 2 * bool(profile))
+    return Watch(
+        warmup=least, timed=steps, settled=has_settled if cuda else lambda _: True, settling=least * cuda,
+        profiled=profiled, trace=f"{profile}.json" if profile else None,
+    )  # fmt: skip
+
+
+def kernels(trace: str) -> str:
+    """Return the kernels of a Chrome trace by their time, on a CPU its operators: milliseconds, calls, name."""
+    events = json.loads(Path(trace).read_text(encoding="utf-8"))["traceEvents"]
+    kind = "kernel" if any(event.get("cat") == "kernel" for event in events) else "cpu_op"
+    found: dict[str, list[float]] = {}
+    for event in events:
+        if event.get("cat") == kind:
+            found.setdefault(event["name"], []).append(event["dur"] / 1e3)
+    ordered = sorted(found.items(), key=lambda item: -sum(item[1]))
+    return "\n".join(f"{sum(each):10.2f} ms {len(each):7}  {name[:90]}" for name, each in ordered[:25])
+
+
+def figures(result: Any, row: Row) -> dict[str, Any]:
+    """Return what a record has of a run."""
+    found = asdict(result)
+    warmup = {"steps": found["warmup_steps"], "first": found["first_step_seconds"], "seconds": found["warmup_seconds"]}
+    by_step = {name: {str(step): one for step, one in enumerate(found[name], 1)} for name in ("losses", "grad_norms")}
+    report = (found["report"] or {}).get("features")
+    return {
+        "layers": row.depth, "run": row.run or 500, "steps": len(found["seconds"]), "warmup": warmup, **by_step,
+        **{name: found[name] for name in ("seconds", "tokens", "profile")}, "peak_gib": found["reserved_gib"],
+        "report": report and {n: f"{f['status']}: {f['path']}; {f['reason']}" for n, f in report.items()},
+    }  # fmt: skip
+
+
+def launcher(row: Row, args: Namespace, caches: str, **more: Any) -> OwnProcess:
+    """Return what starts the process of a run, or those of all ranks, with the compile caches in a folder."""
+    function = "benchmarks.run:train"
+    found = process_command(function, row.engine, args.processes) if row.engine else OwnProcess(function)
+    folders = {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor", "TRITON_CACHE_DIR": f"{caches}/triton"}
+    options = {"seed": args.seed, "threads": args.threads, **more}
+    return replace(found, options=options, timeout=args.timeout, environment={**found.environment, **folders})
+
+
+def process_command(function: str, engine: str, processes: int, *flags: str) -> OwnProcess:
+    """Return what calls a function in several processes under ``ddp`` or ``fsdp2``."""
+    if torch.cuda.is_available():
+        flags = (*(FSDP if engine == "fsdp2" else ("--multi_gpu",)), "--mixed_precision", "bf16", *flags)
+        return OwnProcess(function, command=accelerate_launch(processes, *flags))
+    if engine != "ddp":
+        raise UserError(f"{engine} needs CUDA devices: accelerate starts it on no CPU")
+    environment = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+    return OwnProcess(function, command=torchrun(processes), environment=environment)  # accelerate starts one process
+
+
+def steps_of(row: Row, asked: int | None) -> int:
+    """Return the number of timed steps."""
+    cuda = torch.cuda.is_available()
+    return asked or ((24 if row.model in LARGE else 60) if cuda else 6)
+
+
+def measure(args: Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the record of each run: sides in turn, in the other order in every second round."""
+    done = read(args.json) if args.json is not None and args.json.exists() else []
+    about = facts_of(args, done)
+    known = {
+        (run["row"], run["side"], run["round"]) for run in done if run["tree"] == about["tree"] and "failed" not in run
+    }
+    processes = {"processes": args.processes} if args.launcher == "accelerate" else {}
+    with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder:
+        for name in args.rows:
+            row, peaks, caches = ROWS[name], dict[str, float](), ""
+            for number in range(args.rounds):
+                sides = args.sides or row.sides
+                for side in sides if number % 2 == 0 else sides[::-1]:
+                    if (name, side, number) in known:
+                        continue
+                    if not (caches and SIDES[side].warm_caches):  # else those of the run before
+                        caches = tempfile.mkdtemp(dir=folder)
+                    start = partial(launcher, row, args, caches, steps=steps_of(row, args.steps))
+                    equal = side == EQUAL_MEMORY
+                    found = at_equal_memory(name, side, peaks, start) if equal else run_once(name, side, args, start)
+                    peaks[side] = found.get("peak_gib") or 0.0
+                    yield {"case": row.case, "row": name, "side": side, "round": number, **processes, **found, **about}
+
+
+def run_once(name: str, side: str, args: Namespace, start: Callable[..., OwnProcess]) -> dict[str, Any]:
+    """Run one side; print the kernels of a step if they were asked for."""
+    if not args.profile:
+        return start()({"row": name}, side)
+    with tempfile.NamedTemporaryFile(suffix=".txt") as file:
+        found = start(profile=file.name)({"row": name}, side)
+        print(f"{name}, {side}: kernels of the profiled steps\n{Path(file.name).read_text(encoding='utf-8')}")
+        return found
+
+
+def at_equal_memory(
+    name: str, side: str, peaks: Mapping[str, float], start: Callable[..., OwnProcess]
+) -> dict[str, Any]:
+    """Run our side with the peak of the sides before it, with less for activations until it does not exceed that.
+
+    Raises:
+        UserError: there is no such peak.
+    """
+    peak = max(peaks.values(), default=0.0)
+    if not peak:
+        raise UserError(f"{side!r} gets the peak memory of a side before it on a CUDA device: give another one first")
+    gib, found = peak, dict[str, Any]()
+    for _ in range(TRIES):
+        found = start(gib=gib)({"row": name}, side)
+        if "failed" in found or found["peak_gib"] <= EXCESS * peak:
+            break
+        gib -= found["peak_gib"] - peak
+    return found
+
+
+def parse(words: Sequence[str]) -> Namespace:
+    """Return the options.
+
+    Raises:
+        UserError: an unknown row or side; rows of several processes in one, or the reverse.
+    """
+    parser = Parser("run", __doc__, f"rows: {', '.join(ROWS)}\n\nsides: {', '.join(SIDES)}")
+    add = parser.add_argument
+    add("--rows", nargs="+", required=True, metavar="ROW", help="names of rows (below), or how they begin")
+    add("--sides", nargs="+", metavar="SIDE", help="default: those of the row")
+    add("--rounds", type=int, default=2, help="runs of each side (default: %(default)s)")
+    add("--launcher", choices=("process", "accelerate"), default="process", help="one process, or one per GPU")
+    add("--processes", type=int, default=2, help="of --launcher accelerate (default: %(default)s)")
+    add("--steps", type=int, help="timed steps (default: 60, 24 of models from 8B on, 6 on a CPU)")
+    add("--timeout", type=float, default=900, help="seconds of one run (default: %(default)s)")
+    add("--profile", action="store_true", help="print the kernels of the profiled steps by their time")
+    args = parser.measurement(words, threads=min(8, torch.get_num_threads()))
+    args.rows = known_names("row", args.rows, ROWS)
+    args.sides = known_names("side", args.sides, SIDES) if args.sides else None
+    for name in args.rows:
+        if (args.launcher == "accelerate") != bool(ROWS[name].engine):
+            raise UserError(f"--launcher {args.launcher} does not fit {name!r}: rows of ddp and fsdp2 need accelerate")
+    return args
+
+
+def main(words: Sequence[str]) -> int:
+    """Measure, and print the table of each row; 1 if a run failed."""
+    args = parse(words)
+    records: list[dict[str, Any]] = []
+    for run in measure(args):
+        records.append(run)
+        append(args.json, run)
+        if "failed" in run:
+            print(
+                f"{run['row']}, {run['side']}: failed: {run['failed']}",
+                "\n".join(run.get("last_lines", ())[-15:]),
+                file=sys.stderr,
+            )
+        else:
+            print(
+                f"{run['row']}, {run['side']}: {1e3 * sum(run['seconds']) / run['steps']:,.1f} ms a step",
+                file=sys.stderr,
+            )
+    print(shown(records))
+    return int(any("failed" in run for run in records))

@@ -1,0 +1,395 @@
+"""README's table and figure and ``RESULTS.md`` from the records: ``python -m benchmarks tables``.
+
+A record is one JSON object per run, a line of ``results/CASE.jsonl``. What was not measured is not shown. A test fails
+if a page and its records disagree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median, quantiles
+from typing import Any
+
+from benchmarks import Parser
+from benchmarks.records import Run, add, key_of, newest, read, tree_now
+
+ROOT = Path(__file__).parents[1]
+FIGURE = ROOT / "docs/figures/readme.png"
+MARKS = "<!-- results -->", "<!-- /results -->"
+OURS, SAME_MEMORY = "fastpack", "fastpack same memory"
+COMPARED = 24
+"""Steps whose losses are compared: later on, two runs of one side in bf16 drift apart as well."""
+LITTLE = 1.05
+LEAKS = "gpt-oss"
+"""Model whose packed documents see each other under TRL, so its losses differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a table of RESULTS.md says above its rows.
+
+    Attributes:
+        over: sides that the others are compared with; the losses are those of the first.
+        budget: largest relative difference of a logged loss; beyond it no speed is shown.
+    """
+
+    title: str
+    text: str
+    over: tuple[str, ...] = ("trl", "trl compiled")
+    budget: float = 1e-3
+
+
+CASES = {
+    "sft": Case("SFT", "Rows of real text. *whole run*: a run of 500 steps, its first steps included."),
+    "equal_memory": Case(
+        "At equal memory", "fastpack gets the peak memory of TRL with compiled layers.", ("trl compiled",), 2e-2
+    ),
+    "memory_caps": Case("Longest row under a memory cap", "Packed rows; a step is one row.", ("trl",), 1.0),
+    "start": Case("From the first step on", "Whole runs with empty compile caches, or filled ones."),
+    "several_gpus": Case("Two GPUs", "A packed row per GPU and step. FSDP 2 logs losses in bf16.", budget=8e-3),
+    "preference": Case("Preference and online trainers", "GRPO: the learner alone.", budget=2e-2),
+    "prefixes": Case(
+        "Shared prefixes", "Rows of 8,192 tokens; *1000+200*: 1,000 shared tokens before 100 to 300 own.",
+        ("trl", "fastpack whole documents"),
+    ),
+    "hybrid": Case("Hybrid models", "TRL pads the documents that fastpack packs; forward and backward.", budget=1e-2),
+    "fp8": Case("LoRA over a base in FP8", "FP8 changes what is computed.", ("fastpack",), 1e-2),
+    "metadata": Case("Packing metadata alone", "Made in each layer, or once per batch.", ("metadata per layer",), 5e-3),
+    "reload": Case("Reload of layer inputs alone", "One buffer, or two.", ("fastpack one buffer",)),
+    "routing": Case("Routing alone", "Experts' tokens found one by one, or by one sort.", ("expert by expert",), 3e-2),
+    "experts": Case("Experts alone", "Forward and backward of one block, or of decoder layers without the head."),
+    "offload": Case("Layer inputs in host memory", "Forward and backward of decoder layers.", ("checkpoint",)),
+    "micro": Case("Parts alone", "What a step saves at least.", ("metadata per layer", "expert by expert")),
+    "host": Case("Narrow models", "Models so narrow that a step is mostly the host's work."),
+    "collate": Case("Collator", "Fetch and collate packed rows on one core.", ("trl",)),
+}  # fmt: skip
+"""By case, in the order of the page."""
+INTRODUCTION = """# Results
+
+Made by `python -m benchmarks tables` from the records in `benchmarks/results/`; do not edit. Absolute times hold for
+one machine; sides are compared within one command only.
+
+- *trl*: TRL's trainer as installed, with gradient checkpointing; *trl compiled*: its layers compiled by accelerate.
+- *fastpack*: our trainer at its defaults; *fastpack same memory*: it recomputes as TRL does.
+- *times*: that side's time over this one's, for the same tokens; above 1 this one is faster.
+- *tokens*: without padding. *peak*: reserved by torch, CUDA graphs included; in older records tensors and graphs.
+- *loss apart*: largest relative difference of a logged loss in the first 24 steps."""
+LEFT = "row", "side", "ms a step", "quartiles", "tokens a step", "tokens/s"
+RIGHT = (
+    "first step, s", "whole run, ms a step", "whole run, times", "loss apart", "peak, GiB", "kept, MiB", "launches",
+    "idle", "commit",
+)  # fmt: skip
+"""Columns of a table; between them is one for each side that the others are compared with."""
+README_ROWS = {
+    "qwen3-8b lora 4096": "Qwen3-8B LoRA, rows of 4,096 tokens",
+    "qwen3-14b nf4 4096": "Qwen3-14B QLoRA, rows of 4,096 tokens",
+    "gpt-oss-20b experts 4096": "gpt-oss-20b (4 of its layers), LoRA on experts, rows of 4,096",
+    "llama-3.2-1b full 4096": "Llama-3.2-1B, all weights, rows of 4,096 tokens",
+    "qwen3-0.6b lora 2x4": "Qwen3-0.6B LoRA, unpacked, batch size 2, 4 accumulated",
+}
+SHORT = "qwen3-0.6b lora 2048"
+COLORS = {"trl": "#999999", "trl compiled": "#56B4E9", SAME_MEMORY: "#E69F00", OURS: "#D55E00"}
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """All runs of one side of a row."""
+
+    runs: Sequence[Run]
+
+    @property
+    def seconds(self) -> list[float]:
+        return [second for run in self.runs for second in run["seconds"]]
+
+    @property
+    def step(self) -> float:
+        return median(self.seconds)
+
+    @property
+    def tokens(self) -> float | None:
+        """Tokens of a step, without padding."""
+        counts = [run["tokens"] / run["steps"] for run in self.runs if run.get("tokens")]
+        return fmean(counts) if counts else None
+
+    @property
+    def whole(self) -> float:
+        """Seconds per step of a whole run: its measured first steps, and the mean of the timed ones for the rest."""
+        mean, first = fmean(self.seconds), [run.get("warmup", {}) for run in self.runs]
+        steps = self.runs[0].get("run")
+        if not steps or any("seconds" not in each for each in first):
+            return mean
+        return fmean((each["seconds"] + (steps - each["steps"]) * mean) / steps for each in first)
+
+    @property
+    def peak(self) -> float | None:
+        return max((run["peak_gib"] for run in self.runs if run.get("peak_gib")), default=None)
+
+    def times(self, other: Side, whole: bool = False) -> float:
+        """Return how many times as fast as `other` this side is, per token if both count them."""
+        mine, theirs = (self.whole, other.whole) if whole else (self.step, other.step)
+        share = self.tokens / other.tokens if self.tokens and other.tokens else 1.0
+        return theirs / mine * share
+
+    def apart(self, other: Side) -> float | None:
+        """Return the largest relative difference of a loss of the same early step; None if none was logged by both."""
+        mine, theirs = (side.runs[0].get("losses") or {} for side in (self, other))
+        common = [step for step in theirs.keys() & mine.keys() if int(step) <= COMPARED]
+        return max((abs(mine[step] - theirs[step]) / max(abs(theirs[step]), 1e-2) for step in common), default=None)
+
+    def agrees(self, other: Side, budget: float) -> bool:
+        """Return whether the losses are the other side's, or may differ since documents of the model leak under TRL."""
+        apart = self.apart(other)
+        return LEAKS in self.runs[0]["row"] or apart is None or apart <= budget
+
+
+def sides_of(records: Iterable[Run]) -> dict[str, dict[str, Side]]:
+    """Return the sides of each row, both in the order of the records."""
+    found: dict[str, dict[str, list[Run]]] = {}
+    for run in records:
+        if run.get("seconds") or run.get("largest") == 0:
+            found.setdefault(run["row"], {}).setdefault(run["side"], []).append(run)
+    return {row: {side: Side(runs) for side, runs in sides.items()} for row, sides in found.items()}
+
+
+def grid(columns: str, rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table; ``"side | >ms"`` names its columns, with ``>`` before those of figures."""
+    names = columns.split(" | ")
+    head = [name.removeprefix(">") for name in names]
+    rule = ["---:" if name.startswith(">") else "---" for name in names]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))
+
+
+def table(case: str, records: Sequence[Run]) -> str:
+    """Return the Markdown table of the rows of a case on one device, without its empty columns."""
+    lines = [
+        {"row": _title(row, side), "side": name, **dict(_cells(case, sides, name))}
+        for row, sides in sides_of(records).items()
+        for name, side in sorted(sides.items(), key=lambda one: _place(case, one[0]))
+    ]
+    columns = (*LEFT, *(f"times {base}" for base in CASES[case].over), *RIGHT)
+    shown = [name for name in columns if any(line.get(name, "-") != "-" for line in lines)]
+    names = [name if name in ("row", "side", "commit") else f">{name}" for name in shown]
+    return grid(" | ".join(names), [[line.get(name, "-") for name in shown] for line in lines])
+
+
+def shown(records: Sequence[Run]) -> str:
+    """Return the tables of some records, for people."""
+    cases = dict.fromkeys(run["case"] for run in records)
+    return "\n\n".join(table(case, [run for run in records if run["case"] == case]) for case in cases)
+
+
+def _place(case: str, side: str) -> tuple[int, int, str]:
+    """Return where a side stands: those that others are compared with first, fastpack's default last."""
+    over = CASES[case].over
+    return over.index(side) if side in over else len(over), side.startswith(OURS) + (side == OURS), side
+
+
+def _title(row: str, side: Side) -> str:
+    some, _, whole = side.runs[0].get("layers", "").partition(" of ")
+    return row if some == whole else f"{row} ({some} of {whole} layers)"
+
+
+def _cells(case: str, sides: Mapping[str, Side], name: str) -> Iterator[tuple[str, str]]:
+    side, run, what = sides[name], sides[name].runs[0], CASES[case]
+    yield "commit", run["commit"][:7]
+    if not side.seconds:
+        yield "ms a step", "no row fits"
+        return
+    sides = {other: one for other, one in sides.items() if one.seconds}
+    gate = sides.get(what.over[0])
+    yield "ms a step", f"{side.step * 1e3:,.1f}"
+    if len(side.seconds) > 2:
+        low, _, high = quantiles(side.seconds, n=4)
+        yield "quartiles", f"{low * 1e3:,.1f} to {high * 1e3:,.1f}"
+    if side.tokens:
+        yield "tokens a step", f"{side.tokens:,.0f}"
+        yield "tokens/s", f"{side.tokens / side.step:,.0f}"
+    for base in what.over:
+        if base in sides and base != name:
+            good = gate is None or all(each.agrees(gate, what.budget) for each in (side, sides[base]))
+            yield f"times {base}", f"{side.times(sides[base]):.2f}" if good else "losses differ"
+    warmup = run.get("warmup", {})
+    if run.get("run") and "seconds" in warmup:
+        yield "first step, s", f"{warmup['first']:.1f}"
+        yield "whole run, ms a step", f"{side.whole * 1e3:,.1f}"
+        if gate not in (None, side):
+            yield "whole run, times", f"{side.times(gate, whole=True):.2f}"
+    if gate not in (None, side) and (apart := side.apart(gate)) is not None:
+        yield "loss apart", f"{apart:.1e}"
+    if side.peak:
+        yield "peak, GiB", f"{side.peak:.1f}"
+    if run.get("kept_mib"):
+        yield "kept, MiB", f"{run['kept_mib']:,.0f}"
+    if profile := run.get("profile"):
+        yield "launches", f"{profile['launches']:,.0f}"
+        yield "idle", f"{max(0.0, 1 - profile['busy_seconds'] / side.step):.0%}"
+
+
+def page(records: Sequence[Run]) -> str:
+    """Return the text of RESULTS.md."""
+    parts = [INTRODUCTION]
+    for case, what in CASES.items():
+        of_case = [run for run in newest(records) if run["case"] == case]
+        for device in dict.fromkeys(run["machine"].get("gpu", "CPU") for run in of_case):
+            found = [run for run in of_case if run["machine"].get("gpu", "CPU") == device]
+            parts += [f"## {what.title}, {device}", what.text, table(case, found), "\n".join(_sources(found))]
+    losers = list(little(records))
+    if losers:
+        said = f"Rows in which fastpack is under {LITTLE} times as fast as another side."
+        parts += ["## Where it does not help", said, grid("row | device | side | other side | >times", losers)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _sources(records: Sequence[Run]) -> list[str]:
+    """Return a line per command: what measured it, where, when, and of which code."""
+    found: dict[str, None] = {}
+    for run in records:
+        machine, versions = run["machine"], run["versions"]
+        where = "" if "gpu" in machine else f"{machine['processor']}, threads: {machine['threads']}, "
+        packages = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers", "trl", "peft"))
+        note = f" ({run['note']})" if "note" in run else ""
+        code = f"commit {run['commit'][:7]}{note}, code {run['tree']}"
+        found[f"- `{run['command']}`: {run['date'][:10]}, {where}{packages}; {code}"] = None
+    return list(found)
+
+
+def little(records: Iterable[Run]) -> Iterator[list[str]]:
+    """Yield the rows in which a side of ours is hardly faster than another one, or slower."""
+    rows: dict[tuple[str, str, str], list[Run]] = {}
+    for run in newest(records):
+        rows.setdefault(key_of(run), []).append(run)
+    for (case, row, device), runs in rows.items():
+        sides = {name: side for name, side in sides_of(runs).get(row, {}).items() if side.seconds}
+        ours = {name: side for name, side in sides.items() if name.startswith(OURS) and name not in CASES[case].over}
+        for name, side in ours.items():
+            for base in CASES[case].over:
+                if base in sides and side.agrees(sides[base], CASES[case].budget):
+                    whole = bool(runs[0].get("run"))
+                    times = min(side.times(sides[base]), side.times(sides[base], whole=whole))
+                    if times < LITTLE and not (case == "memory_caps" and side.tokens != sides[base].tokens):
+                        yield [row, device, name, base, f"{times:.2f}"]
+
+
+def readme_rows(records: Sequence[Run]) -> dict[str, dict[str, Side]]:
+    """Return the sides of each row of the README that were measured on a GPU."""
+    runs = [run for run in newest(records) if run["case"] == "sft" and run["machine"]["device"] == "cuda"]
+    sides = sides_of(runs)
+    return {row: sides[row] for row in README_ROWS if {"trl", OURS} <= sides.get(row, {}).keys()}
+
+
+def readme(records: Sequence[Run]) -> str:
+    """Return what stands at the top of the README: figure, table, and the conditions in one line."""
+    rows, lines, devices = readme_rows(records), [], dict[str, None]()
+    if not rows:
+        return "Nothing is measured."
+    for row, sides in rows.items():
+        trl, ours = sides["trl"], sides[OURS]
+        devices[trl.runs[0]["machine"]["gpu"]] = None
+        good = ours.agrees(trl, CASES["sft"].budget)
+        speeds = [(OURS, "trl", "**{:.1f}x**"), (OURS, "trl compiled", "{:.1f}x"), (SAME_MEMORY, "trl", "{:.1f}x")]
+        times = [
+            form.format(sides[one].times(sides[other], whole=True)) if {one, other} <= sides.keys() else "-"
+            for one, other, form in speeds
+        ]
+        peaks = [f"{sides[name].peak:.1f}" if name in sides else "-" for name in ("trl", SAME_MEMORY, OURS)]
+        lines.append([README_ROWS[row], *(times if good else ["losses differ", "-", "-"]), *peaks])
+    columns = "training | >speed over TRL | >over TRL compiled | >in TRL's memory"
+    columns += " | >GiB: TRL | >fastpack in TRL's memory | >fastpack"
+    said = (
+        f"{', '.join(devices)}; runs of 500 steps, slow first ones included; LoRA of rank 16, real text, "
+        "random weights, a process per side; -: not measured. *In TRL's memory*: fastpack recomputes as TRL does. "
+        "[All results, with commands and commits](benchmarks/RESULTS.md)."
+    )
+    picture = f"![time and memory of TRL and fastpack](docs/figures/{FIGURE.name})"
+    return "\n\n".join([picture, *_why(records), grid(columns, lines), said])
+
+
+def _why(records: Iterable[Run]) -> Iterator[str]:
+    runs = [run for run in newest(records) if (run["case"], run["row"]) == ("sft", SHORT) and run.get("profile")]
+    sides = sides_of(runs).get(SHORT, {})
+    if {"trl", OURS} <= sides.keys():
+        trl, ours = (sides[name].runs[0]["profile"] for name in ("trl", OURS))
+        idle = 1 - trl["busy_seconds"] / sides["trl"].step
+        yield (
+            f"With small batches TRL is launch-bound: a step (Qwen3-0.6B LoRA, 2,048 tokens) launches "
+            f"{trl['launches']:,.0f} kernels and leaves the GPU idle {idle:.0%} of the time. fastpack launches "
+            f"{ours['launches']:,.0f}."
+        )
+
+
+def between(text: str, marks: tuple[str, str], new: str) -> str:
+    """Return a page with what stands between two marks replaced.
+
+    Raises:
+        ValueError: it lacks a mark.
+    """
+    before, opened, rest = text.partition(marks[0])
+    _, closed, after = rest.partition(marks[1])
+    if not (opened and closed):
+        raise ValueError(f"the page has no {marks[0]} ... {marks[1]}")
+    return f"{before}{marks[0]}\n{new}\n{marks[1]}{after}"
+
+
+def drawn_from(records: Sequence[Run]) -> str:
+    """Return a hash of the figures that the picture shows, which it holds as its text."""
+    figures = [
+        (row, *sides, *((s.whole, s.peak) for s in sides.values())) for row, sides in readme_rows(records).items()
+    ]
+    return hashlib.sha256(json.dumps(figures).encode()).hexdigest()[:16]
+
+
+def draw(records: Sequence[Run], file: Path) -> None:
+    """Draw time, as a share of TRL's, and peak memory of README's rows."""
+    from matplotlib.figure import Figure
+
+    rows, at = readme_rows(records), 0.0
+    figure = Figure(figsize=(8.4, 0.8 + 0.13 * sum(len(sides) + 2 for sides in rows.values())), dpi=150)
+    time, memory = figure.subplots(ncols=2, sharey=True, width_ratios=(1.25, 1))
+    shown: dict[str, Any] = {}
+    for row, sides in rows.items():
+        time.text(0, at, README_ROWS[row], va="center", fontsize=7.5, fontweight="bold")
+        for name, color in COLORS.items():
+            if name in sides and sides[name].peak:
+                at += 1
+                times, gib = sides[name].times(sides["trl"], whole=True), sides[name].peak or 0.0
+                for axes, value, label in ((time, 1 / times, f"{times:.1f}x"), (memory, gib, f"{gib:.1f} GiB")):
+                    shown[name] = axes.barh(at, value, 0.86, color=color)
+                    axes.annotate(label, (value, at), (3, 0), textcoords="offset points", va="center", fontsize=7)
+        at += 1.4
+    for axes, label in ((time, "time, TRL = 1 (shorter is faster)"), (memory, "peak memory, GiB")):
+        axes.set(ylim=(at - 0.6, -0.8), yticks=[])
+        axes.set_xlim(0, axes.get_xlim()[1] * 1.12)
+        axes.set_title(label, loc="left", fontsize=7.8)
+        axes.tick_params(labelsize=7)
+        axes.spines[["top", "right"]].set_visible(False)
+    names = [name.replace("trl", "TRL").replace(" same", ", same") for name in shown]
+    figure.legend(shown.values(), names, ncols=len(names), loc="upper center", fontsize=7.5, frameon=False)
+    figure.subplots_adjust(0.016, 0.07, 0.99, 0.88, wspace=0.04)
+    figure.savefig(file, metadata={"Description": drawn_from(records)})
+
+
+def parse(words: Sequence[str]) -> Namespace:
+    """Return the options."""
+    parser = Parser("tables", __doc__)
+    parser.add_argument("--add", metavar="FILE", nargs="+", default=[], type=Path, help="take over records of `run`")
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str]) -> int:
+    """Write README's table and figure and RESULTS.md; say how many rows are of other code."""
+    args = parse(words)
+    if args.add:
+        add(read(*args.add))
+    records, text = read(), (ROOT / "README.md").read_text(encoding="utf-8")
+    (ROOT / "README.md").write_text(between(text, MARKS, readme(records)), encoding="utf-8")
+    (ROOT / "benchmarks/RESULTS.md").write_text(page(records), encoding="utf-8")
+    draw(records, FIGURE)
+    rows = {key_of(run): run["tree"] for run in records}
+    old = sum(tree != tree_now() for tree in rows.values())
+    print(f"{old} of {len(rows)} rows were measured on other code of the package")
+    return 0

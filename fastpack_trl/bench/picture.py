@@ -1,0 +1,82 @@
+"""The picture of a comparison: ``fastpack-trl bench --plot FILE.png``, or `draw` in a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fastpack_trl.errors import UserError
+
+STYLE = {
+    "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True, "axes.grid": True,
+    "grid.color": "#E4E4E4", "figure.facecolor": "white",
+}  # fmt: skip
+"""matplotlib's rcParams inside of `draw`; what the caller has set is untouched."""
+COLORS = {"stock": "#9AA0A6", "stock_compiled": "#5F6368", "rebuild": "#C58B5B"}
+OURS = ("#0B7A75", "#6FB8B4")
+
+
+def draw(record: Mapping[str, Any], file: str | Path | None = None) -> Any:
+    """Draw time and memory per step of each side, and their losses on top of each other; write a PNG to `file`.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    matplotlib = require_matplotlib()
+    from matplotlib.figure import Figure
+
+    (row,) = record["rows"]
+    sides = {name: side for name, side in row["sides"].items() if "failed" not in side}
+    ours = iter(OURS * len(sides))
+    colors = [COLORS.get(name) or next(ours) for name in sides]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(9, 3.6), layout="constrained")
+        panels = figure.subplots(1, 3, width_ratios=(1, 1, 1.3))
+        times = [{name: 1e3 * side["seconds"][name] for name in ("median", "q1", "q3")} for side in sides.values()]
+        medians = [time["median"] for time in times]
+        speeds = [f"{median:,.0f} ms\n{medians[0] / median:.2f}x" for median in medians]
+        _bars(panels[0], "ms per step (lines: quartiles)", sides, colors, medians, speeds)
+        spread = [[t["median"] - t["q1"] for t in times], [t["q3"] - t["median"] for t in times]]
+        panels[0].errorbar(range(len(sides)), medians, yerr=spread, fmt="none", ecolor="black", capsize=3)
+        panels[0].set_ylim(0, 1.1 * max(time["q3"] for time in times))
+        memory = [side["reserved_gib"] for side in sides.values()]
+        rates = [side["tokens_per_second"] or 0.0 for side in sides.values()]
+        if any(memory):
+            _bars(panels[1], "GiB reserved at most", sides, colors, memory, [f"{value:.1f}" for value in memory])
+        else:  # the CPU's memory is not measured
+            _bars(panels[1], "tokens per second", sides, colors, rates, [f"{rate:,.0f}" for rate in rates])
+        widths = range(2 * len(sides), 0, -2)  # the first line is the widest: equal losses show all of them
+        for (name, side), color, width in zip(sides.items(), colors, widths, strict=True):
+            steps = range(1, len(side["losses"]) + 1)
+            panels[2].plot(steps, side["losses"], color=color, linewidth=width, label=name)
+        panels[2].set_xlabel("step")
+        panels[2].set_title(f"loss (largest difference: {row['loss_difference']:.0e})", fontsize=9)
+        panels[2].legend(frameon=False)
+        machine, setting = record["machine"], next(iter(sides.values()))["setting"]
+        figure.suptitle(f"{setting}\n{machine.get('gpu') or machine['processor']}", fontsize=10, fontweight="bold")
+    if file is not None:
+        figure.savefig(file, dpi=150)
+    return figure
+
+
+def require_matplotlib() -> Any:
+    """Import and return matplotlib, here and not with this file.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UserError("a picture needs matplotlib: pip install 'fastpack-trl[plots]'") from error
+    return matplotlib
+
+
+def _bars(axes: Any, title: str, sides: Mapping[str, Any], colors: Any, values: Any, labels: list[str]) -> None:
+    bars = axes.bar(list(range(len(sides))), values, color=colors, width=0.62)
+    axes.bar_label(bars, labels, label_type="center", color="white", fontweight="bold")
+    axes.set_xticks(range(len(sides)), [name.replace("_", "\n") for name in sides])
+    axes.set_ylim(0, 1.1 * max(values))
+    axes.grid(visible=False, axis="x")
+    axes.set_title(title, fontsize=9)

@@ -1,0 +1,146 @@
+"""`OwnProcess`: a function that runs in a new interpreter, or in several, and answers with plain data.
+
+In ``benchmarks/mine.py``:
+
+```python
+def measure_side(row, side, *, seed):  # in its own process
+    return asdict(run_side(lambda: make_trainer(row, side, seed), Watch(warmup=6, timed=12)))
+
+
+launch = OwnProcess("benchmarks.mine:measure_side", options={"seed": 0}, timeout=400)
+launch({"tokens": 4096}, "stock")  # {"losses": [...], "seconds": [...], ...}
+```
+
+This module imports neither torch nor transformers: a function may have to import something before them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from fastpack_trl.errors import UserError, describe
+from fastpack_trl.measure.failures import FAILURES, describe_failure
+from fastpack_trl.measure.record import write_json
+
+_ENDS_WITHIN = 10.0  # seconds in which processes that are told to end must do so
+
+
+@dataclass(frozen=True, slots=True)
+class OwnProcess:
+    """A launcher: a new interpreter per run, or several of them, that call a function.
+
+    ```python
+    OwnProcess("benchmarks.mine:measure_side")
+    OwnProcess("benchmarks.mine:measure_side", command=accelerate_launch(2, "--use_fsdp"))  # a process per GPU
+    ```
+
+    Attributes:
+        function: ``module:name``; called as ``name(row, side, **options)``, it returns plain data for JSON. Of several
+            processes the one of rank 0 answers.
+        options: further arguments, plain data too.
+        timeout: seconds after which its processes are ended.
+        command: what starts them, before ``-m``.
+        environment: variables beside those of this process.
+    """
+
+    function: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    timeout: float | None = None
+    command: Sequence[str] = (sys.executable,)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def __call__(self, row: Mapping[str, Any], side: str) -> dict[str, Any]:
+        """Run `function` for a side of a row and return its answer.
+
+        Returns:
+            The answer; if it failed or ended without one, ``failed`` with the reason in a line and ``last_lines`` of
+            what it has printed.
+
+        Raises:
+            UserError: the function raised one.
+        """
+        with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder:
+            task, answer, log = (Path(folder, name) for name in ("task.json", "answer.json", "log"))
+            write_json(task, {"function": self.function, "row": row, "side": side, "options": self.options})
+            failed = self._wait([*self.command, "-m", __name__, str(task), str(answer)], log)
+            result: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else {}
+            lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+        if "error" in result:
+            raise UserError(f"{side}: {result['error']}")
+        if failed is None and "done" in result:
+            done: dict[str, Any] = result["done"]
+            return done
+        last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
+        return {"failed": result.get("failed") or failed or f"its process ended: {last}", "last_lines": lines[-60:]}
+
+    def _wait(self, command: Sequence[str], log: Path) -> str | None:
+        """Run a command to its end, its output into `log`; return why it has no answer, None if it may have one."""
+        try:
+            with log.open("w", encoding="utf-8") as stream:
+                process = subprocess.Popen(  # noqa: S603 - ourselves
+                    command, stdout=stream, stderr=subprocess.STDOUT, env={**os.environ, **self.environment},
+                    start_new_session=True,
+                )  # fmt: skip
+        except OSError as error:
+            return f"{command[0]} does not run: {error}"
+        try:
+            process.wait(self.timeout)
+        except subprocess.TimeoutExpired:
+            return f"not done within {self.timeout:g} s"
+        finally:  # also after an interrupt, which reaches this process only
+            _end(process)
+        # One process that has answered may still fail at its end; of several another one has failed.
+        return f"ended with {process.returncode}" if process.returncode and len(self.command) > 1 else None
+
+
+def accelerate_launch(processes: int, *flags: str) -> list[str]:
+    """Return the `command` of ``accelerate launch`` on the GPUs of this machine, over any free port."""
+    several = ("--num_processes", str(processes), "--main_process_port", "0")
+    return [sys.executable, "-m", "accelerate.commands.launch", *flags, *several]
+
+
+def torchrun(processes: int) -> list[str]:
+    """Return the `command` of ``torchrun``: for a CPU, where ``accelerate launch`` starts one process."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and all that it has started; a moment after the first request by force."""
+    for request in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            os.killpg(process.pid, request)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_ENDS_WITHIN)
+
+
+def _answer(task_file: Path, answer_file: Path) -> None:
+    """Do what `OwnProcess` asks for, in its process."""
+    task = json.loads(task_file.read_text(encoding="utf-8"))
+    module, _, name = task["function"].partition(":")
+
+    def write(result: Mapping[str, Any]) -> None:
+        if int(os.environ.get("RANK", "0")) == 0:
+            write_json(answer_file, result)
+
+    try:
+        write({"done": getattr(import_module(module), name)(task["row"], task["side"], **task["options"])})
+    except UserError as error:
+        write({"error": describe(error)})
+    except FAILURES as error:
+        write({"failed": describe_failure(error)})
+        raise
+
+
+if __name__ == "__main__":
+    _answer(*map(Path, sys.argv[1:]))

@@ -1,1 +1,0 @@
-"""``fastpack-trl quickstart``: a run on real text, offline."""

@@ -1,0 +1,188 @@
+"""``python -m benchmarks run`` in miniature, on the CPU: each case trains, and its sides have the same losses."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks import run
+from benchmarks.__main__ import main
+from benchmarks.models import MODELS, build_model
+from benchmarks.rows import ROWS
+from benchmarks.run import EQUAL_MEMORY, SIDES, at_equal_memory, measure, parse, train
+
+TINY = {
+    "tiny-qwen3 full 256": ("trl", "fastpack", "fastpack same memory"),
+    "tiny-qwen3 nf4 256": ("trl", "fastpack"),
+    "tiny-gpt-oss nf4-experts 256": ("fastpack", "fastpack same memory"),
+    "tiny-gpt-oss experts 256": ("fastpack", "fastpack eager"),  # under TRL its documents see each other
+    "hybrid tiny": ("trl", "fastpack"),
+    "prefix tiny": ("trl", "fastpack", "fastpack whole documents"),
+    "dpo tiny-qwen3 8": ("trl", "fastpack"),
+    "kto tiny-qwen3 8": ("trl", "fastpack"),
+    "reward tiny-qwen3 8": ("trl", "fastpack"),
+    "metadata tiny-qwen3 full 256": ("metadata per layer", "metadata once", "packed kernel"),
+    "routing tiny-gpt-oss frozen 64": ("expert by expert", "one sort", "fastpack same memory"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", TINY)
+def test_sides_of_a_row_train_the_same_rows_to_the_same_losses(row: str) -> None:
+    found = [train({"row": row}, side, seed=0, steps=2, threads=1) for side in TINY[row]]
+    for one in found:
+        assert len(one["seconds"]) == one["steps"] == 2
+        assert one["warmup"]["seconds"] >= one["warmup"]["first"] > 0
+        assert one["tokens"] == found[0]["tokens"]
+        assert one["losses"] == pytest.approx(found[0]["losses"], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_the_learner_alone_of_a_trainer_that_generates_has_the_same_gradients() -> None:
+    trl, ours = (train({"row": "grpo tiny-qwen3 8"}, side, seed=0, steps=2, threads=1) for side in ("trl", "fastpack"))
+    assert trl["tokens"] == ours["tokens"]
+    assert ours["grad_norms"] == pytest.approx(trl["grad_norms"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_whole_run_is_all_timed_and_its_kernels_are_listed(tmp_path: Path) -> None:
+    found = train({"row": "start tiny-qwen3 full 256, 20 steps"}, "fastpack", seed=0, steps=0, threads=1)
+    assert (found["run"], found["warmup"]["steps"], found["steps"]) == (20, 10, 10)
+    listed = tmp_path / "kernels.txt"
+    train({"row": "tiny-qwen3 full 256", "tokens": 128}, "trl", seed=0, steps=1, threads=1, profile=str(listed))
+    assert "aten::" in listed.read_text()
+
+
+@pytest.mark.slow
+def test_two_processes_train_one_row_each(tmp_path: Path) -> None:
+    words = ["run", "--rows", "ddp tiny-qwen3 full 256", "--sides", "trl", "fastpack", "--launcher", "accelerate"]
+    file = tmp_path / "two.jsonl"
+    assert main([*words, "--rounds", "1", "--steps", "2", "--threads", "1", "--json", str(file)]) == 0
+    trl, ours = (json.loads(line) for line in file.read_text().splitlines())
+    assert (trl["case"], trl["processes"]) == ("several_gpus", 2)
+    assert ours["losses"] == pytest.approx(trl["losses"], rel=1e-5)
+    assert ours["grad_norms"] == pytest.approx(trl["grad_norms"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_run_of_two_processes_resumes_with_the_losses_of_one_that_went_through() -> None:
+    assert main(["several_gpus", "--model", "tiny-qwen3", "--tokens", "64"]) == 0
+
+
+def arguments(file: Path | None = None, **changed: Any) -> Namespace:
+    args = parse(["--rows", "tiny-qwen3 full 256", "--sides", "trl", "fastpack"])
+    vars(args).update({"json": file, **changed})
+    return args
+
+
+def test_rounds_alternate_and_the_same_command_goes_on_with_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    answers = {"trl": {"steps": 1, "seconds": [1.0], "peak_gib": None}, "fastpack": {"failed": "OutOfMemoryError"}}
+
+    def answer(row: Mapping[str, Any], side: str) -> dict[str, Any]:
+        asked.append(side)
+        return answers[side]
+
+    monkeypatch.setattr(run, "launcher", lambda *args, **options: answer)
+    records = list(measure(arguments()))
+    assert asked == ["trl", "fastpack", "fastpack", "trl"]
+    assert [record["round"] for record in records] == [0, 0, 1, 1]
+    assert len({record["date"] for record in records}) == len({record["tree"] for record in records}) == 1
+    file = tmp_path / "runs.jsonl"
+    file.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    asked.clear()
+    again = list(measure(arguments(file)))
+    assert asked == ["fastpack", "fastpack"], "those that failed"
+    assert again[0]["date"] == records[0]["date"], "one session"
+    file.write_text(file.read_text().replace(records[0]["tree"], "0" * 12))
+    asked.clear()
+    assert len(list(measure(arguments(file)))) == 4, "of other code"
+
+
+def test_a_failed_run_is_said_and_ends_the_command_with_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = {"failed": "OutOfMemoryError: too large", "last_lines": ["a line"]}
+    monkeypatch.setattr(run, "launcher", lambda *args, **options: lambda row, side: dict(failed))
+    assert main(["run", "--rows", "tiny-qwen3 full 256", "--sides", "trl", "--rounds", "1"]) == 1
+    assert "tiny-qwen3 full 256, trl: failed: OutOfMemoryError: too large a line" in capsys.readouterr().err
+
+
+def test_at_equal_memory_ours_gets_less_until_its_peak_is_the_other_s() -> None:
+    given: list[float] = []
+
+    def start(gib: float) -> Any:
+        given.append(gib)
+        return lambda row, side: {"peak_gib": gib + 2.0}
+
+    found = at_equal_memory("row", EQUAL_MEMORY, {"trl compiled": 20.0}, start)
+    assert given == [20.0, 18.0]
+    assert found["peak_gib"] == 20.0
+    with pytest.raises(run.UserError, match="give another one first"):
+        at_equal_memory("row", EQUAL_MEMORY, {"trl compiled": 0.0}, start)
+
+
+def test_filled_caches_are_those_of_the_run_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    folders: list[str] = []
+
+    def start(row: Any, args: Any, caches: str, **more: Any) -> Any:
+        folders.append(caches)
+        return lambda row, side: {"steps": 1, "seconds": [1.0]}
+
+    monkeypatch.setattr(run, "launcher", start)
+    sides = ["trl", "fastpack", "fastpack warm caches"]
+    assert len(list(measure(arguments(sides=sides, rounds=1)))) == 3
+    assert folders[0] != folders[1] == folders[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("nosuch", "command 'nosuch' is unknown"),
+        ("run", "the following arguments are required: --rows"),
+        ("run --rows qwen3-8b-lora", "row 'qwen3-8b-lora' is unknown"),
+        ("run --rows tiny-qwen3 --sides stok", "side 'stok' is unknown"),
+        ("run --rows tiny-qwen3 --launcher accelerate", "--launcher accelerate does not fit 'tiny-qwen3 full 256'"),
+        ("run --rows fsdp2", "--launcher process does not fit 'fsdp2"),
+        ("run --rows tiny-qwen3 --json /nosuch/x.jsonl", "the folder '/nosuch' does not exist"),
+        ("micro --rows nosuch", "row 'nosuch' is unknown"),
+        ("memory_caps --models nosuch", "model 'nosuch' is unknown"),
+        ("several_gpus --model tiny-qwen3 --layers 9", "layers=9: this model has 1 to 3"),
+        ("several_gpus --engine fsdp2", "fsdp2 needs CUDA devices"),
+        ("tables --add /nosuch.jsonl", "cannot read the records"),
+    ],
+)
+def test_what_is_wrong_is_one_line(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"python -m benchmarks {words.split()[0]}: error: ")
+    assert says in line
+
+
+def test_every_row_has_a_model_and_fields_of_both_configurations() -> None:
+    for name, row in ROWS.items():
+        shape = MODELS[row.model].cut_to(row.layers)
+        assert row.arguments("cpu")["max_steps"] >= 20, name
+        assert row.depth.split(" of ")[0] == str(shape.layers)
+    for shape in MODELS.values():
+        small = build_model(shape.cut_to(1), positions=32, seed=0, device="meta")
+        assert small.config.num_hidden_layers == 1
+
+
+def test_sides_that_are_ours_have_fields_of_ours() -> None:
+    from fastpack_trl import FastSFTConfig
+    from fastpack_trl.config import Settings
+
+    ours = {name for name, side in SIDES.items() if side.ours}
+    assert ours == {name for name in SIDES if name.startswith("fastpack")}
+    for name in ours:
+        assert SIDES[name].fields.keys() <= vars(Settings.of(SimpleNamespace())).keys() if SIDES[name].fields else True
+        FastSFTConfig(output_dir="out", use_cpu=True, bf16=False, **SIDES[name].fields)

@@ -1,0 +1,173 @@
+"""README's table and figure and RESULTS.md say what the records say, and claim nothing beyond."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from benchmarks import records as kept
+from benchmarks import tables
+from benchmarks.records import RESULTS, add, newest, read, tree_now
+from benchmarks.rows import ROWS
+from benchmarks.run import SIDES
+from benchmarks.tables import CASES, FIGURE, MARKS, README_ROWS, ROOT, Side, sides_of
+from fastpack_trl.errors import UserError
+
+KEYS = {"case", "row", "side", "round", "steps", "seconds", "tokens", "peak_gib", "report", "command", "commit", "tree",
+        "versions", "machine", "date"}  # fmt: skip
+
+
+def run_of(side: str, seconds: float = 1.0, **more: Any) -> dict[str, Any]:
+    return {
+        "case": "sft", "row": "qwen3-8b lora 4096", "side": side, "round": 0, "run": 500, "steps": 4,
+        "warmup": {"steps": 12, "first": 3.0, "seconds": 20.0}, "losses": {"1": 2.0, "2": 1.9},
+        "seconds": [seconds] * 4, "tokens": 4 * 4096, "peak_gib": 10.0, "report": None, "date": "2026-01-01",
+        "command": "python -m benchmarks run", "commit": "0123456789", "tree": "aa", "layers": "36 of 36",
+        "versions": dict.fromkeys(("torch", "transformers", "trl", "peft"), "1"),
+        "machine": {"device": "cuda", "gpu": "X", "threads": 1}, **more,
+    }  # fmt: skip
+
+
+def test_the_pages_are_what_the_records_say() -> None:
+    records, readme = read(), (ROOT / "README.md").read_text(encoding="utf-8")
+    assert tables.between(readme, MARKS, tables.readme(records)) == readme, "run: python -m benchmarks tables"
+    assert (ROOT / "benchmarks/RESULTS.md").read_text(encoding="utf-8") == tables.page(records)
+    with Image.open(FIGURE) as picture:
+        assert picture.text["Description"] == tables.drawn_from(records), "run: python -m benchmarks tables"  # type: ignore[attr-defined]
+
+
+def test_the_page_of_the_three_optimizations_has_the_figures_of_their_records() -> None:
+    page = (ROOT / "docs/optimizations.md").read_text(encoding="utf-8")
+    for case in ("metadata", "reload", "routing"):
+        for row, sides in sides_of(run for run in read() if run["case"] == case).items():
+            off = sides[CASES[case].over[0]]
+            on = sides[{"metadata": "metadata once", "reload": "fastpack two buffers", "routing": "one sort"}[case]]
+            assert f"| {row} | {off.step * 1e3:,.1f} | {on.step * 1e3:,.1f} | {on.times(off):.2f} |" in page
+
+
+def test_every_record_says_what_measured_it_and_is_the_newest_of_its_row() -> None:
+    records = read()
+    assert newest(records) == records
+    for run in records:
+        assert run.keys() >= KEYS, run["row"]
+        assert run["case"] in CASES
+        assert run["command"].startswith("python -m benchmarks")
+        assert len(run["seconds"]) == run["steps"] or "span" in run or run.get("largest") == 0
+        assert re.fullmatch(r"[0-9a-f]{40}", run["commit"])
+        assert "/" not in str(run["machine"].values()), "no folder, no name of a host"
+    assert {run["case"] for run in records} == {file.stem for file in RESULTS.glob("*.jsonl")}
+    assert sum(file.stat().st_size for file in RESULTS.iterdir()) <= 500_000
+
+
+@pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="no checkout")
+def test_every_record_is_of_a_commit_in_the_history() -> None:
+    if (ROOT / ".git" / "shallow").exists():
+        pytest.skip("a clone without its history")
+    for commit in {run["commit"] for run in read()}:
+        asked = ["git", "-C", str(ROOT), "merge-base", "--is-ancestor", commit, "HEAD"]
+        assert subprocess.run(asked, check=False).returncode == 0, commit
+
+
+def test_rows_of_the_readme_and_sides_of_rows_can_be_measured() -> None:
+    assert README_ROWS.keys() <= ROWS.keys()
+    for name, row in ROWS.items():
+        assert set(row.sides) <= SIDES.keys(), name
+        assert row.case in CASES, name
+
+
+def test_a_whole_run_has_its_first_steps_and_the_mean_of_the_timed_ones_for_the_rest() -> None:
+    side = Side([run_of("trl", 2.0)])
+    assert side.whole == (20.0 + (500 - 12) * 2.0) / 500
+    assert Side([run_of("trl", 2.0, warmup={})]).whole == 2.0
+    ours = Side([run_of("fastpack", 0.5), run_of("fastpack", 0.7, round=1)])
+    assert ours.step == pytest.approx(0.6)
+    assert ours.times(side) == pytest.approx(2.0 / 0.6)
+    half = Side([run_of("fastpack", 0.5, tokens=2 * 4096)])
+    assert half.times(side) == pytest.approx(2.0), "half of the tokens in a quarter of the time"
+
+
+def test_no_speed_is_shown_if_losses_differ_but_where_documents_leak() -> None:
+    wrong = {"losses": {"1": 2.0, "2": 2.5}}
+    text = tables.table("sft", [run_of("trl"), run_of("fastpack", 0.5, **wrong)])
+    assert "| losses differ |" in text
+    assert "2.00" not in text
+    assert "losses differ" in tables.readme([run_of("trl"), run_of("fastpack", 0.5, **wrong)])
+    late = {"losses": {"1": 2.0, "30": 9.0}}
+    assert "| 2.00 |" in tables.table(
+        "sft", [run_of("trl", **late), run_of("fastpack", 0.5, losses={"1": 2.0, "30": 1.0})]
+    )
+    leaking = [run_of(side, seconds, row="gpt-oss-20b experts 4096", **losses)
+               for side, seconds, losses in (("trl", 1.0, {}), ("fastpack", 0.5, wrong))]  # fmt: skip
+    assert "| 2.00 |" in tables.table("sft", leaking)
+
+
+def test_what_was_not_measured_is_not_shown() -> None:
+    assert tables.readme([]) == "Nothing is measured."
+    assert "##" not in tables.page([])
+    text = tables.table("sft", [run_of("trl", peak_gib=None), run_of("fastpack", peak_gib=None)])
+    assert "peak" not in text
+    assert "kept" not in text
+    none = run_of("trl", case="memory_caps") | {"seconds": [], "largest": 0}
+    assert "| trl | no row fits |" in tables.table("memory_caps", [none, run_of("fastpack", case="memory_caps")])
+    assert [*tables.little([none, run_of("fastpack", case="memory_caps")])] == []
+    with pytest.raises(ValueError, match="the page has no"):
+        tables.between("no marks", MARKS, "")
+
+
+def test_rows_that_gain_little_are_listed() -> None:
+    runs = [run_of("trl"), run_of("trl compiled", 0.62), run_of("fastpack", 0.6), run_of("fastpack same memory", 1.1)]
+    listed = [(side, other) for _, _, side, other, _ in tables.little(runs)]
+    assert listed == [
+        ("fastpack", "trl compiled"),
+        ("fastpack same memory", "trl"),
+        ("fastpack same memory", "trl compiled"),
+    ]
+    assert [*tables.little([run_of("trl"), run_of("fastpack", 0.9)])] == []
+    slow_start = {"warmup": {"steps": 12, "first": 3.0, "seconds": 100.0}}
+    assert [*tables.little([run_of("trl"), run_of("fastpack", 0.9, **slow_start)])], "whole runs count too"
+
+
+def test_a_new_record_replaces_those_of_its_row_and_device(tmp_path: Path) -> None:
+    old = [run_of("trl"), run_of("trl compiled"), run_of("trl", row="other")]
+    add(old, tmp_path)
+    on_cpu = run_of("trl", date="2026-01-03", machine={"device": "cpu", "threads": 1})
+    failed = {key: value for key, value in run_of("fastpack", date="2026-01-02").items() if key != "seconds"}
+    add([run_of("trl", 0.9, date="2026-01-02"), failed | {"failed": "out of memory"}, on_cpu], tmp_path)
+    assert [(run["row"], run["side"], run["date"]) for run in read(tmp_path / "sft.jsonl")] == [
+        ("other", "trl", "2026-01-01"), ("qwen3-8b lora 4096", "trl", "2026-01-02"),
+        ("qwen3-8b lora 4096", "trl", "2026-01-03"),
+    ]  # fmt: skip
+    (tmp_path / "bad.jsonl").write_text("{")
+    with pytest.raises(UserError, match="cannot read the records"):
+        read(tmp_path / "bad.jsonl")
+
+
+def test_a_row_is_marked_as_of_other_code_by_one_hash(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("README.md", "benchmarks", "docs/figures"):
+        (tmp_path / name).mkdir(parents=True) if "." not in name else shutil.copy(ROOT / name, tmp_path)
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(kept, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "FIGURE", tmp_path / "docs/figures/readme.png")
+    runs = [run_of("trl"), run_of("fastpack", 0.5), run_of("trl", row="other", tree=tree_now())]
+    (tmp_path / "sft.jsonl").write_text("".join(f"{json.dumps(run)}\n" for run in runs))
+    assert tables.main([]) == 0
+    assert "1 of 2 rows were measured on other code of the package" in capsys.readouterr().out
+    assert "| Qwen3-8B LoRA, rows of 4,096 tokens | **1.9x** |" in (tmp_path / "README.md").read_text()
+    assert "## SFT, X" in (tmp_path / "benchmarks/RESULTS.md").read_text()
+
+
+def test_sides_of_a_row_stand_in_one_order_and_failed_runs_in_none() -> None:
+    runs = [run_of("fastpack"), run_of("fastpack same memory"), run_of("trl compiled"), run_of("trl")]
+    lines = tables.table("sft", runs).splitlines()[2:]
+    assert [line.split(" | ")[1] for line in lines] == ["trl", "trl compiled", "fastpack same memory", "fastpack"]
+    failed = {key: value for key, value in run_of("trl").items() if key != "seconds"} | {"failed": "x"}
+    assert sides_of([failed]) == {}

@@ -1,0 +1,147 @@
+"""The quickstart's inputs: real text, a tokenizer that keeps it, a small model, and the folder that holds them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastpack_trl import quickstart
+from fastpack_trl.errors import UserError
+from fastpack_trl.quickstart import build_model, collect, make_inputs, train_tokenizer
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def text() -> list[tuple[str, str]]:
+    return collect(progress=False)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(text: list[tuple[str, str]]) -> Any:
+    return train_tokenizer((answer for _, answer in text), progress=False)
+
+
+def test_the_text_is_large_and_has_the_docstrings_that_python_shows_once_each(text: list[tuple[str, str]]) -> None:
+    from inspect import getdoc
+
+    questions, answers = zip(*text, strict=True)
+    assert len(answers) > 5_000
+    assert all(len(answer) in quickstart.LENGTHS for answer in answers)
+    assert len(set(answers)) == len(set(questions)) == len(answers)
+    assert getdoc(os.path.join) in answers
+    found = {answer for question, answer in text if "`argparse.ArgumentParser`" in question}
+    assert found == {getdoc(argparse.ArgumentParser)}
+
+
+def test_files_that_do_not_parse_tests_and_repeated_texts_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match="only 0 docstrings"):
+        collect(tmp_path, progress=False)
+    monkeypatch.setattr(quickstart, "LEAST", 1)
+    package = tmp_path / "package"
+    (tmp_path / "test").mkdir()
+    package.mkdir()
+    (package / "__init__.py").write_text('"""A module documented in more than thirty characters."""\n')
+    (package / "broken.py").write_text("def (:\n")
+    (package / "nulls.py").write_bytes(b'"""text"""\0')
+    (package / "scopes.py").write_text(
+        "class Outer:\n"
+        "    if True:\n"
+        "        def method(self):\n"
+        '            """Documented inside a branch, with a lone surrogate: \\ud800."""\n'
+        "    def method(self):\n"
+        '        """A second definition of the same name is left out."""\n'
+        '    def short(self):\n        """Too short."""\n'
+        '    def copied(self):\n        """A module documented in more than thirty characters."""\n'
+    )
+    (tmp_path / "test" / "test_it.py").write_text('"""A test module is not reference documentation."""\n')
+    assert [answer for _, answer in collect(tmp_path, progress=False)] == [
+        "A module documented in more than thirty characters.",
+        "Documented inside a branch, with a lone surrogate: .",
+    ]
+
+
+def test_the_text_is_the_same_in_another_process_and_no_module_is_imported_for_it(
+    tmp_path: Path, text: list[tuple[str, str]]
+) -> None:
+    code = (
+        # What the code itself imports late: a bar multiprocessing, `sysconfig` its own data.
+        "import sys, json, ast, inspect, sysconfig, tqdm.auto; from fastpack_trl import quickstart;"
+        "list(tqdm.auto.tqdm([0], disable=True)); sysconfig.get_paths(); before = set(sys.modules);"
+        "found = quickstart.collect(progress=False); assert set(sys.modules) == before;"
+        "open(sys.argv[1], 'w', encoding='utf-8').write(json.dumps(found))"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}  # and this process has imported half of the library already
+    file = tmp_path / "text.json"
+    subprocess.run([sys.executable, "-c", code, str(file)], check=True, cwd=REPOSITORY, env=environment)
+    assert json.loads(file.read_text(encoding="utf-8")) == [list(pair) for pair in text]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
+def test_the_tokenizer_gives_every_text_back_also_when_it_is_loaded_beside_a_model(
+    tmp_path: Path, text: list[tuple[str, str]], tokenizer: Any, family: str
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = build_model(tokenizer, family)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    # `AutoTokenizer` chooses by the model's type, and Qwen's own class would split text in other places.
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    texts = [answer for _, answer in text[::50]]
+    texts += ["naïve “quotes”, 漢字, \U0001f600", "\t  indented\r\n\r\n   . , !", "\x00\x7f"]
+    for sample in texts:
+        ids = tokenizer.encode(sample)
+        assert loaded.encode(sample) == ids
+        assert loaded.decode(ids) == sample
+    assert len(tokenizer) == quickstart.VOCABULARY == model.config.vocab_size
+    assert (loaded.pad_token, loaded.eos_token) == (quickstart.PAD, quickstart.TURN_END)
+    again = build_model(train_tokenizer((answer for _, answer in text), progress=False), family).state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in model.state_dict().items())
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.model_type == family
+
+
+def test_the_chat_template_marks_answers_and_their_end_of_turn_only(tokenizer: Any) -> None:
+    from trl.chat_template_utils import has_generation_markers, is_chat_template_stop_token_trained
+
+    messages = [
+        {"role": "user", "content": "What does `f` do?"},
+        {"role": "assistant", "content": "Return\n\n    nothing.  "},
+        {"role": "user", "content": "And `g`?"},
+        {"role": "assistant", "content": "The same."},
+    ]
+    output = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    marked = [token for token, mask in zip(output["input_ids"], output["assistant_masks"], strict=True) if mask]
+    assert tokenizer.decode(marked) == "Return\n\n    nothing.  <|im_end|>The same.<|im_end|>"
+    assert has_generation_markers(tokenizer.chat_template)
+    assert is_chat_template_stop_token_trained(tokenizer)
+    prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
+    assert prompt == "<|im_start|>user\nWhat does `f` do?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.apply_chat_template(messages, tokenize=False).startswith(prompt)
+
+
+def test_inputs_are_made_whole_once_and_beside_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = [(f"What does `f{number}` do?", f"It returns {number}.") for number in range(80)]
+    monkeypatch.setattr(quickstart, "collect", lambda: short)
+    folder = tmp_path / "inputs"
+    assert "made" in make_inputs(folder)
+    lines = {split: (folder / "data" / f"{split}.jsonl").read_text().splitlines() for split in ("train", "test")}
+    assert (len(lines["train"]), len(lines["test"])) == (78, 2)
+    assert json.loads(lines["test"][0])["messages"][1] == {"role": "assistant", "content": "It returns 39."}
+    monkeypatch.setattr(quickstart, "collect", pytest.fail)
+    assert "those in" in make_inputs(folder)
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    with pytest.raises(UserError, match="was not written by `fastpack-trl init quickstart`: move it away"):
+        make_inputs(mine)
+    assert {path.name for path in tmp_path.iterdir()} == {"inputs", "mine"}
