@@ -19,8 +19,8 @@ from fastpack_trl.step import loss as losses
 from fastpack_trl.testing import tiny_model
 
 OPTIONS: dict[str, Any] = {
-    "packing": True, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 3, "max_steps": 4,
-    "eval_steps": 2, "logging_steps": 1, "gradient_checkpointing": False,
+    "packing": True, "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "max_steps": 4,
+    "gradient_accumulation_steps": 3, "eval_steps": 2, "logging_steps": 1, "gradient_checkpointing": False,
 }  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def run(cls: type[SFTTrainer], folder: Path, full: Full, place: str, **more: Any
     fast = {"verify_packing": "off", "packed_attention": "off", **more.pop("fast", {})}
     callbacks = [noted, *more.pop("callbacks", ())]
     trainer = build(
-        cls, folder, model=model_that_fills(full, place), fast=fast if cls is FastSFTTrainer else None,
+        cls, folder, model=model_that_fills(full, place), fast=fast if issubclass(cls, FastSFTTrainer) else None,
         trainer={"callbacks": callbacks}, **OPTIONS | more,
     )  # fmt: skip
     trainer.train()
@@ -122,6 +122,40 @@ def test_rows_of_ours_run_again_with_their_metrics(
     ours.train()
     assert full.raised == 1
     assert figures(ours) == figures(expected)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_metrics_of_a_batch_that_failed_after_its_loss_count_once(training: bool, tmp_path: Path, stock: Any) -> None:
+    full = Full(5 if training else 2)
+
+    class Fills(FastSFTTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            if self.model.training is training:
+                full()
+            return loss
+
+    ours, _ = run(Fills, tmp_path, Full(), "forward")
+    assert full.raised == 1
+    assert_same_log(ours, stock[0])
+
+
+def test_a_step_whose_metrics_were_read_is_not_run_again(tmp_path: Path) -> None:
+    """They are in TRL's lists together with those of the steps before it."""
+    full = Full(8)
+
+    class Reads(FastSFTTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            assert self._metrics["train"]["entropy"]
+            full()
+            return loss
+
+    options = OPTIONS | {"logging_steps": 4, "eval_strategy": "no"}
+    trainer = build(Reads, tmp_path, fast={"verify_packing": "off", "merge_accumulation": "off"}, **options)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        trainer.train()
+    assert "metrics of the step" in error.value.__notes__[0]
 
 
 def test_an_optimizer_step_is_not_applied_twice(tmp_path: Path) -> None:
