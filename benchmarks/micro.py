@@ -28,7 +28,7 @@ from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.bench.rebuild import dense_mask_of, metadata_of
 from fastpack_trl.errors import UserError
 from fastpack_trl.model.facts import text_model
-from fastpack_trl.moe.apply import apply_moe
+from fastpack_trl.moe.feature import apply_moe
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.packing.batching import ArrowRows
 from fastpack_trl.packing.collator import PackingCollator

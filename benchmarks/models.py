@@ -172,7 +172,7 @@ def build_model(shape: ModelShape, *, positions: int, seed: int, device: str, re
         return AutoModelForSequenceClassification.from_config(config, dtype=shape.weights)
 
 
-def quantise(model: Any, device: str) -> None:
+def quantize(model: Any, device: str) -> None:
     """Replace the projections of the decoder by bitsandbytes' NF4 layers with double quantization, in place."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 

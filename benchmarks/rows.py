@@ -18,7 +18,7 @@ from benchmarks.models import (
     RANK,
     STACKS,
     build_model,
-    quantise,
+    quantize,
     random_ids,
     shape_of,
     source_text,
@@ -134,7 +134,7 @@ class Row:
             return model, make(target_modules=list(ATTENTION))
         if self.kind != "nf4":
             return model, make(target_modules="all-linear" if self.case == "hybrid" else list(PROJECTIONS))
-        quantise(model, device)
+        quantize(model, device)
         adapted = get_peft_model(model, make(target_modules=list(PROJECTIONS)))
         torch.manual_seed(seed)
         for name, parameter in adapted.named_parameters():

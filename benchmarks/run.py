@@ -44,6 +44,7 @@ LARGE = ("qwen3-8b", "qwen3-14b", "qwen3-30b-a3b", "qwen3-32b")
 EQUAL_MEMORY = "fastpack equal memory"
 TRIES, EXCESS = 3, 1.01
 """Runs at equal memory until the peak is at most this many times the other side's."""
+REGIONS = {"BACKEND": "INDUCTOR", "USE_REGIONAL_COMPILATION": "true"}
 FSDP = ("--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
 
 
@@ -76,8 +77,8 @@ class Side:
     warm_caches: bool = False
 
 
-SAME_MEMORY = {"activation_memory": "checkpoint", "cache_dequantized": "off"}
-OFFLOAD = {"activation_memory": "offload", "cache_dequantized": "off"}
+SAME_MEMORY = {"activation_memory": "checkpoint"}
+OFFLOAD = {"activation_memory": "offload"}
 SIDES = {
     "trl": Side(),
     "trl compiled": Side(around=compiled_regions),
@@ -114,6 +115,9 @@ def train(
     what, how = ROWS[row["row"]], SIDES[side]
     if "tokens" in row:
         what = what.stretched_to(row["tokens"])
+    if what.engine and how.around is compiled_regions:  # FSDP 2 wraps the model elsewhere
+        how = Side()
+        os.environ |= {f"ACCELERATE_DYNAMO_{name}": value for name, value in REGIONS.items()}
     torch.set_num_threads(threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if "LOCAL_RANK" in os.environ and device == "cuda":

@@ -93,7 +93,7 @@ README_ROWS = {
     "qwen3-0.6b lora 2x4": "Qwen3-0.6B LoRA, unpacked, batch size 2, 4 accumulated",
 }
 SHORT = "qwen3-0.6b lora 2048"
-COLOURS = {"trl": "#999999", "trl compiled": "#56B4E9", SAME_MEMORY: "#E69F00", OURS: "#D55E00"}
+COLORS = {"trl": "#999999", "trl compiled": "#56B4E9", SAME_MEMORY: "#E69F00", OURS: "#D55E00"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,12 +353,12 @@ def draw(records: Sequence[Run], file: Path) -> None:
     shown: dict[str, Any] = {}
     for row, sides in rows.items():
         time.text(0, at, README_ROWS[row], va="center", fontsize=7.5, fontweight="bold")
-        for name, colour in COLOURS.items():
+        for name, color in COLORS.items():
             if name in sides and sides[name].peak:
                 at += 1
                 times, gib = sides[name].times(sides["trl"], whole=True), sides[name].peak or 0.0
                 for axes, value, label in ((time, 1 / times, f"{times:.1f}x"), (memory, gib, f"{gib:.1f} GiB")):
-                    shown[name] = axes.barh(at, value, 0.86, color=colour)
+                    shown[name] = axes.barh(at, value, 0.86, color=color)
                     axes.annotate(label, (value, at), (3, 0), textcoords="offset points", va="center", fontsize=7)
         at += 1.4
     for axes, label in ((time, "time, TRL = 1 (shorter is faster)"), (memory, "peak memory, GiB")):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fastpack_trl.checkpointing.checkpoint_offload import AsyncCheckpointCallback
     from fastpack_trl.config import FastSFTConfig
     from fastpack_trl.lora.linear import apply_lora
-    from fastpack_trl.moe.apply import apply_moe
+    from fastpack_trl.moe.feature import apply_moe
     from fastpack_trl.packing.collator import PackingCollator
     from fastpack_trl.packing.packed_batch import PackedBatch
     from fastpack_trl.trainer import FastSFTTrainer
@@ -48,7 +48,7 @@ _HOME = {
     "PackingCollator": "packing.collator",
     "ThroughputCallback": "callbacks",
     "apply_lora": "lora.linear",
-    "apply_moe": "moe.apply",
+    "apply_moe": "moe.feature",
     "packed_attention": "attention.install",
     "verify_packing": "attention.proof",
 }

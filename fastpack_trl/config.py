@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, TypeVar, cast, get_args, get_origin, get_
 from transformers import TrainingArguments
 from trl import SFTConfig
 
-from fastpack_trl.errors import did_you_mean, first_reason, shown
+from fastpack_trl.errors import did_you_mean, first_reason, short_repr
 from fastpack_trl.model.preflight import check_counts, check_recompute
 from fastpack_trl.report import disabled_by_environment
 
@@ -23,7 +23,7 @@ Switch = Literal["auto", "on", "off"]
 OnOff = Literal["off", "on"]
 SavesReport = Literal["on", "off"]
 FrozenBase = Literal["as_loaded", "fp8"]
-ActivationMemory = Literal["auto", "keep", "selective", "checkpoint", "offload", "off"]
+ActivationMemory = Literal["auto", "keep", "checkpoint", "offload", "off"]
 CheckpointOffload = Literal["auto", "double_buffer", "single_buffer", "off"]
 PACKED_ATTENTION_CHOICES: tuple[str, ...] = get_args(PackedAttentionPath)
 
@@ -38,7 +38,24 @@ REMOVED = {
         "0.2.0",
         "set packed_attention='auto', which pads documents one by one if no attention keeps them apart",
     ),
+    **dict.fromkeys(
+        ("offload_budget_gib", "AsyncCheckpointCallback(offload_budget_gib=)"),
+        ("0.2.0", "leave it out; pinned memory takes at most half of what the host has free"),
+    ),
+    **dict.fromkeys(
+        ("keep_last_layers", "AsyncCheckpointCallback(keep_last_layers=)"),
+        ("0.2.0", "leave it out; the input of the last layer stays on the device"),
+    ),
+    **dict.fromkeys(
+        ("cache_dequantized", "apply_lora(cache_dequantized=)"),
+        ("0.2.0", "leave it out; dense copies of frozen weights are kept if all of them fit an eighth of free memory"),
+    ),
+    "apply_moe(check_plans=)": ("0.2.0", "leave it out; a recompute sorts its tokens again"),
     "packing_order": ("0.2.0", "TRL's order of documents is used; leave it out"),
+    "activation_memory='selective'": (
+        "0.2.0",
+        "set activation_memory='auto', or 'off' with TRL's gradient_checkpointing_kwargs={'selective': True}",
+    ),
     "packed_attention='flex'": ("0.2.0", "set packed_attention='auto'"),
     **{
         f"packed_attention='{name}'": ("0.2.0", f"set attn_implementation='{name}', which gets the same cu_seqlens")
@@ -106,25 +123,25 @@ def normalise_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     if isinstance(value, str):
         refuse_removed([f"{name}={value!r}"])
         hint = did_you_mean(value, choices)
-    raise ValueError(f"{name}={shown(value)} is not available: use one of {', '.join(choices)}{hint}")
+    raise ValueError(f"{name}={short_repr(value)} is not available: use one of {', '.join(choices)}{hint}")
 
 
 class _Choice(argparse.Action):
     """An option that also takes ``true`` and ``false``, for whichever parser is made of the config (TRL's, ours)."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, *, choices: Iterable[str], **keywords: Any) -> None:
-        keywords["type"] = partial(_chosen, tuple(choices))
+        keywords["type"] = partial(_chosen, dest, tuple(choices))
         super().__init__(option_strings, dest, choices=tuple(choices), **keywords)
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, values)
 
 
-def _chosen(choices: tuple[str, ...], text: str) -> str:
+def _chosen(name: str, choices: tuple[str, ...], text: str) -> str:
     try:
-        return normalise_choice("", text, choices)
+        return normalise_choice(name, text, choices)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error).removeprefix("=")) from error
+        raise argparse.ArgumentTypeError(str(error).removeprefix(f"{name}=")) from error
 
 
 def option(default: Any, text: str, **metadata: Any) -> Any:
@@ -142,7 +159,7 @@ def _number(name: str, value: object, hint: str) -> float:
     except (TypeError, ValueError):
         number = float("nan")
     if math.isnan(number):
-        raise ValueError(f"{name}={shown(value)} is not a number, {hint}")
+        raise ValueError(f"{name}={short_repr(value)} is not a number, {hint}")
     return number
 
 
@@ -169,26 +186,19 @@ class ModelSettings:
         "auto",
         "LoRA projections without the glue around their matrix products: auto (wherever PEFT's LoRA layers are of a "
         "covered kind), on (some have to be), or off (PEFT's own forward). Saves memory and about a third of the "
-        "kernels of a LoRA layer; parameters and files are PEFT's.",
-    )
-    cache_dequantized: Switch = choice(
-        "auto",
-        "With LoRA, keep 4-bit base weights dequantised, and fp32 ones cast to the autocast dtype, for the run: auto "
-        "(where the plan of activation_memory keeps every layer and leaves enough of its budget; without such a plan, "
-        "on CUDA, in a quarter of the free memory), on, or off (made again for each use). Costs 2 bytes per weight.",
+        "kernels of a LoRA layer; parameters and files are PEFT's. On CUDA, 4-bit base weights are kept dequantized "
+        "and fp32 ones in the autocast dtype, for 2 bytes per weight, if all of them fit an eighth of the free memory.",
     )
     frozen_base: FrozenBase = choice(
         "as_loaded",
         "With LoRA, multiply frozen base weights as they are loaded (as_loaded) or in FP8 (fp8: e4m3, a scale per row "
         "of weights, activations and gradients), forward and backward, on CUDA from Ada and Hopper on. What is "
-        "computed changes, as with QLoRA; the error of each layer is measured when training starts, and layers that "
-        "lose too much stay as loaded. Evaluation during training is in FP8 too, everything after training is not. "
-        "Costs 1 to 2 bytes per weight on the device; loaded 16-bit weights wait in host memory; FP8 checkpoints keep "
-        "their values and block scales, and cost up to 1 byte more.",
+        "computed changes, as with QLoRA. Evaluation during training is in FP8 too, everything after training is not. "
+        "Costs 1 byte per weight on the device, beside the loaded weights.",
     )
     moe: Switch = choice(
         "auto",
-        "Mixture-of-experts layers with tokens sorted once per layer and step, LoRA on expert stacks (with lora) "
+        "Mixture-of-experts layers with tokens sorted once per layer and forward, LoRA on expert stacks (with lora) "
         "included: auto (in place of grouped_mm, unless a gain of less than 3 percent was measured), on (in place of "
         "any experts_implementation), or off. Saves memory; the routing plan takes 12 bytes per token and chosen "
         "expert.",
@@ -208,10 +218,9 @@ class ModelSettings:
     )
     activation_memory: ActivationMemory = choice(
         "auto",
-        "What decoder layers keep for their backward pass: keep (all), selective (attention), checkpoint (their "
-        "input), offload (their input, in host memory), auto (the least recompute that fits the memory, on CUDA) or "
-        "off (as gradient_checkpointing says). Full checkpointing costs up to a third of a step; auto costs a few "
-        "passes over 2048 tokens, once.",
+        "What decoder layers keep for their backward pass: keep (all), checkpoint (their input), offload (their input, "
+        "in host memory), auto (as much as fits the memory, on CUDA) or off (as gradient_checkpointing says). Full "
+        "checkpointing costs up to a third of a step; auto costs a few passes over 64 to 1024 tokens, once.",
     )
     activation_memory_gib: float | None = option(
         None,
@@ -224,20 +233,10 @@ class ModelSettings:
         "recomputed), single_buffer, off, or auto (as the memory at hand demands). Frees layers x tokens x hidden x "
         "itemsize bytes of the device, costs as much host memory and two copies of it per step.",
     )
-    offload_budget_gib: float | None = option(
-        None,
-        "Most pinned host memory for offloaded layer inputs, in GiB (default: half of what is free). Past it memory "
-        "is pageable, whose copies are slower.",
-    )
-    keep_last_layers: int = option(
-        1,
-        "Inputs of that many last layers stay on the device under the offload: backward needs them at once. Each "
-        "costs tokens x hidden x itemsize bytes of the device.",
-    )
     save_report: SavesReport = choice(
         "on",
-        "What fastpack-trl did, in fastpack_report.json beside the checkpoints, in the model card, and in the config "
-        "of the trackers of report_to: on or off. A few kilobytes.",
+        "What fastpack-trl did, in fastpack_report.json beside the checkpoints and in the model card: on or off. A few "
+        "kilobytes.",
     )
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
@@ -268,9 +267,6 @@ class ModelSettings:
                     f"activation_memory_gib={self.activation_memory_gib} must be above 0 and finite: GiB for "
                     "activations, or leave it out for what is free"
                 )
-        if self.offload_budget_gib is not None:
-            self.offload_budget_gib = _number("offload_budget_gib", self.offload_budget_gib, "GiB, e.g. 64")
-        check_offload(self.offload_budget_gib, self.keep_last_layers)
 
 
 @dataclass
@@ -330,7 +326,7 @@ class Settings(ModelSettings):
         """Return the field of a feature; ``auto`` for one that has none."""
         return getattr(self, feature, "auto")
 
-    def names(self, feature: str) -> bool:
+    def is_explicit(self, feature: str) -> bool:
         """Return whether a feature was switched on by name: its field is neither its default nor ``off``."""
         own = type(self).__dataclass_fields__.get(feature)
         return own is not None and self.get(feature) not in (own.default, "off")
@@ -373,21 +369,3 @@ def check_fields(args: Any, settings: Settings) -> None:
     """
     if not disabled_by_environment():
         check_recompute(args, settings.activation_memory, settings.checkpoint_offload)
-
-
-def check_offload(offload_budget_gib: float | None, keep_last_layers: int) -> None:
-    """Check the settings of the offload that have no choices.
-
-    Raises:
-        ValueError: names the value and the remedy.
-    """
-    if offload_budget_gib is not None and not 0 < offload_budget_gib < float("inf"):
-        raise ValueError(
-            f"offload_budget_gib={offload_budget_gib} must be above 0 and finite: GiB of pinned host memory, or leave "
-            "it out for half of what is free; checkpoint_offload='off' switches the offload off"
-        )
-    if not isinstance(keep_last_layers, int) or isinstance(keep_last_layers, bool) or keep_last_layers < 0:
-        raise ValueError(
-            f"keep_last_layers={shown(keep_last_layers)} is no number of layers: give 0 or more, how many last layers "
-            "stay on the device"
-        )

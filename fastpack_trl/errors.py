@@ -69,7 +69,7 @@ class _Short(reprlib.Repr):
             return f"a number of {x.bit_length()} bits"
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """Return the repr of a user's value for a message, bounded in time and length: ``[[1, 2, 3, 4, 5, 6, ...]]``."""
     text = _Short().repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."

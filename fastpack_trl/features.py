@@ -1,41 +1,30 @@
-"""The two lists of a trainer, in order: what is installed around a run, and what each micro-batch passes."""
+"""The list of features, in order: what is installed on a model and its trainer around a run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from accelerate.logging import get_logger
-from torch import Tensor
 
 from fastpack_trl.attention.feature import install_attention, plan_rows_again
 from fastpack_trl.attention.share_prefixes import share_prefixes
-from fastpack_trl.callbacks.resumed_data import resumed_data
 from fastpack_trl.callbacks.save_report import save_report
-from fastpack_trl.capture.ddp import reduce_apart
 from fastpack_trl.capture.feature import cuda_graph, side_stream
-from fastpack_trl.capture.graphs import capture
 from fastpack_trl.checkpointing.activation_memory import activation_memory
 from fastpack_trl.checkpointing.checkpoint_offload import checkpoint_offload
-from fastpack_trl.checkpointing.retry import retry
 from fastpack_trl.compile.layer_compile import layer_compile, start_workers
-from fastpack_trl.lora.cache_dequantized import cache_dequantized
 from fastpack_trl.lora.feature import lora
 from fastpack_trl.lora.frozen_base import frozen_base
 from fastpack_trl.model.facts import UNREADABLE, text_model
 from fastpack_trl.model.precision import not_packed_on_cpu
 from fastpack_trl.model.upstream import PARTLY, missing_reason
 from fastpack_trl.moe.feature import moe
-from fastpack_trl.run import MicroStep, Run
-from fastpack_trl.step.accumulation import merge
-from fastpack_trl.step.aux_loss import aux_loss
-from fastpack_trl.step.first_step import first_step
+from fastpack_trl.run import Run
 from fastpack_trl.step.merge_accumulation import merge_accumulation
-from fastpack_trl.step.short_data import short_data
-from fastpack_trl.step.sync_free import settle, sync_free
+from fastpack_trl.step.sync_free import sync_free
 
 logger = get_logger(__name__)
 
@@ -82,7 +71,7 @@ class Feature(NamedTuple):
 
 
 def _leave_to_stock(run: Run, name: str, reason: str) -> None:
-    run.say(name, "stock", "stock", reason)
+    run.set_status(name, "stock", "stock", reason)
     logger.warning(f"{name}: stock ({reason})")
 
 
@@ -92,43 +81,20 @@ def _cpu_packing(run: Run) -> AbstractContextManager[None]:
 
 FEATURES: tuple[Feature, ...] = (
     Feature(_cpu_packing, "any", falls_back=False),
-    Feature(first_step, "any", "training", falls_back=False),  # times all that follows
     Feature(side_stream, "sft", "training", falls_back=False),  # also of what the proof and the plan leave behind
-    Feature(short_data, "sft", "training", falls_back=False),
     Feature(plan_rows_again, "any", falls_back=False),
     Feature(start_workers, "any", "training", falls_back=False),  # they get ready beside the proof and the plan
     Feature(moe, "any"),  # on four-bit experts PEFT's own forward would fail in the packing proof
     Feature(install_attention, "any", falls_back=False),  # to padded rows, by itself
-    Feature(lora, "any"),
+    Feature(lora, "any"),  # keeps copies of frozen weights before memory is planned
     Feature(frozen_base, "any"),  # of the layers of `lora`; changes the memory that is left to plan
     Feature(sync_free, "sft"),
-    Feature(aux_loss, "sft"),  # says whether the loss of `sync_free` has it
     Feature(share_prefixes, "sft", "training"),  # needs the loss of `sync_free`, and the attention
     Feature(activation_memory, "any", "training"),
-    Feature(cache_dequantized, "any"),  # in what that plan leaves
     Feature(checkpoint_offload, "any"),  # unless that plan offloads
     Feature(merge_accumulation, "sft", "training"),  # needs the loss of `sync_free`
     Feature(layer_compile, "any", "training"),  # compiles what all the others have installed
     Feature(cuda_graph, "sft"),  # records what all the others run
     Feature(save_report, "any", "training", falls_back=False),
-    Feature(resumed_data, "any", "training", falls_back=False),
 )
 """Entered from first to last when `train`, `evaluate` or `predict` begins, left in the opposite order."""
-
-STEP: tuple[Callable[[Run, MicroStep, Any, Any, Any], Tensor], ...] = (
-    settle,  # needs no walk over the model; the logged loss is that of all that follows
-    merge,  # waits for the last micro-batch of a row
-    reduce_apart,  # after the last micro-batch of a step, once nothing of it can be undone
-    retry,  # undoes a micro-batch, or a row of them
-    capture,  # replays what is left
-)
-"""Passed by each micro-batch from first to last: each calls the next, the last one stock's own step. A part whose
-feature is off hands on at once. On other trainers merging needs the rows of a step, and retry the state to undo;
-merging and capture need the loss of SFT."""
-
-
-def micro_step(run: Run, stock: Callable[..., Tensor]) -> MicroStep:
-    """Return `stock`, a trainer's own step, with the parts of `STEP` around it."""
-    for part in reversed(STEP):
-        stock = partial(part, run, stock)
-    return stock

@@ -91,7 +91,7 @@ class FeatureReport:
         """Return what a run prints when it starts: as `table`, but features that are off are one line of names."""
         shown = [line for line in self._sorted() if line.status != "off"]
         off = [line.feature for line in self.lines if line.status == "off"]
-        if not shown or shown_whole():
+        if not shown or is_verbose():
             return self.table()
         width = max(len(line.feature) for line in shown)
         rows = [_row(line, width) for line in shown]
@@ -118,12 +118,12 @@ def _page(rows: list[tuple[str, str]], facts: dict[str, Any]) -> str:
     return "\n".join(out)
 
 
-def shown_whole() -> bool:
+def is_verbose() -> bool:
     """Return whether ``FASTPACK_VERBOSE=1`` asks for the reasons of features that are off."""
     return _is_set(_VERBOSE)
 
 
-def show_whole() -> None:
+def enable_verbose() -> None:
     """Let banners of this process, and of those that it starts, show every feature: what ``--verbose`` means."""
     os.environ[_VERBOSE] = "1"
 

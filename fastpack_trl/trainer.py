@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from copy import copy
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -11,8 +13,9 @@ from torch.utils.data import DataLoader
 from trl import SFTTrainer
 
 from fastpack_trl.attention.feature import choose_attention
+from fastpack_trl.capture.ddp import reduced_after
+from fastpack_trl.checkpointing.activation_memory import gathered_once
 from fastpack_trl.config import Settings
-from fastpack_trl.features import micro_step
 from fastpack_trl.model.precision import fit_precision
 from fastpack_trl.model.preflight import bound, check_given
 from fastpack_trl.packing.batching import fast_view, is_stock_collator, packing_collator
@@ -22,11 +25,10 @@ from fastpack_trl.packing.documents import DocumentsCollator, as_one_row
 from fastpack_trl.packing.examples import check_label_column, check_not_empty
 from fastpack_trl.packing.packed_inputs import PackedInputs
 from fastpack_trl.run import Run
-from fastpack_trl.step.accumulation import Merging
 from fastpack_trl.step.metrics import SettledAtRead
-from fastpack_trl.step.short_data import ShortData
 from fastpack_trl.step.sync_free import SyncFreeStep
 from fastpack_trl.trainers.featured import FeaturedTrainer, documented_as
+from fastpack_trl.trainers.optimizer_step import OptimizerStep, clear_derived
 
 logger = get_logger(__name__)
 
@@ -57,12 +59,13 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = bound(SFTTrainer, self, args, kwargs)
         run = self.fastpack_run = Run(self, Settings.of(given.get("args")))
+        self._fastpack_optimizer_step = OptimizerStep(run)
         self._fastpack_replaced = ""
         self._fastpack_own_collator = given.get("data_collator") is not None
         self._fastpack_disabled = self._fastpack_why_disabled()
         if self._fastpack_disabled:
             super().__init__(*args, **kwargs)
-            run.say("fastpack", "off", "stock", self._fastpack_disabled)
+            run.set_status("fastpack", "off", "stock", self._fastpack_disabled)
             return
         check_given(given)
         check_not_empty(given.get("train_dataset"))
@@ -70,7 +73,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         self._fastpack_quantize(self.model)  # where nobody has moved the model
         run.report.facts |= fit_precision(self)
         if run.settings.sync_free != "off":
-            run.keep(SyncFreeStep(self.model))  # before accelerate wraps the model
+            run.set_state(SyncFreeStep(self.model))  # before accelerate wraps the model
         choose_attention(run, by_name=isinstance(given["model"], str))
 
     def _prepare_dataset(
@@ -115,7 +118,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
             why = f"data_collator was replaced by {type(self.data_collator).__name__}"
             if self._fastpack_replaced != why:
                 self._fastpack_replaced = why
-                run.say("batches", "stock", "stock", why)
+                run.set_status("batches", "stock", "stock", why)
                 logger.warning(f"batches: stock ({why})")
             return False
         if is_training or run.plan.kind != "padding_free":
@@ -135,36 +138,43 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
             inputs = {"input_ids": as_one_row(inputs["attention_mask"], inputs["input_ids"])[0]}
         super()._track_num_input_tokens(inputs)
 
-    @documented_as(SFTTrainer.training_step)
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        # What was derived from the batch is dropped after its backward pass.
-        try:
-            return micro_step(self.fastpack_run, super().training_step)(model, inputs, num_items_in_batch)
-        finally:
-            _clear(inputs)
-
-    @documented_as(SFTTrainer.prediction_step)
-    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
-        finally:
-            _clear(inputs)
-        if self.fastpack_run.plan.kind == "documents" and isinstance(logits, Tensor):
-            # One row as TRL's packed ones: predictions are cut and gathered by the number of rows of the data set.
-            logits, labels = as_one_row(inputs["attention_mask"], logits, labels)
-        return loss, logits, labels
+    def _fastpack_enter(self, stack: ExitStack) -> None:
+        stack.callback(self._fastpack_optimizer_step.begin, [], None)  # hold no batch after the run
 
     @documented_as(SFTTrainer.get_batch_samples)
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         batches, num_items_in_batch = super().get_batch_samples(*args, **kwargs)
-        run = self.fastpack_run
-        if (short := run.part(ShortData)) is not None:
-            short.look(batches)
-        merging = run.part(Merging)
-        if merging is not None:
-            merging.plan(batches, num_items_in_batch)
-        run.step.rows = len(batches) if merging is None else merging.rows
+        self._fastpack_optimizer_step.begin(batches, num_items_in_batch)
         return batches, num_items_in_batch
+
+    @documented_as(SFTTrainer.training_step)
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        run, step, forward_backward = self.fastpack_run, self._fastpack_step, super().training_step
+        try:
+            if not run.training:  # features are off
+                return forward_backward(model, inputs, num_items_in_batch)
+            with reduced_after(run, model), gathered_once(run):
+                # The rows of merged micro-batches, graphs of rows of a known size, and the way out of an out-of-memory.
+                loss = self._fastpack_optimizer_step.run(forward_backward, model, inputs, num_items_in_batch)
+            return loss if step is None else step.filtered(self, loss)
+        finally:
+            clear_derived(inputs)  # what was derived from the batch is not needed after its backward pass
+
+    @documented_as(SFTTrainer.prediction_step)
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        stock = super().prediction_step
+        if not self._fastpack_entered:
+            return stock(model, inputs, *args, **kwargs)
+        try:
+            loss, logits, labels = self._fastpack_optimizer_step.run_evaluation(
+                lambda: stock(model, copy(inputs), *args, **kwargs)
+            )
+        finally:
+            clear_derived(inputs)
+        if self.fastpack_run.plan.kind == "documents" and isinstance(logits, Tensor):
+            # One row as TRL's packed ones: predictions are cut and gathered by the number of rows of the data set.
+            logits, labels = as_one_row(inputs["attention_mask"], logits, labels)
+        return loss, logits, labels
 
     @documented_as(SFTTrainer.compute_loss)
     def compute_loss(
@@ -179,22 +189,21 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
 
     @property
     def _fastpack_step(self) -> SyncFreeStep | None:
-        return self.fastpack_run.part(SyncFreeStep)
+        return self.fastpack_run.get_state(SyncFreeStep)
 
     @documented_as(SFTTrainer.floating_point_ops)
     def floating_point_ops(self, inputs: Any) -> int:
         step = self._fastpack_step
-        if step is None or not step.host:
+        if step is None or not step.host.active:
             return int(super().floating_point_ops(inputs))
         step.filter.restore()  # the first call after the line that reads it
-        return step.flops.count(self, inputs, super().floating_point_ops)
+        return step.host.count_flops(self, inputs, super().floating_point_ops)
 
     def _clip_grad_norm(self, model: Any) -> Any:
         step = self._fastpack_step
         if step is None:
             return super()._clip_grad_norm(model)
-        norm = step.clip(self, model)
-        return norm if norm is not None else super()._clip_grad_norm(step.with_gradients(self.fastpack_run, model))
+        return super()._clip_grad_norm(step.with_gradients(self.fastpack_run, model))
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         step = self._fastpack_step
@@ -228,15 +237,9 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         accelerator = getattr(self, "accelerator", None)  # absent while stock constructs
         step = self._fastpack_step
         if step is not None and accelerator is not None and not (alone and accelerator.num_processes > 1):
-            step.metrics.settle(self)
+            step.metrics.flush(self)
 
     def close(self) -> None:
         """Give the model its stock forward back; further runs of this trainer use stock's loss and metrics."""
         if (step := self._fastpack_step) is not None:
             step.close()
-
-
-def _clear(inputs: Any) -> None:
-    batch = inputs.get("packed_batch")
-    if batch is not None:
-        batch.clear_derived()

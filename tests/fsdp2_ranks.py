@@ -95,12 +95,12 @@ class LooksBeforeTheStep(TrainerCallback):
 def memory() -> None:
     """Levels by name, by a budget that one process has less of, and offloaded layer inputs."""
     for options, fast, levels in (
-        ({}, {"activation_memory": "selective"}, {Level.SELECTIVE}),
+        ({}, {"activation_memory": "checkpoint"}, {Level.CHECKPOINT}),
         ({"lora": LINEAR}, {"activation_memory": "keep"}, {Level.KEEP}),
         ({}, {"activation_memory_gib": 1.0 if dist.get_rank() else 2e-4}, {Level.CHECKPOINT}),
     ):
         ours, _ = both(gradient_checkpointing=True, gradient_accumulation_steps=2, fast=fast, **options)
-        plan = ours.fastpack_run.part(ActivationMemory)
+        plan = ours.fastpack_run.get_state(ActivationMemory)
         assert plan is None, "kept after the run"
         line = ours.fastpack_report["activation_memory"]
         assert line.status == "on", line
@@ -314,7 +314,7 @@ def engines() -> None:
     table = {row[0].partition("`")[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows[1:]}
     feature.offload_unavailable = lambda device: ""  # type: ignore[assignment]
     patch = pytest.MonkeyPatch()
-    patch.setattr(Settings, "names", lambda *_: False)  # what an engine lacks is said, and stops nothing
+    patch.setattr(Settings, "is_explicit", lambda *_: False)  # what an engine lacks is said, and stops nothing
     patch.setattr(Varlen, "refuses", lambda self, features: "")
     patch.setattr(capture, "unavailable", lambda device: "")
     patch.setattr(capture, "CudaGraphs", lambda device: TapeDevice(torch.nn.Module()))

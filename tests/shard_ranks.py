@@ -1,5 +1,5 @@
 """Models that torch's `fully_shard` has sharded over two ranks, for `test_ranks.py`: packed rows, whole steps beside
-stock's, steps over local tensors, layers that stay gathered.
+stock's, layers that stay gathered.
 
 accelerate starts no FSDP on a CPU, so models are sharded here, in the units that accelerate makes.
 """
@@ -26,9 +26,7 @@ from trainer_material import build, make_dataset
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer, PackedBatch, packed_attention
-from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.sharded import keep_unsharded, layer_units, whole_bytes
-from fastpack_trl.step.local_shards import clip, local_steps, why_stock_step
 from fastpack_trl.step.sync_free import SyncFreeStep
 from fastpack_trl.testing import tiny_model
 
@@ -48,84 +46,6 @@ def backward(model: nn.Module, seed: int = 0) -> list[nn.Parameter]:
     ids = (IDS * 7 + seed + dist.get_rank()) % 60
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     return [p for p in model.parameters() if p.grad is not None]
-
-
-def clipped() -> None:
-    """The norm and the gradients are those of torch over DTensors, clipped or not."""
-    for most in (1e-2, 1e6):
-        found: list[tuple[Tensor, list[Tensor]]] = []
-        for function in (torch.nn.utils.clip_grad_norm_, clip):
-            parameters = backward(parted())
-            norm = function(parameters, most)
-            assert norm is not None
-            found.append(
-                (norm.full_tensor() if isinstance(norm, DTensor) else norm, [_whole(p.grad) for p in parameters])
-            )
-        (expected, theirs), (norm, ours) = found
-        # The norm is added up in another order, which shows in its last bits; what is not clipped has no factor.
-        torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
-        for our, their in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(our, their, rtol=1e-6 if float(norm) > most else 0, atol=0)
-    parameters = backward(parted())
-    parameters[0].grad = _whole(parameters[0].grad)
-    assert clip(parameters, 1.0) is None
-
-
-def stepped() -> None:
-    """Weights and state are those of torch's own steps; a hook on the optimizer sees the model's parameters."""
-    for options in ({"fused": True}, {"foreach": True}):
-        states = []
-        for ours in (False, True):
-            model = parted()
-            decayed = [p for p in model.parameters() if p.dim() > 1]
-            groups = [
-                {"params": decayed, "weight_decay": 0.1},
-                {"params": [p for p in model.parameters() if p.dim() == 1]},
-            ]
-            optimizer = torch.optim.AdamW(groups, lr=1e-2, **options)
-            # The first makes the state.
-            assert _steps(model, optimizer, ours, 3) == [True, not ours, not ours]
-            if ours:
-                assert "step" not in vars(optimizer)
-                with local_steps(optimizer):
-                    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-            assert all(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
-            states.append([_whole(value) for p in model.parameters() for value in (p, *optimizer.state[p].values())])
-            assert all(isinstance(optimizer.state[p]["exp_avg"], DTensor) for p in decayed)
-        assert len(states[0]) == len(states[1])
-        assert all(map(torch.equal, *states)), options
-    seen: list[bool] = []
-    model = parted()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    optimizer.register_step_pre_hook(lambda own, *_: seen.append(isinstance(own.param_groups[0]["params"][0], DTensor)))
-    assert _steps(model, optimizer, True, 2) == seen == [True, True]
-    assert "neither fused nor foreach" in why_stock_step(torch.optim.AdamW(model.parameters()))
-    stock = optimizer.step
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    assert why_stock_step(optimizer) == ""
-    optimizer.step = lambda closure=None: stock(closure)  # type: ignore[method-assign]
-    assert why_stock_step(optimizer) == "the step of AdamW was replaced: it may look at DTensors"
-    assert "Adafactor steps" in why_stock_step(torch.optim.Adafactor(model.parameters()))
-
-
-def _steps(model: nn.Module, optimizer: Any, ours: bool, count: int) -> list[bool]:
-    """Return for each step whether it ran over DTensors."""
-    parted: list[bool] = []
-    read = type(optimizer)._init_group
-
-    def init_group(own: Any, group: dict[str, Any], *lists: Any) -> Any:
-        parted.append(isinstance(group["params"][0], DTensor))
-        return read(own, group, *lists)
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(patch_attribute(type(optimizer), "_init_group", init_group))
-        if ours:
-            stack.enter_context(local_steps(optimizer))
-        for seed in range(count):
-            backward(model, seed)
-            optimizer.step()
-            optimizer.zero_grad()
-    return parted[:: len(optimizer.param_groups)]
 
 
 def gathered() -> None:
@@ -261,7 +181,7 @@ def _figures(cls: type[SFTTrainer], family: str, lora: bool, low: bool, tied: bo
                 found.extend(float(loss_of(seed, None)) for seed in (50, 60))
             model.train()
             if ours:
-                assert trainer.fastpack_run.part(SyncFreeStep).loss, trainer.fastpack_report["sync_free"]
+                assert trainer.fastpack_run.get_state(SyncFreeStep).loss, trainer.fastpack_report["sync_free"]
 
         # Known when the run has ended: layers that were PEFT's in any call are counted there.
         assert not (ours and lora) or trainer.fastpack_report["lora"].path == "fast", trainer.fastpack_report["lora"]
@@ -277,6 +197,6 @@ def _whole(tensor: Tensor) -> Tensor:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    for case in (packed, whole_steps, clipped, stepped, gathered):
+    for case in (packed, whole_steps, gathered):
         case()
     leave()

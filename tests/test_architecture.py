@@ -13,7 +13,7 @@ PACKAGE = ROOT / "fastpack_trl"
 
 TOPICS = {
     "loss head": ("step/step_loss.py", 6),
-    "FP8 base": ("lora/frozen_base.py", 6),
+    "FP8 base": ("lora/frozen_base.py", 5),
     "capture": ("capture/graphs.py", 6),
     "capture of preference steps": ("capture/rows.py", 6),
     "activation plan": ("checkpointing/activation_memory.py", 6),

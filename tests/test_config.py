@@ -29,8 +29,6 @@ ROOT = Path(__file__).parents[1]
         ("packed_attention", "varlne", "did you mean"),
         ("packed_attention", "flahs", r"packed_attention='flahs'.*use one of"),
         ("activation_memory_gib", 0, r"activation_memory_gib=0\.0 must be above 0"),
-        ("offload_budget_gib", "much", "offload_budget_gib='much' is not a number"),
-        ("keep_last_layers", -1, "keep_last_layers=-1 is no number of layers"),
     ],
 )
 def test_a_wrong_value_is_refused_also_if_it_was_set_on_a_config(
@@ -78,7 +76,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "'every_n_layers': 2": ({"activation_memory": "keep"}, {"gradient_checkpointing_kwargs": {"every_n_layers": 2}}),
     "checkpoint_offload='double_buffer' says": (
-        {"activation_memory": "selective"},
+        {"activation_memory": "checkpoint"},
         {"checkpoint_offload": "double_buffer"},
     ),
 }

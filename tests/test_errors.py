@@ -1,14 +1,16 @@
-"""An exception inside of a checkpoint leaves no saved-tensor hook behind."""
+"""Values in messages are short; an exception inside of a checkpoint leaves no saved-tensor hook behind."""
 
 from __future__ import annotations
 
+import time
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from fastpack_trl.errors import close_frames
+from fastpack_trl.errors import close_frames, short_repr
 
 LOCALS: list[weakref.ref[torch.Tensor]] = []
 
@@ -41,3 +43,22 @@ def test_hooks_are_gone_when_the_exception_is_still_held(causes: bool) -> None:
     close_frames(kept[0])
     assert LOCALS[-1]() is None
     assert saved_by_a_product() == 0
+
+
+def aliased(levels: int) -> Any:
+    value: Any = ["x"]
+    for _ in range(levels):
+        value = [value] * 10
+    return value
+
+
+@pytest.mark.parametrize("value", [aliased(12), {"a": aliased(12)}, "x" * 10**6, 2**10**6, {"z" * 10**6: 1}], ids=type)
+def test_what_a_message_shows_of_a_value_is_short_and_quick(value: Any) -> None:
+    started = time.monotonic()
+    assert 0 < len(short_repr(value)) <= 200
+    assert time.monotonic() - started < 1
+
+
+@pytest.mark.parametrize("value", ["a'b", 5, None, [64], {"a": 1}, (1, "b"), b"x"])
+def test_short_values_are_shown_whole(value: object) -> None:
+    assert short_repr(value) == repr(value)

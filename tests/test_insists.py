@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from lora_material import adapted
 from trainer_material import build, make_dataset
 from transformers import TrainerCallback
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -66,7 +65,6 @@ CASES: dict[tuple[str, str], Case] = {
     **{("packed_attention", name): COLLATED for name in ("per_document", "sdpa")},
     ("verify_packing", "on"): Case("has non-finite values", late=spoil),
     ("lora", "on"): Case("the model has no LoRA layers"),
-    ("cache_dequantized", "on"): Case("no LoRA layer is fast"),
     ("frozen_base", "fp8"): Case("the model has no LoRA layers"),
     ("moe", "on"): Case("the model has no experts"),
     ("layer_compile", "on"): Case("per_document calls a kernel per document"),
@@ -78,13 +76,10 @@ CASES: dict[tuple[str, str], Case] = {
     ),
     ("share_prefixes", "on"): Case("NEFTune would add", options={"neftune_noise_alpha": 5.0}),
     ("activation_memory", "keep"): Case(reason="keeps all activations", options=KEEPS_ALL),
-    **{("activation_memory", level): CONTRADICTED for level in ("selective", "checkpoint", "offload")},
+    **{("activation_memory", level): CONTRADICTED for level in ("checkpoint", "offload")},
     **{("checkpoint_offload", mode): CONTRADICTED for mode in ("double_buffer", "single_buffer")},
 }  # fmt: skip
 HOLD = {
-    ("cache_dequantized", "on"): Case(
-        reason="in the dtype of the run already", given={"model": lambda: adapted("llama")}
-    ),
     ("merge_accumulation", "on"): Case(reason="gradient_accumulation_steps is 1"),
     ("verify_packing", "on"): Case(
         reason="a row is one document", options={"packing": False}, given={"compute_loss_func": summed}
@@ -169,16 +164,16 @@ def test_switched_off_as_a_whole_nothing_stops(
     ("level", "reason"),
     [
         ("offload", "the model is on cpu: there is no device memory to spare and no copy engine"),
-        ("selective", "NotImplementedError: no such context"),
+        ("checkpoint", "ValueError: no such checkpoint"),
     ],
 )
 def test_a_level_that_cannot_be_used_stops_train_but_no_evaluation(
     level: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_context(*_args: Any, **_kwargs: Any) -> Any:
-        raise NotImplementedError("no such context")
+    def no_checkpoint(*_args: Any, **_kwargs: Any) -> Any:
+        raise ValueError("no such checkpoint")
 
-    monkeypatch.setattr("fastpack_trl.checkpointing.plan.create_selective_checkpoint_contexts", no_context)
+    monkeypatch.setattr("fastpack_trl.checkpointing.plan.checkpoint", no_checkpoint)
     trainer = make(tmp_path, Case(), activation_memory=level)
     trainer.evaluate()
     with pytest.raises(ValueError) as error:  # noqa: PT011

@@ -19,7 +19,7 @@ from trl import SFTConfig
 import fastpack_trl
 from fastpack_trl.cli.main import COMMANDS
 from fastpack_trl.config import _CHOICES, Settings
-from fastpack_trl.features import FEATURES, STEP
+from fastpack_trl.features import FEATURES
 from fastpack_trl.run.decisions import DECIDED, Decisions
 
 ROOT = Path(__file__).parents[1]
@@ -52,25 +52,25 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 BUDGETS = {
     "attention": 2650,
     "bench": 1550,
-    "callbacks": 400,
+    "callbacks": 300,
     "capture": 1800,
-    "checkpointing": 2200,
-    "cli": 1300,
-    "compile": 950,
+    "checkpointing": 1750,
+    "cli": 1400,
+    "compile": 850,
     "kernels": 1150,
-    "lora": 2000,
+    "lora": 1300,
     "measure": 900,
     "model": 1450,
-    "moe": 1500,
+    "moe": 1150,
     "packing": 2600,
     "recurrent": 800,
-    "recipe": 3400,
-    "run": 500,
-    "step": 2500,
-    "trainers": 1100,
+    "recipe": 2200,
+    "run": 450,
+    "step": 2050,
+    "trainers": 1250,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 29900, "benchmarks": 2000, "tests": 34950}
+TOTALS = {"fastpack_trl": 26600, "benchmarks": 2000, "tests": 33150}
 
 TOP = {
     "__init__.py", "__main__.py", "_version.py", "config.py", "trainer.py", "errors.py", "testing.py",
@@ -270,8 +270,6 @@ def test_one_training_step_is_overridden() -> None:
         if isinstance(method, ast.FunctionDef) and method.name == "training_step"
     ]
     assert found == ["fastpack_trl.trainer.FastSFTTrainer"]
-    parts = [inspect.signature(part).parameters for part in STEP]
-    assert [list(part) for part in parts] == [["run", "following", "model", "inputs", "num_items_in_batch"]] * len(STEP)
 
 
 def test_settings_have_one_default_whoever_reads_them() -> None:
@@ -316,7 +314,7 @@ def test_features_ask_the_run_and_nothing_else_for_settings_and_decisions() -> N
 
 
 def test_features_are_functions_of_a_run_named_after_their_setting() -> None:
-    known = {field.name for field in fields(Settings)} | {"aux_loss"}  # TRL's own `router_aux_loss_coef`
+    known = {field.name for field in fields(Settings)}
     for feature in FEATURES:
         name = feature.install.__name__
         assert name in known or not feature.falls_back

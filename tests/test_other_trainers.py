@@ -48,8 +48,8 @@ def _offload(trainer: Any) -> Iterator[None]:
     trainer.add_callback(added)
     yield
     assert added.use is not None
-    assert added.use.most_leased > 0
-    assert added.use.leases == 0
+    assert added.use.most_held > 0
+    assert added.use.held == 0
 
 
 @contextmanager

@@ -31,13 +31,13 @@ def test_a_feature_that_was_switched_off_before_a_second_run_is_off(tmp_path: Pa
     trainer = make(tmp_path, kind)
     trainer.train()
     assert trainer.fastpack_report["sync_free"].status == "on"
-    step = trainer.fastpack_run.part(SyncFreeStep)
+    step = trainer.fastpack_run.get_state(SyncFreeStep)
     trainer.args.sync_free = False
     trainer.train()
     line = trainer.fastpack_report["sync_free"]
     assert (line.status, line.reason) == ("off", "switched off")
     assert not trainer.fastpack_run.loss_is_ours
-    assert trainer.fastpack_run.part(SyncFreeStep) is step
+    assert trainer.fastpack_run.get_state(SyncFreeStep) is step
     trainer.args.sync_free = "auto"
     trainer.train()
     assert trainer.fastpack_report["sync_free"].status == "on"
@@ -100,19 +100,19 @@ def test_a_feature_that_is_off_misses_no_name(
 
 def test_a_part_is_kept_beside_an_earlier_one_of_its_class(tmp_path: Path) -> None:
     run = make(tmp_path).fastpack_run
-    step = run.part(SyncFreeStep)
+    step = run.get_state(SyncFreeStep)
     assert step is not None
     other = SyncFreeStep(tiny_model("llama"))
     with pytest.raises(KeyError), run.keeping(other):
-        assert run.part(SyncFreeStep) is other
+        assert run.get_state(SyncFreeStep) is other
         raise KeyError
-    assert run.part(SyncFreeStep) is step
+    assert run.get_state(SyncFreeStep) is step
     with run.without(SyncFreeStep):
-        assert run.part(SyncFreeStep) is None
+        assert run.get_state(SyncFreeStep) is None
         with run.keeping(other):
-            assert run.part(SyncFreeStep) is other
-        assert run.part(SyncFreeStep) is None
-    assert run.part(SyncFreeStep) is step
+            assert run.get_state(SyncFreeStep) is other
+        assert run.get_state(SyncFreeStep) is None
+    assert run.get_state(SyncFreeStep) is step
 
 
 @pytest.mark.parametrize(

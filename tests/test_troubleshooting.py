@@ -13,11 +13,9 @@ PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| (`.*?`) \| (.+) \|$", PAGE, re.MULTILINE)
 
 NO_REASONS = {
-    "not run", "asked for", "proof of stock", "per use", "split again", "a parameter",  # paths, and parts of a sentence
-    "are a quarter of the free memory", "truncated tokens", "padded tokens per token",
-    "up to ...", "unknown (streamed or prepared elsewhere)", "the arguments",
-    "the model's config (router_aux_loss_coef)", "without what is spare", "with less",
-    "; without the padding of packed rows",
+    "not run", "asked for", "proof of stock", "split again", "a parameter",  # paths, and parts of a sentence
+    "truncated tokens", "padded tokens per token",
+    "up to ...", "unknown (streamed or prepared elsewhere)",
 }  # fmt: skip
 """Sentences of those functions that are no fallback."""
 

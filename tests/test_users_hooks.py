@@ -274,7 +274,7 @@ def test_a_hook_on_a_parameter_does_not_see_the_trial() -> None:
     seen: list[int] = []
     model = make("llama")
     decoder_layers(model)[0].get_parameter("mlp.up_proj.weight").register_hook(lambda _: seen.append(1))
-    with packed_attention(model), compiled_layers(model, measure=True, verbose=False, _backend=Counting()):
+    with packed_attention(model), compiled_layers(model, verbose=False, _backend=Counting()):
         one_step(model, *row(0))
     assert seen == [1]
 

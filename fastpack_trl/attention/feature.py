@@ -41,7 +41,7 @@ def choose_attention(run: Run, *, by_name: bool) -> None:
     Raises:
         ValueError: what was asked for would be wrong for the model; names the remedy.
     """
-    run.keep(_Asked("", by_name))  # where this fails, the next start chooses again
+    run.set_state(_Asked("", by_name))  # where this fails, the next start chooses again
     keywords = run.args.model_init_kwargs or {}
     features = read_features(run.model, run.compute_dtype)
     run.choice = choose(
@@ -52,7 +52,7 @@ def choose_attention(run: Run, *, by_name: bool) -> None:
         elements=_tokens_of(run) * features.num_heads * features.head_dim * len(list(attention_modules(run.model))),
     )
     plan_rows(run)
-    run.keep(_Asked(run.settings.packed_attention, by_name))
+    run.set_state(_Asked(run.settings.packed_attention, by_name))
 
 
 def _tokens_of(run: Run) -> float:
@@ -69,7 +69,7 @@ def plan_rows(run: Run, plan: BatchPlan | None = None) -> None:
     """Plan the batches of a run for its attention path, or take the `plan` that all processes have agreed on."""
     run.plan = plan or _plan(run)
     _tell(run)
-    run.say("batches", "on" if run.packs else "stock", run.plan.kind.replace("_", "-"), run.plan.reason)
+    run.set_status("batches", "on" if run.packs else "stock", run.plan.kind.replace("_", "-"), run.plan.reason)
     if run.counts_documents:
         unknown = {"truncated tokens": "unknown (streamed or prepared elsewhere)"}
         run.report.facts |= unknown if run.facts is None else run.facts.figures
@@ -83,14 +83,14 @@ def _tell(run: Run) -> None:
     """Say what keeps documents apart; rows that stock pads hold one each."""
     choice = run.choice
     if run.packs:
-        run.say("packed_attention", "on", choice.path, choice.reason)
+        run.set_status("packed_attention", "on", choice.path, choice.reason)
     elif choice.path == "off":
         status: Status = "off" if run.settings.packed_attention == "off" else "stock"
-        run.say("packed_attention", status, "stock", choice.reason)
+        run.set_status("packed_attention", status, "stock", choice.reason)
     elif choice.path == PADDED_DOCUMENTS:
-        run.say("packed_attention", "stock", "stock", choice.reason)
+        run.set_status("packed_attention", "stock", "stock", choice.reason)
     else:
-        run.say("packed_attention", "off", "stock", run.plan.reason, holds=not run.trainer.padding_free)
+        run.set_status("packed_attention", "off", "stock", run.plan.reason, holds=not run.trainer.padding_free)
 
 
 def _plan(run: Run) -> BatchPlan:
@@ -107,7 +107,7 @@ def plan_rows_again(run: Run) -> None:
     Raises:
         ValueError: as `choose_attention`.
     """
-    asked = run.part(_Asked)
+    asked = run.get_state(_Asked)
     assert asked is not None
     own = run.plan
 
@@ -129,7 +129,7 @@ def plan_rows_again(run: Run) -> None:
 @contextmanager
 def install_attention(run: Run) -> Iterator[None]:
     """Install the attention of the run; prove before its first rows that packed documents do not see each other."""
-    if not run.packs and run.insists:
+    if not run.packs and run.is_strict:
         _tell(run)  # said before `train` too, which stops where it is not what was asked for
     with ExitStack() as stack:
         if run.packs:
@@ -137,7 +137,7 @@ def install_attention(run: Run) -> Iterator[None]:
         elif run.training and run.trainer.padding_free and run.plan.kind != "documents":
             prove_stock(run)
         elif run.training:
-            run.say("verify_packing", "off", "not run", "a row is one document", holds=True)
+            run.set_status("verify_packing", "off", "not run", "a row is one document", holds=True)
         yield
 
 
@@ -163,7 +163,7 @@ def _install(run: Run, stack: ExitStack) -> None:
         except PackingError as error:
             if run.settings.packed_attention != "auto" and (run.training or not unasked):
                 raise
-            run.say("verify_packing", "on", "proof", str(error))
+            run.set_status("verify_packing", "on", "proof", str(error))
             return f"{run.choice.path} failed its proof: {error}"
         return unproven and f"rows without padding are not proven: {unproven}"
 

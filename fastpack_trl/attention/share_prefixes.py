@@ -39,12 +39,12 @@ def share_prefixes(run: Run) -> Iterator[None]:
     # As one: an evaluation between has all of them wait for each other.
     if found := run.ranks.first_reason(lambda: first_reason(_reasons(run, little, share))):
         saves = f"; without that {share}" if share and not little and found != "switched off" else ""
-        run.say(FEATURE, "off", "each document whole", f"{found}{saves}")
+        run.set_status(FEATURE, "off", "each document whole", f"{found}{saves}")
         if saves:  # the banner shows no reason of what is off
             run.report.facts[FACT] = f"off: {found}{saves}"
         yield
         return
-    run.say(FEATURE, "on", "prefixes once", share or "how many tokens that spares is not known of a stream")
+    run.set_status(FEATURE, "on", "prefixes once", share or "how many tokens that spares is not known of a stream")
     with patch_attribute(run, "shares_prefixes", True):
         yield
 
@@ -66,7 +66,7 @@ def _reasons(run: Run, little: bool, share: str) -> Iterator[object]:
     streamed = setting == "auto" and not isinstance(trainer.train_dataset, Dataset)
     yield streamed and "a stream has no sample that would say what it saves: share_prefixes='on' shares"
     yield little and setting != "on" and f"little to share, {share}"
-    attention, backend = run.part(PackedAttention), BACKENDS.get(run.choice.path)
+    attention, backend = run.get_state(PackedAttention), BACKENDS.get(run.choice.path)
     assert attention is not None
     assert backend is not None
     yield backend.refuses_shared(attention.features)
@@ -92,7 +92,7 @@ def _dropouts(model: nn.Module) -> Iterator[float]:
 
 def _failed_check(run: Run, attention: PackedAttention) -> str:
     try:
-        with run.step.taking("proof"), run.autocast():
+        with run.autocast():
             proof = verify_shared(run.model, attention)
     except (*facts.UNREADABLE, ImportError) as error:
         return f"the check of shared prefixes cannot run on this model: {type(error).__name__}: {error}"

@@ -39,7 +39,7 @@ class _Examined(NamedTuple):
 
 def is_examined(run: Run) -> bool:
     """Return whether the attention and the model that the run has now were checked."""
-    return run.part(_Examined) == _Examined(run.choice, ref(run.model))
+    return run.get_state(_Examined) == _Examined(run.choice, ref(run.model))
 
 
 def prove(run: Run, attention: PackedAttention) -> str:
@@ -53,15 +53,15 @@ def prove(run: Run, attention: PackedAttention) -> str:
         ValueError: it cannot run, and ``verify_packing="on"`` insists.
     """
     if run.settings.verify_packing == "off":
-        run.say("verify_packing", "off", "not run", "switched off")
+        run.set_status("verify_packing", "off", "not run", "switched off")
         return ""
     if run.settings.verify_packing == "auto" and _documents_are_alone(run) and not spans(attention, run.model):
-        run.say("verify_packing", "off", "not run", "each row is one document")
+        run.set_status("verify_packing", "off", "not run", "each row is one document")
         return ""
     proof, unproven = _proof(run, attention)
-    run.keep(_Examined(run.choice, ref(run.model)))
+    run.set_state(_Examined(run.choice, ref(run.model)))
     if proof is not None:
-        run.say("verify_packing", "on", "proof", str(proof.raise_if_failed()))
+        run.set_status("verify_packing", "on", "proof", str(proof.raise_if_failed()))
     return unproven
 
 
@@ -74,14 +74,14 @@ def prove_stock(run: Run) -> None:
     """
     remedy = _remedy(run)
     if run.settings.verify_packing == "off":
-        run.say("verify_packing", "off", "not run", "switched off")
+        run.set_status("verify_packing", "off", "not run", "switched off")
         return
     if joins_documents(run.trainer):
         raise PackingError(f"packed rows under stock: LEAK: every row is one document to the model; {remedy}")
     proof, _ = _proof(run, None)
     if proof is None:
         return
-    run.say("verify_packing", "on", "proof of stock", str(proof))
+    run.set_status("verify_packing", "on", "proof of stock", str(proof))
     if proof.proven:
         return
     collator = run.trainer.data_collator
@@ -96,7 +96,7 @@ def tell_stock_error(run: Run) -> None:
     why = stock_error(read_features(run.model, run.compute_dtype))
     if not why and run.plan.kind == "packed" and not run.is_sharded and run.settings.verify_packing != "off":
         try:
-            with run.step.taking("proof"), run.autocast():
+            with run.autocast():
                 proof = verify_packing(run.model, implementation="off", lengths=default_lengths(run.model))
             why = str(proof) if proof.leaks else ""
         except (*_CANNOT_RUN, torch.OutOfMemoryError):
@@ -133,7 +133,7 @@ def _proof(run: Run, attention: PackedAttention | None) -> tuple[PackingProof | 
     """
     insists = run.settings.verify_packing == "on" and run.training
     try:
-        with run.step.taking("proof"), run.autocast():
+        with run.autocast():
             proof = _checked(run, attention)
     except PackingError:
         raise
@@ -144,7 +144,7 @@ def _proof(run: Run, attention: PackedAttention | None) -> tuple[PackingProof | 
                 f"verify_packing='on': {reason}; load finite weights, or set verify_packing='off'"
             ) from error
         logger.warning(f"verify_packing: not run: {reason}; training goes on with them, as stock does")
-        run.say("verify_packing", "off", "not run", reason)
+        run.set_status("verify_packing", "off", "not run", reason)
         return None, ""
     except torch.OutOfMemoryError:
         if insists or attention is not None:
@@ -155,9 +155,9 @@ def _proof(run: Run, attention: PackedAttention | None) -> tuple[PackingProof | 
         if insists:
             raise ValueError(f"verify_packing='on': {reason}; set verify_packing='auto' or 'off'") from error
     else:
-        run.keep(proof)
+        run.set_state(proof)
         return proof, ""
-    run.say("verify_packing", "off", "not run", reason)
+    run.set_status("verify_packing", "off", "not run", reason)
     return None, reason
 
 

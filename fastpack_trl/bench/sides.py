@@ -23,8 +23,8 @@ STOCK, COMPILED, REBUILD, OURS, PLANNED = SIDES = "stock", "stock_compiled", "re
 BASELINES = SIDES[:3]
 SAME_CHECKPOINTS = {"activation_memory": "off", "checkpoint_offload": "off"}
 """Fields with which a side recomputes as `gradient_checkpointing` says, as TRL does."""
-NO_FEATURES = "verify_packing", "moe_quantize_experts", "cache_dequantized"
-"""Fields that make no step faster by themselves: a check, another computation, a part of `lora`."""
+NO_FEATURES = "verify_packing", "moe_quantize_experts"
+"""Fields that make no step faster by themselves: a check, another computation."""
 NEEDS = {
     "sync_free": ("packed_attention",),
     "merge_accumulation": ("packed_attention", "sync_free"),
@@ -97,8 +97,7 @@ def _only(names: list[str], configured: Mapping[str, str]) -> dict[str, str]:
     """Return fields with only some features on, at their configured value, or ``auto`` if that is ``off``."""
     on = {name: configured.get(name, "auto") for name in names if name != "off"}
     on = {name: "auto" if value == "off" else value for name, value in on.items()}
-    copies = {} if "lora" in on else {"cache_dequantized": "off"}
-    return {**dict.fromkeys(features(), "off"), **on, "verify_packing": "off", **copies}
+    return {**dict.fromkeys(features(), "off"), **on, "verify_packing": "off"}
 
 
 @contextlib.contextmanager

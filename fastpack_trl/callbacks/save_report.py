@@ -1,4 +1,4 @@
-"""The report of a run where people look later: a file beside the checkpoints, the model card, the tracker's config."""
+"""The report of a run where people look later: a file beside the checkpoints, and the model card."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from fastpack_trl._version import REPOSITORY, __version__
 from fastpack_trl.attention.proof import PackingProof
-from fastpack_trl.model.changes import callbacks_added, patch_attribute, shared
+from fastpack_trl.model.changes import callbacks_added
 from fastpack_trl.run import Run
 
 logger = logging.getLogger(__name__)
@@ -60,11 +60,8 @@ class MeasuredRate(TrainerCallback):
 
 
 class _Saves(TrainerCallback):
-    def __init__(self, run: Run, trackers: ExitStack) -> None:
-        self._run, self._trackers = run, trackers
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trackers.close()  # the reporters stand before this callback, and have read the arguments
+    def __init__(self, run: Run) -> None:
+        self._run = run
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero and args.should_save:
@@ -75,55 +72,18 @@ class _Saves(TrainerCallback):
 
 @contextmanager
 def save_report(run: Run) -> Iterator[None]:
-    """Save the report of a run while it trains: with each checkpoint, and at its end.
-
-    Trackers get it through transformers' own callbacks: what these read when training begins, the arguments as a
-    mapping, has it too.
-    """
+    """Save the report of a run while it trains: with each checkpoint, and at its end."""
     if run.settings.save_report == "off":
         yield
         return
     rate = MeasuredRate()
-    run.keep(rate)  # also afterwards: the model card may be written then
-    with ExitStack() as trackers:
-        trackers.enter_context(_report_in_arguments(run))
-        with callbacks_added(run.trainer, rate, _Saves(run, trackers)):
-            yield
-
-
-@contextmanager
-def _report_in_arguments(run: Run) -> Iterator[None]:
-    """Let the arguments of a run have its report when they are read as a mapping; they stay picklable.
-
-    Runs that overlap share one change of the class of their arguments: they may end in any order.
-    """
-    kind = type(run.args)
-    with shared(kind, "_fastpack_reporting", lambda: _reporting(kind)) as runs:
-        runs.append(run)
-        try:
-            yield
-        finally:
-            runs.remove(run)
-
-
-@contextmanager
-def _reporting(kind: type[Any]) -> Iterator[list[Run]]:
-    plain, runs = kind.to_dict, list[Run]()
-
-    def to_dict(self: Any) -> dict[str, Any]:
-        found: dict[str, Any] = plain(self)
-        for run in runs:
-            if run.args is self:
-                found["fastpack/version"] = __version__
-                found |= {f"fastpack/{line.feature}": f"{line.status}: {line.path}" for line in run.report}
-        return found
-
-    with patch_attribute(kind, "to_dict", to_dict):
-        yield runs
+    run.set_state(rate)  # also afterwards: the model card may be written then
+    with callbacks_added(run.trainer, rate, _Saves(run)):
+        yield
 
 
 def _figures(run: Run, step: int) -> dict[str, Any]:
-    rate, proof = run.part(MeasuredRate), run.part(PackingProof)
+    rate, proof = run.get_state(MeasuredRate), run.get_state(PackingProof)
     return {
         "fastpack_trl": __version__,
         "step": step,
@@ -159,7 +119,7 @@ def add_to_card(run: Run) -> None:
 
 def _section(run: Run) -> str:
     on = ", ".join(f"`{line.feature}` ({line.path})" for line in run.report if line.status == "on")
-    rate, proof = run.part(MeasuredRate), run.part(PackingProof)
+    rate, proof = run.get_state(MeasuredRate), run.get_state(PackingProof)
     name = "fastpack-trl" if "/OWNER/" in REPOSITORY else f"[fastpack-trl]({REPOSITORY})"
     lines = [f"Trained with {name} {__version__}: {on or 'everything off, as stock'}.", ""]
     lines += [f"- What is computed is not stock's: {line}." for line in run.report if line.feature in _CHANGING]

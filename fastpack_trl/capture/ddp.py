@@ -8,19 +8,19 @@ all processes agree on; then one all-reduce per dtype follows. So how a process 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import compress, groupby
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
 from fastpack_trl.capture.decision import EAGER_STEPS, GraphDecision
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.changes import callbacks_added, patch_attribute
-from fastpack_trl.run import MicroStep, Run
+from fastpack_trl.run import Run
 
 _MOST_BYTES = 512 << 20
 """Of gradients. Adapters have less (168 MB for all projections of 8B at rank 16); their all-reduce takes some 2 ms over
@@ -76,7 +76,6 @@ class FlatReduce(TrainerCallback):
         self._flats: list[_Flat] = []
         self._parameters: list[nn.Parameter] = []
         self._trained: list[bool] = []
-        self._run.step.reduces_apart = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin with DDP's own reduction: the model may be wrapped anew."""
@@ -95,7 +94,7 @@ class FlatReduce(TrainerCallback):
         self._parameters = _reduced(model)
         self._trained = [False] * len(self._parameters)
         self._flatten()
-        self._run.step.reduces_apart = self._is_first = True
+        self._is_first = True
 
     def _flatten(self) -> None:
         """Take in what trains by now: a callback may have unfrozen it, in all processes."""
@@ -109,22 +108,28 @@ class FlatReduce(TrainerCallback):
     def _why_not(self, model: nn.Module) -> str:
         return "micro-steps run eager" if self._graphs.has_ended else first_reason(_refusals(model))
 
-    def run(self, following: MicroStep, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
-        """Run a micro-batch by `following`, and reduce the gradients where DDP would have in its backward pass."""
+    @property
+    def is_on(self) -> bool:
+        """Gradients are reduced between micro-steps: one may run again by itself."""
+        return bool(self._flats)
+
+    @contextmanager
+    def after(self, model: Any) -> Iterator[None]:
+        """Reduce the gradients after a micro-batch in the context, where DDP would have in its backward pass."""
         if not self._flats:
-            return following(model, inputs, num_items_in_batch)
+            yield
+            return
         if self._is_first and model.broadcast_buffers and model.modules_buffers:
             model._sync_buffers()
         is_last = model.require_backward_grad_sync
         # DDP's forward hands out no buffers: a micro-step may run twice on one process, and a replay has no forward.
         with model.no_sync(), patch_attribute(model, "require_forward_param_sync", False):
-            loss = following(model, inputs, num_items_in_batch)
+            yield
         if is_last:
             self._flatten()
             for flat in self._flats:
                 flat.reduce(model.process_group)
         self._is_first = is_last
-        return loss
 
 
 def _reduced(model: DistributedDataParallel) -> list[nn.Parameter]:
@@ -171,15 +176,10 @@ def reduced_apart(run: Run, graphs: GraphDecision | None) -> Iterator[None]:
     reduce = FlatReduce(run, graphs)
     pending = run.step.waiting_for(lambda: reduce.is_pending)
     with callbacks_added(run.trainer, reduce), run.keeping(reduce), pending:
-        try:
-            yield
-        finally:
-            run.step.reduces_apart = False
+        yield
 
 
-def reduce_apart(run: Run, following: MicroStep, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
+def reduced_after(run: Run, model: Any) -> AbstractContextManager[None]:
     """Reduce the gradients of several processes after a micro-batch, as the feature ``cuda_graph`` decides."""
-    reduce = run.part(FlatReduce)
-    if reduce is None:
-        return following(model, inputs, num_items_in_batch)
-    return reduce.run(following, model, inputs, num_items_in_batch)
+    reduce = run.get_state(FlatReduce)
+    return nullcontext() if reduce is None else reduce.after(model)

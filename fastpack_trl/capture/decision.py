@@ -78,7 +78,7 @@ class GraphDecision(TrainerCallback, abc.ABC):
     def _begin_step(self) -> None:
         """At the first micro-batch of an optimizer step: callbacks ran since the last, the device has come further."""
         turns = self._turns
-        if turns is None or not self._run.step.has_settled or self._steps_done < EAGER_STEPS:
+        if turns is None or not self._run.step.is_warmed_up or self._steps_done < EAGER_STEPS:
             return
         if self._again is not None and self._steps_done >= self._again and self.replayed:
             self._again = None
@@ -175,7 +175,7 @@ class GraphDecision(TrainerCallback, abc.ABC):
             if self._asked:
                 self._run.disable(FEATURE, "eager", why)
             else:
-                self._run.say(FEATURE, "off", "eager", why)
+                self._run.set_status(FEATURE, "off", "eager", why)
         self.drop()
 
     def _tell(self) -> None:
@@ -183,7 +183,7 @@ class GraphDecision(TrainerCallback, abc.ABC):
         said = [self._note] if self._note else []
         said.append(f"{self.graphs} graph{'s' * (self.graphs != 1)} of {held / 2**30:.2f} GiB")
         said.append(str(self._buckets))
-        self._run.say(FEATURE, "on", "captured", "; ".join(said))
+        self._run.set_status(FEATURE, "on", "captured", "; ".join(said))
 
     def _recorded(self, work: Callable[[], tuple[Tensor, ...]], warm_rows: int, pool: str = "") -> Recording | None:
         """Record `work`; where that fails for the second time it is said why graphs end, and None returned.

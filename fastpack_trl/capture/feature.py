@@ -103,22 +103,19 @@ def _graphs(
     why = "" if not run.training else run.ranks.first_reason(lambda: unavailable(run.device) or why_not())
     if why or not run.training:
         if why:
-            run.say(FEATURE, "off", "eager", why)
+            run.set_status(FEATURE, "off", "eager", why)
         yield None
         return
     device = CudaGraphs(run.device)
     asked = run.settings.cuda_graph == "on"
     graphs = make(device, asked)
     weighed = "" if asked else ", if the device waits for the host there"
-    run.say(FEATURE, "on", "pending", f"from step {EAGER_STEPS + 1} on{weighed}")
-    # First: graphs are made again in a second, all else that is dropped stays away.
-    run.step.memory_reclaimers.insert(0, graphs.reclaim)
+    run.set_status(FEATURE, "on", "pending", f"from step {EAGER_STEPS + 1} on{weighed}")
     try:
-        apart: AbstractContextManager[None] = nullcontext() if run.part(_Apart) else _apart(run, device)
+        apart: AbstractContextManager[None] = nullcontext() if run.get_state(_Apart) else _apart(run, device)
         with callbacks_added(run.trainer, graphs), apart, run.keeping(graphs):
             yield graphs
     finally:
-        run.step.memory_reclaimers.remove(graphs.reclaim)
         graphs.finish()
 
 

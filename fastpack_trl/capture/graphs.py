@@ -56,9 +56,9 @@ class StepGraphs(GraphDecision):
 
     def __init__(self, run: Run, device: CudaGraphs, why_not: Callable[[], str], *, asked: bool) -> None:
         super().__init__(run, device, asked=asked)
-        step = run.part(SyncFreeStep)
+        step = run.get_state(SyncFreeStep)
         assert step is not None
-        self._step, self._state, self._why_not = step, ModelState(step.contents), why_not
+        self._step, self._state, self._why_not = step, ModelState(step.host.contents), why_not
         self._items = torch.zeros((), dtype=torch.int64, device=run.device)
         self._accumulation = torch.zeros((), dtype=torch.float32, device=run.device)
         self._present_step = -1
@@ -87,14 +87,14 @@ class StepGraphs(GraphDecision):
     def _run_once(self, stock: MicroStep, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:
         slot = self._slot(inputs) if self._may_replay(model, inputs, num_items_in_batch) else None
         if slot is not None:
-            # As the trainer's own step begins. `hostwork.ModeCheck` skips the first where nothing would change; the
-            # second is for optimizers without a schedule, which evaluation has switched over.
+            # As the trainer's own step begins; the second is for optimizers without a schedule, which evaluation has
+            # switched over.
             model.train()
             if callable(switch := getattr(self._run.trainer.optimizer, "train", None)):
                 switch()
             trainer = self._run.trainer
             coefficient = trainer.router_aux_loss_coef if trainer.aux_loss_enabled else None
-            state = (self._state.now(model), coefficient, trainer.args.loss_type)
+            state = (self._state.now(self._run.model), coefficient, trainer.args.loss_type)
             self._recorded_state = self._recorded_state or state
             if state != self._recorded_state:
                 self._model_changed()
@@ -132,7 +132,7 @@ class StepGraphs(GraphDecision):
 
     def _slot(self, inputs: Any) -> _Slot | None:
         """Return where a row runs; None where it runs eager in its own shapes."""
-        if self._steps_done < EAGER_STEPS or not self._run.step.has_settled or not self._pays:
+        if self._steps_done < EAGER_STEPS or not self._run.step.is_warmed_up or not self._pays:
             return None
         if self._run.step.version != self._version:  # layers run otherwise since: compiled, kept, offloaded
             if why := self._why_not():
@@ -173,7 +173,7 @@ class StepGraphs(GraphDecision):
 
     def _static(self, stock: MicroStep, model: nn.Module, slot: _Slot) -> tuple[Tensor, Tensor]:
         """Run the micro-batch that is in the tensors of `slot`; return its loss and figures and touch no metric."""
-        adapters = self._run.part(LoraReport)
+        adapters = self._run.get_state(LoraReport)
         adding_up = nullcontext() if adapters is None else adapters.adding_up()
         try:
             with adding_up, self._step.static_loss(self._accumulation) as figures:
@@ -235,11 +235,3 @@ class StepGraphs(GraphDecision):
         self._device.forget()
         if self._turns is not None:
             self._turns.compares = False
-
-
-def capture(run: Run, following: MicroStep, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:
-    """Replay a row that is like others before it, as the feature ``cuda_graph`` decides."""
-    graphs = run.part(StepGraphs)
-    if graphs is None:
-        return following(model, inputs, num_items_in_batch)
-    return graphs.run(following, model, inputs, num_items_in_batch)

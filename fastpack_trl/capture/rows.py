@@ -174,7 +174,7 @@ class RowGraphs(GraphDecision):
 
     def _bucket(self, batch: PackedBatch) -> Bucket | None:
         """Return the shapes of a row; None where it runs eager in its own."""
-        if self._steps_done < EAGER_STEPS or not self._run.step.has_settled or not self._pays:
+        if self._steps_done < EAGER_STEPS or not self._run.step.is_warmed_up or not self._pays:
             return None
         if self._run.step.version != self._version:  # layers run otherwise since: compiled, kept
             if why := self._why_not():
@@ -215,7 +215,7 @@ class RowGraphs(GraphDecision):
 
     def _static(self, backbone: Any, slot: _Slot) -> Tensor:
         """Run the row that is in the tensors of `slot`."""
-        adapters = self._run.part(LoraReport)
+        adapters = self._run.get_state(LoraReport)
         adding_up = nullcontext() if adapters is None else adapters.adding_up()
         keywords = {name: value for name, value in slot.inputs.keywords.items() if name != "labels"}
         kind = self._run.device.type

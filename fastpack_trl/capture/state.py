@@ -106,12 +106,12 @@ class GradientBuffers:
                 continue
             if gradient is None:
                 fresh.append(buffer)
-            else:  # set by a retry, or by a callback
+            else:  # set by an eager micro-batch, or by a callback
                 buffer.copy_(gradient)
             parameter.grad = buffer
         if fresh:
             torch._foreach_zero_(fresh)
 
     def were_written(self) -> None:
-        """Count a replay as an edit of each gradient, as a backward pass does (`checkpointing.retry` reads it)."""
+        """Count a replay as an edit of each gradient, as a backward pass does (autograd checks it)."""
         torch.autograd.graph.increment_version(self._buffers)

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from fastpack_trl.checkpointing.offload import offload_conflict, offload_unavailable
 from fastpack_trl.checkpointing.plan import Growth, Level, Plan, Planner, checkpointable_layers, describe, layer_levels
-from fastpack_trl.checkpointing.streams import GIB, host_copy_seconds
+from fastpack_trl.checkpointing.streams import GIB
 from fastpack_trl.checkpointing.trace import decoder_run, trace_levels
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model import sharded
@@ -26,8 +26,7 @@ from fastpack_trl.run.budget import HEAD_BYTES, budget_bytes, largest_row, memor
 logger = logging.getLogger(__name__)
 
 FEATURE = "activation_memory"
-_TIMED_TOKENS = 2048
-_AMPLE = 2.0  # budget per byte that `KEEP` keeps, from which on nothing is timed: a third of the passes are left
+_AMPLE = 2.0  # budget per byte that `KEEP` keeps, from which on no backward pass is measured
 
 
 class LevelError(ValueError):
@@ -44,12 +43,12 @@ def activation_memory(run: Run) -> Iterator[None]:
     reason = run.ranks.first_reason(lambda: _why_not(run))
     if reason:
         # What conflicts with a level raises; of these reasons one is that layers keep everything as it is.
-        run.say(FEATURE, "off", "stock", reason, holds=run.settings.activation_memory == "keep")
+        run.set_status(FEATURE, "off", "stock", reason, holds=run.settings.activation_memory == "keep")
         yield
         return
     with contextlib.ExitStack() as stack:
         if run.is_fsdp2:
-            run.say(FEATURE, "on", "pending", ONCE_SHARDED)
+            run.set_status(FEATURE, "on", "pending", ONCE_SHARDED)
             run.step.activations_left = 0  # `checkpoint_offload` is this plan's
             stack.callback(setattr, run.step, "activations_left", None)
             installed = stack.enter_context(contextlib.ExitStack())
@@ -75,7 +74,7 @@ def _install(run: Run, stack: contextlib.ExitStack) -> ActivationMemory | None:
     """Make the plan and keep it until `stack` closes."""
     planned, reason = _plan(run)
     if planned is None:
-        run.say(FEATURE, "off", "stock", reason)
+        run.set_status(FEATURE, "off", "stock", reason)
         return None
     planned.report()
     # A rest that no further layer fits in is not given to what saves less per byte: a prediction may be a tenth off.
@@ -111,8 +110,7 @@ def _plan(run: Run) -> tuple[ActivationMemory | None, str]:
     def why_not() -> str:
         nonlocal planned
         try:
-            with run.step.taking("plan"):
-                planned = plan_memory(run)
+            planned = plan_memory(run)
         except UNREADABLE as error:
             level = isinstance(error, LevelError)
             why = str(error) if level else f"no plan can be made: {type(error).__name__}: {error}"
@@ -209,7 +207,7 @@ class ActivationMemory(TrainerCallback):
         self._installed = self._to_install(self.plan)
         self._stack.enter_context(layer_levels(self._layers, self._installed, **offload_options(self._run)))
         self._run.step.offloads = Level.OFFLOAD in self._installed
-        self._run.step.layers_changed()
+        self._run.step.version += 1
         self.report()
 
     def _to_install(self, plan: Plan) -> list[Level]:
@@ -220,7 +218,7 @@ class ActivationMemory(TrainerCallback):
         memory: the copies would be set up twice.
         """
         run, levels = self._run, self._levels(plan)
-        waits = run.step.in_first and run.compiles_later and not run.measures_first_step
+        waits = run.is_in_first_step and run.compiles_later and not run.measures_first_step
         if waits and not self._asked and Level.OFFLOAD not in levels:
             return [max(level, Level.CHECKPOINT) for level in levels]
         return levels
@@ -242,23 +240,27 @@ class ActivationMemory(TrainerCallback):
             notes.append(f"weights gathered once a step ({self._gathered_bytes / GIB:.2f} GiB)")
         if installed != list(self.plan.levels):
             notes.append(f"{describe(installed)} for {next(filter(None, self._hooks))}, which runs in each recompute")
-        self._run.say(FEATURE, "on", levels, "; ".join([str(self.plan), *notes]))
+        self._run.set_status(FEATURE, "on", levels, "; ".join([str(self.plan), *notes]))
 
     def go_deeper(self) -> bool:
-        """Free spare memory after an out-of-memory, or install a plan with less; return False if there is neither."""
-        spared = self._run.step.reclaim_memory()
-        plan = self.plan if spared else self.planner.deeper(self.plan)
-        while not spared and plan is not None and self._to_install(plan) == self._installed:  # checkpointed for now
+        """Install a plan with less after an out-of-memory; return False if there is none."""
+        plan = self.planner.deeper(self.plan)
+        while plan is not None and self._to_install(plan) == self._installed:  # checkpointed for now
             plan = self.planner.deeper(plan)
         if plan is None:
             return False
-        less = "without what is spare" if spared else "with less"
-        told = f"a step ran out of memory with {describe(self._installed)}; it was run again {less}"
+        told = f"a step ran out of memory with {describe(self._installed)}; it was run again with less"
         if not self.fell:
             logger.warning(f"{FEATURE}: {told}")
         self.fell, self.plan = told, plan
         self._install()
         return True
+
+
+def gathered_once(run: Run) -> contextlib.AbstractContextManager[None]:
+    """Run a micro-batch in the context, with weights gathered once where a plan says so."""
+    memory = run.get_state(ActivationMemory)
+    return contextlib.nullcontext() if memory is None else memory.around_step()
 
 
 def _conflicts(run: Run) -> Iterator[object]:
@@ -288,10 +290,7 @@ def _why_not(run: Run) -> str:
 
 def offload_options(run: Run) -> dict[str, Any]:
     """Return the arguments of `offload_checkpoints` for layers at the level ``offload``."""
-    return {
-        "mode": "single_buffer" if run.settings.checkpoint_offload == "single_buffer" else "double_buffer",
-        "offload_budget_gib": run.settings.offload_budget_gib,
-    }
+    return {"mode": "single_buffer" if run.settings.checkpoint_offload == "single_buffer" else "double_buffer"}
 
 
 def plan_memory(run: Run) -> ActivationMemory:
@@ -308,32 +307,24 @@ def plan_memory(run: Run) -> ActivationMemory:
         said.append(message)
         logger.warning(f"{FEATURE}: {message}")
 
-    setting, device, layers = run.settings.activation_memory, run.device, checkpointable_layers(run.model)
-    cuda = device.type == "cuda"
+    setting, layers = run.settings.activation_memory, checkpointable_layers(run.model)
     with run.ranks.propagate_failures():  # none may run a sharded model without the others
         tokens, longest = largest_row(run)
-        blocked = offload_unavailable(device)
-        copies = (host_copy_seconds(device) if cuda else lambda count: 0.0) if not blocked else None
+        blocked = offload_unavailable(run.device)
         hidden = text_model(run.model).config.get_text_config().hidden_size
         decode, own = decoder_run(run), float(budget_bytes(run, say))
     (least,) = run.ranks.all_min([own])
     head_bytes = tokens * hidden * HEAD_BYTES
     budget = max(0, int(least) - head_bytes)
-    # All processes run the sharded model together: none of them may take a pass more for what its clock says.
-    timed = min(tokens, _TIMED_TOKENS) if cuda and not run.is_fsdp2 else None
-    # A compiled layer decides by itself which element-wise work it does again, and hides its products.
-    compiled = {"on": True, "auto": cuda}.get(run.settings.layer_compile, False)
-    levels = [level for level in Level if not (compiled and level is Level.POINTWISE)]
 
     def ample(kept: Sequence[Growth]) -> bool:
         enough = setting == "auto" and sum(growth.at(tokens, longest) for growth in kept) * _AMPLE <= budget
         return run.ranks.all(enough) if run.is_fsdp2 else enough
 
     costs, failed = trace_levels(
-        run.model, layers, decode, timed_tokens=timed, copy_seconds=copies, levels=levels, room=budget,
-        ample=ample, together=run.failing_together_if_sharded,
-    )  # fmt: skip
-    planner = Planner(costs, budget, tokens, longest, Level.CHECKPOINT if blocked else Level.OFFLOAD)
+        run.model, layers, decode, offload=not blocked, ample=ample, together=run.failing_together_if_sharded
+    )
+    planner = Planner(costs, budget, tokens, longest)
     if setting == "auto":
         plan = planner.best()
         if not plan.fits:
@@ -341,6 +332,6 @@ def plan_memory(run: Run) -> ActivationMemory:
     else:
         level = Level[setting.upper()]
         if level not in costs.growth:
-            raise LevelError(failed.get(level) or blocked or failed[Level.CHECKPOINT])
+            raise LevelError(blocked if blocked and level is Level.OFFLOAD else failed)
         plan = planner.plan([level] * len(layers))
     return ActivationMemory(run, planner, plan, said, head_bytes)

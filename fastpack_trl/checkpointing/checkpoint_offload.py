@@ -18,10 +18,10 @@ from fastpack_trl.checkpointing.offload import (
     offload_conflict,
     offload_unavailable,
 )
-from fastpack_trl.checkpointing.offloader import MIN_BYTES
-from fastpack_trl.checkpointing.streams import CudaStreams, HostStreams, HostUse
-from fastpack_trl.config import check_offload
-from fastpack_trl.errors import shown
+from fastpack_trl.checkpointing.offloader import MIN_BYTES, HostUse
+from fastpack_trl.checkpointing.streams import CudaStreams, HostStreams
+from fastpack_trl.config import refuse_removed
+from fastpack_trl.errors import short_repr
 from fastpack_trl.model.changes import callbacks_added, callers
 from fastpack_trl.run import Run
 
@@ -46,20 +46,17 @@ def checkpoint_offload(run: Run) -> Iterator[None]:
         mode, reason = None, "by the plan of activation_memory"
     if mode is None or reason or not run.training:
         # By that plan, in the mode that is asked for; or the memory of the layers is the host's already.
-        run.say(FEATURE, "off", "stock", reason, holds=True)
+        run.set_status(FEATURE, "off", "stock", reason, holds=True)
         yield
         return
 
     def say(message: str) -> None:
-        run.say(FEATURE, "on", mode, message.removeprefix(f"{FEATURE}: "))
+        run.set_status(FEATURE, "on", mode, message.removeprefix(f"{FEATURE}: "))
         logger.warning(message)
 
-    settings = run.settings
-    callback = AsyncCheckpointCallback(
-        mode, offload_budget_gib=settings.offload_budget_gib, keep_last_layers=settings.keep_last_layers
-    )
+    callback = AsyncCheckpointCallback(mode)
     callback._say = say
-    run.say(FEATURE, "on", mode, "asked for; layer inputs go to pinned host memory")
+    run.set_status(FEATURE, "on", mode, "asked for; layer inputs go to pinned host memory")
     run.step.offloads = True
     try:
         with callbacks_added(run.trainer, callback), callback:
@@ -98,8 +95,6 @@ class AsyncCheckpointCallback(TrainerCallback):
 
     Args:
         mode: ``double_buffer``, or ``single_buffer``: each input is fetched when it is needed.
-        offload_budget_gib: most pinned host memory in GiB; None: half of what is free. Past it memory is pageable.
-        keep_last_layers: inputs of that many last layers stay on the device.
 
     Attributes:
         offload: of the run under way, with its use of host memory; None where it is off.
@@ -107,21 +102,21 @@ class AsyncCheckpointCallback(TrainerCallback):
         reason: why it is off on this machine; empty where it is on.
 
     Raises:
-        ValueError: an unknown mode, a budget not above 0, fewer than 0 layers. When training begins: no checkpointing,
-            `use_reentrant=True`, another offload beside it, a sharded model.
+        ValueError: an unknown mode or a removed argument. When training begins: no checkpointing,
+            `use_reentrant=True`, another offload, a sharded model.
     """
 
-    def __init__(
-        self, mode: Mode = "double_buffer", *, offload_budget_gib: float | None = None, keep_last_layers: int = 1
-    ) -> None:
+    def __new__(cls, *_: Any, **given: Any) -> AsyncCheckpointCallback:
+        refuse_removed(f"AsyncCheckpointCallback({name}=)" for name in given)
+        return super().__new__(cls)
+
+    def __init__(self, mode: Mode = "double_buffer") -> None:
         if mode not in MODES:
-            raise ValueError(f"mode={shown(mode)} is not available: use one of {', '.join(MODES)}")
-        check_offload(offload_budget_gib, keep_last_layers)
+            raise ValueError(f"mode={short_repr(mode)} is not available: use one of {', '.join(MODES)}")
         self.mode: Mode = mode
         self.offload: Offload | None = None
         self.use: HostUse | None = None
         self.reason = ""
-        self._budget, self._keep = offload_budget_gib, keep_last_layers
         # Set by tests on machines without a device, and by the feature `checkpoint_offload`.
         self._min_bytes = MIN_BYTES
         self._streams: Callable[[torch.device], HostStreams] | None = None
@@ -137,10 +132,12 @@ class AsyncCheckpointCallback(TrainerCallback):
         if self.reason:
             self._say(f"{FEATURE}: off ({self.reason})")
             return
-        offload = offload_checkpoints(
-            checkpointed_layers(model), self.mode, offload_budget_gib=self._budget, keep_last_layers=self._keep,
-            min_bytes=self._min_bytes, streams=self._streams or CudaStreams, say=self._say,
-        )  # fmt: skip
+        options: dict[str, Any] = {
+            "min_bytes": self._min_bytes,
+            "streams": self._streams or CudaStreams,
+            "tell": self._say,
+        }
+        offload = offload_checkpoints(checkpointed_layers(model), self.mode, **options)
         self.offload = self._stack.enter_context(offload)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

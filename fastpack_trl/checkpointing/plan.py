@@ -1,4 +1,4 @@
-"""Five levels of what a decoder layer keeps for its backward pass, and the plan that gives each layer one of them."""
+"""Three levels of what a decoder layer keeps for its backward pass, and the plan that gives each layer one of them."""
 
 from __future__ import annotations
 
@@ -14,43 +14,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from fastpack_trl.checkpointing.offload import Offload, offload_checkpoints
 from fastpack_trl.checkpointing.streams import GIB
 from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.checkpoint_seam import CHECKPOINT, layer_keywords
 from fastpack_trl.model.facts import text_model
-from fastpack_trl.model.upstream import GradientCheckpointingLayer, TorchDispatchMode, tree_leaves
+from fastpack_trl.model.upstream import GradientCheckpointingLayer, tree_leaves
 
 WORKING_SHARE = 1.5
-"""Of the activations of one layer: what its recompute and backward hold at once, gradients included."""
-
-_PRODUCTS = frozenset(
-    f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "_grouped_mm", "_scaled_mm", "linear")
-)
-_ATTENTION = frozenset(
-    f"aten::{name}"
-    for name in (
-        "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
-        "_flash_attention_forward", "_efficient_attention_forward", "_cudnn_attention_forward",
-    )
-)  # fmt: skip
+"""Share of the activations of one layer that its recompute and backward hold at once, gradients included."""
 
 
 class Level(IntEnum):
-    """Activations that a layer keeps, from most to least, and so from no recompute to most."""
+    """Activations that a layer keeps, from most to least.
+
+    Levels in between, which keep the results of attention or of matmuls, were chosen by none of 122 recorded plans.
+    """
 
     KEEP = 0
-    """All that autograd saves."""
-    POINTWISE = 1
-    """The layer's input and the results of matrix products and attention; element-wise work is computed again."""
-    SELECTIVE = 2
-    """The layer's input and the results of attention, as TRL's selective checkpointing."""
-    CHECKPOINT = 3
+    """Everything that autograd saves."""
+    CHECKPOINT = 1
     """The layer's input."""
-    OFFLOAD = 4
+    OFFLOAD = 2
     """Nothing on the device: the layer's input is in host memory."""
 
     def __str__(self) -> str:
@@ -68,59 +55,9 @@ def checkpointable_layers(model: Any) -> list[GradientCheckpointingLayer]:
     return [module for module in text_model(model).modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def _saves(level: Level, op: Any) -> bool:
-    """Return whether `level` keeps the results of the operator `op`."""
-    schema = getattr(op, "_schema", None)
-    if schema is None or schema.is_mutable:  # what an operator writes into is not its own to keep
-        return False
-    name = str(schema.name)
-    if name in _ATTENTION or "flash_attn" in name or (name.startswith("fastpack::") and name.endswith("_attention")):
-        return level <= Level.SELECTIVE
-    return level <= Level.POINTWISE and name in _PRODUCTS
-
-
-def _policy(level: Level, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if _saves(level, op) else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-class _Results(TorchDispatchMode):
-    """Calls `seen` with every result that a level keeps."""
-
-    def __init__(self, level: Level, seen: Callable[[Tensor], None]) -> None:
-        super().__init__()
-        self._level, self._seen = level, seen
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if _saves(self._level, func):
-            for tensor in tree_leaves(out):
-                if isinstance(tensor, Tensor):
-                    self._seen(tensor)
-        return out
-
-
-@contextmanager
-def _both(outer: Any, inner: Any) -> Iterator[None]:
-    with outer, inner:
-        yield
-
-
-def _contexts(level: Level, seen: Callable[[Tensor], None] | None) -> tuple[Any, Any]:
-    forward, recompute = create_selective_checkpoint_contexts(functools.partial(_policy, level))
-    return (forward if seen is None else _both(forward, _Results(level, seen))), recompute
-
-
-def level_function(level: Level, seen: Callable[[Tensor], None] | None = None) -> Callable[..., Any]:
-    """Return the checkpoint function of a layer at `level`; `OFFLOAD` has the one of `CHECKPOINT`.
-
-    Args:
-        seen: called with every tensor that is kept beside the layer's input, at the levels that keep some.
-    """
-    if level is Level.KEEP:
-        return operator.call
-    if level >= Level.CHECKPOINT:
-        return functools.partial(checkpoint, use_reentrant=False)
-    return functools.partial(checkpoint, use_reentrant=False, context_fn=functools.partial(_contexts, level, seen))
+def level_function(level: Level) -> Callable[..., Any]:
+    """Return the checkpoint function of a layer at `level`; `OFFLOAD` has the one of `CHECKPOINT`."""
+    return operator.call if level is Level.KEEP else functools.partial(checkpoint, use_reentrant=False)
 
 
 class SavedBytes:
@@ -150,24 +87,20 @@ class SavedBytes:
         beside = tree_leaves([args[1:], kwargs, layer_keywords(function)])
         self._not_kept.update(storage_of(tensor) for tensor in beside if isinstance(tensor, Tensor))
         with saved_tensors_hooks(self.pack, lambda tensor: tensor):
-            out = level_function(self._level, self._see)(function, *args, **kwargs)
+            out = level_function(self._level)(function, *args, **kwargs)
         shape = args[0].shape if args and isinstance(args[0], Tensor) else None
         self.like_its_input = isinstance(out, Tensor) and out.shape == shape
         return out
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Count a tensor; keep it without its graph, which would keep it in turn: no backward breaks that circle."""
-        self._see(tensor)
-        return tensor.detach()
-
-    def _see(self, tensor: Tensor) -> None:
         place = storage_of(tensor)
-        if place in self._known or place in self._not_kept:
-            return
-        if tensor.layout is torch.strided and tensor.numel():
+        counted = place in self._known or place in self._not_kept
+        if not counted and tensor.layout is torch.strided and tensor.numel():
             self._known.add(place)
             self._alive.append(tensor.detach())  # no other tensor gets this address while we count
             self.total += tensor.untyped_storage().nbytes()
+        return tensor.detach()
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -212,7 +145,7 @@ def layer_levels(
             return
         # Layers that keep their input on the device ask for the input before theirs ahead of time.
         kept = sum(level is Level.CHECKPOINT for level in levels)
-        yield stack.enter_context(offload_checkpoints(taken, keep_last_layers=kept, **offload))
+        yield stack.enter_context(offload_checkpoints(taken, keep_last=kept, **offload))
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,19 +172,15 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """Costs of the levels of a model.
+    """Memory of the layers of a model.
 
     Attributes:
         growth: per level that the model supports, one `Growth` per layer: bytes kept on the device.
-        seconds: per level, of recompute and waiting for copies in one layer, in any common unit.
-        products: per level, matrix-product operations of the recompute / all of a step without recompute.
-        working: what a layer's backward holds beside all that it keeps, where that is known to be more than
+        working: bytes that a layer's backward holds in addition to all kept ones, if that is known to be more than
             `WORKING_SHARE` says, e.g. for a stack of experts that is made dense.
     """
 
     growth: Mapping[Level, Sequence[Growth]]
-    seconds: Mapping[Level, float]
-    products: Mapping[Level, float]
     working: Growth = Growth()
 
 
@@ -262,14 +191,12 @@ class Plan:
     Attributes:
         levels: first layer to last.
         predicted: most bytes that are kept and in work at once, at the largest row.
-        budget: bytes that there are for them.
-        recompute: matrix-product operations done a second time / all of a step without recompute.
+        budget: bytes that are available for them.
     """
 
     levels: tuple[Level, ...]
     predicted: int
     budget: int
-    recompute: float
 
     @property
     def fits(self) -> bool:
@@ -287,10 +214,7 @@ class Plan:
 
     def __str__(self) -> str:
         fit = "of" if self.fits else "over the"
-        return (
-            f"{describe(self.levels)}; predicted {self.predicted / GIB:.2f} GiB {fit} {self.budget / GIB:.2f} GiB, "
-            f"recompute {self.recompute:.0%} of the matrix products"
-        )
+        return f"{describe(self.levels)}; predicted {self.predicted / GIB:.2f} GiB {fit} {self.budget / GIB:.2f} GiB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,23 +225,16 @@ class Planner:
         budget: bytes for what layers keep and for the layer in work.
         tokens: of the largest row.
         longest: tokens of its longest document.
-        deepest: levels past it are not used by `best` and `deeper`.
     """
 
     costs: LayerCosts
     budget: int
     tokens: int
     longest: int
-    deepest: Level = Level.OFFLOAD
 
     @property
     def layers(self) -> int:
         return len(self.costs.growth[Level.KEEP])
-
-    def kept_bytes(self, levels: Sequence[Level]) -> int:
-        """Return the bytes kept on the device between forward and backward."""
-        growth = self.costs.growth
-        return sum(growth[level][index].at(self.tokens, self.longest) for index, level in enumerate(levels))
 
     def peak_bytes(self, levels: Sequence[Level]) -> int:
         """Return the most that layers hold at once: in backward, what those before keep and what one works on.
@@ -336,41 +253,31 @@ class Planner:
 
     def plan(self, levels: Sequence[Level]) -> Plan:
         """Return the plan that has these levels."""
-        recompute = sum(self.costs.products[level] for level in levels) / len(levels)
-        return Plan(tuple(levels), self.peak_bytes(levels), self.budget, recompute)
+        return Plan(tuple(levels), self.peak_bytes(levels), self.budget)
 
     def best(self) -> Plan:
-        """Return the plan of least recompute that fits, the last layers kept first; else the one of least memory.
+        """Return the plan that keeps the most last layers: others checkpointed; offloaded only if that does not fit.
 
-        Two levels at most: with layers of one size the best mix for a given memory is, but for the rounding to whole
-        layers, one of two neighbours on the lower convex hull of (bytes, seconds). So all pairs are tried.
+        If nothing fits, the plan of the least memory.
         """
-        levels, layers = self.worthwhile(), self.layers
-        # Keeping everything is tried even where another level is as fast with less: nothing is recomputed, and the
-        # layer in work takes less.
-        mixes = [[Level.KEEP] * layers, [levels[0]] * layers]
-        for index, below in enumerate(levels):
-            mixes += [[below] * (layers - count) + [kept] * count for kept in levels[:index] for count in range(layers)]
-        fitting = [plan for plan in map(self.plan, mixes) if plan.fits]
-        if not fitting:
-            return self.plan([levels[-1]] * layers)
-        return min(fitting, key=lambda plan: (sum(map(self.costs.seconds.__getitem__, plan.levels)), plan.predicted))
-
-    def worthwhile(self) -> list[Level]:
-        """Return the levels that no other beats in both time and memory, most memory first."""
-        seconds, layers = self.costs.seconds, self.layers
-        size = {level: self.kept_bytes([level] * layers) for level in self.costs.growth if level <= self.deepest}
-        found: list[Level] = []
-        for level in sorted(size, key=lambda level: (seconds[level], size[level], -level)):
-            if not found or size[level] < size[found[-1]]:
-                found.append(level)
-        return found
+        plan = self._mix(Level.KEEP, self.layers)
+        for below in self._recomputing():
+            for kept in range(self.layers, -1, -1):
+                plan = self._mix(below, kept)
+                if plan.fits:
+                    return plan
+        return plan
 
     def deeper(self, plan: Plan) -> Plan | None:
-        """Return the next plan with less memory: layers above a level go down to it; None at the end."""
-        for level in self.worthwhile():
-            below = self.plan([max(level, own) for own in plan.levels])
-            # Less at the peak, or at the end of forward, where the head has its own.
-            if below.predicted < plan.predicted or self.kept_bytes(below.levels) < self.kept_bytes(plan.levels):
-                return below
-        return None
+        """Return the plan after one that ran out of memory: half the kept layers, none, offload; None at the end."""
+        first, kept = plan.levels[0], plan.levels.count(Level.KEEP)
+        deeper = [level for level in self._recomputing() if level > first]
+        if kept and (first is not Level.KEEP or deeper):
+            return self._mix(deeper[0] if first is Level.KEEP else first, kept // 2)
+        return self._mix(deeper[0], 0) if deeper else None
+
+    def _recomputing(self) -> list[Level]:
+        return [level for level in (Level.CHECKPOINT, Level.OFFLOAD) if level in self.costs.growth]
+
+    def _mix(self, below: Level, kept: int) -> Plan:
+        return self.plan([below] * (self.layers - kept) + [Level.KEEP] * kept)

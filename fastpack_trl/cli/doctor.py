@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import io
 import os
-import platform
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
-from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
-from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from fastpack_trl._version import __version__
 from fastpack_trl.errors import UserError, describe, preparing
 from fastpack_trl.measure.tables import aligned
-from fastpack_trl.recipe.checks import check_settings
+from fastpack_trl.recipe.make_trainer import check_settings
 from fastpack_trl.recipe.paths import add_json, json_file
 
 EXTRAS = {
@@ -33,20 +28,18 @@ EXTRAS = {
 }
 """Extra of this package -> the module that it brings, and what needs it."""
 
-_PACKAGES = ("transformers", "trl", "peft", "accelerate", "datasets", "triton")
-_OPTIONAL = ("bitsandbytes", "xformers", "flash_attn", "liger_kernel", "kernels")
-_TRANSFER_BYTES = 256 << 20
-_TRANSFERS = 5
+_OPTIONAL = ("triton", "bitsandbytes", "xformers", "flash_attn", "liger_kernel", "kernels")
+_TRANSFER_BYTES, _TRANSFERS = 256 << 20, 5
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of ``fastpack-trl doctor``; imports nothing heavy."""
     add = parser.add_argument
-    add("--config", metavar="FILE", help="a YAML of `fastpack-trl sft`, whose options override it: says what would run")
-    add("--trainer", metavar="NAME", help="the command that the YAML is for, e.g. dpo (default: as its keys say)")
-    gpu_help = (
-        "what the config would hold on GPUs that are not here: names (4090, H100, ...) or 24GiB,8.9; reads no weights"
+    add(
+        "--config", metavar="FILE", help="a YAML of `fastpack-trl sft`, whose options override it: shows what would run"
     )
+    add("--trainer", metavar="NAME", help="the command that the YAML is for, e.g. dpo (default: as its keys say)")
+    gpu_help = "memory of a step on GPUs that are not here: names (4090, H100, ...) or 24GiB,8.9; reads no weights"
     add("--gpu", metavar="GPU", nargs="+", help=gpu_help)
     add("--audit", action="store_true", help="with --config: train a few steps and list what makes the host wait")
     steps_help = "optimizer steps that --audit counts, after two that it does not (default: %(default)s)"
@@ -61,57 +54,67 @@ def run(args: Namespace) -> int:
     Returns:
         0: a missing package is a finding, not a failure.
     """
-    if args.audit and not args.config:
-        raise UserError("--audit trains a few steps of a config: give --config FILE")
-    if args.gpu and not args.config:
-        raise UserError("--gpu says what a config would hold: give --config FILE")
+    for option in ("audit", "gpu"):
+        if getattr(args, option) and not args.config:
+            raise UserError(f"--{option} is about a config: give --config FILE")
     if args.steps < 1:
-        raise UserError(f"--steps {args.steps} is below 1")
+        raise UserError(f"--steps {args.steps} must be >= 1")
     if args.audit and _ranks() > 1:
         raise UserError("--audit trains in one process: run it without `accelerate launch`")
-    # Under `accelerate launch` and torchrun the first process says it for all.
+    # Under `accelerate launch` and torchrun the first process speaks for all.
     first = os.environ.get("RANK", "0") == "0"
-    with nullcontext() if first else redirect_stdout(io.StringIO()):
-        _run(args, json_file(args) if first else None)
-    return 0
-
-
-def _run(args: Namespace, file: Path | None) -> None:
-    from fastpack_trl.measure.record import write_json
-    from fastpack_trl.recipe.yaml import load_config
-
-    record: dict[str, Any] = {"error": None}
+    file, record = json_file(args) if first else None, dict[str, Any](error=None)
     try:
-        if args.config:
-            config = load_config(args.config)  # refuse a wrong name before looking at the machine
-        if args.gpu:
-            return _forecast(record, args)
-        _machine(record)
-        if args.config and not _has_device() and config.get("bf16", True) and not config.get("use_cpu"):
-            _forecast(record, args)
-            print("there is no GPU here. For which one? --gpu 4090 or 24GiB,8.9; on a CPU: use_cpu: true, bf16: false")
-            return None
-        if args.config:
-            with TemporaryDirectory(prefix="fastpack-doctor-") as folder:
-                _config(record, args, folder)
-                if args.audit:
-                    _audit(record, args, folder)
+        with nullcontext() if first else redirect_stdout(io.StringIO()):
+            _run(record, args)
     except UserError as error:
         record["error"] = describe(error)
         raise
     finally:
         if file is not None:
+            from fastpack_trl.measure.record import write_json
+
             write_json(file, record)
+    return 0
 
 
-def _has_device() -> bool:
+def _run(record: dict[str, Any], args: Namespace) -> None:
     from transformers.utils import is_torch_bf16_gpu_available
 
-    return bool(is_torch_bf16_gpu_available())
+    from fastpack_trl.recipe.yaml import load_config
+
+    config = load_config(args.config) if args.config else {}  # refuse a wrong name before looking at the machine
+    if args.gpu:
+        _forecast(record, args)
+        return
+    _machine(record)
+    if not args.config:
+        return
+    if config.get("bf16", True) and not config.get("use_cpu") and not is_torch_bf16_gpu_available():
+        _forecast(record, args)
+        print("there is no GPU here. For which one? --gpu 4090 or 24GiB,8.9; on a CPU: use_cpu: true, bf16: false")
+        return
+    with TemporaryDirectory(prefix="fastpack-doctor-") as folder:
+        _config(record, args, folder)
+        if args.audit:
+            _audit(record, args, folder)
+
+
+def _flags(args: Namespace) -> list[str]:
+    return [*([] if args.trainer is None else ["--trainer", args.trainer]), *getattr(args, "more", [])]
+
+
+def _ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _section(title: str, rows: Mapping[str, Any]) -> None:
+    width = max(map(len, rows))
+    print("\n".join([title, *(f"  {name.ljust(width)}  {value}" for name, value in rows.items()), ""]), flush=True)
 
 
 def _forecast(record: dict[str, Any], args: Namespace) -> None:
-    """Show what a step of the config holds on each GPU, part by part, what is on, and what to change where not."""
+    """Show the memory of a step on each GPU, part by part, what is on, and what to change if it does not fit."""
     from fastpack_trl.recipe.forecast import elsewhere, forecast
     from fastpack_trl.recipe.gpus import COMMON, gpu_of
 
@@ -121,28 +124,25 @@ def _forecast(record: dict[str, Any], args: Namespace) -> None:
     with preparing():
         check_settings(arguments, weights=False)
         found = record["forecast"] = forecast(arguments, gpus, precision)
-    rows = found["gpus"]
-    title = "memory of a step" + (f", rows of {found['row_tokens']:,} tokens" if found["row_tokens"] else "")
-    names = list(dict.fromkeys(name for row in rows.values() for name in row["parts_gib"]))
-    sizes = {name: [row["parts_gib"].get(name) for row in rows.values()] for name in names}
-    cells = [[f"{title}, GiB", *rows], ["the GPU has", *(f"{row['gib']:.1f}" for row in rows.values())]]
-    cells += [[name, *(_size(size) for size in of)] for name, of in sizes.items() if any(of)]
-    cells += [["together", *(_size(row["total_gib"]) + "+" * ("unknown" in row) for row in rows.values())]]
-    cells += [["CUDA graphs, if recorded", *(_size(row.get("graphs_gib")) for row in rows.values())]]
-    cells += [["fits", *(("yes" if row["fits"] else "NO") for row in rows.values())]]
-    cells += [["longest row that fits", *(f"{row.get('longest_row', 0):,}" for row in rows.values())]]
+    rows = found["gpus"].values()
+    of_rows = f", rows of {found['row_tokens']:,} tokens" if found["row_tokens"] else ""
+    cells = [[f"memory of a step{of_rows}, GiB", *found["gpus"]]]
+    cells += [["GPU memory", *(f"{row['gib']:.1f}" for row in rows)]]
+    for part in dict.fromkeys(name for row in rows for name in row["parts_gib"]):
+        if any(sizes := [row["parts_gib"].get(part) for row in rows]):
+            cells.append([part, *map(_size, sizes)])
+    cells += [["total", *(_size(row["total_gib"]) + "+" * ("unknown" in row) for row in rows)]]
+    cells += [["CUDA graphs, if recorded", *(_size(row.get("graphs_gib")) for row in rows)]]
+    cells += [["fits", *(("yes" if row["fits"] else "NO") for row in rows)]]
+    cells += [["longest row that fits", *(f"{row.get('longest_row', 0):,}" for row in rows)]]
     print("\n".join([*aligned(cells), ""]))
-    for name, row in rows.items():
-        said = {"activations": row.get("levels") or row["unknown"]} | row["features"]
-        _section(name, said | ({"change": row["change"]} if "change" in row else {}))
+    for name, row in found["gpus"].items():
+        shown = {"activations": row.get("levels") or row["unknown"], **row["features"]}
+        _section(name, shown | ({"suggestion": row["change"]} if "change" in row else {}))
 
 
 def _size(gib: float | None) -> str:
     return "-" if gib is None else f"{gib:.2f}"
-
-
-def _ranks() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _machine(record: dict[str, Any]) -> None:
@@ -155,26 +155,16 @@ def _machine(record: dict[str, Any]) -> None:
     _section("private names of other libraries that features use; a new version may lack some", _upstream(record))
 
 
-def _section(title: str, rows: dict[str, Any]) -> None:
-    width = max(map(len, rows))
-    print("\n".join([title, *(f"  {name.ljust(width)}  {value}" for name, value in rows.items()), ""]), flush=True)
-
-
 def _versions() -> dict[str, str]:
-    from fastpack_trl.measure.record import version_of
+    from fastpack_trl.measure.record import versions
 
-    found = {"python": platform.python_version(), "fastpack_trl": __version__, "torch": version_of("torch")}
-    installed = [name for name in _OPTIONAL if find_spec(name) is not None]
-    return found | {name: _version(name) for name in (*_PACKAGES, *installed)}
-
-
-def _version(module: str) -> str:
-    if find_spec(module) is None:
-        return "not installed"
-    try:
-        return metadata.version(module.replace("_", "-"))
-    except metadata.PackageNotFoundError:  # a module that was not installed as a package
-        return "unknown"
+    found = versions()
+    for module in filter(_is_there, _OPTIONAL):
+        try:
+            found[module] = metadata.version(module.replace("_", "-"))
+        except metadata.PackageNotFoundError:  # a module that was not installed as a package
+            found[module] = "unknown"
+    return found
 
 
 def _device() -> dict[str, Any]:
@@ -195,7 +185,7 @@ def _device() -> dict[str, Any]:
 
 
 def _transfer_rates() -> dict[str, str]:
-    """Measure copies of 256 MiB between host and device, median of five: ``{"pinned to device": "55.1 GB/s", ...}``.
+    """Time copies of 256 MiB between host and device: ``{"pinned to device": "55.1 GB/s", ...}``.
 
     The loader and offloading copy from pinned memory; if there is none, ``pinned`` has the reason.
     """
@@ -205,17 +195,16 @@ def _transfer_rates() -> dict[str, str]:
     from fastpack_trl.measure.timing import CudaClock
 
     block, clock = torch.empty(_TRANSFER_BYTES, dtype=torch.uint8), CudaClock()
-    on_device, hosts = block.cuda(), {"pageable": block}
-    rates: dict[str, str] = {}
+    on_device, hosts, rates = block.cuda(), {"pageable": block}, dict[str, str]()
     try:
         hosts["pinned"] = block.pin_memory()
     except RuntimeError as error:
         rates["pinned"] = f"not available: {describe(error)}"
     for name, host in hosts.items():
         for way, target, source in ((f"{name} to device", on_device, host), (f"device to {name}", host, on_device)):
-            copy = partial(target.copy_, source, non_blocking=True)
-            _, *seconds = (timed(copy, clock)[1] for _ in range(1 + _TRANSFERS))  # the first is not counted
-            rates[way] = f"{_TRANSFER_BYTES / median(seconds) / 1e9:.1f} GB/s"
+            copies = [lambda to=target, of=source: to.copy_(of, non_blocking=True)] * (1 + _TRANSFERS)
+            _, *seconds = (timed(copy, clock)[1] for copy in copies)  # the first is not counted
+            rates[way] = f"{_TRANSFER_BYTES / sorted(seconds)[_TRANSFERS // 2] / 1e9:.1f} GB/s"
     return rates
 
 
@@ -228,19 +217,11 @@ def _attention() -> dict[str, str]:
 
     cuda = torch.cuda.is_available()
     features = ModelFeatures(
-        model_type="plain",
-        implementation="sdpa",
-        device_type="cuda" if cuda else "cpu",
-        windows=frozenset(),
-        sinks=False,
-        softcap=False,
-        dropout=0.0,
-        num_heads=32,
-        head_dim=128,
+        model_type="plain", implementation="sdpa", device_type="cuda" if cuda else "cpu", windows=frozenset(),
+        sinks=False, softcap=False, dropout=0.0, num_heads=32, head_dim=128,
         compute_dtype=torch.bfloat16 if cuda else torch.float32,
-        capability=torch.cuda.get_device_capability() if cuda else None,
-        gap="",
-    )
+        capability=torch.cuda.get_device_capability() if cuda else None, gap="",
+    )  # fmt: skip
     return {name: backend.refuses(features) or "available" for name, backend in BACKENDS.items()}
 
 
@@ -250,7 +231,7 @@ def _missing() -> list[dict[str, str]]:
     for extra, (module, needed_for) in EXTRAS.items():
         if not _is_there(module):
             rows.append({"name": module, "needed_for": needed_for, "install": f"pip install 'fastpack-trl[{extra}]'"})
-    if find_spec("triton") is None:
+    if not _is_there("triton"):
         needed_for = "our Triton kernels; without it their torch twins run"
         rows.append({"name": "triton", "needed_for": needed_for, "install": "pip install triton"})
     return rows
@@ -268,10 +249,9 @@ def _upstream(record: dict[str, Any]) -> dict[str, str]:
     from fastpack_trl.model.upstream import look_up
 
     rows = record["upstream"] = look_up()
-    libraries = dict.fromkeys(row["name"].partition(".")[0] for row in rows)
-    there = {row["name"] for row in rows if row["there"]}
+    there = [row["name"].partition(".")[0] for row in rows if row["there"]]
     lacking = {row["name"]: f"missing; needed by {', '.join(row['needed_by'])}" for row in rows if not row["there"]}
-    counts = {library: f"{sum(name.startswith(f'{library}.') for name in there)} found" for library in libraries}
+    counts = {library: f"{there.count(library)} found" for library in dict.fromkeys(there)}
     return counts | (lacking or {"missing": "none; docs/upstream.md says what each is for"})
 
 
@@ -279,26 +259,19 @@ def _out_of_range() -> list[dict[str, str]]:
     from packaging.requirements import Requirement
 
     try:
-        lines: Sequence[str] = metadata.requires("fastpack-trl") or ()
+        needed = map(Requirement, metadata.requires("fastpack-trl") or ())
     except metadata.PackageNotFoundError:  # run from a checkout
         return []
+    installed = {one.name: one.version for one in metadata.distributions()}
     rows = []
-    for requirement in map(Requirement, lines):
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        try:
-            found = metadata.version(requirement.name)
-        except metadata.PackageNotFoundError:
-            found = ""
-        if not found or not requirement.specifier.contains(found, prereleases=True):
-            needed_for = f"fastpack-trl needs {requirement.name}{requirement.specifier}, found {found or 'none'}"
-            install = f"pip install '{requirement.name}{requirement.specifier}'"
-            rows.append({"name": requirement.name, "needed_for": needed_for, "install": install})
+    for one in needed:
+        found = installed.get(one.name, "none")
+        wanted = one.marker is None or one.marker.evaluate({"extra": ""})
+        if wanted and (found == "none" or not one.specifier.contains(found, prereleases=True)):
+            needed_for = f"fastpack-trl needs {one.name}{one.specifier}, found {found}"
+            install = f"pip install '{one.name}{one.specifier}'"
+            rows.append({"name": one.name, "needed_for": needed_for, "install": install})
     return rows
-
-
-def _flags(args: Namespace) -> list[str]:
-    return [*([] if args.trainer is None else ["--trainer", args.trainer]), *getattr(args, "more", [])]
 
 
 def _config(record: dict[str, Any], args: Namespace, folder: str) -> None:
@@ -369,7 +342,5 @@ def _audit(record: dict[str, Any], args: Namespace, folder: str) -> None:
 
     audit = record["audit"] = doctor_audit.audit(args.config, folder, args.steps, _flags(args))
     print(doctor_audit.table(audit), flush=True)
-    failed = {side: facts["error"] for side, facts in audit["sides"].items() if facts["error"]}
-    if failed:
-        which = "; ".join(f"{side}: {error}" for side, error in failed.items())
-        raise UserError(f"{args.config} cannot be audited: {which}")
+    if failed := [f"{side}: {facts['error']}" for side, facts in audit["sides"].items() if facts["error"]]:
+        raise UserError(f"{args.config} cannot be audited: {'; '.join(failed)}")

@@ -87,10 +87,8 @@ def _side(side: str, config: str, folder: str, steps: int, flags: Sequence[str],
 def _short(file: str) -> str:
     """Shorten a path: ``".../site-packages/trl/trainer/sft_trainer.py"`` -> ``"trl/trainer/sft_trainer.py"``."""
     path = Path(file).resolve()
-    for root in (_LIBRARIES, str(Path(__file__).resolve().parents[2]), str(Path.cwd())):
-        if path.is_relative_to(root):
-            return str(path.relative_to(root))
-    return str(path)
+    roots = (_LIBRARIES, Path(__file__).resolve().parents[2], Path.cwd())
+    return next((str(path.relative_to(root)) for root in roots if path.is_relative_to(root)), str(path))
 
 
 def _calls(sides: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -107,23 +105,23 @@ def _calls(sides: Mapping[str, Any]) -> list[dict[str, Any]]:
 def table(figures: Mapping[str, Any]) -> str:
     """Format the audit: one row per call site that waits, the totals, and what they leave out."""
     sides = figures["sides"]
-    failed = {side for side, facts in sides.items() if facts["total"] is None}
 
-    def cell(side: str, value: float) -> str:
-        return "failed" if side in failed else f"{value:g}"
+    def cells(values: Mapping[str, float]) -> list[str]:
+        return ["failed" if facts["total"] is None else f"{values[side]:g}" for side, facts in sides.items()]
 
-    waits = [call for call in figures["calls"] if call["kind"] != "host"]
     how = "torch's sync debug mode" if figures["backend"] == "cuda" else "operations that would wait on CUDA"
-    head = f"host waits per optimizer step ({figures['micro_batches_per_step']} micro-batches; "
-    out = [f"{head}mean of {figures['steps']} steps; {how})"]
     rows = [["call site", "operation", "kind", *sides, "code"]]
-    for call in waits:
-        values = [cell(side, call[side]) for side in sides]
-        rows.append([f"{call['file']}:{call['line']}", call["op"], call["kind"], *values, call["code"][:_SHOWN]])
-    rows.append(["total", "", "", *(cell(side, sides[side]["total"] or 0.0) for side in sides), ""])
-    out += aligned(rows)
-    hosts = {side: sum(call[side] for call in figures["calls"] if call["kind"] == "host") for side in sides}
+    hosts = dict.fromkeys(sides, 0.0)
+    for call in figures["calls"]:
+        if call["kind"] == "host":
+            hosts = {side: hosts[side] + call[side] for side in sides}
+            continue
+        place = f"{call['file']}:{call['line']}"
+        rows.append([place, call["op"], call["kind"], *cells(call), call["code"][:_SHOWN]])
+    rows.append(["total", "", "", *cells({side: facts["total"] or 0.0 for side, facts in sides.items()}), ""])
+    of_step = f"{figures['micro_batches_per_step']} micro-batches; mean of {figures['steps']} steps; {how}"
+    out = [f"host waits per optimizer step ({of_step})", *aligned(rows)]
     if any(hosts.values()):
-        counts = ", ".join(f"{side} {cell(side, value)}" for side, value in hosts.items())
+        counts = ", ".join(f"{side} {count}" for side, count in zip(sides, cells(hosts), strict=True))
         out.append(f"not counted: reads of tensors that stay on the host (collator, optimizer counters): {counts}")
     return "\n".join(out)

@@ -9,7 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from fastpack_trl.errors import UserError, did_you_mean
-from fastpack_trl.recipe.paths import check_new_file, configs_folder
+from fastpack_trl.recipe.paths import configs_folder, write_new_file
 
 QUICKSTART = "quickstart"
 
@@ -32,16 +32,12 @@ def run(args: Namespace) -> int:
     if name not in found:
         raise UserError(f"there is no config {name!r}{did_you_mean(name, found)} (`fastpack-trl init` lists them)")
     file = Path(args.output or f"{name.replace('/', '-')}.yaml").expanduser()
-    check_new_file(file, force=args.force)
+    text = found[name].read_text(encoding="utf-8").replace(f"configs/{name}.yaml", file.name)
+    write_new_file(file, text, force=args.force)
     if name == QUICKSTART:
         from fastpack_trl.quickstart import make_inputs
 
         print(make_inputs())
-    text = found[name].read_text(encoding="utf-8").replace(f"configs/{name}.yaml", file.name)
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{file} cannot be written: {error.strerror or error}; name another --output") from error
     print(f"written: {file} ({_about(found[name])})\n{_next(name, str(file), text)}")
     return 0
 

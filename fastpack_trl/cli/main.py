@@ -40,19 +40,21 @@ _TRAINS = "fastpack_trl.cli.train"
 COMMANDS = {
     "init": Command("fastpack_trl.cli.init", "write one of the shipped YAML files here, or list them"),
     **{
-        name: Command(_TRAINS, f"{method.what} from a YAML or flags: every option of `trl {name}`, and ours")
+        name: Command(_TRAINS, f"{method.what}: all options of `trl {name}`, and ours")
         for name, method in METHODS.items()
     },
     "convert": Command("fastpack_trl.cli.convert", "write a YAML of Axolotl, LLaMA-Factory or Unsloth in our names"),
-    "merge": Command("fastpack_trl.cli.merge", "write a model with the adapter of a run in its weights"),
-    "generate": Command("fastpack_trl.cli.generate", "what a trained model answers; of an adapter, beside its base"),
-    "verify": Command("fastpack_trl.cli.verify", "prove that packed documents do not see each other", "--model"),
+    "merge": Command("fastpack_trl.cli.trained", "write a model with the adapter of a run in its weights"),
+    "generate": Command(
+        "fastpack_trl.cli.trained", "print what a trained model answers; for an adapter, also what its base answers"
+    ),
+    "verify": Command("fastpack_trl.cli.verify", "check that packed documents do not see each other", "--model"),
     "doctor": Command(
         "fastpack_trl.cli.doctor",
-        "show what this machine has, what a config would run and why, and where it waits",
+        "show what this machine has, and what a config would run, why, and in how much memory",
         "--config",
     ),
-    "bench": Command("fastpack_trl.bench.command", "measure stock against fastpack on this machine", "--config"),
+    "bench": Command("fastpack_trl.bench.command", "measure TRL against fastpack on this machine", "--config"),
 }
 
 
@@ -101,15 +103,13 @@ def _dispatch(arguments: list[str], chosen: str | None) -> int:
     parser = _parser(chosen)
     args, unknown = parser.parse_known_args(arguments)
     if unknown and getattr(args, "config", None) is not None and hasattr(args, "more"):
-        args.more, unknown = unknown, []  # `bench --config` hands them to the parser of `sft`
+        args.more, unknown = unknown, []  # `bench --config` and `doctor --config` hand them to the parser of `sft`
     if unknown:
-        options = [word for word in _option_names(parser, chosen) if word.startswith("--")]
-        meant = did_you_mean(unknown[0].split("=")[0], options)
-        if chosen is not None and not unknown[0].startswith("-") and COMMANDS[chosen].option:
-            meant = f"; did you mean {COMMANDS[chosen].option} {unknown[0]}?"
-        raise UserError(
-            f"unknown argument {unknown[0]!r}{meant} (see `{' '.join(filter(None, [PROG, chosen]))} --help`)"
-        )
+        name, option = unknown[0], COMMANDS[chosen].option if chosen else ""
+        of_command = {} if chosen is None else _subparsers(parser).choices[chosen]._option_string_actions
+        meant = did_you_mean(name.split("=")[0], (word for word in of_command or ("--version",) if word[:2] == "--"))
+        meant = f"; did you mean {option} {name}?" if option and not name.startswith("-") else meant
+        raise UserError(f"unknown argument {name!r}{meant} (see `{' '.join(filter(None, [PROG, chosen]))} --help`)")
     if chosen is None:
         parser.print_help()
         return 0
@@ -117,11 +117,8 @@ def _dispatch(arguments: list[str], chosen: str | None) -> int:
     return code
 
 
-def _option_names(parser: CommandParser, chosen: str | None) -> list[str]:
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction) and chosen is not None:
-            return list(action.choices[chosen]._option_string_actions)
-    return list(parser._option_string_actions)
+def _subparsers(parser: CommandParser) -> Any:
+    return next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
 
 
 @contextmanager
@@ -143,28 +140,26 @@ def _without_kernel_advice() -> Iterator[None]:
 
 
 @contextmanager
-def _without_renamed_name() -> Iterator[None]:
-    """Drop the FutureWarning of a property that transformers 5.23 renamed: PEFT 0.21 reads it from every model."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
-        yield
+def _quiet() -> Iterator[None]:
+    """Drop notes that nobody can act on: of bitsandbytes, of a name that PEFT 0.21 reads, and ``[RANK 0]`` of one rank.
 
-
-@contextmanager
-def _without_rank() -> Iterator[None]:
-    """Drop the ``[RANK 0]`` that accelerate puts before what is logged, in a run of one process."""
+    transformers 5.23 renamed the property that PEFT reads from every model; accelerate puts the rank before each line.
+    """
     make = logging.getLogRecordFactory()
 
-    def alone(*args: Any, **kwargs: Any) -> logging.LogRecord:
+    def without_rank(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = make(*args, **kwargs)
         if isinstance(record.msg, str):
             record.msg = record.msg.removeprefix("[RANK 0] ")
         return record
 
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        logging.setLogRecordFactory(alone)
+        logging.setLogRecordFactory(without_rank)
     try:
-        yield
+        with _without_kernel_advice(), warnings.catch_warnings():
+            renamed = "`is_gradient_checkpointing` is deprecated"
+            warnings.filterwarnings("ignore", message=renamed, category=FutureWarning)
+            yield
     finally:
         logging.setLogRecordFactory(make)
 
@@ -185,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rank = os.environ.get("RANK", "0")
     of_rank = "" if rank == "0" else f" [rank {rank}]"
     try:
-        with _without_kernel_advice(), _without_renamed_name(), _without_rank():
+        with _quiet():
             return _dispatch(arguments, chosen)
     except UserError as error:
         if show_traceback:

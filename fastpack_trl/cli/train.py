@@ -10,18 +10,19 @@ import os
 import shlex
 import subprocess
 import sys
+from argparse import SUPPRESS
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fastpack_trl.errors import UserError, preparing
-from fastpack_trl.recipe.arguments import Arguments, make_parser, parse, split_off
-from fastpack_trl.recipe.checks import check_settings
-from fastpack_trl.recipe.help import write_help
+from fastpack_trl.recipe.arguments import COMMAND_OPTIONS, Arguments, make_parser, parse, split_off
+from fastpack_trl.recipe.formats import DataArguments
+from fastpack_trl.recipe.make_trainer import check_settings
 from fastpack_trl.recipe.methods import SFT, Method
 from fastpack_trl.recipe.train import train_parsed
-from fastpack_trl.report import show_whole
+from fastpack_trl.report import enable_verbose
 
-_OF_THE_COMMAND = ("--traceback", "--verbose")
 # Set for the processes that we launch: they take the launch options of the YAML as done.
 _LAUNCHED = "FASTPACK_LAUNCHED"
 _QUANTISATION = {"load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"}
@@ -30,19 +31,20 @@ _QUANTISATION = {"load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb
 def main(argv: Sequence[str], method: Method = SFT) -> int:
     """Run the command of `method` with these arguments; return the exit code."""
     if {"-h", "--help", "--help-all"} & set(argv):
-        print(write_help(make_parser(method), whole="--help-all" in argv), end="")
+        _print_help(method, whole="--help-all" in argv)
         return 0
-    if not set(argv) - set(_OF_THE_COMMAND):
+    if not set(argv) - {"--traceback", "--verbose"}:
         raise UserError(
             "no settings: --config FILE names a YAML ('fastpack-trl init' writes one), or --model_name_or_path and "
             "--dataset_name name model and data; --help lists all"
         )
     if "--verbose" in argv:
-        show_whole()
+        enable_verbose()
     # Asked before anything is imported: configuration classes set such variables themselves.
     launched = under_launcher()
     with preparing():
-        arguments = parse([word for word in argv if word not in _OF_THE_COMMAND], method, may_launch=not launched)
+        words = [word for word in argv if word not in ("--traceback", "--verbose")]
+        arguments = parse(words, method, may_launch=not launched or _LAUNCHED in os.environ)
         launches = not launched and (bool(arguments.launch) or _launches_by_default())
         if launches:
             check_settings(arguments)  # once and here, not once per process
@@ -57,11 +59,25 @@ def main(argv: Sequence[str], method: Method = SFT) -> int:
     return 0
 
 
+def _print_help(method: Method, *, whole: bool) -> None:
+    """Print our options, or all: those of the command, of our configuration and of the data come first."""
+    config = method.dataclasses()[1]
+    parser = make_parser(method, None if whole else [config.__bases__[0], DataArguments])
+    options = parser.add_argument_group("options of the command")
+    for name, text in COMMAND_OPTIONS.items():
+        value: dict[str, Any] = {"metavar": "FILE"} if name.endswith("config") else {"action": "store_true"}
+        options.add_argument(name, help=text, default=SUPPRESS, **value)
+    parser.usage = f"{parser.prog} --config FILE [--OPTION VALUE ...]"
+    parser.description = f"{method.what}, with every option of `trl {method.command}` and of `accelerate launch`."
+    parser.epilog = "" if whole else f"--help-all also lists the options of `trl {method.command}`."
+    parser.print_help()
+
+
 def _what_next(arguments: Arguments) -> str:
     """Return the commands that load what a run has saved; empty where it is nothing that they can."""
     folder = Path(str(arguments.training.output_dir))
     model, words = arguments.model, [str(folder)]
-    config, flags = split_off("config", arguments.own)
+    config, flags = split_off("config", arguments.words)
     given = {word[2:].partition("=")[0].replace("-", "_") for word in flags if word.startswith("--")}
     if config and (model.load_in_4bit or model.load_in_8bit) and given.isdisjoint(_QUANTISATION):
         words += ["--config", *config]  # merged into the base as it was in training
@@ -105,7 +121,7 @@ def launch(arguments: Arguments, extra: Sequence[str] = ()) -> int:
 
     parser = launch_command_parser()
     parser.error = refuse  # prints its usage (200 lines) and exits otherwise
-    words = [*arguments.launch, "--module", "fastpack_trl", arguments.method.command, *arguments.own, *extra]
+    words = [*arguments.launch, "--module", "fastpack_trl", arguments.method.command, *arguments.words, *extra]
     with preparing():
         launch_args = parser.parse_args(words)
     os.environ[_LAUNCHED] = "1"

@@ -1,23 +1,20 @@
-"""Decoder layers of one kind: tried on their first packed row, then compiled or left eager."""
+"""Decoder layers of one kind: compiled on their first packed row, if the steps that are left pay for it."""
 
 from __future__ import annotations
 
 import logging
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from fastpack_trl.compile.cached import keep, note_of, was_compiled
 from fastpack_trl.compile.graph import (
     CompiledLayer,
     LayerCall,
@@ -31,7 +28,7 @@ from fastpack_trl.compile.graph import (
 from fastpack_trl.errors import close_frames, first_cause
 from fastpack_trl.measure.failures import FAILURES
 from fastpack_trl.measure.payback import StartUpCost, StepsLeft
-from fastpack_trl.measure.rounds import take_turns, timed
+from fastpack_trl.measure.rounds import timed
 from fastpack_trl.measure.timing import Clock, clock_of
 from fastpack_trl.model.changes import restore_buffers
 from fastpack_trl.model.checkpoint_seam import is_reentrant
@@ -42,16 +39,9 @@ LayerRun = Callable[..., Any]
 """Hidden states, (1, total_tokens, hidden_size), to the output of a layer."""
 
 COMPILE_SECONDS = 8.0
-"""Seconds that one kind of layer is taken to compile, before it is known.
-
-On an H200 7 to 9 s were measured for dense layers, 13 s while other processes had its host; 10 and 6 s for the two
-kinds of gpt-oss.
-"""
-CACHED_SHARE = 0.2
-"""Share of it where Inductor's cache has the graph: tracing and loading, measured there."""
-_ROUNDS = 5
-MOST_SAVED = 0.4
-"""Share of an eager layer step that compiling is taken to save, before it is known; 0.2 to 0.42 were measured there."""
+"""Seconds that compiling one kind of layer takes: 7 to 9 on an H200 for dense layers, 10 and 6 for those of gpt-oss."""
+SAVED = 0.3
+"""Share of an eager layer step that compiling saves: 0.2 to 0.42 there. In 71 comparisons it was never slower."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +49,6 @@ class Options:
     """What the kinds of one model share; see `compiled_layers`."""
 
     backend: str | Callable[..., Any]
-    measure: bool
     left: Callable[[], StepsLeft] | None
     early: Callable[[], bool] | None
     hooks_outside: bool
@@ -78,9 +67,8 @@ class LayerKind:
         name: the class, e.g. ``LlamaDecoderLayer``.
         members: the layers.
         path: ``pending`` until the first packed row, then ``inductor`` (or the name of another backend) or ``eager``.
-        reason: what was measured, or why it is not compiled.
+        reason: how long it took, or why it is not compiled.
         seconds: of the first forward and backward of each graph, compilation included; 0 before.
-        deciding: host seconds of all that came before a decision, measurements included.
         unpaid: it is not compiled because too few steps are left.
     """
 
@@ -91,7 +79,7 @@ class LayerKind:
         self.members = layers
         self.path = "pending"
         self.reason = ""
-        self.seconds = self.deciding = 0.0
+        self.seconds = 0.0
         self.unpaid = False
         self._options = options
         self._tried: set[str] = set()
@@ -138,19 +126,16 @@ class LayerKind:
         if is_reentrant(call.checkpoint):
             self._give_up("reentrant checkpointing: set gradient_checkpointing_kwargs={'use_reentrant': False}")
             return
-        first, trial = self.path == "pending", call.for_trial()
-        paths: dict[str, LayerRun] = {"eager": stock if trial is call else trial.eagerly}
+        trial = call.for_trial()
         with self._beside_the_run(call):
-            if not first or self._pays(paths, call):
-                paths["compiled"] = partial(self._compiled, trial)
-                if self._compile(paths["compiled"], call) and first and self._options.measure:
-                    self._choose(paths, call)
+            if self.path != "pending" or self._pays(stock if trial is call else trial.eagerly, call):
+                self._compile(partial(self._compiled, trial), call)
         self._options.on_change()
 
     @contextmanager
     def _beside_the_run(self, call: LayerCall) -> Iterator[None]:
         """Restore random state and buffers afterwards; nothing is recorded, no saved-tensor hook sees a tensor."""
-        device, start = call.hidden.device, time.perf_counter()
+        device = call.hidden.device
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
             stack.enter_context(restore_buffers(call.layer))
@@ -158,32 +143,30 @@ class LayerKind:
             if hooks_active():
                 stack.enter_context(saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
             yield
-        self.deciding += time.perf_counter() - start
 
-    def _pays(self, paths: dict[str, LayerRun], call: LayerCall) -> bool:
-        """Return whether the steps that are left can pay for compiling, by an eager layer step; said where not."""
+    def _pays(self, eager: LayerRun, call: LayerCall) -> bool:
+        """Return whether the steps that are left pay for compiling, by one eager layer step; the report says if not."""
         if self._options.left is None:
             return True
         try:
-            eager = median_times(paths, call)["eager"]
+            seconds = [timed(partial(_differentiate, eager, call), _clock(call))[1] for _ in range(2)][-1]
         except FAILURES as error:  # the compiled step will tell
             close_frames(error)
             return True
-        left, cached = self._options.left(), was_compiled(self._note(call))
-        seconds = COMPILE_SECONDS * (CACHED_SHARE if cached else 1)
-        cost = StartUpCost(seconds, MOST_SAVED * eager * len(self.members) * left.rows)
+        left = self._options.left()
+        cost = StartUpCost(COMPILE_SECONDS, SAVED * seconds * len(self.members) * left.rows)
         if cost.pays(left.steps):
             return True
         self.path, self.unpaid = "eager", True
         self.reason = (
-            f"{self.name} x {len(self.members)} not compiled: {left.steps:,} steps left, {seconds:.0f} s"
-            f"{' with the cache of an earlier run' if cached else ''} would pay from {math.ceil(cost.steps):,} on; "
-            f"eager {1000 * eager:.2f} ms {_per_row(call)}"
+            f"{self.name} x {len(self.members)} not compiled: {left.steps:,} steps left, {COMPILE_SECONDS:.0f} s would "
+            f"pay from {math.ceil(cost.steps):,} on; eager {1000 * seconds:.2f} ms per layer and row of "
+            f"{call.hidden.shape[1]:,} tokens"
         )
         self._options.say(f"layer_compile: {self.reason}")
         return False
 
-    def _compile(self, compiled: LayerRun, call: LayerCall) -> bool:
+    def _compile(self, compiled: LayerRun, call: LayerCall) -> None:
         options = self._options
         options.say(f"layer_compile: compiling {self.name} ...", end=" ")
         try:
@@ -192,31 +175,14 @@ class LayerKind:
             close_frames(error)
             options.say("failed")
             self._give_up(error)
-            return False
+            return
         except BaseException:
             options.say("stopped")
             raise
         options.say(f"{seconds:.1f} s")
-        keep(self._note(call))
         self.seconds += seconds
         self.path = options.backend if isinstance(options.backend, str) else "compiled"
         self.reason = f"{self.name} x {len(self.members)} compiled in {self.seconds:.1f} s"
-        return True
-
-    def _note(self, call: LayerCall) -> Path | None:
-        """Return the file by which a later run knows that this was compiled."""
-        if self._options.backend != "inductor":
-            return None
-        at, half = call.hidden, torch.is_autocast_enabled(call.hidden.device.type)
-        return note_of(call.layer, (call.place, call.names, call.hooks_outside, *sorted(call.kwargs), at.dtype, half))
-
-    def _choose(self, paths: dict[str, LayerRun], call: LayerCall) -> None:
-        """Take the fastest."""
-        times = median_times(paths, call)
-        seen = ", ".join(f"{name} {1000 * seconds:.2f} ms" for name, seconds in times.items())
-        self.reason += f"; {seen} {_per_row(call)}"
-        if times["eager"] <= times["compiled"]:
-            self.path = "eager"
 
     def _give_up(self, error: BaseException | str) -> None:
         self.path = "eager"
@@ -224,10 +190,6 @@ class LayerKind:
         self.reason = f"{self.name} x {len(self.members)} not compiled: {said}"
         logger.warning(f"layer_compile: {self.reason}; layer_compile='off' spares the attempt")
         self._options.on_change()
-
-
-def _per_row(call: LayerCall) -> str:
-    return f"per layer and row of {call.hidden.shape[1]:,} tokens"
 
 
 def _first_lines(error: BaseException) -> str:
@@ -238,13 +200,6 @@ def _first_lines(error: BaseException) -> str:
     if isinstance(first_cause(error), OSError) or "[Errno" in said:
         said += "; set TORCHINDUCTOR_CACHE_DIR to a folder with room that can be written"
     return said
-
-
-def median_times(paths: dict[str, LayerRun], call: LayerCall) -> dict[str, float]:
-    """Return the seconds of a layer step on each path: medians of interleaved rounds, after an uncounted one."""
-    sides = {name: partial(_differentiate, run, call) for name, run in paths.items()}
-    rounds = take_turns(sides, rounds=_ROUNDS, clock=_clock(call))
-    return {name: rounds.time(name).median for name in paths}
 
 
 def _clock(call: LayerCall) -> Clock:

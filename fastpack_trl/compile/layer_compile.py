@@ -20,23 +20,21 @@ def layer_compile(run: Run) -> Iterator[None]:
     """Compile decoder layers once per kind, while the model trains; after `lora`, whose layers are compiled then."""
     why = run.ranks.first_reason(lambda: why_not(run))
     if why:
-        run.say(FEATURE, "off", "eager", why)
+        run.set_status(FEATURE, "off", "eager", why)
         yield
         return
 
     def tell(layers: CompiledLayers) -> None:
-        run.step.layers_changed()
-        run.step.seconds["compile"] = layers.seconds
+        run.step.version += 1
         status: Status = "off" if layers.unpaid else "stock" if layers.path == "eager" else "on"
-        run.say(FEATURE, status, layers.path, layers.reason)
+        run.set_status(FEATURE, status, layers.path, layers.reason)
 
     weighs = run.settings.layer_compile == "auto"
     with compiled_layers(
         run.model,
-        measure=weighs,
         left=run.steps_left if weighs else None,
         # The first step shows within seconds that the run works, and how long merged rows are.
-        early=(lambda: run.step.in_first) if weighs else None,
+        early=(lambda: run.is_in_first_step) if weighs else None,
         hooks_outside=run.is_fsdp2,
         on_change=tell,
         verbose=run.trainer.is_world_process_zero(),

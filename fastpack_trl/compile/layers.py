@@ -95,11 +95,6 @@ class CompiledLayers:
         return bool(self.kinds) and all(kind.unpaid for kind in self.kinds)
 
     @property
-    def seconds(self) -> float:
-        """Return the host time of all that was compiled and measured."""
-        return sum(kind.deciding for kind in self.kinds)
-
-    @property
     def reason(self) -> str:
         """Return what each kind does and why."""
         waiting = sorted({kind.name for kind in self.kinds if kind.path == "pending"})
@@ -123,7 +118,6 @@ class CompiledLayers:
 def compiled_layers(
     model: nn.Module,
     *,
-    measure: bool = False,
     left: Callable[[], StepsLeft] | None = None,
     early: Callable[[], bool] | None = None,
     hooks_outside: bool = False,
@@ -149,9 +143,7 @@ def compiled_layers(
 
     Args:
         model: a transformers causal language model, plain or inside PEFT.
-        measure: time a layer step (forward and backward) on the first packed row, compiled and eager; take the faster.
-            Costs some fifteen layer steps.
-        left: returns the steps left of the run: layers are then compiled only where it can be paid back
+        left: returns the steps left of the run: layers are then compiled only if that is paid back
             (`measure.payback`), by an eager layer step that is timed before. None: however many are left.
         early: returns whether it is too early to decide: the layers run as they are. None: it never is.
         hooks_outside: compile the layers' own forwards, beneath their hooks. For FSDP 2, whose hooks gather the
@@ -170,7 +162,7 @@ def compiled_layers(
     names = {module: name for name, module in model.named_modules() if module in layers}
     handle = CompiledLayers(names, on_change, ", after the first step" if early is not None else "")
     options = Options(
-        backend=_backend, measure=measure, left=left, early=early, hooks_outside=hooks_outside,
+        backend=_backend, left=left, early=early, hooks_outside=hooks_outside,
         on_change=handle.changed, verbose=verbose,
     )  # fmt: skip
     groups: dict[Any, list[nn.Module]] = {}

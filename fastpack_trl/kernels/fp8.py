@@ -20,28 +20,19 @@ LEAST = LARGEST * 2.0**-126
 and what is below it keeps an absolute error of 2**-136 at most."""
 MULTIPLE = 16
 """Both dimensions of a matrix are multiples of it: a device reads 16 bytes at once."""
-BLOCK = 128
-"""Side of the square of a weight, and width of the group of a row, that have one scale where weights have blocks."""
-BLOCK_MULTIPLE = 4 * BLOCK
-"""Both dimensions of a weight with blocks are multiples of it: cuBLAS reads their scales four at once, and
-`torch._scaled_mm` takes none that are padded to that. https://github.com/pytorch/pytorch/pull/166752"""
 
 
 class Quantised(NamedTuple):
-    """A matrix as ``values * scales``, its scales repeated over what shares them."""
+    """A matrix as ``values * scales``."""
 
     values: Tensor
     """(rows, columns) in `FP8`, contiguous."""
     scales: Tensor
-    """fp32: (rows, groups), its transpose contiguous; () per tensor; (rows / 128, columns / 128) per block."""
+    """fp32: (rows, 1), or () per tensor."""
 
     def dense(self) -> Tensor:
         """Return the matrix in fp32."""
-        values, scales = self.values.float(), self.scales
-        for dim, count in enumerate(scales.shape):
-            if count != values.shape[dim]:
-                scales = scales.repeat_interleave(values.shape[dim] // count, dim)
-        return values * scales
+        return self.values.float() * self.scales
 
     @property
     def nbytes(self) -> int:
@@ -49,34 +40,27 @@ class Quantised(NamedTuple):
         return self.values.nbytes + self.scales.nbytes
 
 
-def quantise_rows(x: Tensor, factor: Tensor | None = None, width: int | None = None) -> Quantised:
-    """Quantise a matrix with a scale per row, or per row and group of columns.
+def quantise_rows(x: Tensor, factor: Tensor | None = None) -> Quantised:
+    """Quantise a matrix with a scale per row.
 
     A value that is NaN or infinite becomes NaN and is left out of its scale (NaN), or makes it infinite.
 
     Args:
         x: (rows, columns).
         factor: (columns,) fp32, multiplied into x first.
-        width: columns of a group; all of them by default.
-
-    Returns:
-        Values (rows, columns), scales (rows, columns / width).
     """
     if x.numel() and runs_triton(x, factor):
         from fastpack_trl.kernels.fp8_triton import quantise_rows_triton
 
-        return Quantised(*quantise_rows_triton(x, factor, width, dtype=FP8, largest=LARGEST, least=LEAST))
-    return quantise_rows_torch(x, factor, width)
+        return Quantised(*quantise_rows_triton(x, factor, dtype=FP8, largest=LARGEST, least=LEAST))
+    return quantise_rows_torch(x, factor)
 
 
-def quantise_rows_torch(x: Tensor, factor: Tensor | None = None, width: int | None = None) -> Quantised:
+def quantise_rows_torch(x: Tensor, factor: Tensor | None = None) -> Quantised:
     """Compute `quantise_rows` in plain torch: in a graph, where a compiler joins it to what writes x."""
-    rows, columns = x.shape
     wide = x.float() if factor is None else x.float() * factor
-    width = width or columns
-    groups = wide.reshape(rows, columns // width, width)
-    scales, inverse = scales_of(magnitudes(groups).amax(-1))
-    return Quantised(cast(groups * inverse.unsqueeze(-1)).view(rows, columns), scales.t().contiguous().t())
+    scales, inverse = scales_of(magnitudes(wide).amax(-1, keepdim=True))
+    return Quantised(cast(wide * inverse), scales)
 
 
 def magnitudes(x: Tensor) -> Tensor:
@@ -112,20 +96,14 @@ def scaled_product(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
     Shapes: a (rows, inner), b (columns, inner), inner and columns multiples of 16; returns (rows, columns) in `dtype`.
 
     Args:
-        a, b: with scales per row, per tensor, or a per group of 128 columns and b per block of 128 x 128; blocks want
-            inner to be a multiple of 512, CUDA 12.9 and a device of compute capability 9.
+        a, b: with scales per row, or per tensor.
         dtype: of the result, ``bfloat16`` or ``float16`` on CUDA.
     """
     if not a.values.is_cuda:
         return scaled_product_torch(a, b, dtype)
-    rows = a.values.shape[0]
-    fast = b.scales.dim() < 2 or b.scales.shape[1] == 1  # in fewer bits than fp32, far below the error of FP8 values
-    if not fast:  # scales change along the contraction: sums are in fp32
-        a = padded(a)
-    out = torch._scaled_mm(
-        a.values, b.values.t(), scale_a=a.scales, scale_b=b.scales.t(), out_dtype=dtype, use_fast_accum=fast
+    return torch._scaled_mm(  # it sums in fewer bits than fp32, far below the error of FP8 values
+        a.values, b.values.t(), scale_a=a.scales, scale_b=b.scales.t(), out_dtype=dtype, use_fast_accum=True
     )
-    return out if len(out) == rows else out[:rows]
 
 
 def failure_of_products(device: torch.device, dtype: torch.dtype) -> str:
@@ -143,21 +121,6 @@ def failure_of_products(device: torch.device, dtype: torch.dtype) -> str:
     except (RuntimeError, ValueError) as error:
         return str(error).partition("\n")[0]
     return "" if torch.equal(out.float(), MULTIPLE * scales * ones) else "a small product is wrong"
-
-
-def padded(a: Quantised) -> Quantised:
-    """Return a matrix with scales per group whose rows are a multiple of 4, as cuBLAS reads such scales.
-
-    What is in the rows after the last is not defined.
-    """
-    rows = a.values.shape[0]
-    more = max(4, rows + -rows % 4)
-    if more == rows:
-        return Quantised(a.values, a.scales.t().contiguous().t())
-    values = a.values.new_empty(more, a.values.shape[1])
-    scales = a.scales.new_empty(a.scales.shape[1], more).t()
-    values[:rows], scales[:rows] = a.values, a.scales
-    return Quantised(values, scales)
 
 
 def scaled_product_torch(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:

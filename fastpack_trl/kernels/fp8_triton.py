@@ -10,35 +10,29 @@ from torch import Tensor
 
 from fastpack_trl.kernels._triton import on_device_of
 
-_TILE = 4096
-"""Values per program where a row has more than one group."""
 _PER_WARP = 1024
 _SIDE = 64
 
 
 @triton.jit
 def _quantise_kernel(
-    x, factor, out, scales, rows, num_groups, width, groups_per_row: tl.constexpr, has_factor: tl.constexpr,
-    largest_value: tl.constexpr, least: tl.constexpr, groups: tl.constexpr, columns: tl.constexpr,
+    x, factor, out, scales, width, has_factor: tl.constexpr, largest_value: tl.constexpr, least: tl.constexpr,
+    columns: tl.constexpr,
 ):  # fmt: skip
-    group = tl.program_id(0).to(tl.int64) * groups + tl.arange(0, groups)
+    row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, columns)
-    inside = (group < num_groups)[:, None] & (column < width)[None, :]
-    place = group[:, None] * width + column[None, :]
+    inside = column < width
+    place = row * width + column
     values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-    row = group // groups_per_row
-    number = group % groups_per_row
     if has_factor:
-        place_in_row = number[:, None] * width + column[None, :]
-        values *= tl.load(factor + place_in_row, mask=inside, other=0.0)
+        values *= tl.load(factor + column, mask=inside, other=0.0)
     magnitudes = tl.where(values == values, tl.abs(values), 0.0)
-    scale = tl.div_rn(tl.maximum(tl.max(magnitudes, axis=1), least), largest_value)
-    values *= tl.div_rn(1.0, scale)[:, None]
+    scale = tl.div_rn(tl.maximum(tl.max(magnitudes, axis=0), least), largest_value)
+    values *= tl.div_rn(1.0, scale)
     clamped = tl.minimum(tl.maximum(values, -largest_value), largest_value)
     values = tl.where(values == values, clamped, values)
     tl.store(out + place, values.to(out.dtype.element_ty), mask=inside)
-    # Rows first: that is the order in which a product reads the scales of groups.
-    tl.store(scales + number * rows + row, scale, mask=group < num_groups)
+    tl.store(scales + row, scale)
 
 
 @triton.jit
@@ -51,31 +45,27 @@ def _transpose_kernel(x, out, rows, columns, side: tl.constexpr):
 
 
 def quantise_rows_triton(
-    x: Tensor, factor: Tensor | None, width: int | None, *, dtype: torch.dtype, largest: float, least: float
+    x: Tensor, factor: Tensor | None, *, dtype: torch.dtype, largest: float, least: float
 ) -> tuple[Tensor, Tensor]:
     """Compute values and scales of `quantise_rows_torch` in one kernel.
 
     Args:
-        x, factor, width: as there.
+        x, factor: as there.
         dtype: of the values; a wider one than FP8 shows them before their last rounding.
         largest: value of the format.
         least: magnitude that a scale is made of.
     """
     rows, columns = x.shape
     x = x.contiguous()
-    width = width or columns
-    per_row = columns // width
     out = torch.empty((rows, columns), dtype=dtype, device=x.device)
-    scales = torch.empty((per_row, rows), dtype=torch.float32, device=x.device)
-    padded = triton.next_power_of_2(width)
-    groups = 1 if per_row == 1 else max(1, _TILE // padded)
+    scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+    padded = triton.next_power_of_2(columns)
     with on_device_of(x):
-        _quantise_kernel[(triton.cdiv(rows * per_row, groups),)](
-            x, x if factor is None else factor, out, scales, rows, rows * per_row, width,
-            groups_per_row=per_row, has_factor=factor is not None, largest_value=largest, least=least,
-            groups=groups, columns=padded, num_warps=min(16, max(1, groups * padded // _PER_WARP)),
+        _quantise_kernel[(rows,)](
+            x, x if factor is None else factor, out, scales, columns, has_factor=factor is not None,
+            largest_value=largest, least=least, columns=padded, num_warps=min(16, max(1, padded // _PER_WARP)),
         )  # fmt: skip
-    return out, scales.t()
+    return out, scales
 
 
 def transposed_triton(values: Tensor) -> Tensor:

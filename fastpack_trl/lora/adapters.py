@@ -1,8 +1,8 @@
 """Adapters in the compute dtype, cast once per forward of the backbone instead of once per projection.
 
-PEFT keeps adapters in fp32 beside a 16-bit base, and autocast casts each matrix where it is used: two small kernels per
+PEFT keeps adapters in fp32 over a 16-bit base, and autocast casts each matrix at its use: two small kernels per
 projection forward, two backward, and again on recompute. Here all of them are cast together, the scaling multiplied
-into B on the way, and their gradients are cast back together.
+into B, and their gradients are cast back together.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ def cast_together(
     """Set ``module.fastpack_cast`` of each module, until the next forward of the backbone.
 
     It stays when a backward pass has reached it: another forward may wait for its own backward, and a recompute under
-    selective checkpointing must not cast where its forward did not.
+    selective checkpointing must not cast if its forward did not.
 
     Args:
-        modules: whose projections read the adapters.
-        adapters: (A, B, scaling) of each; parameters of one device each.
+        modules: modules whose projections read the adapters.
+        adapters: (A, B, scaling) of each; parameters of one device.
         dtype: the compute dtype.
-        adds_up: the backward pass adds to the gradients that are there, as `_add_up` does.
+        adds_up: the backward pass adds to existing gradients, as `_add_up` does.
     """
     scalings = [scaling for _, _, scaling in adapters]
     parameters = [tensor for a, b, _ in adapters for tensor in (a, b)]
@@ -131,10 +131,10 @@ class _CastTogether(torch.autograd.Function):
 
 
 def _add_up(parameters: Sequence[Tensor], gradients: dict[int, Tensor]) -> None:
-    """Add gradients, by the index of their parameter, to those that the parameters have, and take them out.
+    """Add gradients, by the index of their parameter, to existing ones, and take them out of `gradients`.
 
-    One multi-tensor addition, of the same sums, in place of a node of autograd and a kernel per parameter. Left in are
-    those whose parameter has none to add to, is frozen or has hooks, and those of a parameter with several.
+    One multi-tensor addition of the same sums replaces a node of autograd and a kernel per parameter. Autograd keeps
+    those whose parameter has no gradient yet, is frozen or has hooks, and those of a parameter with several.
     """
     owners = Counter(id(parameters[index]) for index in gradients)
     added = [
@@ -153,22 +153,22 @@ def _add_up(parameters: Sequence[Tensor], gradients: dict[int, Tensor]) -> None:
 
 
 class CastHook:
-    """Pre-hook of the backbone: casts the adapters of all its layers together where it runs with gradients.
+    """Pre-hook of the backbone: casts the adapters of all its layers together in each forward with gradients.
 
-    In each forward anew: fused optimizers change parameters without counting their version up, so nothing tells that an
-    earlier cast still holds.
+    Each forward casts again: fused optimizers change parameters without counting their version up, so nothing tells
+    that an earlier cast is still valid.
 
-    Not where layers are checkpointed with reentry: each has a backward pass of its own then, and all of them would come
-    through the one node of the cast. It has no gradient for other layers' adapters, but autograd calls the hooks of
-    these all the same, and DDP takes a parameter whose hook was called for ready and never reduces what comes later.
+    Layers that are checkpointed with reentry cast for themselves: each has a backward pass of its own, and all of them
+    would reach the one node of the cast. It has no gradient for other layers' adapters, but autograd calls their hooks
+    all the same; DDP takes a parameter whose hook was called for ready and never reduces later gradients.
 
     Args:
         modules: LoRA layers with the fast forward.
-        backbone: where the hook is registered.
+        backbone: module that has the hook.
 
     Attributes:
-        adds_up: backward passes add all gradients that are there to by themselves: only where whoever runs them knows
-            that nobody else asks for gradients, or for the accumulation of one (`torch.autograd.grad`, DDP).
+        adds_up: backward passes add to existing gradients themselves: only if nobody else reads gradients or their
+            accumulation (`torch.autograd.grad`, DDP).
     """
 
     def __init__(self, modules: list[Any], backbone: nn.Module) -> None:

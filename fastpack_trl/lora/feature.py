@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fastpack_trl.lora.linear import apply_lora
+from fastpack_trl.lora.linear import make_fast
 from fastpack_trl.lora.report import has_lora
 from fastpack_trl.run import SHARDED, Run
 
@@ -23,22 +23,19 @@ def lora(run: Run) -> Iterator[None]:
     elif run.is_sharded and not run.is_fsdp2:
         why = SHARDED
     if why:
-        run.say("lora", "stock" if present and setting != "off" else "off", "PEFT", why)
+        run.set_status("lora", "stock" if present and setting != "off" else "off", "PEFT", why)
         yield
         return
-    cache = run.settings.cache_dequantized
-    # `auto` waits for the plan of the activations, FP8 for its choice of layers. FSDP 2 gathers other tensors each
-    # time, DeepSpeed casts them: a copy of one serves nobody.
-    fp8 = run.settings.frozen_base == "fp8"
-    cache = "off" if cache == "auto" or fp8 or run.is_fsdp2 or run.is_deepspeed else cache
-    applied = apply_lora(run.model, cache_dequantized=cache, compute_dtype=run.compute_dtype, fp8_bases=fp8)
+    # FSDP 2 gathers other tensors each time and DeepSpeed casts them, so a copy of one would never be used.
+    copies = not (run.settings.frozen_base == "fp8" or run.is_fsdp2 or run.is_deepspeed)
+    applied = make_fast(run.model, run.compute_dtype, copies=copies)
     try:
         fast = applied.fast or applied.already
         holds = bool(fast) or not applied.handed_over  # those on stacked parameters alone are of `moe`
-        run.say("lora", "on" if fast else "stock", "fast" if fast else "PEFT", str(applied), holds)
+        run.set_status("lora", "on" if fast else "stock", "fast" if fast else "PEFT", str(applied), holds)
         with run.keeping(applied):
             yield
     finally:
         if applied.call_by_call:  # known only now: it depends on what the layers were given
-            run.say("lora", "on", "fast, PEFT call by call", str(applied))
+            run.set_status("lora", "on", "fast, PEFT call by call", str(applied))
         applied.revert()

@@ -2,59 +2,45 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from math import inf, isnan
-from statistics import median
+from functools import partial
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.benchmark import Timer
 
-from fastpack_trl.kernels.fp8 import failure_of_products
-from fastpack_trl.lora.base_weight import HasFrozenWeight, is_fp8_linear
-from fastpack_trl.lora.fp8_layers import (
-    MOST_ERROR,
-    product_errors,
-    products_ratio,
-    put_in_fp8,
-    reasons_against,
-    stays_on_device,
-)
-from fastpack_trl.lora.report import FrozenCopies, LoraReport, has_lora, shown_bytes
+from fastpack_trl.kernels.fp8 import MULTIPLE, failure_of_products, quantise_rows
+from fastpack_trl.lora.base_weight import Fp8Weight, HasFrozenWeight, loaded_weight
+from fastpack_trl.lora.report import LoraReport, has_lora, shown_bytes
 from fastpack_trl.measure.device_memory import allocatable
-from fastpack_trl.model.changes import isolated_run
-from fastpack_trl.model.facts import UNREADABLE, backbones, learned_positions, token_table
+from fastpack_trl.model.facts import text_model
 from fastpack_trl.model.upstream import missing_reason
-from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.run import DEEPSPEED, SHARDED, Run
-
-logger = logging.getLogger(__name__)
 
 FEATURE = "frozen_base"
 _KEEP = "set frozen_base='as_loaded'"
-_SAMPLE = 256
-"""Tokens of the data over which the errors are measured."""
-_SHARE_OF_FREE = 0.25
 _TIMED_TOKENS = 8192
+_TIMED = 5
 _WORTH = 1.1
 
 
 @contextmanager
 def frozen_base(run: Run) -> Iterator[None]:
-    """Put the frozen weights of LoRA layers in FP8; layers that lose too much stay as they were loaded, counted.
+    """Multiply by the frozen weights of LoRA layers in FP8; layers that cannot are counted with their reason.
 
     Raises:
-        ValueError: the run, the model or the device cannot; with the remedy.
+        ValueError: the run, the model or the device does not support it; with the fix.
     """
     if run.settings.frozen_base == "as_loaded" or not run.training:
         yield
         return
     if reason := _refusal(run):
         raise ValueError(f"frozen_base='fp8': {reason}")
-    applied = run.part(LoraReport)
+    applied = run.get_state(LoraReport)
     if applied is None:
         raise ValueError(f"frozen_base='fp8' needs the fast LoRA layers, which are off: the report says why; {_KEEP}")
     layers: dict[str, Any] = {
@@ -62,75 +48,97 @@ def frozen_base(run: Run) -> Iterator[None]:
     }
     dtype = run.compute_dtype or next(run.model.parameters()).dtype
     against = reasons_against(run.model, layers)
-    able = {name: layer for name, layer in layers.items() if name not in against}
+    chosen = [layer for name, layer in layers.items() if name not in against]
     others = Counter(against.values())
     others.update({reason: len(names) for reason, names in applied.handed_over.items()})
     others.update({"LoRA on stacked parameters": len(applied.on_parameters)} if applied.on_parameters else {})
-    if not able:
+    if not chosen:
         listed = "; ".join(f"{count} ({reason})" for reason, count in others.items())
-        raise ValueError(f"frozen_base='fp8': no LoRA layer can have it: {listed}; {_KEEP}")
-    on_host = run.ranks.count == 1
+        raise ValueError(f"frozen_base='fp8': no LoRA layer supports it: {listed}; {_KEEP}")
+    nbytes = sum(layer.in_features * layer.out_features for layer in chosen)
+    if reason := _lack_of_memory(run, nbytes):
+        raise ValueError(f"frozen_base='fp8': {reason}")
     try:
-        for layer in able.values():
-            if is_fp8_linear(layer.base_layer):  # for the sample too: transformers' forward needs a kernel from the hub
-                put_in_fp8(layer, dtype, both_layouts=False, to_host=False)
-        errors = _worst_errors(run, product_errors(able, dtype, lambda: _run_sample(run)))
-        chosen = {name: layer for name, layer in able.items() if errors[name] <= MOST_ERROR}
-        if not chosen:
-            raise ValueError(
-                f"frozen_base='fp8': products of all {len(able)} layers are off by more than {MOST_ERROR:.0%}; {_KEEP}"
-            )
-        for name in able.keys() - chosen.keys():
-            able[name]._fastpack_drop_copy()
-            others[f"an error over {MOST_ERROR:.0%}"] += 1
-        free = run.ranks.all_min([allocatable(run.device) if run.device.type == "cuda" else inf])[0]
-        both = _both_layouts(chosen, free, on_host=on_host)
-        for layer in chosen.values():
-            put_in_fp8(layer, dtype, both_layouts=both, to_host=on_host)
-        rest = [layer for name, layer in layers.items() if name not in chosen]
-        applied.copies = FrozenCopies(rest, run.compute_dtype)
-        if applied.copies and run.settings.cache_dequantized == "on":
-            applied.copies.keep()
-        run.say(FEATURE, "on", "fp8", _described(chosen, errors, others, both=both))
+        for layer in chosen:
+            put_in_fp8(layer, dtype)
+        said = f"{len(chosen)} of {len(chosen) + sum(others.values())} LoRA bases multiply in FP8, forward and backward"
+        parts = [
+            f"{said}: what is computed changes",
+            f"{shown_bytes(nbytes)} of FP8 weights beside the loaded ones",
+            "evaluation during training is in FP8 too, all after training as loaded",
+            *(f"as loaded: {count} ({reason})" for reason, count in others.items()),
+        ]
+        run.set_status(FEATURE, "on", "fp8", "; ".join(parts))
         _advise(run, chosen, dtype)
         yield
         _remark_on_lost(run, chosen)
     finally:
-        _put_back(able.values())
+        for layer in chosen:
+            layer._fastpack_drop_copy()
 
 
-def _remark_on_lost(run: Run, chosen: Mapping[str, Any]) -> None:
-    """Name how many layers ended the run with another weight than that in FP8."""
-    if lost := sum(not layer.fastpack_multiplies_in_fp8 for layer in chosen.values()):
+def _lack_of_memory(run: Run, nbytes: int) -> str:
+    free = run.ranks.all_min([allocatable(run.device) if run.device.type == "cuda" else inf])[0]
+    if nbytes <= free:
+        return ""
+    return (
+        f"{shown_bytes(nbytes)} of FP8 weights do not fit the {shown_bytes(free)} that are free on the device; {_KEEP}"
+    )
+
+
+def _remark_on_lost(run: Run, layers: list[Any]) -> None:
+    if lost := sum(not layer.fastpack_multiplies_in_fp8 for layer in layers):
         run.report.remark(
             FEATURE,
-            f"{lost} of {len(chosen)} layers ended the run as loaded: merged into, moved or written to in the middle "
+            f"{lost} of {len(layers)} layers ended the run as loaded: merged into, moved or written to in the middle "
             "of it",
         )
 
 
-def _put_back(layers: Iterable[Any]) -> None:
-    """Give layers their loaded weights back; what the device has no room for stays in host memory, named."""
-    layers = list(layers)
-    for layer in layers:
-        layer._fastpack_drop_dense()  # of all first: it makes room
-    left = 0
-    for layer in layers:
-        try:
-            layer._fastpack_fetch_weight()
-        except torch.OutOfMemoryError:
-            layer.fastpack_on_host.restore(to_device=False)
-            del layer.fastpack_on_host
-            left += 1
-    if left:
-        logger.warning(
-            f"frozen_base: the device has no room for the weights of {left} layers, which stay in host memory: free "
-            "some, then call model.to(device)"
-        )
+def put_in_fp8(layer: Any, dtype: torch.dtype) -> None:
+    """Multiply by the frozen weight of a LoRA layer in FP8; `_fastpack_drop_copy` reverts that.
+
+    Args:
+        layer: without an entry in `reasons_against`.
+        dtype: that a 4-bit weight is made dense in.
+    """
+    base = layer.base_layer
+    weight = loaded_weight(base).dense(dtype if type(base).__name__ == "Linear4bit" else base.weight.dtype)
+    layer._fastpack_keep_copy(Fp8Weight.of(weight))
+
+
+def reasons_against(model: nn.Module, layers: Mapping[str, Any]) -> dict[str, str]:
+    """Return, by name, why a layer cannot multiply in FP8; layers that can are left out."""
+    uses = Counter(id(own) for module in model.modules() for own in module._parameters.values())
+    base = text_model(model)
+    head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    reasons = {name: _reason_against(layer, head, uses) for name, layer in layers.items()}
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
+def _reason_against(layer: Any, head: Any, uses: Mapping[int, int]) -> str:
+    weight = layer.base_layer._parameters.get("weight")
+    if layer is head:
+        return "the head"
+    if type(layer.base_layer).__name__ == "Linear8bitLt":
+        return "8-bit base, multiplied by bitsandbytes: load it in 16 or 4 bits"
+    if layer.fastpack_multiplies_in_fp8:
+        return "a weight in FP8 already, of a run that has not ended: end that one first"
+    if layer.merged:
+        return "merged adapters: call model.unmerge_adapter() first"
+    if weight is None or weight.requires_grad:
+        return "a base that is no frozen parameter"
+    if uses[id(weight)] > 1:
+        return "a weight that other modules have too"
+    if layer.fastpack_active_adapter() is None:
+        return "no or several active adapters"
+    if layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
+        return f"dimensions that are no multiples of {MULTIPLE}"
+    return ""
 
 
 def _refusal(run: Run) -> str:
-    """Return why this run cannot have it, with the remedy; empty where it can."""
+    """Return why this run does not support it, with the fix; empty if it does."""
     if run.settings.lora == "off":
         return f"lora='off' leaves LoRA layers to PEFT, which has no FP8 products; set lora='auto', or {_KEEP}"
     if not has_lora(run.model):
@@ -160,97 +168,38 @@ def _refused_by_device(run: Run) -> str:
     return ""
 
 
-def _worst_errors(run: Run, errors: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """Return the larger error of each layer, over all processes; infinite where one is NaN."""
-    worst = [inf if any(map(isnan, both)) else max(both) for both in errors.values()]
-    return dict(zip(errors, run.ranks.all_max(worst), strict=True))
-
-
-def _run_sample(run: Run) -> None:
-    """Run the decoder over the first document of the data, in evaluation mode; where it cannot be run, do nothing."""
-    try:
-        decoder = backbones(run.model)[0]
-        ids = _sample(run)
-        batch = PackedBatch.from_lengths((ids.shape[1],)).to(run.device)
-        kwargs = to_transformers_kwargs(batch) | ({"packed_batch": batch} if run.packs else {}) | {"use_cache": False}
-        with isolated_run(run.model, training=False), run.autocast():
-            decoder(input_ids=ids, **kwargs)
-    except torch.OutOfMemoryError:
-        raise
-    except UNREADABLE:
-        return  # random values take the place of what its layers would have read
-
-
-def _sample(run: Run) -> Tensor:
-    """Return token ids, (1, tokens): those of the first row of the data, or any where it cannot be looked at."""
-    vocabulary = token_table(run.model).num_embeddings
-    tokens = min(_SAMPLE, learned_positions(run.model) or _SAMPLE)
-    data: Any = run.trainer.train_dataset
-    try:
-        ids = list(data[0]["input_ids"])[:tokens]
-    except (*UNREADABLE, NotImplementedError):
-        ids = []
-    return torch.tensor([ids or list(range(min(tokens, vocabulary)))], device=run.device)
-
-
-def _both_layouts(layers: Mapping[str, Any], free: float, *, on_host: bool) -> bool:
-    """Return whether the second layout takes at most a quarter of the memory that is free beside the first.
-
-    Weights of FP8 checkpoints have the first.
-
-    Args:
-        layers: whose weights go to FP8.
-        free: bytes on the device before that; infinite off CUDA.
-        on_host: dense weights leave the device, one by one.
-
-    Raises:
-        ValueError: one layout does not fit.
-    """
-    bases = [layer.base_layer for layer in layers.values()]
-    leaves = sum(base.weight.nbytes for base in bases if not stays_on_device(base)) if on_host else 0
-    second = sum(layer.in_features * layer.out_features for layer in layers.values())
-    nbytes = second - sum(base.weight.nbytes for base in bases if is_fp8_linear(base))
-    if nbytes > free + leaves:
-        raise ValueError(
-            f"frozen_base='fp8': {shown_bytes(nbytes)} of FP8 weights do not fit the {shown_bytes(free + leaves)} that "
-            f"are free on the device; {_KEEP}"
-        )
-    return second <= _SHARE_OF_FREE * (free + leaves - nbytes)
-
-
-def _described(chosen: Mapping[str, Any], errors: Mapping[str, float], others: Mapping[str, int], *, both: bool) -> str:
-    worst = max(chosen, key=lambda name: errors[name])
-    nbytes = sum(layer.fastpack_dense.nbytes for layer in chosen.values())
-    host = sum(layer.fastpack_on_host.nbytes for layer in chosen.values() if layer.fastpack_on_host is not None)
-    total = len(chosen) + sum(others.values())
-    own = sum(is_fp8_linear(layer.base_layer) for layer in chosen.values())
-    parts = [
-        f"{len(chosen)} of {total} LoRA bases multiply in FP8, forward and backward: what is computed changes",
-        *([f"{own} with the values and block scales of the checkpoint, not quantised again"] if own else []),
-        f"a product is off by {median(errors[name] for name in chosen):.1%}, at most {errors[worst]:.1%} ({worst})",
-        f"{shown_bytes(nbytes)} of FP8 weights, {'both layouts' if both else 'transposed per use'}",
-        f"the loaded weights ({shown_bytes(host)}) wait in host memory"
-        if host
-        else "the loaded weights stay on the device",
-        "evaluation during training is in FP8 too, all after training as loaded",
-    ]
-    parts += [f"as loaded: {count} ({reason})" for reason, count in others.items()]
-    return "; ".join(parts)
-
-
-def _advise(run: Run, layers: Mapping[str, nn.Module], dtype: torch.dtype) -> None:
-    """Time the products alone on the device, and advise against FP8 where they gain little."""
+def _advise(run: Run, layers: list[Any], dtype: torch.dtype) -> None:
+    """Time the products alone on the device, and advise against FP8 if they gain little."""
     if run.device.type != "cuda":
         return
     rows = run.args.per_device_train_batch_size * (run.args.max_length or _TIMED_TOKENS)
     tokens = min(_TIMED_TOKENS, rows)
-    try:
-        ratio = products_ratio(layers, tokens, dtype)
-    except torch.OutOfMemoryError:
-        ratio = inf  # not timed here
-    ratio = run.ranks.all_min([ratio])[0]
-    if ratio < inf:
-        said = (
-            f"products alone, quantisation included, take {1 / ratio:.2f} of the time in {dtype} over {tokens:,} tokens"
+    ratio = run.ranks.all_min([products_ratio([layer.fastpack_dense for layer in layers], tokens, dtype)])[0]
+    said = f"products alone, quantisation included, take {1 / ratio:.2f} of the time in {dtype} over {tokens:,} tokens"
+    run.report.remark(FEATURE, said if ratio >= _WORTH else f"{said}: too small a model to gain; {_KEEP}")
+
+
+def products_ratio(bases: list[Fp8Weight], tokens: int, dtype: torch.dtype) -> float:
+    """Return the time of all products in `dtype` / that in FP8 with quantization, forward and backward.
+
+    Over `tokens` rows of random values; each shape of a weight is timed once.
+    """
+    counts, total = Counter(base.weight.shape for base in bases), [0.0, 0.0]
+    for shape, base in {base.weight.shape: base for base in bases}.items():
+        draw = torch.Generator(base.weight.device).manual_seed(0)  # the random state of the run stays
+        x, grad, weight = (
+            torch.randn(size, device=base.weight.device, generator=draw, dtype=dtype)
+            for size in ((tokens, shape[1]), (tokens, shape[0]), shape)
         )
-        run.report.remark(FEATURE, said if ratio >= _WORTH else f"{said}: too small a model to gain; {_KEEP}")
+        for side, call in enumerate((partial(_dense_products, x, grad, weight), partial(_fp8_products, x, grad, base))):
+            timer = Timer("call()", globals={"call": call})  # warms up, and waits for the device
+            total[side] += counts[shape] * timer.timeit(_TIMED).mean
+    return total[0] / total[1]
+
+
+def _dense_products(x: Tensor, grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return x.mm(weight.t()), grad.mm(weight)
+
+
+def _fp8_products(x: Tensor, grad: Tensor, base: Fp8Weight) -> tuple[Tensor, Tensor]:
+    return base.product(quantise_rows(x), x.dtype), base.grad_input(base.quantised_grad(grad), x.dtype)

@@ -15,18 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from transformers.utils import logging
 
-from fastpack_trl.errors import shown
+from fastpack_trl.config import refusing_removed
+from fastpack_trl.errors import short_repr
 from fastpack_trl.lora.adapters import CastAdapter, CastHook, autocasts, cast_here, is_sharded, needs_cast
-from fastpack_trl.lora.base_weight import (
-    BaseWeight,
-    Fp8Weight,
-    HasFrozenWeight,
-    from_4bit,
-    is_fp8_linear,
-    reason_against_layout,
-)
+from fastpack_trl.lora.base_weight import BaseWeight, Fp8Weight, HasFrozenWeight, from_4bit
 from fastpack_trl.lora.projection import lora_projection
-from fastpack_trl.lora.report import FrozenCopies, LoraReport, declined
+from fastpack_trl.lora.report import LoraReport, declined, keep_copies
 from fastpack_trl.model.facts import backbones, text_model
 from fastpack_trl.model.hooks import PartsHooked, is_hooked
 from fastpack_trl.model.precision import emulates_bf16
@@ -35,8 +29,6 @@ from fastpack_trl.model.upstream import Conv1D, FakeTensor, LoraLayer, LoraLinea
 logger = logging.get_logger(__name__)
 
 _AUTOCAST_INPUTS = (torch.float32, torch.bfloat16, torch.float16)
-_SHORT = 512
-"""Rows up to which bitsandbytes has kernels, out of reach of autocast, that multiply without a dense weight."""
 # By name: bitsandbytes is optional, and imported by PEFT where a layer of it exists.
 _QUANTISED = ("Linear4bit", "Linear8bitLt")
 
@@ -47,25 +39,22 @@ class FastLora(HasFrozenWeight):
     fastpack_cast: CastAdapter | None = None
     """The adapter in the compute dtype while a step runs; set by the backbone's hook."""
     fastpack_hooked: PartsHooked
-    """True where hooks ask for PEFT's forward, which calls the parts of the layer as modules."""
+    """Tells if hooks need PEFT's forward, which calls the parts of the layer as modules."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         found = None if args or kwargs else self._fastpack_adapter(x)
         if found is None:
-            if self.fastpack_on_host is not None:  # asked here: dynamo of torch 2.11 traces no `__dict__.pop`
-                self._fastpack_fetch_weight()
             out: Tensor = super().forward(x, *args, **kwargs)  # PEFT's own
             return out
         a, b, scaling, dropout, base, dtype = found
-        kept = self.fastpack_cast
-        if kept is not None and kept.serves(a, b, scaling, dtype):
-            a, b = kept.a, kept.b
+        cast_adapter = self.fastpack_cast
+        if cast_adapter is not None and cast_adapter.serves(a, b, scaling, dtype):
+            a, b = cast_adapter.a, cast_adapter.b
         elif needs_cast(a, scaling, dtype):
             a, b = cast_here(a, b, scaling, dtype)
         rows = x if x.dtype == dtype else x.to(dtype)
         dropped = None if dropout is None else dropout(rows)
         kind = type(base).__name__
-        through = _other_dtype(base, dtype)
         if kind == "Linear8bitLt":
             result: Tensor = base(x)  # multiplies in int8: bitsandbytes' own function
             return result + F.linear(F.linear(rows if dropped is None else dropped, a), b).to(result.dtype)
@@ -75,12 +64,8 @@ class FastLora(HasFrozenWeight):
         elif kind == "Linear4bit":
             frozen = from_4bit(weight)
         else:
-            if self.fastpack_on_host is not None:
-                self._fastpack_fetch_weight()
             dense = weight if weight.dtype == dtype else weight.to(dtype)
             frozen = BaseWeight(dense.t() if kind == "Conv1D" else dense)
-        if through is not None:  # as bitsandbytes and autocast round the input, and its gradient on the way back
-            rows, dropped = x.to(through).to(dtype), rows if dropped is None else dropped
         out = lora_projection(rows, frozen, a, b, None if bias is None else bias.to(dtype), dropped)
         if kind != "Linear4bit":
             return out
@@ -88,7 +73,7 @@ class FastLora(HasFrozenWeight):
         return out.to(torch.promote_types(x.dtype, dtype) if x.is_cuda else x.dtype)
 
     def fastpack_active_adapter(self) -> tuple[Tensor, Tensor, float] | None:
-        """Return A, B and the scaling of the one adapter that the layer runs with; None where that is not one."""
+        """Return A, B and the scaling of the only active adapter; None if no or several adapters are active."""
         name, layer = self._fastpack_active_name(), cast("Any", self)
         if name is None:
             return None
@@ -107,7 +92,7 @@ class FastLora(HasFrozenWeight):
         return name if name in layer._modules["lora_A"]._modules else None
 
     def _fastpack_adapter(self, x: Tensor) -> tuple[Tensor, Tensor, float, Any, Any, torch.dtype] | None:
-        """Return A, B, scaling, dropout or None where it is not active, base, and the dtype to compute in.
+        """Return A, B, scaling, dropout (None if inactive), base, and the dtype to compute in.
 
         None if PEFT must handle this call. Runs for every projection in every step: modules are read from their
         dictionaries, past `nn.Module.__getattr__`.
@@ -129,30 +114,21 @@ class FastLora(HasFrozenWeight):
         elif a is None or b is None or weight is None:
             reason = "weights that are no parameters (parametrised, or a replica)"
         elif (dtype := _fitting_dtype(x, a, b, base, weight)) is None:
-            kind = type(base).__name__
             reason = (
-                f"input {x.dtype}, adapters {a.dtype}, base {kind} {weight.dtype}, {x.device.type}; bf16=True or "
-                "adapters in the dtype of the input would be fast"
+                f"input {x.dtype}, adapters {a.dtype}, base {type(base).__name__} {weight.dtype}, {x.device.type}; "
+                "bf16=True or adapters in the dtype of the input would be fast"
             )
-        elif x.is_cuda and (other := _other_dtype(base, dtype)) and x.numel() // x.shape[-1] <= _SHORT:
-            reason = f"bitsandbytes multiplies up to {_SHORT} rows by a kernel of its own, in {other}"
-        elif is_fp8_linear(base) and not self._fastpack_copy_is_good(weight, dtype):
-            reason = "an FP8 base as it was loaded"
         else:
             drops = dropout.training and getattr(dropout, "p", 0.0) != 0.0
             return a, b, layer.scaling[name], dropout if drops else None, base, dtype
-        self._fastpack_decline(reason)
-        return None
-
-    def _fastpack_decline(self, reason: str) -> None:
-        """Name, once, what is given to PEFT call by call; `LoraReport.call_by_call` counts the layers."""
         if not torch.compiler.is_compiling():
-            declined[self] = reason
+            declined[self] = reason  # counted by `LoraReport.call_by_call`
             logger.warning_once(f"lora: peft ({reason})")
+        return None
 
 
 def _fitting_dtype(x: Tensor, a: Tensor, b: Tensor, base: Any, weight: Any) -> torch.dtype | None:
-    """Return the dtype to compute in; None if it or the device is not covered by the fast forward."""
+    """Return the dtype to compute in; None if the fast forward does not support it or the device."""
     device = x.device
     if weight.requires_grad or not (device == a.device == b.device == weight.device):
         return None
@@ -167,21 +143,10 @@ def _fitting_dtype(x: Tensor, a: Tensor, b: Tensor, base: Any, weight: Any) -> t
     if kind == "Linear4bit":
         state: Any = getattr(weight, "quant_state", None)
         # Evaluation on the CPU packs the weight in a layout of its own, for good.
-        if state is None or getattr(state, "packing_format_for_cpu", False):
+        if state is None or getattr(state, "packing_format_for_cpu", False) or x.shape[-1] != state.shape[1]:
             return None
-        fits = base.compute_dtype in _AUTOCAST_INPUTS if autocast else base.compute_dtype == dtype
-        return dtype if fits and x.shape[-1] == state.shape[1] else None
-    return dtype if kind in ("Linear8bitLt", "FP8Linear") or autocast or weight.dtype == dtype else None
-
-
-def _other_dtype(base: Any, dtype: torch.dtype) -> torch.dtype | None:
-    """Return the 16-bit dtype that a 4-bit base casts its input to before autocast casts it to `dtype`; else None.
-
-    `bnb_4bit_compute_dtype` is what bitsandbytes asks for, and autocast has the last word in its product. By way of
-    fp32 nothing is lost.
-    """
-    other: torch.dtype | None = getattr(base, "compute_dtype", None)
-    return None if other in (None, dtype, torch.float32) else other
+        return dtype if base.compute_dtype == dtype or (autocast and base.compute_dtype == torch.float32) else None
+    return dtype if kind == "Linear8bitLt" or autocast or weight.dtype == dtype else None
 
 
 class FastLinear(FastLora, LoraLinear):
@@ -205,13 +170,8 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def apply_lora(
-    model: nn.Module,
-    *,
-    cache_dequantized: str = "auto",
-    compute_dtype: torch.dtype | None = None,
-    fp8_bases: bool = False,
-) -> LoraReport:
+@refusing_removed
+def apply_lora(model: nn.Module, *, compute_dtype: torch.dtype | None = None) -> LoraReport:
     """Give the LoRA layers of a PEFT model a forward and a backward without glue; parameters and files stay.
 
     ```python
@@ -224,76 +184,61 @@ def apply_lora(
     Covered: `nn.Linear`, `Conv1D`, bitsandbytes 4-bit and 8-bit bases; one active adapter; dropout, rslora, rank and
     alpha patterns; biases. PEFT's own forward runs, layer by layer and call by call, for what is not covered: DoRA and
     the other variants, several active adapters, merged or disabled adapters, a trainable base, adapters in another
-    dtype than the input outside of autocast, hooks on parts of the layer or on every module, parametrised weights,
-    evaluation without gradients.
+    dtype than the input outside of autocast, 4-bit bases with another 16-bit compute dtype than the run, hooks on parts
+    of the layer or on every module, parametrised weights, evaluation without gradients.
+
+    On CUDA, frozen weights that are 4-bit, or in another dtype than `compute_dtype`, are kept as copies in the compute
+    dtype if all copies fit an eighth of the free device memory.
 
     Args:
         model: a PEFT model, or any module that contains PEFT LoRA layers.
-        cache_dequantized: keep frozen weights that are 4-bit, or in another dtype than the run computes in, as a copy
-            in the compute dtype: ``on``, ``off``, or ``auto`` (where the copies take at most a quarter of the free
-            device memory; never on the CPU).
         compute_dtype: the autocast dtype of the run, e.g. ``torch.bfloat16`` under ``bf16=True``; None: none.
-        fp8_bases: include layers over transformers' `FP8Linear`, for `put_in_fp8`: until then PEFT's own forward runs.
 
     Returns:
         What was done, with `LoraReport.revert`.
 
     Raises:
         TypeError: `model` is no module.
-        ValueError: `cache_dequantized` is none of the three, `compute_dtype` is no floating dtype.
+        ValueError: `compute_dtype` is no floating dtype.
     """
+    return make_fast(model, compute_dtype)
+
+
+def make_fast(model: nn.Module, compute_dtype: torch.dtype | None, *, copies: bool = True) -> LoraReport:
+    """Do what `apply_lora` does; without `copies` of frozen weights on request."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"apply_lora({shown(model)}): give the model that get_peft_model returned")
-    if cache_dequantized not in ("auto", "on", "off"):
-        raise ValueError(f"cache_dequantized={shown(cache_dequantized)} is not available: use auto, on or off")
+        raise TypeError(f"apply_lora({short_repr(model)}): give the model that get_peft_model returned")
     if not (compute_dtype is None or (isinstance(compute_dtype, torch.dtype) and compute_dtype.is_floating_point)):
         raise ValueError(
-            f"compute_dtype={shown(compute_dtype)} is no floating dtype: give torch.bfloat16, say, or None"
+            f"compute_dtype={short_repr(compute_dtype)} is no floating dtype: give torch.bfloat16, say, or None"
         )
     report = LoraReport()
     with ExitStack() as undo:
-        _apply(model, report, undo, cache_dequantized, compute_dtype, fp8_bases)
+        for name, module in model.named_modules():
+            if not isinstance(module, LoraLayer):
+                continue
+            if isinstance(module, FastLora):
+                report.already += 1
+            elif hasattr(module, "parameter_name"):  # PEFT's ParamWrapper
+                report.on_parameters.append(name)
+            elif reason := _not_covered(module, compute_dtype):
+                report.handed_over.setdefault(reason, []).append(name)
+            else:
+                stock: Any = type(module)
+                module.__class__ = _fast_class(stock)
+                module.__dict__["fastpack_hooked"] = PartsHooked()
+                undo.callback(_restore, module, stock)
+                declined.pop(module, None)
+                report.fast.append(name)
+                report.modules.append(module)
+        if copies:
+            report.copies = keep_copies(report.modules, compute_dtype)
+        has_backbone = bool(report.fast) and hasattr(text_model(model), "get_input_embeddings")
+        for backbone in backbones(model) if has_backbone else []:
+            report._casts.append(CastHook(report.modules, backbone))
+            undo.callback(backbone.register_forward_pre_hook(report._casts[-1]).remove)
         report._undo = undo.pop_all()
     return report
-
-
-def _apply(
-    model: nn.Module,
-    report: LoraReport,
-    undo: ExitStack,
-    cache_dequantized: str,
-    compute_dtype: torch.dtype | None,
-    fp8_bases: bool,
-) -> None:
-    fast = report.modules
-    for name, module in model.named_modules():
-        if not isinstance(module, LoraLayer):
-            continue
-        if isinstance(module, FastLora):
-            report.already += 1
-            continue
-        if hasattr(module, "parameter_name"):  # PEFT's ParamWrapper
-            report.on_parameters.append(name)
-            continue
-        if reason := _not_covered(module, compute_dtype, fp8_bases):
-            report.handed_over.setdefault(reason, []).append(name)
-            continue
-        stock: Any = type(module)
-        module.__class__ = _fast_class(stock)
-        module.__dict__["fastpack_hooked"] = PartsHooked()
-        undo.callback(_restore, module, stock)
-        report.fast.append(name)
-        declined.pop(module, None)
-        fast.append(module)
-    report.copies = FrozenCopies(fast, compute_dtype)
-    if report.copies and cache_dequantized == "on":
-        report.copies.keep()
-    elif report.copies and cache_dequantized == "auto":
-        report.copies.keep_where_free()
-    has_backbone = bool(fast) and hasattr(text_model(model), "get_input_embeddings")
-    for backbone in backbones(model) if has_backbone else []:
-        report._casts.append(CastHook(fast, backbone))
-        undo.callback(backbone.register_forward_pre_hook(report._casts[-1]).remove)
 
 
 def _restore(layer: Any, stock: Any) -> None:
@@ -305,24 +250,24 @@ def _restore(layer: Any, stock: Any) -> None:
         layer.__dict__.pop("fastpack_hooked", None)
 
 
-def _not_covered(module: Any, compute_dtype: torch.dtype | None, fp8_bases: bool) -> str:
-    """Return why this LoRA layer stays PEFT's for good; empty if the fast forward can serve it."""
+def _not_covered(module: Any, compute_dtype: torch.dtype | None) -> str:
+    """Return why this LoRA layer stays PEFT's; empty if the fast forward supports it."""
     kind, base = type(module), module.base_layer
     if kind is not LoraLinear and not (kind.__name__ in _QUANTISED and kind.__module__.endswith("lora.bnb")):
         return f"lora.{kind.__name__}"
     base_kind = type(base)
-    if fp8_bases and is_fp8_linear(base):
-        if reason := reason_against_layout(base):
-            return reason
-    elif base_kind not in (nn.Linear, Conv1D) and base_kind.__name__ not in _QUANTISED:
+    if base_kind not in (nn.Linear, Conv1D) and base_kind.__name__ not in _QUANTISED:
         return f"base of type {base_kind.__name__}"
     if module.lora_variant:
         names = {type(variant).__name__.removesuffix("LinearVariant") for variant in module.lora_variant.values()}
         return ", ".join(sorted(names)).replace("Dora", "DoRA")
     if is_hooked(base):
         return "hooks on the base layer"
-    if base_kind.__name__ == "Linear4bit" and compute_dtype is torch.bfloat16 and emulates_bf16(base.weight.device):
-        return "bf16 is emulated on this device, where bitsandbytes has kernels in fp16; fp16=True would be fast"
+    if base_kind.__name__ == "Linear4bit" and compute_dtype is not None:
+        if compute_dtype is torch.bfloat16 and emulates_bf16(base.weight.device):
+            return "bf16 is emulated on this device, where bitsandbytes has kernels in fp16; fp16=True would be fast"
+        if base.compute_dtype not in (None, compute_dtype, torch.float32):
+            return f"bnb_4bit_compute_dtype={base.compute_dtype} in a run in {compute_dtype}; set it to that dtype"
     if kind is LoraLinear and type(base.weight.data) not in (Tensor, FakeTensor) and not is_sharded(base.weight):
         return f"weights of type {type(base.weight.data).__name__}"
     return ""

@@ -1,17 +1,23 @@
-"""One LoRA projection as two autograd functions: ``bias + (x A^T) B^T`` first, the base product accumulated into it.
+"""One LoRA projection: ``bias + (x A^T) B^T``, and the base product accumulated into it.
 
-Two, because of activation checkpointing: the first saves all that backward needs, so the recompute of a layer's last
-projection stops before the base product (non-reentrant checkpoints end early). The first function's backward makes the
-whole gradient of the input, the base's part and the adapter's part in one buffer.
+Eagerly that is two autograd functions because of activation checkpointing: the first saves all that backward needs, so
+the recompute of a layer's last projection stops before the base product (non-reentrant checkpoints end early). Its
+backward makes the whole gradient of the input, the base's part and the adapter's part in one buffer.
+
+In a graph it is operators. A compiler that is given ``addmm`` copies the addend before the product, and one that is
+given bitsandbytes' operators sees the dequantizations of forward and backward as one common subexpression and saves the
+dense weight of every layer. Operators hide both. A dense base has its own: arguments cost host time too, about 1 us
+each. Over an FP8 base the quantization stays in the graph, where the compiler fuses it with what writes x and the
+gradient.
 
 Shapes: x (..., in_features); a (rank, in_features); b (out_features, rank), the scaling multiplied into it; all in one
-dtype. Source of the computation: Hu et al., LoRA, arXiv:2106.09685, section 4.1; Dettmers et al., QLoRA,
+dtype. In operators rows are (tokens, in_features), grad (tokens, out_features), reduced ``rows A^T`` and grad_reduced
+``grad B`` (tokens, rank). Source: Hu et al., LoRA, arXiv:2106.09685, section 4.1; Dettmers et al., QLoRA,
 arXiv:2305.14314, equation 5.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,56 +25,45 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fastpack_trl.kernels.fp8 import Quantised, quantise_rows_torch
+from fastpack_trl.kernels.operators import arguments_of, differentiable, operator
 from fastpack_trl.lora.base_weight import BaseWeight, Fp8Weight, add_product, grad_input
-from fastpack_trl.lora.operators import add_thin_gradient, fp8_projection, projection_gradients, thin_product
-from fastpack_trl.lora.operators import lora_projection as projection_operator
 
 _SMALL = {False: 1 << 16, True: 1 << 22}
 """Elements of the input, on the CPU and on CUDA, up to which a step waits for the host: two Python functions per
 projection cost more time there (about 80 us, forward and backward each) than an addition of such a tensor."""
+_NUM_TENSORS = 5
+"""First fields of `BaseWeight` that are tensors; `Fp8Weight` has fewer, and nothing else."""
 
 
 def lora_projection(
-    x: Tensor,
-    base: BaseWeight | Fp8Weight,
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None = None,
-    dropped: Tensor | None = None,
+    x: Tensor, base: BaseWeight | Fp8Weight, a: Tensor, b: Tensor, bias: Tensor | None = None, dropped: Any = None
 ) -> Tensor:
     """Return ``x W^T + bias + (x A^T) B^T``; saves x, x A^T and the adapter for backward, nothing of the base.
 
     Args:
         x: (..., in_features).
-        base: the frozen weight, (out_features, in_features), 4-bit, or in FP8: then x is quantised for its product,
-            and so is the gradient.
+        base: the frozen weight, (out_features, in_features); in FP8 x is quantized for its product, and the gradient.
         a: (rank, in_features).
         b: (out_features, rank), times the scaling.
         bias: (out_features,) or None.
-        dropped: what the adapter reads in place of x where dropout is on, shape of x.
+        dropped: input of the adapter in place of x, with dropout applied; shape of x.
 
     Returns:
         (..., out_features), contiguous, dtype of x.
     """
+    out: Tensor
     if torch.compiler.is_compiling():
-        return _traced(x, base, a, b, bias, dropped)
-    if isinstance(base, BaseWeight) and base.absmax is None and x.numel() <= _SMALL[x.is_cuda]:
-        return _by_torch(x, base, a, b, bias, dropped)
-    low = _LowRank.apply(x, dropped, a, b, bias, base)
-    out: Tensor = _AddBase.apply(low, x, base)
+        rows, source = _rows(x), None if dropped is None else _rows(dropped)
+        # Outside of the operator, so that a recompute can make it without the base product.
+        reduced = (rows if source is None else source).detach().mm(a.detach().t())
+        project = _fp8_projection if isinstance(base, Fp8Weight) else _lora_projection
+        out = project(rows, source, reduced, a, b, bias, *base).view(*x.shape[:-1], b.shape[0])
+    elif isinstance(base, BaseWeight) and base.absmax is None and x.numel() <= _SMALL[x.is_cuda]:
+        out = _by_torch(x, base, a, b, bias, dropped)
+    else:
+        out = _AddBase.apply(_Projection.apply(x, dropped, None, a, b, bias, *base), x, base)
     return out
-
-
-def _traced(
-    x: Tensor, base: BaseWeight | Fp8Weight, a: Tensor, b: Tensor, bias: Tensor | None, dropped: Tensor | None
-) -> Tensor:
-    """Project in a graph: the thin product by itself, so that a recompute may make it without the base's."""
-    rows = _rows(x)
-    source = None if dropped is None else _rows(dropped)
-    reduced = (rows if source is None else source).detach().mm(a.detach().t())
-    operator = fp8_projection if isinstance(base, Fp8Weight) else projection_operator
-    out: Tensor = operator(rows, source, reduced, a, b, bias, *base)
-    return out.view(*x.shape[:-1], b.shape[0])
 
 
 def _by_torch(x: Tensor, base: BaseWeight, a: Tensor, b: Tensor, bias: Tensor | None, dropped: Tensor | None) -> Tensor:
@@ -82,54 +77,56 @@ def _by_torch(x: Tensor, base: BaseWeight, a: Tensor, b: Tensor, bias: Tensor | 
     return torch.addmm(low, rows, base.weight.t()).view(*x.shape[:-1], b.shape[0])
 
 
-class _LowRank(torch.autograd.Function):
-    """``bias + (x A^T) B^T``; the backward of the whole projection."""
+class _Projection(torch.autograd.Function):
+    """A whole projection in a graph, its low-rank part eagerly; backward is that of the whole projection.
+
+    Arguments: x, dropped or None, reduced (made here if None: eagerly), a, b, bias or None, then the fields of
+    `BaseWeight` or `Fp8Weight`.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        dropped: Tensor | None,
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None,
-        base: BaseWeight | Fp8Weight,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dropped: Any, reduced: Any, a: Tensor, b: Tensor, bias: Any, *base: Any) -> Tensor:
         source = x if dropped is None else dropped
-        reduced = _rows(source).mm(a.t())
-        low = thin_product(reduced, b, bias)
-        ctx.save_for_backward(source, reduced, a, b)
-        # The base is no activation: hooks on saved tensors (offloading, checkpoints) have no business with it.
-        ctx.base, ctx.dropped = base, dropped is not None
-        ctx.version = _version(base.weight)
-        return torch.ops.aten._unsafe_view(low, (*x.shape[:-1], b.shape[0]))
+        ctx.in_graph, ctx.is_dropped = reduced is not None, dropped is not None
+        if reduced is None:
+            # The base is no activation: hooks on saved tensors (offloading, checkpoints) have no business with it.
+            ctx.base, ctx.version, saved = base, _version(base[0]), ()
+            reduced = _rows(source).mm(a.t())
+            out = torch.ops.aten._unsafe_view(_thin_product(reduced, b, bias), (*x.shape[:-1], b.shape[0]))
+        else:
+            ctx.base, saved = base[_NUM_TENSORS:], base[:_NUM_TENSORS]
+            out = _product_in_graph(x, reduced, b, bias, base)
+        ctx.save_for_backward(source, reduced, a, b, *saved)
+        return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        source, reduced, a, b = ctx.saved_tensors
-        if _version(ctx.base.weight) != ctx.version:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        source, reduced, a, b, *tensors = ctx.saved_tensors
+        base = (*tensors, *ctx.base)
+        if not ctx.in_graph and _version(base[0]) != ctx.version:
             raise RuntimeError(
                 "a frozen weight under LoRA was changed in place between forward and backward (version "
-                f"{ctx.version} -> {_version(ctx.base.weight)}): change it before the forward or after the backward"
+                f"{ctx.version} -> {_version(base[0])}): change it before the forward or after the backward"
             )
-        grad = _rows(grad_out)
-        through_base = partial(_grad_through_base, grad, ctx.base)
-        grad_x, grad_dropped, *grads = projection_gradients(
-            grad, _rows(source), reduced, a, b, ctx.needs_input_grad[:5], through_base, dropped=ctx.dropped
-        )
-        shaped = [None if each is None else each.view(source.shape) for each in (grad_x, grad_dropped)]
-        return *shaped, *grads, None
-
-
-def _grad_through_base(
-    grad: Tensor, base: BaseWeight | Fp8Weight, grad_reduced: Tensor | None, a: Tensor | None
-) -> Tensor:
-    return add_thin_gradient(grad_input(grad, base), grad_reduced, a)
+        needs_x, needs_dropped, _, needs_a, needs_b, needs_bias, *of_base = ctx.needs_input_grad
+        grad = _rows(grad.contiguous())
+        grad_reduced = grad.mm(b)
+        grad_x = grad_dropped = None
+        if needs_x:
+            through_base = _grad_input_in_graph if ctx.in_graph else _grad_input_eagerly
+            thin, factor = (None, None) if ctx.is_dropped else (grad_reduced, a)
+            grad_x = through_base(grad, thin, factor, base).view(source.shape)
+        if ctx.is_dropped and needs_dropped:
+            grad_dropped = grad_reduced.mm(a).view(source.shape)
+        grad_a = grad_reduced.t().mm(_rows(source)) if needs_a else None
+        grad_b = grad.t().mm(reduced) if needs_b else None
+        grad_bias = grad.sum(0) if needs_bias else None
+        return grad_x, grad_dropped, None, grad_a, grad_b, grad_bias, *[None] * len(of_base)
 
 
 class _AddBase(torch.autograd.Function):
-    """Adds ``x W^T`` to the output of `_LowRank`, in place; the gradient passes through."""
+    """Adds ``x W^T`` to the low-rank part, in place; the gradient passes through."""
 
     @staticmethod
     def forward(ctx: Any, low: Tensor, x: Tensor, base: BaseWeight | Fp8Weight) -> Tensor:
@@ -139,8 +136,8 @@ class _AddBase(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        return grad_out, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None, None
 
 
 def _version(weight: Tensor) -> int:
@@ -149,3 +146,129 @@ def _version(weight: Tensor) -> int:
 
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
+
+
+def _thin_product(reduced: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    """Return ``bias + reduced B^T``, (tokens, out_features)."""
+    return reduced.mm(b.t()) if bias is None else torch.addmm(bias, reduced, b.t())
+
+
+def _add_thin_gradient(total: Tensor, grad_reduced: Tensor | None, a: Tensor | None) -> Tensor:
+    """Add in place: ``total += grad_reduced A``, (tokens, in_features)."""
+    if grad_reduced is None or a is None:
+        return total
+    return torch.addmm(total, grad_reduced, a, out=total)
+
+
+def _grad_input_eagerly(grad: Tensor, grad_reduced: Tensor | None, a: Tensor | None, base: tuple[Any, ...]) -> Tensor:
+    weight = Fp8Weight(*base) if _is_fp8(base) else BaseWeight(*base)
+    return _add_thin_gradient(grad_input(grad, weight), grad_reduced, a)
+
+
+def _product_in_graph(rows: Tensor, reduced: Tensor, b: Tensor, bias: Tensor | None, base: tuple[Any, ...]) -> Tensor:
+    out: Tensor
+    if _is_fp8(base):
+        values, scales = quantise_rows_torch(rows)
+        out = _fp8_product(values, reduced, b, bias, scales, *base)
+    elif BaseWeight(*base).absmax is None:
+        out = _product(rows, reduced, b, bias, base[0])
+    else:
+        out = _product_4bit(rows, reduced, b, bias, *base)
+    return out
+
+
+def _grad_input_in_graph(grad: Tensor, grad_reduced: Tensor | None, a: Tensor | None, base: tuple[Any, ...]) -> Tensor:
+    out: Tensor
+    if _is_fp8(base):
+        values, scales = Fp8Weight(*base).quantised_grad(grad, quantise_rows_torch)
+        out = _fp8_grad_input(values, grad_reduced, a, scales, grad.dtype, *base)
+    elif BaseWeight(*base).absmax is None:
+        out = _grad_input(grad, grad_reduced, a, base[0])
+    else:
+        out = _grad_input_4bit(grad, grad_reduced, a, *base)
+    return out
+
+
+def _is_fp8(base: tuple[Any, ...]) -> bool:
+    return len(base) == len(Fp8Weight._fields)
+
+
+def lora_product(rows: Tensor, reduced: Tensor, b: Tensor, bias: Tensor | None, *base: Any) -> Tensor:
+    """Return ``bias + reduced B^T + rows W^T``, the second product accumulated; `base`: fields of a `BaseWeight`."""
+    return add_product(_thin_product(reduced, b, bias), rows, BaseWeight(*base))
+
+
+def lora_grad_input(grad: Tensor, grad_reduced: Tensor | None, a: Tensor | None, *base: Any) -> Tensor:
+    """Return ``grad W + grad_reduced A``, the second product accumulated; without `grad_reduced`, the base's alone."""
+    return _add_thin_gradient(grad_input(grad, BaseWeight(*base)), grad_reduced, a)
+
+
+def fp8_product(
+    values: Tensor, reduced: Tensor, b: Tensor, bias: Tensor | None, row_scales: Tensor, *base: Any
+) -> Tensor:
+    """Compute `lora_product` of quantized rows over the fields of an `Fp8Weight`, in the dtype of `reduced`."""
+    out = Fp8Weight(*base).product(Quantised(values, row_scales), reduced.dtype)
+    torch.addmm(out, reduced, b.t(), out=out)
+    return out if bias is None else out.add_(bias)
+
+
+def fp8_grad_input(
+    values: Tensor, grad_reduced: Tensor | None, a: Tensor | None, row_scales: Tensor, dtype: torch.dtype, *base: Any
+) -> Tensor:
+    """Compute `lora_grad_input` in `dtype` of a gradient of `Fp8Weight.quantised_grad`."""
+    return _add_thin_gradient(Fp8Weight(*base).grad_input(Quantised(values, row_scales), dtype), grad_reduced, a)
+
+
+def _fake_product(rows: Tensor, reduced: Tensor, b: Tensor, *rest: Any) -> Tensor:
+    return reduced.new_empty(rows.shape[0], b.shape[0])
+
+
+def _fake_grad_input(grad: Tensor, grad_reduced: Tensor | None, a: Tensor | None, *base: Any) -> Tensor:
+    of = BaseWeight(*base)
+    return grad.new_empty(grad.shape[0], of.weight.shape[1] if of.absmax is None else of.in_features)
+
+
+def _fake_fp8_grad_input(
+    values: Tensor, grad_reduced: Any, a: Any, row_scales: Tensor, dtype: torch.dtype, weight: Tensor, *rest: Any
+) -> Tensor:
+    return values.new_empty((values.shape[0], weight.shape[1]), dtype=dtype)
+
+
+def _flops_product(rows: Tensor, reduced: Tensor, b: Tensor, *rest: Any, **kwargs: Any) -> int:
+    return int(2 * rows.shape[0] * b.shape[0] * (rows.shape[1] + b.shape[1]))
+
+
+def _flops_grad_input(grad: Tensor, grad_reduced: Tensor | None, *rest: Any, out_val: Tensor, **kwargs: Any) -> int:
+    rank = 0 if grad_reduced is None else grad_reduced.shape[1]
+    return int(2 * grad.shape[0] * out_val.shape[1] * (grad.shape[1] + rank))
+
+
+_BASE, _FP8_BASE = arguments_of(BaseWeight), arguments_of(Fp8Weight)
+_OF_PRODUCT = "Tensor rows, Tensor reduced, Tensor b, Tensor? bias"
+_OF_GRADIENT = "Tensor grad, Tensor? grad_reduced, Tensor? a"
+_product, _product_4bit, _fp8_product = (
+    operator(
+        function, fake=_fake_product, flops=_flops_product, name=name, signature=f"({_OF_PRODUCT}, {rest}) -> Tensor"
+    )
+    for function, name, rest in (
+        (lora_product, "lora_product", "Tensor weight"),
+        (lora_product, "lora_product_4bit", _BASE),
+        (fp8_product, "fp8_product", f"Tensor row_scales, {_FP8_BASE}"),
+    )
+)
+_grad_input, _grad_input_4bit, _fp8_grad_input = (
+    operator(function, fake=fake, flops=_flops_grad_input, name=name, signature=f"({_OF_GRADIENT}, {rest}) -> Tensor")
+    for function, fake, name, rest in (
+        (lora_grad_input, _fake_grad_input, "lora_grad_input", "Tensor weight"),
+        (lora_grad_input, _fake_grad_input, "lora_grad_input_4bit", _BASE),
+        (fp8_grad_input, _fake_fp8_grad_input, "fp8_grad_input", f"Tensor row_scales, ScalarType dtype, {_FP8_BASE}"),
+    )
+)
+_lora_projection, _fp8_projection = (
+    differentiable(
+        name,
+        f"(Tensor rows, Tensor? dropped, Tensor reduced, Tensor a, Tensor b, Tensor? bias, {base}) -> Tensor",
+        _Projection,
+    )
+    for name, base in (("lora_projection", _BASE), ("lora_fp8_projection", _FP8_BASE))
+)

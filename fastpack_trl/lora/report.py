@@ -1,13 +1,8 @@
-"""What `apply_lora` made of a model: the layers that it changed, and the dense copies of their frozen weights.
+"""Report of `apply_lora`: the layers that it changed, and the dense copies of their frozen weights.
 
-Copies are made of weights that are 4-bit, or in another dtype than the run computes in.
 A copy costs 2 bytes per weight and saves, per use, reading the stored weight and writing the dense one: 2.6 bytes per
-NF4 weight, 6 per fp32 weight. A step uses each weight three times (forward, recompute, backward), or twice where
-activations are kept. The same memory spent on activations saves recomputes instead. By arithmetic, for a layer of
-Qwen3-14B (330 M weights, 190 kB of activations per token) at 700 TFLOP/s and 3 TB/s, each GiB saves per step: NF4
-copies ``3 * 2.6 / 2`` GiB of traffic, 1.4 ms; fp32 copies 3.2 ms; activations ``2 * 330e6 / 190e3`` operations per
-byte, 5.3 ms. None of the three depends on the length of the row. So activations come first: copies are made only
-where no layer is recomputed for want of memory, in what is left.
+NF4 weight, 6 per fp32 weight. Per GiB that is 1.4 ms of a step for NF4 (at 3 TB/s, three uses), where activations that
+are not recomputed save 5.3 ms. So copies are kept only if all of them are small beside the free memory.
 """
 
 from __future__ import annotations
@@ -27,88 +22,50 @@ from fastpack_trl.measure.device_memory import allocatable
 from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.upstream import LoraLayer
 
-_SHARE_OF_FREE = 0.25
-
 declined: MutableMapping[nn.Module, str] = WeakKeyDictionary()
-"""Layers with the fast forward that gave a call to PEFT, and the last reason. Beside the layers, so that no copy of a
-model has it."""
+"""Layers with the fast forward that handed a call to PEFT, and the last reason. Outside the layers, so that no copy of
+a model has it."""
 
 
-class FrozenCopies:
-    """The copies that the layers of a model could use; made by `keep`, bit-equal to what each use would make.
+def keep_copies(modules: Sequence[Any], compute_dtype: torch.dtype | None) -> str:
+    """Keep dense copies of frozen weights if all fit an eighth of the free device memory; return the remark.
+
+    They are bit-equal to what each use would make. On the CPU none is kept.
 
     Args:
         modules: layers with the fast forward.
         compute_dtype: the autocast dtype of the run; None: none.
-
-    Attributes:
-        kept: whether they are there.
-        reason: why, or why not; empty where no layer needs one.
     """
+    dtypes = [_copy_dtype(module.base_layer, compute_dtype) for module in modules]
+    wanted = [(module, dtype) for module, dtype in zip(modules, dtypes, strict=True) if dtype is not None]
+    if not wanted or (budget := copy_budget(wanted[0][0].base_layer.weight.device)) is None:
+        return ""
+    nbytes = sum(module.in_features * module.out_features * dtype.itemsize for module, dtype in wanted)
+    if nbytes > budget:
+        size = shown_bytes(nbytes)
+        free = shown_bytes(budget)
+        return f"frozen weights are made per use: copies take {size}, an eighth of the free memory is {free}"
+    for module, dtype in wanted:
+        module._fastpack_keep_copy(BaseWeight(loaded_weight(module.base_layer).dense(dtype)))
+    return f"{shown_bytes(nbytes)} of frozen weights kept in the compute dtype"
 
-    def __init__(self, modules: Sequence[Any] = (), compute_dtype: torch.dtype | None = None) -> None:
-        found = ((module, _copy_dtype(module, compute_dtype)) for module in modules)
-        self._wanted = [(module, dtype) for module, dtype in found if dtype is not None]
-        self.kept = False
-        self.reason = ""
 
-    def __bool__(self) -> bool:
-        """Return whether any layer needs a copy."""
-        return bool(self._wanted)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all copies, kept or not."""
-        return sum(module.in_features * module.out_features * dtype.itemsize for module, dtype in self._wanted)
-
-    def keep(self, reason: str = "") -> None:
-        """Make the copies."""
-        for module, dtype in self._wanted:
-            module._fastpack_keep_copy(BaseWeight(loaded_weight(module.base_layer).dense(dtype)))
-        self.kept = bool(self._wanted)
-        self.reason = f"{shown_bytes(self.nbytes)} of frozen weights kept in the compute dtype{reason}"
-
-    def keep_in(self, room: int, what: str) -> None:
-        """Make the copies if they take at most `room` bytes; `what` leaves this room, for the reason."""
-        if self.nbytes <= room:
-            self.keep(f", of {shown_bytes(room)} that {what}")
-        else:
-            size, room = shown_bytes(self.nbytes), max(0, room)
-            self.reason = f"frozen weights are made per use: copies take {size}, {shown_bytes(room)} {what}"
-
-    def keep_where_free(self) -> None:
-        """Make the copies if they take at most a quarter of the free device memory; never on the CPU."""
-        device = self._wanted[0][0].base_layer.weight.device
-        if device.type != "cuda":
-            self.reason = f"frozen weights are cast per use ({device.type}; cache_dequantized='on' keeps them)"
-        else:
-            self.keep_in(int(allocatable(device) * _SHARE_OF_FREE), "are a quarter of the free memory")
-
-    def drop(self, reason: str) -> bool:
-        """Free their memory; return False if there were none."""
-        if not self.kept:
-            return False
-        for module, _ in self._wanted:
-            module.__dict__.pop("fastpack_dense", None)  # also of a layer that has its own class again
-            module.__dict__.pop("fastpack_copied_from", None)
-        self.kept, self.reason = False, reason
-        return True
+def copy_budget(device: torch.device) -> int | None:
+    """Return the bytes that all copies may take; None off CUDA."""
+    return allocatable(device) // 8 if device.type == "cuda" else None
 
 
 def shown_bytes(nbytes: float) -> str:
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 / 10 else f"{nbytes / 2**20:.2f} MiB"
 
 
-def _copy_dtype(module: Any, compute_dtype: torch.dtype | None) -> torch.dtype | None:
+def _copy_dtype(base: Any, compute_dtype: torch.dtype | None) -> torch.dtype | None:
     """Return the dtype of a copy that saves work; None if there is none to save."""
-    base = module.base_layer
-    kind = type(base).__name__
-    if kind == "Linear4bit":
+    if type(base).__name__ == "Linear4bit":
         dtype: torch.dtype | None = compute_dtype or base.compute_dtype
         return dtype
-    if kind in ("Linear8bitLt", "FP8Linear") or compute_dtype is None or base.weight.dtype == compute_dtype:
-        return None
-    return None if base.weight.requires_grad else compute_dtype
+    needless = type(base).__name__ == "Linear8bitLt" or base.weight.dtype == compute_dtype or base.weight.requires_grad
+    return None if needless else compute_dtype
 
 
 def has_lora(model: nn.Module) -> bool:
@@ -118,21 +75,21 @@ def has_lora(model: nn.Module) -> bool:
 
 @dataclass(slots=True)
 class LoraReport:
-    """Result of `apply_lora`: ``str(report)`` is one line, `revert` takes it back.
+    """Result of `apply_lora`: ``str(report)`` is one line, `revert` restores the model.
 
     Attributes:
         fast: names of the layers that have the fast forward.
         handed_over: names of the LoRA layers that stay PEFT's, by reason.
         on_parameters: names of LoRA on stacked parameters, as of experts: those are `apply_moe`'s.
-        copies: of frozen weights in the compute dtype.
-        already: how many had the fast forward before.
+        copies: remark on copies of frozen weights; empty if no layer needs one.
+        already: number of layers that had the fast forward before.
         modules: the layers of `fast`.
     """
 
     fast: list[str] = field(default_factory=list)
     handed_over: dict[str, list[str]] = field(default_factory=dict)
     on_parameters: list[str] = field(default_factory=list)
-    copies: FrozenCopies = field(default_factory=FrozenCopies)
+    copies: str = ""
     already: int = 0
     modules: list[nn.Module] = field(default_factory=list, repr=False)
     _undo: ExitStack = field(default_factory=ExitStack, repr=False)
@@ -140,14 +97,14 @@ class LoraReport:
 
     @property
     def call_by_call(self) -> dict[str, int]:
-        """Number of fast layers that gave a call to PEFT since they were made, by reason."""
+        """Number of fast layers that handed a call to PEFT since they were made, by reason."""
         return dict(Counter(declined[module] for module in self.modules if module in declined))
 
     @contextmanager
     def adding_up(self) -> Iterator[None]:
-        """Have backward passes in this context add the gradients of all adapters at once to those that are there.
+        """Have backward passes in this context add the gradients of all adapters at once to existing gradients.
 
-        For micro-steps that are recorded: nobody's hook sees the accumulation of a gradient in them.
+        For micro-steps that are recorded: no user hook sees the accumulation of a gradient in them.
         """
         with ExitStack() as undo:
             for hook in self._casts:
@@ -155,7 +112,7 @@ class LoraReport:
             yield
 
     def revert(self) -> None:
-        """Give every layer its class back and drop what was kept; a second call does nothing."""
+        """Restore the class of every layer and drop all copies; a second call does nothing."""
         self._undo.close()
 
     def __str__(self) -> str:
@@ -164,8 +121,7 @@ class LoraReport:
         parts = [f"{len(self.fast)} of {len(self.fast) + sum(map(len, self.handed_over.values()))} LoRA layers"]
         if self.on_parameters:
             parts.append(f"{len(self.on_parameters)} on stacked parameters: see moe")
-        if self.copies.reason:
-            parts.append(self.copies.reason)
+        parts += [self.copies] * bool(self.copies)
         parts += [f"PEFT's own: {len(names)} ({reason})" for reason, names in self.handed_over.items()]
         parts += [f"PEFT's own, call by call: {count} ({reason})" for reason, count in self.call_by_call.items()]
         return "; ".join(parts)

@@ -33,11 +33,10 @@ keywords, runs again in backward; the hidden states come first in `args`.
 
 
 class Nesting(IntEnum):
-    """Place of a wrapper, from the checkpoint function outwards: a compiled layer skips plans, and has no offload."""
+    """Place of a wrapper, from the checkpoint function outwards."""
 
-    PLANS = 0
-    COMPILE = 1
-    OFFLOAD = 2
+    COMPILE = 0
+    OFFLOAD = 1
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from fastpack_trl.errors import first_reason, shown
+from fastpack_trl.errors import first_reason, short_repr
 
 _COUNTS = {
     "per_device_train_batch_size": "rows per device and micro-batch, e.g. 8",
@@ -72,7 +72,7 @@ def check_counts(args: Any) -> None:
     for name, meaning in _COUNTS.items():
         value = getattr(args, name, None) if "eval" not in name or _is_set(args.eval_strategy) else None
         if isinstance(value, int | float) and not value >= 1:
-            raise ValueError(f"{name}={shown(value)} is below 1: give {meaning}")
+            raise ValueError(f"{name}={short_repr(value)} is below 1: give {meaning}")
 
 
 def check_output_dir(args: Any) -> None:

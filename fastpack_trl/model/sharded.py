@@ -6,7 +6,7 @@ parameters of the others are missing. So a hook replaces, or returns, embeddings
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -130,16 +130,11 @@ def reshard_all(model: nn.Module) -> None:
         unit.reshard()
 
 
-def pieces(tensors: Iterable[Any]) -> list[Any]:
-    """Return the shard of each DTensor that this process holds, and other tensors as they are; memory is shared."""
-    with torch.no_grad():
-        return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
-
-
 def local(parameter: Any) -> Tensor:
     """Return the part of a parameter that this process holds, detached: all of it, or a shard of a DTensor."""
-    held: Tensor = pieces([parameter])[0].detach()
-    return held
+    with torch.no_grad():
+        held: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return held.detach()
 
 
 def gathered_bytes(model: nn.Module, itemsize: int) -> int:
@@ -160,15 +155,6 @@ def whole_bytes(layers: Sequence[nn.Module], itemsize: int) -> int:
     """Return the bytes of the gathered parameters of `layers`, with `itemsize` bytes per floating-point number."""
     parameters = [p for layer in layers for p in layer.parameters()]
     return sum(p.numel() * (itemsize if p.is_floating_point() else p.element_size()) for p in parameters)
-
-
-def shard_group(tensors: Sequence[Any]) -> Any:
-    """Return the group of the processes that each hold a shard of every one of `tensors`; None if there is none."""
-    mesh = getattr(tensors[0], "device_mesh", None) if tensors else None
-    if mesh is None or mesh.ndim != 1:
-        return None
-    alike = all(getattr(tensor, "device_mesh", None) == mesh and tensor.placements[0].is_shard() for tensor in tensors)
-    return mesh.get_group() if alike else None
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-"""Mixture-of-experts layers: tokens sorted once per layer and step, one autograd function per experts block."""
+"""Mixture-of-experts layers: tokens sorted once per layer and forward, one autograd function per experts block."""

@@ -10,36 +10,37 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from fastpack_trl.kernels.dequantise import Scales
+from fastpack_trl.kernels.gate_form import Gate
 from fastpack_trl.model.changes import Patch
 from fastpack_trl.model.hooks import PartsHooked
-from fastpack_trl.moe.experts import BlockForm, ExpertWeights, experts
-from fastpack_trl.moe.op import experts_in_graph
+from fastpack_trl.moe.experts import Form, Stack, StackForm, experts
 from fastpack_trl.moe.quantised import STACKS, read_stack
-from fastpack_trl.moe.routing import PlanKeeper
+from fastpack_trl.moe.routing import routing_plan
 
 logger = logging.get_logger(__name__)
 
 NAME = "fastpack"
-"""Under which our experts function is registered in transformers' `ExpertsInterface`."""
+"""Name of our experts function in transformers' `ExpertsInterface`."""
 
 STOCK = "grouped_mm"
 DECODE_TOKENS = 32
-"""Up to so many tokens without gradients count as a decode step, which stock computes."""
+"""Up to so many tokens without gradients count as a decode step, which transformers computes."""
 
 
 @dataclass(slots=True)
 class ExpertsState:
-    """State that `apply_moe` hangs on an experts module that it covers.
+    """State that `apply_moe` puts on an experts module that it covers.
 
     Attributes:
-        form: of the block.
-        keeper: source of its routing plans.
-        hooked: whether hooks ask for stock's path, which calls the gate's activation as a module.
-        installed: all that was done to the model beside this.
+        gate: the activation between the projections.
+        sorts: number of routing plans made: one per forward, and one per recompute of a checkpointed layer.
+        hooked: whether hooks need transformers' path, which calls the gate's activation as a module.
+        installed: all other changes of the model.
     """
 
-    form: BlockForm
-    keeper: PlanKeeper
+    gate: Gate
+    sorts: int = 0
     hooked: PartsHooked = field(default_factory=PartsHooked)
     installed: Patch | None = None
 
@@ -47,15 +48,15 @@ class ExpertsState:
 class LowRank(NamedTuple):
     """A low-rank addition to one stack: ``x -> scale * (x a^T) b`` per expert."""
 
-    a: Tensor
+    a: Tensor | None = None
     """(E, r, in)."""
-    b: Tensor
+    b: Tensor | None = None
     """(E, r, out)."""
-    scale: float
+    scale: float = 1.0
 
 
 def stock_experts(name: str = STOCK) -> Callable[..., Tensor]:
-    """Return stock's experts function of that name."""
+    """Return transformers' experts function of that name."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     function: Callable[..., Tensor] = ALL_EXPERTS_FUNCTIONS[name]
@@ -69,11 +70,11 @@ def is_decoding(module: nn.Module, hidden_th: Tensor) -> bool:
 
 def traceable(state: ExpertsState) -> bool:
     """Return whether this block runs on our path: a gate of the model's own cannot be part of a compiled graph."""
-    return state.form.gate.function is None or not torch.compiler.is_compiling()
+    return state.gate.function is None or not torch.compiler.is_compiling()
 
 
 def gate_modules(module: nn.Module) -> list[nn.Module]:
-    """Return the modules that stock calls in the gate of an experts module; our formulas replace those calls."""
+    """Return the modules that transformers calls in the gate of an experts module; our formulas replace those calls."""
     return [child for child in module._modules.values() if child is not None]
 
 
@@ -87,15 +88,17 @@ def fastpack_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_
         top_k_weights: (T, k) routing weights.
     """
     state: ExpertsState | None = getattr(self, "_fastpack_moe", None)
+    name = ""
     if state is None or not traceable(state):
-        return stock_experts()(self, hidden_states, top_k_index, top_k_weights)
-    if state.hooked(*gate_modules(self)):
+        name = STOCK
+    elif state.hooked(*gate_modules(self)):
+        name = STOCK
         if not torch.compiler.is_compiling():
             logger.warning_once("moe: stock (hooks on the activation of experts, which ours does not call)")
-        return stock_experts()(self, hidden_states, top_k_index, top_k_weights)
-    if is_decoding(self, hidden_states):
+    elif is_decoding(self, hidden_states):
         # `generate` changes grouped_mm for batched_mm by name, off the CPU; under our name it cannot.
         name = STOCK if hidden_states.device.type == "cpu" else "batched_mm"
+    if name:
         return stock_experts(name)(self, hidden_states, top_k_index, top_k_weights)
     return run_experts(self, hidden_states, top_k_index, top_k_weights)
 
@@ -119,11 +122,21 @@ def run_experts(
     state: ExpertsState = module._fastpack_moe
     if weights_tk.shape != ids_tk.shape:  # (T, E), as some routers of earlier transformers give them
         weights_tk = weights_tk.gather(1, ids_tk.long())
-    (first, packed), (second, packed_down) = (read_stack(module, name) for name in STACKS)
-    up_a, up_b, up_scale = gate_up or (None, None, 1.0)
-    down_a, down_b, down_scale = down or (None, None, 1.0)
-    biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
-    block = ExpertWeights(first, biases[0], second, biases[1], up_a, up_b, down_a, down_b)
-    form = BlockForm(state.form.gate, state.form.transposed, up_scale, down_scale, packed, packed_down)
-    run = experts_in_graph if torch.compiler.is_compiling() else experts
-    return run(hidden_th, weights_tk, state.keeper.plan(ids_tk), block, form)
+    if not torch.compiler.is_compiling():
+        state.sorts += 1
+    plan = routing_plan(ids_tk, int(module.num_experts))
+    (first, up_form), (second, down_form) = (
+        _stack(module, name, low_rank or LowRank()) for name, low_rank in zip(STACKS, (gate_up, down), strict=True)
+    )
+    form = Form(state.gate, bool(module.is_transposed), up_form, down_form)
+    return experts(hidden_th, weights_tk, plan, first, second, form)
+
+
+def _stack(module: Any, name: str, low_rank: LowRank) -> tuple[Stack, StackForm]:
+    weight, state = read_stack(module, name)
+    bias = getattr(module, f"{name}_bias") if module.has_bias else None
+    if state is None:
+        return Stack(weight, bias, low_rank.a, low_rank.b), StackForm(low_rank.scale)
+    nested, (experts, rows, columns) = state.state2.blocksize if state.nested else 0, state.shape
+    form = StackForm(low_rank.scale, state.quant_type, state.blocksize, nested, experts, rows, columns, state.dtype)
+    return Stack(weight, bias, low_rank.a, low_rank.b, *Scales.of(state)), form

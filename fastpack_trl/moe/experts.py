@@ -3,246 +3,334 @@
 Saved for backward: the layer's input, the pre-activation and the plan; with LoRA, its two activations of rank r.
 Backward only gathers, skips the weight gradient of frozen experts and takes the gradient of the routing weights from
 the activation, so that there is no second down product.
+
+In a compiled graph forward and backward are one operator each: `torch.compile` neither looks inside nor breaks there,
+and stacks in four bits are made dense inside, where the graph cannot keep them for its backward. A gate of the model's
+own cannot be part of an operator.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastpack_trl.kernels.combine import bias_weight_grad, combine
+from fastpack_trl.kernels.dequantise import Scales, dequantise_4bit
 from fastpack_trl.kernels.gate import gate_backward, gate_forward
 from fastpack_trl.kernels.gate_form import Gate
 from fastpack_trl.kernels.grouped import Offsets, grouped_mm, grouped_outer, grouped_sum, offsets_for
-from fastpack_trl.moe.quantised import Packed
+from fastpack_trl.kernels.operators import arguments_of, differentiable, operator
 from fastpack_trl.moe.routing import RoutingPlan
 
 
-class ExpertWeights(NamedTuple):
-    """The tensors of an experts block, in the model's own layout; F = 2I."""
+class Stack(NamedTuple):
+    """The tensors of one of the two stacks of a block, in the model's own layout. Sizes: K in, N out, r the rank."""
 
-    gate_up: Tensor
-    """(E, F, H), or (E, H, F) where `BlockForm.transposed`."""
-    gate_up_bias: Tensor | None
-    """(E, F)."""
-    down: Tensor
-    """(E, H, I), or (E, I, H) where transposed."""
-    down_bias: Tensor | None
-    """(E, H)."""
-    gate_up_a: Tensor | None = None
-    """(E, r, H), first factor of a low-rank addition."""
-    gate_up_b: Tensor | None = None
-    """(E, r, F), second factor."""
-    down_a: Tensor | None = None
-    """(E, r, I)."""
-    down_b: Tensor | None = None
-    """(E, r, H)."""
+    weight: Tensor
+    """(E, N, K), or (E, K, N) if `Form.transposed`; or bitsandbytes' packed storage of either."""
+    bias: Tensor | None = None
+    """(E, N)."""
+    a: Tensor | None = None
+    """(E, r, K), first factor of a low-rank addition ``x -> scale * (x a^T) b``."""
+    b: Tensor | None = None
+    """(E, r, N), second factor."""
+    absmax: Tensor | None = None
+    """With the three that follow, the scales of a packed stack: the fields of `Scales`."""
+    nested_absmax: Tensor | None = None
+    nested_code: Tensor | None = None
+    nested_offset: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BlockForm:
-    """Non-tensor settings of an experts block.
+class StackForm(NamedTuple):
+    """The constants of a stack: the factor of its low-rank addition, and how a packed one is made dense."""
 
-    Attributes:
-        gate: the activation between the projections.
-        transposed: weights are stored as (E, in, out).
-        gate_up_scale, down_scale: factors of the low-rank additions.
-        gate_up_packed, down_packed: how a stack that is stored in four bits is made dense; made again for each use.
-    """
+    scale: float = 1.0
+    quant_type: str = ""
+    blocksize: int = 0
+    nested_blocksize: int = 0
+    experts: int = 0
+    rows: int = 0
+    columns: int = 0
+    dtype: torch.dtype = torch.float32
+
+
+class Form(NamedTuple):
+    """The constants of a block."""
 
     gate: Gate
     transposed: bool
-    gate_up_scale: float = 1.0
-    down_scale: float = 1.0
-    gate_up_packed: Packed | None = None
-    down_packed: Packed | None = None
+    """Stacks are stored as (E, in, out)."""
+    gate_up: StackForm = StackForm()
+    down: StackForm = StackForm()
+
+    def flat(self) -> tuple[Any, ...]:
+        """Return the arguments of an operator."""
+        gate = (self.gate.kind, self.gate.interleaved, self.gate.alpha, self.gate.limit)
+        return *gate, self.transposed, *self.gate_up, *self.down
+
+    @classmethod
+    def of(cls, kind: str, interleaved: bool, alpha: float, limit: float, transposed: bool, *stacks: Any) -> Form:
+        """Read what `flat` returns."""
+        middle = len(StackForm._fields)
+        gate = Gate(cast("Any", kind), interleaved, alpha, limit)
+        return cls(gate, transposed, StackForm(*stacks[:middle]), StackForm(*stacks[middle:]))
 
 
-class Kept(NamedTuple):
-    """Tensors that backward needs beside the inputs."""
+@dataclass(slots=True)
+class _Projection:
+    """One of the two projections of a block over S routed rows, sorted by expert."""
 
-    h: Tensor
-    """(S, F), pre-activation without bias, in the dtype of the experts."""
-    low_up: Tensor | None
-    """(S, r), low-rank activation of the first projection, or None."""
-    low_down: Tensor | None
-    """(S, r), that of the second, or None."""
-
-
-class _Projection(NamedTuple):
-    """One of the two projections of a block: a stack of matrices, and a low-rank addition to it.
-
-    Sizes: S routed rows, K in, N out, r the rank.
-    """
-
-    stored: Tensor
-    packed: Packed | None
-    a: Tensor | None
-    b: Tensor | None
-    scale: float
+    stack: Stack
+    form: StackForm
     transposed: bool
-    offsets: Offsets
+    offsets: Offsets = ()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype that it computes in."""
+        return self.form.dtype if self.form.quant_type else self.stack.weight.dtype
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Return the shape of the dense stack, as it is stored."""
+        form = self.form
+        return (form.experts, form.rows, form.columns) if form.quant_type else self.stack.weight.shape
 
     def weight(self) -> Tensor:
-        """Return the stack as (E, K, N)."""
-        weight = self.stored if self.packed is None else self.packed.dense(self.stored)
+        """Return the stack as (E, K, N); a packed one is made dense for each use."""
+        weight, form = self.stack.weight, self.form
+        if form.quant_type:
+            assert self.stack.absmax is not None
+            state = Scales(self.stack.absmax, *self.stack[-3:]).state(
+                quant_type=form.quant_type, blocksize=form.blocksize, nested_blocksize=form.nested_blocksize,
+                shape=tuple(self.shape), dtype=form.dtype,
+            )  # fmt: skip
+            weight = dequantise_4bit(weight, state)
         return weight if self.transposed else weight.transpose(1, 2)
 
-    def product(self, x_sk: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the output (S, N), without a dense delta of the weights, and ``x a^T`` (S, r)."""
+    def product(self, x_sk: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output (S, N), without a dense delta of the weights, and ``x a^T`` (S, r), empty without LoRA."""
         out_sn = grouped_mm(x_sk, self.weight(), self.offsets)
-        if self.a is None or self.b is None:
-            return out_sn, None
-        low_sr = grouped_mm(x_sk, self.a.transpose(1, 2), self.offsets)
-        out_sn.add_(grouped_mm(low_sr, self.b, self.offsets), alpha=self.scale)
+        if self.stack.a is None or self.stack.b is None:
+            return out_sn, out_sn.new_empty(0)
+        low_sr = grouped_mm(x_sk, self.stack.a.transpose(1, 2), self.offsets)
+        out_sn.add_(grouped_mm(low_sr, self.stack.b, self.offsets), alpha=self.form.scale)
         return out_sn, low_sr
 
     def low_grad(self, grad_sn: Tensor) -> Tensor | None:
         """Return the gradient (S, r) of the low-rank activation."""
-        return None if self.b is None else grouped_mm(grad_sn, self.b.transpose(1, 2), self.offsets).mul_(self.scale)
+        if self.stack.b is None:
+            return None
+        return grouped_mm(grad_sn, self.stack.b.transpose(1, 2), self.offsets).mul_(self.form.scale)
 
     def input_grad(self, grad_sn: Tensor, low_grad_sr: Tensor | None) -> Tensor:
         """Return the gradient (S, K) of the input."""
         grad_sk = grouped_mm(grad_sn, self.weight().transpose(1, 2), self.offsets)
-        if low_grad_sr is not None and self.a is not None:
-            grad_sk.add_(grouped_mm(low_grad_sr, self.a, self.offsets))
+        if low_grad_sr is not None and self.stack.a is not None:
+            grad_sk.add_(grouped_mm(low_grad_sr, self.stack.a, self.offsets))
         return grad_sk
 
     def own_grads(
-        self, x_sk: Tensor, grad_sn: Tensor, low_grad_sr: Tensor | None, low_sr: Tensor | None, need: tuple[bool, ...]
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients of the stack and of its two low-rank factors, each only where needed."""
-        weight = a = b = None
-        if need[0]:
-            pair = (x_sk, grad_sn) if self.transposed else (grad_sn, x_sk)
-            weight = grouped_outer(*pair, self.offsets)
-        if need[1] and low_grad_sr is not None:
-            a = grouped_outer(low_grad_sr, x_sk, self.offsets)
-        if need[2] and low_sr is not None:
-            b = grouped_outer(low_sr * self.scale, grad_sn, self.offsets)
-        return weight, a, b
+        self, x_sk: Tensor, grad_sn: Tensor, low_grad_sr: Tensor | None, low_sr: Tensor, need: Stack, *of_bias: Tensor
+    ) -> list[Tensor | None]:
+        """Return the gradients of weight, bias, a and b, each only if needed; `of_bias`: weights of its rows."""
+        pair = (x_sk, grad_sn) if self.transposed else (grad_sn, x_sk)
+        return [
+            grouped_outer(*pair, self.offsets) if need.weight else None,
+            grouped_sum(grad_sn, self.offsets, *of_bias) if need.bias else None,
+            grouped_outer(low_grad_sr, x_sk, self.offsets) if need.a and low_grad_sr is not None else None,
+            grouped_outer(low_sr * self.form.scale, grad_sn, self.offsets) if need.b else None,
+        ]
 
 
-def _projections(plan: RoutingPlan, block: ExpertWeights, form: BlockForm) -> tuple[_Projection, _Projection]:
-    """Return the projections to gate and up, and down."""
-    offsets = offsets_for(plan.offsets, _dtype(block, form))
-    up = (block.gate_up, form.gate_up_packed, block.gate_up_a, block.gate_up_b, form.gate_up_scale)
-    down = (block.down, form.down_packed, block.down_a, block.down_b, form.down_scale)
-    return _Projection(*up, form.transposed, offsets), _Projection(*down, form.transposed, offsets)
+_STACK = len(Stack._fields)
+_TENSORS = 2 + len(RoutingPlan._fields) + 2 * _STACK
+"""Tensors at the beginning of the arguments of an operator: input, routing weights, plan, stacks."""
 
 
-def experts_forward(
-    hidden_th: Tensor, weights_tk: Tensor, plan: RoutingPlan, block: ExpertWeights, form: BlockForm
-) -> tuple[Tensor, Kept]:
-    """Return the output (T, H) in the dtype of `hidden_th`, and what backward needs."""
-    gate_up, down = _projections(plan, block, form)
-    h_sf, low_up = gate_up.product(hidden_th.to(_dtype(block, form)).index_select(0, plan.token))
-    y_sh, low_down = down.product(gate_forward(h_sf, block.gate_up_bias, plan.expert, form.gate))
-    ids_tk = None if block.down_bias is None else _ids(plan)
-    out = combine(y_sh, plan.inverse, weights_tk, bias_eh=block.down_bias, ids_tk=ids_tk, dtype=hidden_th.dtype)
-    return out, Kept(h_sf, low_up, low_down)
+class _Call(NamedTuple):
+    """One call of the block: its arguments, read from those of an operator."""
+
+    hidden: Tensor
+    """(T, H)."""
+    weights: Tensor
+    """(T, k) routing weights."""
+    plan: RoutingPlan
+    gate_up: _Projection
+    down: _Projection
+    gate: Gate
+
+    @classmethod
+    def of(cls, arguments: Sequence[Any], *, with_offsets: bool = False) -> _Call:
+        """Read tensors and constants; with the offsets if products follow: some devices read them on the host."""
+        tensors, constants = arguments[:_TENSORS], arguments[_TENSORS:]
+        form = constants[0] if len(constants) == 1 else Form.of(*constants)
+        plan = RoutingPlan(*tensors[2 : -2 * _STACK])
+        up = _Projection(Stack(*tensors[-2 * _STACK : -_STACK]), form.gate_up, form.transposed)
+        down = _Projection(Stack(*tensors[-_STACK:]), form.down, form.transposed)
+        if with_offsets:
+            up.offsets = down.offsets = offsets_for(plan.offsets, up.dtype)
+        return cls(tensors[0], tensors[1], plan, up, down, form.gate)
+
+    def product_flops(self, *shapes: Sequence[int]) -> int:
+        """Return the operations of every routed row times its matrix, of each stack."""
+        return sum(2 * self.plan.perm.shape[0] * shape[1] * shape[2] for shape in shapes)
+
+    def flops(self) -> int:
+        """Return the operations of every routed row times its matrices."""
+        factors = (*self.gate_up.stack[2:4], *self.down.stack[2:4])
+        shapes = [factor.shape for factor in factors if factor is not None]
+        return self.product_flops(self.gate_up.shape, self.down.shape, *shapes)
+
+
+def experts_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the output (T, H) in the dtype of the input, and what backward needs beside the inputs.
+
+    That is the pre-activation (S, 2I) without bias, and the low-rank activations (S, r) of both projections; empty
+    without LoRA.
+    """
+    hidden, weights, plan, gate_up, down, gate = _Call.of(arguments, with_offsets=True)
+    h_sf, low_up = gate_up.product(hidden.to(gate_up.dtype).index_select(0, plan.token))
+    y_sh, low_down = down.product(gate_forward(h_sf, gate_up.stack.bias, plan.expert, gate))
+    ids_tk = None if down.stack.bias is None else plan.ids
+    out = combine(y_sh, plan.inverse, weights, bias_eh=down.stack.bias, ids_tk=ids_tk, dtype=hidden.dtype)
+    return out, h_sf, low_up, low_down
 
 
 def experts_backward(
-    grad_th: Tensor,
-    hidden_th: Tensor,
-    weights_tk: Tensor,
-    kept: Kept,
-    plan: RoutingPlan,
-    block: ExpertWeights,
-    form: BlockForm,
-    needed: tuple[bool, ...],
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the input, the routing weights and each tensor of `block`; None where not `needed`.
+    grad: Tensor, h: Tensor, low_up: Tensor, low_down: Tensor, needed: Sequence[bool], *arguments: Any
+) -> list[Tensor]:
+    """Return the gradients that are needed, in order.
 
     Args:
-        grad_th: (T, H), gradient of the output.
-        kept: from `experts_forward`.
-        needed: one entry per result: hidden, weights, then the fields of `ExpertWeights` in order.
+        grad: (T, H), gradient of the output.
+        h, low_up, low_down: from `experts_forward`.
+        needed: one entry per tensor of `arguments`.
     """
-    need_hidden, need_weights, need_up, need_up_bias, need_down, need_down_bias, *need_factors = needed
-    need_up_stack, need_down_stack = (need_up, *need_factors[:2]), (need_down, *need_factors[2:])
-    dtype = _dtype(block, form)
-    to_gate_up, to_down = _projections(plan, block, form)
+    hidden, weights, plan, gate_up, down, gate = _Call.of(arguments, with_offsets=True)
+    need_up, need_down = Stack(*needed[-2 * _STACK : -_STACK]), Stack(*needed[-_STACK:])
+    dtype = gate_up.dtype
 
     # Down: the product comes before the routing weight, which `gate_backward` applies.
-    grad_cast_th = grad_th.to(dtype)
+    grad_cast_th = grad.to(dtype)
     g_sh = grad_cast_th.index_select(0, plan.token)
-    low_grad = to_down.low_grad(g_sh)
-    weight_s = plan.sorted_weights(weights_tk)
+    low_grad = down.low_grad(g_sh)
+    weight_s = plan.sorted_weights(weights)
     grad_h_sf, weighted_a_si, grad_weight_s = gate_backward(
-        kept.h, block.gate_up_bias, plan.expert, form.gate, to_down.input_grad(g_sh, low_grad), weight_s
+        h, gate_up.stack.bias, plan.expert, gate, down.input_grad(g_sh, low_grad), weight_s
     )
-    weighted_low = None if kept.low_down is None else (kept.low_down * weight_s.unsqueeze(1)).to(dtype)
-    down, down_a, down_b = to_down.own_grads(weighted_a_si, g_sh, low_grad, weighted_low, need_down_stack)
-    down_bias = grouped_sum(g_sh, to_down.offsets, weight_s) if need_down_bias else None
+    weighted_low = (low_down * weight_s.unsqueeze(1)).to(dtype) if low_down.numel() else low_down
+    of_down = down.own_grads(weighted_a_si, g_sh, low_grad, weighted_low, need_down, weight_s)
     del g_sh, weighted_a_si
     grad_weights = None
-    if need_weights:
-        grad_weights = grad_weight_s.index_select(0, plan.inverse.reshape(-1)).view(weights_tk.shape)
-        if block.down_bias is not None:
-            grad_weights = grad_weights + bias_weight_grad(grad_cast_th, block.down_bias, _ids(plan))
-        grad_weights = grad_weights.to(weights_tk.dtype)
+    if needed[1]:
+        grad_weights = grad_weight_s.index_select(0, plan.inverse.reshape(-1)).view(weights.shape)
+        if down.stack.bias is not None:
+            grad_weights = grad_weights + bias_weight_grad(grad_cast_th, down.stack.bias, plan.ids)
+        grad_weights = grad_weights.to(weights.dtype)
 
     # Gate and up.
-    low_grad = to_gate_up.low_grad(grad_h_sf)
+    low_grad = gate_up.low_grad(grad_h_sf)
     grad_hidden = None
-    if need_hidden:
-        grad_hidden = combine(to_gate_up.input_grad(grad_h_sf, low_grad), plan.inverse, dtype=hidden_th.dtype)
-    gate_up_bias = grouped_sum(grad_h_sf, to_gate_up.offsets) if need_up_bias else None
-    gate_up = gate_up_a = gate_up_b = None
-    if any(need_up_stack):
-        x_sh = hidden_th.to(dtype).index_select(0, plan.token)
-        gate_up, gate_up_a, gate_up_b = to_gate_up.own_grads(x_sh, grad_h_sf, low_grad, kept.low_up, need_up_stack)
-    return (
-        grad_hidden, grad_weights, gate_up, gate_up_bias, down, down_bias, gate_up_a, gate_up_b, down_a, down_b
-    )  # fmt: skip
+    if needed[0]:
+        grad_hidden = combine(gate_up.input_grad(grad_h_sf, low_grad), plan.inverse, dtype=hidden.dtype)
+    x_sh = grad_h_sf  # not read unless a gradient of the stack is needed
+    if need_up.weight or need_up.a or need_up.b:
+        x_sh = hidden.to(dtype).index_select(0, plan.token)
+    of_up = gate_up.own_grads(x_sh, grad_h_sf, low_grad, low_up, need_up)
+    grads = (grad_hidden, grad_weights, *of_up, *of_down)
+    return [grad.contiguous() for grad in grads if grad is not None]
 
 
-class ExpertsFunction(torch.autograd.Function):
-    """`experts_forward` with `experts_backward` as its derivative. Call `experts` instead."""
+def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    call = _Call.of(arguments)
+    stored, dtype, slots = call.gate_up.stack.weight, call.gate_up.dtype, call.plan.perm.shape[0]
+    width = call.gate_up.shape[2 if call.gate_up.transposed else 1]
+    up, low = (
+        stored.new_empty(0, dtype=dtype) if a is None else stored.new_empty(slots, a.shape[1], dtype=dtype)
+        for a in (call.gate_up.stack.a, call.down.stack.a)
+    )
+    return torch.empty_like(call.hidden), stored.new_empty(slots, width, dtype=dtype), up, low
+
+
+def _fake_backward(_grad: Any, _h: Any, _up: Any, _down: Any, needed: Sequence[bool], *arguments: Any) -> list[Tensor]:
+    wanted = [value for value, need in zip(arguments, needed, strict=False) if need]
+    return [torch.empty_like(value, memory_format=torch.contiguous_format) for value in wanted]
+
+
+def _flops_forward(*arguments: Any, **_keywords: Any) -> int:
+    return _Call.of(arguments).flops()
+
+
+def _flops_backward(
+    _grad: Any, _h: Any, _up: Any, _down: Any, needed: Sequence[bool], *arguments: Any, **_keywords: Any
+) -> int:
+    """Count the products of the input's gradient, and of the weight gradients that are needed."""
+    call = _Call.of(arguments)
+    trained = [value.shape for value, need in zip(arguments, needed, strict=False) if need and value.ndim == 3]
+    through_gate_up = 0 if needed[0] else call.product_flops(call.gate_up.shape)
+    return call.flops() - through_gate_up + call.product_flops(*trained)
+
+
+_ARGUMENTS = (
+    f"Tensor hidden, Tensor weights, {arguments_of(RoutingPlan)}, {arguments_of(Stack, 'up_')}, "
+    f"{arguments_of(Stack, 'down_')}, str kind, bool interleaved, float alpha, float limit, bool transposed, "
+    f"{arguments_of(StackForm, 'up_')}, {arguments_of(StackForm, 'down_')}"
+)
+_RESULTS = "(Tensor, Tensor, Tensor, Tensor)"
+_GRADIENT = "Tensor grad, Tensor pre_activation, Tensor low_up, Tensor low_down, bool[] needed"
+_forward = operator(
+    experts_forward, fake=_fake_forward, flops=_flops_forward, signature=f"({_ARGUMENTS}) -> {_RESULTS}"
+)
+_backward = operator(
+    experts_backward, fake=_fake_backward, flops=_flops_backward, signature=f"({_GRADIENT}, {_ARGUMENTS}) -> Tensor[]"
+)
+
+
+class _Experts(torch.autograd.Function):
+    """The tensors, then a `Form`; in a graph, by the operators, what `Form.flat` returns."""
 
     @staticmethod
-    def forward(
-        ctx: Any, plan: RoutingPlan, form: BlockForm, hidden_th: Tensor, weights_tk: Tensor, *block: Tensor | None
-    ) -> Tensor:
-        weights = ExpertWeights(*block)
-        out, kept = experts_forward(hidden_th, weights_tk, plan, weights, form)
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        ctx.constants = arguments[_TENSORS:]
+        out, *kept = (_forward if len(ctx.constants) > 1 else experts_forward)(*arguments)
         # The plan is saved as tensors too: under checkpointing it must be that of the recomputed activations.
-        ctx.save_for_backward(hidden_th, weights_tk, *kept, *plan.tensors(), *block)
-        ctx.form = form
-        return out
+        ctx.save_for_backward(*kept, *arguments[:_TENSORS])
+        ctx.mark_non_differentiable(*kept)
+        return out, *kept
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_th: Tensor) -> tuple[Any, ...]:
-        hidden_th, weights_tk, *rest = ctx.saved_tensors
-        kept, plan, block = Kept(*rest[:3]), RoutingPlan(*rest[3:7]), ExpertWeights(*rest[7:])
-        grads = experts_backward(grad_th, hidden_th, weights_tk, kept, plan, block, ctx.form, ctx.needs_input_grad[2:])
-        return None, None, *grads
+    def backward(ctx: Any, grad: Tensor, *_of_kept: Tensor | None) -> tuple[Tensor | None, ...]:
+        h, low_up, low_down, *tensors = ctx.saved_tensors
+        run, needed = _backward if len(ctx.constants) > 1 else experts_backward, ctx.needs_input_grad
+        grads = iter(run(grad.contiguous(), h, low_up, low_down, needed[:_TENSORS], *tensors, *ctx.constants))
+        return tuple(next(grads) if need else None for need in needed)
 
 
-def experts(hidden_th: Tensor, weights_tk: Tensor, plan: RoutingPlan, block: ExpertWeights, form: BlockForm) -> Tensor:
-    """Return the output (T, H) of an experts block, differentiable in input, routing weights and tensors of `block`.
+_experts = differentiable("experts", f"({_ARGUMENTS}) -> {_RESULTS}", _Experts)
+
+
+def experts(
+    hidden_th: Tensor, weights_tk: Tensor, plan: RoutingPlan, gate_up: Stack, down: Stack, form: Form
+) -> Tensor:
+    """Return the output (T, H) of an experts block, differentiable in input, routing weights, stacks and factors.
 
     Args:
         hidden_th: (T, H); cast to the dtype of the experts, as transformers does.
         weights_tk: (T, k) routing weights, any float dtype.
         plan: of the (T, k) expert ids.
-        block, form: the experts.
+        gate_up, down, form: the experts.
     """
-    out: Tensor = ExpertsFunction.apply(plan, form, hidden_th, weights_tk, *block)
+    tensors = (hidden_th, weights_tk, *plan, *gate_up, *down)
+    out: Tensor
+    if torch.compiler.is_compiling():
+        out, *_ = _experts(*tensors, *form.flat())
+    else:
+        out, *_ = _Experts.apply(*tensors, form)
     return out
-
-
-def _dtype(block: ExpertWeights, form: BlockForm) -> torch.dtype:
-    return block.gate_up.dtype if form.gate_up_packed is None else form.gate_up_packed.dtype
-
-
-def _ids(plan: RoutingPlan) -> Tensor:
-    """Return the (T, k) expert ids."""
-    return plan.expert.index_select(0, plan.inverse.reshape(-1)).view(plan.inverse.shape)

@@ -1,36 +1,176 @@
-"""The feature `moe`: mixture-of-experts layers with tokens sorted once, while a trainer trains."""
+"""The feature `moe`, and `apply_moe`: our experts path on a loaded model, with a line per layer, reversible."""
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from accelerate.logging import get_logger
 from torch import nn
 
+from fastpack_trl.config import refusing_removed
 from fastpack_trl.kernels._triton import is_supported
 from fastpack_trl.kernels.grouped import reads_offsets
-from fastpack_trl.moe.apply import apply_moe
-from fastpack_trl.moe.layout import experts_modules
-from fastpack_trl.moe.lora import has_expert_lora
+from fastpack_trl.model.changes import Patch, patch_attribute
+from fastpack_trl.moe.block import NAME, STOCK, ExpertsState, fastpack_experts
+from fastpack_trl.moe.layout import experts_modules, not_covered, read_gate
+from fastpack_trl.moe.lora import expert_lora, has_expert_lora, router_adapters
 from fastpack_trl.moe.quantised import expert_dtypes, has_quantised_experts
 from fastpack_trl.run import SHARDED, Run
 
 logger = get_logger(__name__)
 
-
 Training = Literal["lora", "frozen", "full"]
 
-
 MEASURED: frozenset[tuple[str, Training]] = frozenset({("cpu", "lora"), ("cuda", "lora")})
-"""Device type and what trains, of the decoder rows of ``benchmarks/results/experts.jsonl``: ours is faster there."""
+"""Device types and trained parts for which ``benchmarks/results/experts.jsonl`` shows that ours is faster."""
+
+
+class LayerPath(NamedTuple):
+    """The path of an experts module, and its reason."""
+
+    name: str
+    path: str
+    reason: str
+
+
+@dataclass(slots=True)
+class MoeReport(contextlib.AbstractContextManager["MoeReport"]):
+    """Report of `apply_moe`, and a context manager that reverts on exit.
+
+    Attributes:
+        layers: one entry per experts module.
+        adapters: one entry per experts module with LoRA on its stacks.
+        warnings: remarks about the adapters.
+    """
+
+    layers: list[LayerPath] = field(default_factory=list)
+    adapters: list[LayerPath] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
+    _states: list[ExpertsState] = field(default_factory=list, repr=False)
+
+    @property
+    def active(self) -> int:
+        """Return how many experts modules run on our path."""
+        return sum(layer.path == NAME for layer in self.layers)
+
+    @property
+    def sorts(self) -> int:
+        """Return the routing plans made since `apply_moe`: one per experts module and forward, or its recompute."""
+        return sum(state.sorts for state in self._states)
+
+    def revert(self) -> None:
+        """Restore the model as it was; a second call does nothing."""
+        self._stack.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.revert()
+
+    def summary(self) -> str:
+        """Return the paths on one line, without names of modules: ``2 of 2 layers; LoRA on the experts of 2``."""
+        parts = [f"{self.active} of {len(self.layers)} layers"] * bool(self.active) + _others(self.layers)
+        if self.adapters:
+            ours = sum(adapter.path == NAME for adapter in self.adapters)
+            parts += [f"LoRA on the experts of {ours}"] * bool(ours)
+            parts += [f"LoRA on experts: {other}" for other in _others(self.adapters)]
+        return "; ".join([*parts, *self.warnings])
+
+    def __str__(self) -> str:
+        """Return one line per path and reason, with the number of layers."""
+        lines = _summary(self.layers) + [f"expert LoRA {line}" for line in _summary(self.adapters)] + self.warnings
+        return "\n".join(lines) or "no experts"
+
+
+def _others(layers: list[LayerPath]) -> list[str]:
+    """Return the paths that are not ours: ``["stock: 1 layer (no gate)"]``."""
+    counts = Counter((layer.path, layer.reason) for layer in layers if layer.path != NAME)
+    return [f"{path}: {count} layer{'s' * (count > 1)} ({reason})" for (path, reason), count in counts.items()]
+
+
+def _summary(layers: list[LayerPath]) -> list[str]:
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, path, reason in layers:
+        groups.setdefault((path, reason), []).append(name)
+    lines = []
+    for (path, reason), names in groups.items():
+        where = names[0] if len(names) == 1 else f"{len(names)} layers, {names[0]} to {names[-1]}"
+        lines.append(f"{path}: {where}" + (f" ({reason})" if reason else ""))
+    return lines
+
+
+@refusing_removed
+def apply_moe(model: nn.Module, *, lora: bool = True, force: bool = False) -> MoeReport:
+    """Run the mixture-of-experts layers of a loaded model on our path: tokens sorted once, one function per block.
+
+    The function is registered in transformers' `ExpertsInterface`, and the config of each covered model names it.
+    Layers that are not covered (expert parallel, no gate, a norm after the experts, sharded stacks) keep transformers'
+    path; the report names each with its reason. A second call adds what the first could not see, such as LoRA that PEFT
+    has put on the experts since; each report reverts its own part.
+
+    ```python
+    report = apply_moe(model)
+    print(report)
+    trainer.train()
+    report.revert()
+    ```
+
+    Args:
+        model: a transformers model, plain or inside PEFT.
+        lora: run LoRA on the stacks (PEFT's `target_parameters`) as grouped low-rank products. Apply after PEFT.
+        force: also replace an experts implementation other than transformers' default.
+    """
+    report = MoeReport()
+    modules = experts_modules(model)
+    states: dict[nn.Module, ExpertsState] = {}
+    for name, module in modules.items():
+        if hasattr(module, "_fastpack_moe"):
+            report.layers.append(LayerPath(name, NAME, "applied before"))
+        elif reason := _reason_for_stock(module, force):
+            report.layers.append(LayerPath(name, "stock", reason))
+        else:
+            states[module] = ExpertsState(read_gate(module))
+            own_gate = states[module].gate.kind == "model"
+            report.layers.append(LayerPath(name, NAME, "the model's own gate" * own_gate))
+    with contextlib.ExitStack() as stack:
+        if states:  # it stays: a copy of the model taken during training runs transformers' function under our name
+            from transformers.integrations.moe import ExpertsInterface
+
+            ExpertsInterface.register(NAME, fastpack_experts)
+        for module, state in states.items():
+            stack.enter_context(patch_attribute(module, "_fastpack_moe", state))
+        for config in {id(module.config): module.config for module in states}.values():
+            # Directly: the public setter would walk all modules and write to every sub-config.
+            stack.enter_context(patch_attribute(config, "_experts_implementation_internal", NAME))
+        adapters = stack.enter_context(expert_lora(model)) if lora else []
+        for adapter in adapters:
+            report.adapters.append(LayerPath(adapter.name, NAME if not adapter.reason else "peft", adapter.reason))
+        report.warnings += router_adapters(model, modules)
+        report._states = list(states.values())
+        report._stack = stack.pop_all()
+    held = Patch(report._stack)
+    changed: list[Any] = [*states.values(), *adapters]
+    for each in changed:
+        each.installed = held
+    return report
+
+
+def _reason_for_stock(module: Any, force: bool) -> str:
+    implementation = getattr(module.config, "_experts_implementation", "")
+    if implementation == "":
+        return "this transformers has no experts implementation to choose"
+    if implementation not in (STOCK, NAME, None) and not force:
+        return f"experts_implementation={implementation!r} was chosen"
+    return not_covered(module)
 
 
 def what_trains(model: nn.Module) -> Training:
-    """Return what is trained of the experts: LoRA on their stacks, the stacks themselves, or nothing."""
+    """Return which part of the experts trains: LoRA on their stacks, the stacks themselves, or nothing."""
     if has_expert_lora(model):
         return "lora"
     stacks = (parameter for module in experts_modules(model).values() for parameter in module.parameters())
@@ -38,14 +178,14 @@ def what_trains(model: nn.Module) -> Training:
 
 
 def unmeasured(device_type: str, training: Training) -> str:
-    """Return that our speed is not known, where it is not: less is kept for backward all the same."""
+    """Return a remark if our speed was not measured; less is kept for backward all the same."""
     experts = "LoRA on experts" if training == "lora" else f"{training} experts"
     known = (device_type, training) in MEASURED
     return "" if known else f"{experts}: speed not measured on {device_type}, moe='off' is stock"
 
 
 def _reading_sizes(run: Run, dtypes: set[torch.dtype]) -> str:
-    """Return why experts in one of `dtypes`, those that transformers dispatches, cannot be in a CUDA graph."""
+    """Return why experts in one of `dtypes` cannot be part of a CUDA graph."""
     for dtype in dtypes:
         if reads_offsets(dtype, run.device):
             capability = ".".join(map(str, torch.cuda.get_device_capability(run.device)))
@@ -56,12 +196,12 @@ def _reading_sizes(run: Run, dtypes: set[torch.dtype]) -> str:
     return ""
 
 
-@contextmanager
+@contextlib.contextmanager
 def moe(run: Run) -> Iterator[None]:
-    """Run mixture-of-experts layers on our path, while the model trains; evaluation by itself runs stock's.
+    """Run mixture-of-experts layers on our path while the model trains; evaluation by itself runs transformers'.
 
     Raises:
-        ValueError: the stacks are in four bits, and another setting asks for stock's path.
+        ValueError: the stacks are in four bits, and another setting selects transformers' path.
     """
     setting, model = run.settings.moe, run.model
     present = bool(experts_modules(model))
@@ -89,15 +229,14 @@ def moe(run: Run) -> Iterator[None]:
             "(accelerate_config: multi_gpu), otherwise leave out what chooses stock's, or moe_quantize_experts"
         )
     if why:
-        run.say("moe", "stock" if present and setting != "off" else "off", "stock", why)
+        run.set_status("moe", "stock" if present and setting != "off" else "off", "stock", why)
         yield
         return
     with apply_moe(model, lora=run.settings.lora != "off", force=setting == "on") as applied:
         for warning in applied.warnings:
             logger.warning(warning)
-        said = "; ".join([applied.summary(), *[note] * bool(applied.active and note)])
         if applied.active:
-            run.say("moe", "on", "fastpack", said)
+            run.set_status("moe", "on", "fastpack", "; ".join([applied.summary(), *[note] * bool(note)]))
         else:
-            run.say("moe", "stock", "stock", said.removeprefix("stock: "))
+            run.set_status("moe", "stock", "stock", applied.summary().removeprefix("stock: "))
         yield

@@ -25,7 +25,7 @@ def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def not_covered(module: Any) -> str:
-    """Return why this module keeps stock's path; empty if ours covers it. Older transformers lack some of the flags."""
+    """Return why this module keeps transformers' path; empty if ours covers it. Older versions lack some flags."""
     if not module.has_gate:
         return "experts without a gate"
     if getattr(module, "has_post_expert_norm", False):

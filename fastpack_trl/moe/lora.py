@@ -31,13 +31,13 @@ class ExpertLora:
     """The LoRA of one experts module.
 
     Attributes:
-        name: of the outermost PEFT wrapper.
+        name: name of the outermost PEFT wrapper.
         wrappers: PEFT's `ParamWrapper` of each adapted stack, outermost first.
         module: the experts module inside.
-        reason: why PEFT's own path runs; empty if ours does. Read again in each forward: adapters may be merged,
-            added or switched off at any time, hooks may come and go.
-        hooked: whether hooks ask for PEFT's path.
-        installed: all that was done to the model beside this.
+        reason: why PEFT's own path runs; empty if ours does. Checked in each forward: adapters are disabled for a
+            reference model, merged or added, and hooks come and go.
+        hooked: whether hooks need PEFT's path.
+        installed: all other changes of the model.
     """
 
     name: str
@@ -55,37 +55,32 @@ def expert_lora(model: nn.Module) -> Iterator[list[ExpertLora]]:
     Yields:
         One entry per experts module with LoRA on its stacks.
     """
-    found = list(_adapted(model))
+    adapters = list(_adapted(model))
     with contextlib.ExitStack() as stack:
-        for adapter in found:
+        for adapter in adapters:
             outer = adapter.wrappers[0]
             adapter.reason = _reason_for_peft(adapter)
-            before = vars(outer).get("forward")
-            if before is not None and getattr(before, "__func__", None) is forward:
-                continue  # applied before
-            if before is not None:
+            if (before := vars(outer).get("forward")) is None:
+                # On the instance: the class and everything that PEFT reads stay as they are. A method: a compiled graph
+                # compares its function, which is the same in every layer; of other objects it compares the identity.
+                # Named as the attribute: a pickle of the model has it by name, and PEFT's where it is loaded.
+                stack.enter_context(patch_attribute(outer, "_fastpack_expert_lora", adapter))
+                stack.enter_context(patch_attribute(outer, "forward", MethodType(forward, outer)))
+            elif getattr(before, "__func__", None) is not forward:  # else it was applied before
                 adapter.reason = "the wrapper's forward was replaced by somebody else"
-                continue
-            # On the instance: the class and everything that PEFT reads stay as they are. A method: a compiled graph
-            # asks for its function, which is the same in every layer; of another object it would ask for the identity.
-            # Named as the attribute: a pickle of the model has it by name, and PEFT's where it is loaded.
-            stack.enter_context(patch_attribute(outer, "_fastpack_expert_lora", adapter))
-            stack.enter_context(patch_attribute(outer, "forward", MethodType(forward, outer)))
-        yield found
+        yield adapters
 
 
 def _adapted(model: nn.Module) -> Iterator[ExpertLora]:
-    inner: set[int] = set()
+    inner: set[nn.Module] = set()
     for name, module in model.named_modules():
-        if not _is_wrapper(module) or id(module) in inner:
-            continue
         chain: list[Any] = []
         base: Any = module
-        while _is_wrapper(base):
+        while _is_wrapper(base) and base not in inner:
             chain.append(base)
-            inner.add(id(base))
+            inner.add(base)
             base = base.base_layer
-        if hasattr(base, "_fastpack_moe"):
+        if chain and hasattr(base, "_fastpack_moe"):
             yield ExpertLora(name, chain, base)
 
 
@@ -99,7 +94,7 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def forward(outer: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Run the forward of the outermost wrapper: ours, or PEFT's where the adapters ask for it."""
+    """Run the forward of the outermost wrapper: ours, or PEFT's if adapters or hooks need it."""
     adapter: ExpertLora = outer._fastpack_expert_lora
     reason = "keywords were given" if kwargs or len(args) != 2 else _reason_for_peft(adapter)
     if reason != adapter.reason and not torch.compiler.is_compiling():
@@ -162,12 +157,14 @@ def low_rank(wrapper: Any, module: Any) -> LowRank:
     return LowRank(a.contiguous(), b.contiguous(), float(wrapper.scaling[name]))
 
 
-def router_adapters(model: nn.Module, experts: dict[str, nn.Module]) -> list[str]:
-    """Return a warning if LoRA wraps the routers beside these experts: `target_modules="all-linear"` may do that."""
+def router_adapters(model: nn.Module, experts: dict[str, nn.Module]) -> Iterator[str]:
+    """Yield a warning if LoRA wraps the routers next to these experts: `target_modules="all-linear"` may do that."""
     inside = {name.split(".base_layer")[0].rpartition(".")[0] for name in experts}
     for name, module in model.named_modules():
-        parent, _, own = name.rpartition(".")
-        if parent in inside and own in ("gate", "router") and hasattr(module, "lora_A"):
-            said = f"LoRA wraps the router ({own!r}): routing changes with the adapter; "
-            return [said + "name target_modules and target_parameters instead of 'all-linear' unless that is meant"]
-    return []
+        parent, _, router = name.rpartition(".")
+        if parent in inside and router in ("gate", "router") and hasattr(module, "lora_A"):
+            yield (
+                f"LoRA wraps the router ({router!r}): routing changes with the adapter; name target_modules and "
+                "target_parameters instead of 'all-linear' unless that is meant"
+            )
+            return

@@ -8,95 +8,37 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fastpack_trl.kernels.dequantise import Scales, dequantise_4bit
 from fastpack_trl.moe.layout import experts_modules
 
 STACKS = ("gate_up_proj", "down_proj")
 
 
-class Layout(NamedTuple):
-    """The constants of a `Packed`."""
-
-    quant_type: str
-    blocksize: int
-    nested_blocksize: int
-    experts: int
-    rows: int
-    columns: int
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """Recipe by which a packed stack is made dense.
-
-    Attributes:
-        state: bitsandbytes' `QuantState`.
-    """
-
-    state: Any
-
-    @classmethod
-    def of(cls, scales: Scales, layout: Layout) -> Packed:
-        """Return the recipe of the parts that `parts` returns."""
-        state = scales.state(
-            quant_type=layout.quant_type, blocksize=layout.blocksize, nested_blocksize=layout.nested_blocksize,
-            shape=(layout.experts, layout.rows, layout.columns), dtype=layout.dtype,
-        )  # fmt: skip
-        return cls(state)
-
-    def parts(self) -> tuple[Scales, Layout]:
-        """Return tensors and constants apart, as an operator takes them."""
-        state = self.state
-        experts, rows, columns = state.shape
-        nested_blocksize = state.state2.blocksize if state.nested else 0
-        layout = Layout(state.quant_type, state.blocksize, nested_blocksize, experts, rows, columns, state.dtype)
-        return Scales.of(state), layout
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype of the dense stack."""
-        dtype: torch.dtype = self.state.dtype
-        return dtype
-
-    def dense(self, packed: Tensor) -> Tensor:
-        """Make the dense stack, (E, ., .)."""
-        return dequantise_4bit(packed, self.state)
-
-
-def read_stack(module: Any, name: str) -> tuple[Tensor, Packed | None]:
-    """Return the dense parameter of a stack and None, or the packed one and how to make it dense."""
-    return _packed_stack(module, name) or (getattr(module, name), None)
-
-
-def _packed_stack(module: Any, name: str) -> tuple[Tensor, Packed] | None:
+def read_stack(module: Any, name: str) -> tuple[Any, Any]:
+    """Return the dense parameter of a stack and None, or the packed one and bitsandbytes' `QuantState`."""
     parametrized = getattr(module, "parametrizations", None)
     if parametrized is not None and name in parametrized:
         (*_, last) = made_by = list(parametrized[name])
         if len(made_by) == 1 and type(last).__name__ == "Bnb4bitParametrization":
-            return parametrized[name].original, Packed(last.quant_state)
-    return None
+            return parametrized[name].original, last.quant_state
+    return getattr(module, name, None), None
 
 
 def stack_dtype(module: Any, name: str) -> torch.dtype:
-    """Return the dtype in which a stack is computed with."""
-    stack, packed = read_stack(module, name)
-    return stack.dtype if packed is None else packed.dtype
+    """Return the compute dtype of a stack."""
+    stack, state = read_stack(module, name)
+    dtype: torch.dtype = (stack if state is None else state).dtype
+    return dtype
 
 
 def expert_dtypes(model: nn.Module) -> set[torch.dtype]:
-    """Return the dtypes in which the expert stacks of a model are computed with."""
-    return {
-        stack_dtype(module, name)
-        for module in experts_modules(model).values()
-        for name in STACKS
-        if name in module._parameters or _packed_stack(module, name) is not None
-    }
+    """Return the compute dtypes of the expert stacks of a model."""
+    stacks = [(module, name) for module in experts_modules(model).values() for name in STACKS]
+    return {stack_dtype(*stack) for stack in stacks if read_stack(*stack)[0] is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +55,7 @@ class QuantisedExperts:
 
 def has_quantised_experts(model: nn.Module) -> bool:
     """Return whether a stack of this model is packed."""
-    return any(_packed_stack(module, STACKS[0]) is not None for module in experts_modules(model).values())
+    return any(read_stack(module, STACKS[0])[1] is not None for module in experts_modules(model).values())
 
 
 def quantize_experts(model: nn.Module, device: torch.device | None = None) -> QuantisedExperts:
@@ -153,13 +95,8 @@ def quantize_experts(model: nn.Module, device: torch.device | None = None) -> Qu
             if device is not None:
                 dense.data = dense.data.to(device)
             replace_parameter_4bit(module, stack, compress_statistics=True, quant_type="nf4")
-            packed_stack, how = read_stack(module, stack)
-            assert how is not None
-            after += packed_stack.nbytes + _state_bytes(how.state)
+            stored, state = read_stack(module, stack)
+            scales = [state.absmax, *([state.state2.absmax, state.offset] if state.nested else [])]
+            after += stored.nbytes + sum(int(tensor.nbytes) for tensor in scales)
             count += 1
     return QuantisedExperts(count, before, after)
-
-
-def _state_bytes(state: Any) -> int:
-    tensors = [state.absmax, *([state.state2.absmax, state.offset] if state.nested else [])]
-    return sum(int(tensor.nbytes) for tensor in tensors)

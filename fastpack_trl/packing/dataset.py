@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -14,11 +13,10 @@ import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset, LargeList, List
 from numpy.typing import NDArray
 
-from fastpack_trl.errors import DataError, shown
+from fastpack_trl.errors import DataError, short_repr
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX
 
 _ROWS_AT_A_TIME = 10_000
-_ROWS_OF_A_DIGEST = 32  # whose tokens are read; of all the others, their lengths
 _NEVER = 2**62
 
 Ints: TypeAlias = NDArray[np.int64]
@@ -102,7 +100,7 @@ def prepare_in_two_passes(
     if "input_ids" not in documents.column_names:
         raise DataError(
             f"the {name} data set has the columns {', '.join(dataset.column_names)}, none of which holds text or "
-            f"conversations: set dataset_text_field (now {shown(args.dataset_text_field)}), or provide messages, "
+            f"conversations: set dataset_text_field (now {short_repr(args.dataset_text_field)}), or provide messages, "
             "prompt and completion, or input_ids"
         )
     tokenized, empty = is_token_lists(documents, ("input_ids", "labels")), 0
@@ -242,19 +240,6 @@ def check_vocabulary(dataset: Dataset, vocab_size: int) -> None:
                         f"the train data set has {int(value)} in {column!r}, outside the model's vocabulary of "
                         f"{vocab_size}: tokenize it with the model's own tokenizer, or resize the model's embeddings"
                     )
-
-
-def rows_digest(dataset: Dataset) -> str:
-    """Return a digest of the rows in their order: how long all and their documents are, the tokens of a few.
-
-    Packing sorts documents by length: those of another order may make rows of the same lengths.
-    """
-    digest = hashlib.blake2b(column_lengths(dataset, "input_ids"), digest_size=8)
-    few = dataset.select(np.unique(np.linspace(0, len(dataset) - 1, _ROWS_OF_A_DIGEST, dtype=np.int64)))
-    for part, column in ((dataset, "seq_lengths"), (few, "input_ids")):
-        for piece in pieces(part, column) if column in part.column_names else ():
-            digest.update(piece[column][1].to_numpy(zero_copy_only=False).astype(np.int64))
-    return digest.hexdigest()
 
 
 def highest_padding_cost(prepared: Dataset, rows_per_batch: int = 1, seed: int = 0) -> float:

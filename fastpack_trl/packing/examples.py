@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset, LargeList, List
 
-from fastpack_trl.errors import DataError, describe, shown
+from fastpack_trl.errors import DataError, describe, short_repr
 from fastpack_trl.packing.dataset import column_lengths, is_integer_list, pieces
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX
 
@@ -52,7 +52,7 @@ def naming_the_row(prepare: Callable[..., Any], stock: Callable[..., Any], datas
             turn = next((place for _, place in _null_turns(dataset.select([row]))), "")
             why += f"; {turn} has no content (null): fill it or drop the row" if turn else ""
             with contextlib.suppress(UnicodeDecodeError):
-                why += f"; it holds {shown(dataset[row])}"
+                why += f"; it holds {short_repr(dataset[row])}"
         raise DataError(why) from error
 
 

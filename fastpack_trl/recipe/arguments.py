@@ -1,42 +1,53 @@
-"""Arguments of the commands that train: TRL's parser and dataclasses, with every wrong value reported as one line.
-
-Names are checked here, YAML values in `recipe.values`; valid values then go through TRL's own parser.
-"""
+"""Arguments of the commands that train: the keys of the YAML and the flags become one command line for TRL's parser."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
+import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
-from fastpack_trl.errors import UserError, naming_keys, shown
+from fastpack_trl.errors import UserError, did_you_mean, naming_keys, short_repr
 from fastpack_trl.recipe.foreign import tool_of
 from fastpack_trl.recipe.formats import DataArguments
-from fastpack_trl.recipe.help import COMMAND_OPTIONS, meant, write_help
 from fastpack_trl.recipe.methods import SFT, Method
-from fastpack_trl.recipe.values import as_bool, check_entries, checked_value, member_types
-from fastpack_trl.recipe.yaml import load_config, set_environment
+from fastpack_trl.recipe.yaml import load_config
 
 if TYPE_CHECKING:
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
+COMMAND_OPTIONS: Mapping[str, str] = {
+    "--config": "a YAML whose keys are these options; flags override it, `fastpack-trl init NAME` writes one",
+    "--accelerate_config": "start several processes by a config of TRL (fsdp2, zero2, multi_gpu, ...) or a file",
+    "--verbose": "show in the banner why each feature is off (also: FASTPACK_VERBOSE=1)",
+    "--traceback": "show the traceback of an error that is otherwise one line (also: FASTPACK_TRACEBACK=1)",
+    "--help-all": "show this text and every option of TRL",
+}
+"""Options of the command itself, which no dataclass has."""
 # Text in these is the path of a JSON file; in the other mappings it is JSON.
 _PATH_OR_MAPPING = {"accelerator_config", "deepspeed", "fsdp_config"}
-_COUNTS = ("num_processes", "num_machines")
 # These say which program is launched: that is ours to set.
 _RESERVED_LAUNCH_OPTIONS = {"help", "module", "no_python", "training_script", "training_script_args"}
+_OTHER_NAMES: Mapping[str, str] = {
+    "model": "model_name_or_path", "base_model": "model_name_or_path", "torch_dtype": "dtype",
+    "dataset": "dataset_name", "attn": "packed_attention", "lr": "learning_rate", "epochs": "num_train_epochs",
+    "batch_size": "per_device_train_batch_size", "micro_batch_size": "per_device_train_batch_size",
+    "output": "output_dir", "resume": "resume_from_checkpoint", "max_seq_length": "max_length",
+    "sequence_len": "max_length", "sample_packing": "packing",
+}  # fmt: skip
+"""Names that other tools and older versions of TRL give to an option."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arguments:
-    """Everything one run needs: ``--num_processes 2 --max_steps 3`` -> ``launch=["--num_processes", "2"]``."""
+    """Everything one run needs: ``--num_processes 2 --max_steps 3`` -> ``launch=["--num_processes=2"]``."""
 
     method: Method
     script: ScriptArguments
@@ -47,8 +58,8 @@ class Arguments:
     data: DataArguments
     launch: list[str]
     """Options for `accelerate launch`, from the YAML and the command line."""
-    own: list[str]
-    """The command line without the flags in `launch`: what a launched process is given."""
+    words: list[str]
+    """The command line that was parsed."""
 
 
 def parse(argv: Sequence[str], method: Method = SFT, *, may_launch: bool = True) -> Arguments:
@@ -59,9 +70,9 @@ def parse(argv: Sequence[str], method: Method = SFT, *, may_launch: bool = True)
             processes read the same file.
 
     Raises:
-        UserError: a file, name or value that is wrong, with the nearest valid name where there is one; a launch flag
+        UserError: a file, name or value that is wrong, with the nearest valid name if there is one; a launch flag
             without effect.
-        ValueError: raised by the configuration classes for values that do not go together.
+        ValueError: raised by the configuration classes for values that contradict each other.
     """
     paths, flags = split_off("config", argv)
     if len(paths) > 1:
@@ -69,73 +80,52 @@ def parse(argv: Sequence[str], method: Method = SFT, *, may_launch: bool = True)
     if paths == [""]:
         raise UserError("--config needs a YAML file, e.g. --config sft.yaml")
     # Before torch is imported: a typing error shows at once, and `env` may hold what torch reads on import.
-    config = load_config(paths[0]) if paths else {}
-    path = "".join(paths)
-    if "env" in config:
-        set_environment(config.pop("env"), path)
+    path, config = "".join(paths), load_config(paths[0]) if paths else {}
+    env = config.pop("env", {})
+    if not isinstance(env, Mapping) or any(isinstance(value, list | dict) for value in env.values()):
+        raise UserError(
+            f"{path}: env={short_repr(env)} must be a mapping of variables, e.g. `env: {{OMP_NUM_THREADS: 1}}`"
+        )
+    os.environ.update({str(name): str(value) for name, value in env.items()})
     with warnings.catch_warnings():
         # transformers 5.23 renames this field; TRL's SFTConfig sets it by default and documents the old name.
         warnings.filterwarnings("ignore", message="`gradient_checkpointing` is deprecated", category=FutureWarning)
         parser = make_parser(method)
-        launch = _launch_options()
-        own, launch_flags = _split_flags(flags, parser, launch)
+        words = list(_words_of(config, parser, path))
+        parser.source = f"{path}: "
+        launch = _launch_words(parser.parse_known_args(words)[1], parser)
+        parser.source = "--"
+        launch_flags = _launch_words(parser.parse_known_args(flags)[1], parser)
         if launch_flags and not may_launch:
             raise UserError(
                 f"{' '.join(launch_flags)}: this process is already running, so options of `accelerate launch` have no "
                 "effect here: give them to the launcher"
             )
-        words = _apply_config(parser, config, path, launch)
-        _check_stray(parser, own)  # before the values: without the YAML that was meant, those are wrong as well
-        with _bf16_needs_a_gpu(), naming_keys(config):
-            script, training, model, mixture, data = parser.parse_args_into_dataclasses(own, look_for_args_file=False)
-    launch_words = _accelerate_file([*words, *launch_flags])
-    own = [*(["--config", path] if path else []), *own]
-    return Arguments(method, script, training, model, mixture, data, launch_words, own)
+        try:
+            with naming_keys(config):
+                script, training, model, mixture, data, _ = parser.parse_args_into_dataclasses(
+                    [*words, *flags], return_remaining_strings=True, look_for_args_file=False
+                )
+        except ValueError as error:
+            if "support bf16/gpu" not in str(error):
+                raise
+            raise UserError(_without_bf16()) from error
+    return Arguments(
+        method, script, training, model, mixture, data, _accelerate_file([*launch, *launch_flags]), [*argv]
+    )
+
+
+def _without_bf16() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return "bf16=True, but this GPU has no bf16: set bf16: false and fp16: true"
+    return "bf16=True, but there is no GPU: set use_cpu: true and bf16: false, or run on a GPU"
 
 
 def as_flags(values: Mapping[str, object]) -> list[str]:
     """Return values by name as words of a command line: ``{"seed": 1}`` -> ``["--seed", "1"]``."""
     return [word for name, value in values.items() for word in (f"--{name}", str(value))]
-
-
-def make_parser(method: Method = SFT) -> Any:
-    """Return TRL's parser over ScriptArguments, the method's configuration, ModelConfig and DatasetMixtureConfig."""
-    from trl import TrlParser
-
-    class Parser(TrlParser):
-        def error(self, message: str) -> NoReturn:
-            # "argument --max_steps/--max-steps: ..." names an option twice.
-            said = re.sub(r"^argument (--\w+)\S*: ", r"\1: ", message)
-            raise UserError(f"{said} (see `{self.prog} --help-all`)")
-
-        def format_help(self) -> str:
-            return write_help(self)
-
-    parser = Parser(method.dataclasses(), prog=f"fastpack-trl {method.command}", allow_abbrev=False)
-    hints = _hints(parser)
-    for action in parser._actions:
-        if {dict, str} <= member_types(hints.get(action.dest)):
-            action.type = _path_or_mapping_text if action.dest in _PATH_OR_MAPPING else _mapping_text
-    return parser
-
-
-def _hints(parser: Any) -> dict[str, object]:
-    return {name: hint for kind in parser.dataclass_types for name, hint in get_type_hints(kind).items()}
-
-
-def _mapping_text(text: str) -> str:
-    """Return JSON of a mapping as it is, for the configuration class to parse; refuse other text before TRL does."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not JSON ({error}), e.g. '{{\"key\": 1}}'") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not a mapping, e.g. '{{\"key\": 1}}'")
-    return text
-
-
-def _path_or_mapping_text(text: str) -> str:
-    return _mapping_text(text) if text.startswith("{") else text  # the test that transformers makes
 
 
 def split_off(name: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -147,111 +137,169 @@ def split_off(name: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
     return found.values, rest
 
 
+def make_parser(method: Method = SFT, kinds: Sequence[Any] | None = None) -> Any:
+    """Return TRL's parser over the dataclasses of a method, or over `kinds` alone."""
+    from trl import TrlParser
+
+    class Parser(TrlParser):
+        source = "--"
+
+        def error(self, message: str) -> NoReturn:
+            """Raise `UserError`: ``sft.yaml: max_length: invalid int value: 'abc'``."""
+            said = re.sub(r"^argument --(\w+)\S*: ", lambda found: f"{self.source}{found[1]}: ", message)
+            if choices := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", said):
+                near = did_you_mean(choices[1], re.findall(r"[\w.-]+", choices[2]))
+                said = said.replace(" (choose", f"{near} (choose")
+            raise UserError(f"{said} (see `{self.prog} --help-all`)")
+
+    parser = Parser(kinds or method.dataclasses(), prog=f"fastpack-trl {method.command}", allow_abbrev=False)
+    for action in parser._actions:
+        if "dict" in _hint(parser, action.dest):
+            action.type = _path_or_mapping if action.dest in _PATH_OR_MAPPING else _mapping
+    return parser
+
+
+def _hint(parser: Any, name: str) -> str:
+    hints = {name: hint for kind in parser.dataclass_types for name, hint in _hints(kind).items()}
+    return str(hints.get(name))
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{short_repr(text)} is not JSON ({error}), e.g. '{{\"key\": 1}}'") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{short_repr(text)} is not a mapping, e.g. '{{\"key\": 1}}'")
+    return value
+
+
+def _path_or_mapping(text: str) -> Any:
+    return _mapping(text) if text.startswith("{") else text  # the test that transformers makes
+
+
+def _words_of(config: Mapping[str, Any], parser: Any, path: str) -> Iterator[str]:
+    """Yield the YAML as words: ``{"packing": True, "lora_target_modules": ["q", "v"]}`` ->
+    ``--packing=True --lora_target_modules q v``.
+
+    What a word cannot express, `null` and lists of fields that are single options, becomes a default of the parser,
+    as TRL does it.
+    """
+    # Reversed, so that the first one stays: `--no_x` shares the name of `--x`.
+    actions = {action.dest: action for action in reversed(parser._actions)}
+    for name in config:
+        if name not in actions and f"--{name}" not in _launch_options():
+            _refuse_unknown(name, config, parser, path)
+    for name, value in config.items():
+        action, hint = actions.get(name), _hint(parser, name)
+        if name == "datasets":
+            _check_datasets(value, path)
+            parser.set_defaults(datasets=value)
+        elif value is None and "None" not in hint:
+            pass  # not set
+        elif isinstance(value, dict) and "dict" in hint:
+            yield f"--{name}={json.dumps(value, default=str)}"
+        elif isinstance(value, list) and action is not None and action.nargs == "+":
+            if any(isinstance(item, list | dict) for item in value):
+                raise UserError(f"{path}: {name}={short_repr(value)} must be a list of single values")
+            yield from (f"--{name}", *map(str, value)) if value else ()
+        elif value is None or name == "fsdp" or (isinstance(value, list) and ("list" in hint or "tuple" in hint)):
+            parser.set_defaults(**{name: value})
+        elif isinstance(value, list | dict):
+            raise UserError(f"{path}: {name}={short_repr(value)} must be a single value")
+        else:
+            yield f"--{name}={'no' if value is False and action and 'no' in (action.choices or ()) else value}"
+
+
+def _check_datasets(entries: Any, path: str) -> None:
+    from trl.scripts.utils import DatasetConfig
+
+    known = [field.name for field in dataclasses.fields(DatasetConfig)]
+    mappings = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
+    for key in (key for entry in entries for key in entry if key not in known) if mappings else ():
+        raise UserError(
+            f"{path}: datasets: unknown key {short_repr(key)}{did_you_mean(key, known)} ({', '.join(known)})"
+        )
+    if not mappings or not all(isinstance(entry.get("path"), str) for entry in entries):
+        raise UserError(
+            f"{path}: datasets={short_repr(entries)} must be a list of entries, each as `- path: data.jsonl`"
+        )
+
+
+def _refuse_unknown(name: str, config: Mapping[str, Any], parser: Any, path: str) -> NoReturn:
+    """Raise `UserError` for the name of a key, or of an option if it begins with dashes."""
+    from fastpack_trl.config import removal
+
+    if tool := tool_of(config):
+        raise UserError(f"{path} is a YAML of {tool}: `fastpack-trl convert {path}` writes it in our names")
+    if not name.startswith("--") and not path:
+        remedy = f"did you mean --config {name}?" if name.endswith((".yaml", ".yml")) else "options start with --"
+        raise UserError(f"unexpected argument {short_repr(name)}: {remedy}")
+    dashes, plain = "--" * (not path), name.removeprefix("--").replace("-", "_")
+    if gone := removal(plain):
+        raise UserError(f"{path}: {gone}" if path else gone)
+    known = {action.dest for action in parser._actions} | {option[2:] for option in _launch_options()} | {"env"}
+    known |= set() if path else {option[2:] for option in COMMAND_OPTIONS}
+    other = _OTHER_NAMES.get(plain)
+    hint = (
+        f"; did you mean '{dashes}{other}'?"
+        if other in known
+        else did_you_mean(dashes + plain, (dashes + one for one in known))
+    )
+    hint = hint or f"; `{parser.prog} --help-all` lists the names"
+    raise UserError(
+        f"{path}: unknown key {short_repr(name)}{hint}" if path else f"unknown option {short_repr(name)}{hint}"
+    )
+
+
+@cache
 def _launch_options() -> dict[str, argparse.Action]:
-    """Return the options of `accelerate launch` by name without dashes; ``accelerate_config`` is TRL's addition."""
+    """Return the options of `accelerate launch` by name; ``--accelerate_config`` is TRL's addition."""
     from accelerate.commands.launch import launch_command_parser
 
     parser = launch_command_parser()
     parser.add_argument("--accelerate_config", "--accelerate-config")
     return {
-        name.removeprefix("--"): action
+        name: action
         for action in parser._actions
         for name in action.option_strings
         if name.startswith("--") and action.dest not in _RESERVED_LAUNCH_OPTIONS
     }
 
 
-def _split_flags(
-    argv: Sequence[str], parser: Any, launch: Mapping[str, argparse.Action]
-) -> tuple[list[str], list[str]]:
-    """Split flags into ours and launch options: ``(["--packing"], ["--num_processes", "2"])``."""
-    from fastpack_trl.config import removal
-
-    known = set(parser._option_string_actions)
-    own: list[str] = []
-    launched: list[str] = []
-    words = iter(argv)
+def _launch_words(rest: Sequence[str], parser: Any) -> list[str]:
+    """Return what TRL's parser left as options for `accelerate launch`: ``--num_processes 2 --quiet=False`` ->
+    ``["--num_processes=2"]``.
+    """
+    found, words = [], iter(rest)
     for word in words:
         name, equals, value = word.partition("=")
-        if not word.startswith("--") or name in known:
-            own.append(word)  # a value, or one of our options
-            continue
-        action = launch.get(name[2:])
+        action = _launch_options().get(name)
         if action is None:
-            if gone := removal(name[2:].replace("-", "_")):
-                raise UserError(gone)
-            command = (option.partition(" ")[0] for option in COMMAND_OPTIONS)
-            near = meant(name, {*known, *command, *(f"--{option}" for option in launch)})
-            raise UserError(f"unknown option {shown(name)}{near or f'; `{parser.prog} --help-all` lists the options'}")
-        launched.append(word)
-        if action.nargs != 0 and not equals:
-            value = next(words, "")
-            if not value:
-                raise UserError(f"option {shown(name)} needs a value")
-            launched.append(value)
-        _check_count(name, name, value)
-    return own, launched
+            _refuse_unknown(name, {}, parser, "")
+        if action.nargs == 0:
+            # TRL passes "--multi_gpu True", which accelerate reads as the name of the script to launch.
+            if equals and value not in ("True", "False"):
+                raise UserError(f"{parser.source}{name[2:]}={short_repr(value)} must be true or false")
+            found += [name] * (value != "False")
+            continue
+        value = value if equals else next(words, "")
+        if not value:
+            raise UserError(f"{name} needs a value")
+        # accelerate trains in one process for these, without a word.
+        if action.dest in ("num_processes", "num_machines") and re.fullmatch(r"0|-\d+", value):
+            raise UserError(f"{parser.source}{name[2:]}={value} must be >= 1")
+        found.append(f"{name}={value}")
+    return found
 
 
-def _check_count(said: str, name: str, value: str) -> None:
-    """Refuse no process and no machine: accelerate trains on one then, without a word."""
-    if name.removeprefix("--").replace("-", "_") in _COUNTS and re.fullmatch(r"0|-\d+", value):
-        raise UserError(f"{said} {value} is below 1: give 1 or more, or leave it out")
-
-
-def _launch_words(name: str, value: object, action: argparse.Action, path: str) -> list[str]:
-    """Turn a YAML key of `accelerate launch` into flags: ``num_processes: 2`` -> ``["--num_processes", "2"]``."""
-    if isinstance(value, list | dict):
-        raise UserError(
-            f"{path}: {name}: {shown(value)} is not a single value: give one, as for `accelerate launch --{name}`"
-        )
-    if value is None:
-        return []
-    if action.nargs != 0:
-        _check_count(f"{path}: {name}", name, str(value))
-        return [f"--{name}", str(value)]
-    # TRL passes "--multi_gpu True", which accelerate reads as the name of the script to launch.
-    wanted = as_bool(value)
-    if wanted is None:
-        raise UserError(f"{path}: {name}: {shown(value)} is not true or false")
-    return [f"--{name}"] if wanted else []
-
-
-def _apply_config(parser: Any, config: dict[str, Any], path: str, launch: Mapping[str, argparse.Action]) -> list[str]:
-    """Check the YAML values and make them the parser's defaults; return the options for `accelerate launch`."""
-    from fastpack_trl.config import _CHOICES, normalise_choice, removal
-
-    hints = _hints(parser)
-    # Reversed, so that the first one stays: `--no_x` shares the name of `--x`.
-    actions = {action.dest: action for action in reversed(parser._actions) if action.dest in hints}
-    words: list[str] = []
-    values: dict[str, Any] = {}
-    for name, value in config.items():
-        if name == "datasets":
-            check_entries(value, path)
-            values[name] = value
-        elif name in _CHOICES:
-            try:
-                values[name] = normalise_choice(name, value, _CHOICES[name])
-            except ValueError as error:
-                raise UserError(f"{path}: {error}") from error
-        elif name in actions:
-            values[name] = checked_value(name, value, hints[name], actions[name], path)
-        elif name in launch:
-            words += _launch_words(name, value, launch[name], path)
-        else:
-            if tool := tool_of(config):
-                raise UserError(f"{path} is a YAML of {tool}: `fastpack-trl convert {path}` writes it in our names")
-            if gone := removal(name):
-                raise UserError(f"{path}: {gone}")
-            hint = meant(name, {*actions, *launch, "env"}) or f"; `{parser.prog} --help-all` lists the names"
-            raise UserError(f"{path}: unknown key {shown(name)}{hint}")
-    parser.set_defaults_with_config(**values)
-    return words
-
-
-def _accelerate_file(words: list[str]) -> list[str]:
-    """Turn ``--accelerate_config zero2`` into ``--config_file .../zero2.yaml``; TRL's own files go by their name."""
+def _accelerate_file(words: Sequence[str]) -> list[str]:
+    """Turn ``--accelerate_config zero2`` into ``--config_file=.../zero2.yaml``; TRL's own files go by their name."""
     names, rest = split_off("accelerate_config", words)
     if not names:
         return rest
@@ -259,35 +307,11 @@ def _accelerate_file(words: list[str]) -> list[str]:
     if Path(name).is_file():
         if not name.endswith(".json"):
             load_config(name)  # accelerate reads it after us, and says less about what is wrong
-        return ["--config_file", name, *rest]
+        return [f"--config_file={name}", *rest]
     shipped = {Path(str(file)).stem: str(file) for file in files("trl.accelerate_configs").iterdir()}
     shipped.pop("__init__", None)
     if name not in shipped:
-        raise UserError(f"accelerate_config {shown(name)} is neither a file nor one of {', '.join(sorted(shipped))}")
-    return ["--config_file", shipped[name], *rest]
-
-
-def _check_stray(parser: Any, own: Sequence[str]) -> None:
-    _, unknown = parser.parse_known_args(own)
-    if not unknown:
-        return
-    remedy = "options start with --, e.g. --max_length 1024"
-    if unknown[0].endswith((".yaml", ".yml")):
-        remedy = f"did you mean --config {unknown[0]}?"
-    raise UserError(f"unexpected argument {shown(unknown[0])}: {remedy}")
-
-
-@contextmanager
-def _bf16_needs_a_gpu() -> Iterator[None]:
-    """Name the fields behind the error of transformers, and what to set."""
-    try:
-        yield
-    except ValueError as error:
-        if "support bf16/gpu" not in str(error):
-            raise
-        import torch
-
-        said = "bf16 is on and there is no GPU here: set use_cpu: true and bf16: false, or run on a GPU"
-        if torch.cuda.is_available():
-            said = "bf16 is on, which this GPU does not have: set bf16: false and fp16: true"
-        raise UserError(said) from error
+        raise UserError(
+            f"accelerate_config={short_repr(name)} is neither a file nor one of {', '.join(sorted(shipped))}"
+        )
+    return [f"--config_file={shipped[name]}", *rest]

@@ -7,11 +7,13 @@ its tiles. The rest, what the allocator holds beside the tensors, is a constant 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
-from fastpack_trl.errors import describe, first_reason, preparing
+from fastpack_trl.errors import describe, preparing
 from fastpack_trl.recipe.arguments import Arguments, split_off
 from fastpack_trl.recipe.gpus import Gpu, as_if_on
 from fastpack_trl.recipe.make_trainer import short_run_arguments
@@ -178,7 +180,7 @@ def predict(arguments: Arguments, gpu: Gpu, precision: str = "bf16", seen: dict[
     model: Model = seen.setdefault("model", None) or model_of(arguments)
     seen["model"] = model
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
-    fixed = fixed_bytes(model, arguments.training) | {"CUDA itself": CONTEXT_GIB * _GIB}
+    fixed = fixed_bytes(model, arguments.training) | {"CUDA context": CONTEXT_GIB * _GIB}
     with as_if_on(gpu.capability):
         features, path = attention_of(model.module, gpu, dtype, arguments.training.packed_attention)
         found = Forecast(gpu, model, fixed, path, features=paths(arguments, model.module, features, path, precision))
@@ -226,47 +228,46 @@ def attention_of(module: Any, gpu: Gpu, dtype: Any, asked: str = "auto") -> tupl
 
 
 def paths(arguments: Arguments, model: Any, features: Any, attention: str, precision: str) -> dict[str, str]:
-    """Return what each feature would run as, by the rules that it follows itself; inside of `as_if_on`."""
+    """Return how each feature would run, by asking the features themselves; inside of `as_if_on`.
+
+    They are entered on the model for a moment, with a stand-in for the `Run` of one process on one such device.
+    """
     import torch
 
     from fastpack_trl.attention.backends import BACKENDS
     from fastpack_trl.capture.feature import unavailable
-    from fastpack_trl.kernels._triton import is_supported
-    from fastpack_trl.kernels.grouped import reads_offsets
-    from fastpack_trl.lora.report import has_lora
-    from fastpack_trl.moe.layout import experts_modules
-    from fastpack_trl.packing.buckets import Bucket
+    from fastpack_trl.capture.feature import why_not as why_not_captured
+    from fastpack_trl.compile.layer_compile import why_not as why_not_compiled
+    from fastpack_trl.lora.feature import lora
+    from fastpack_trl.model.precision import emulates_bf16
+    from fastpack_trl.moe.feature import moe
 
-    device, settings = torch.device("cuda", 0), arguments.training
-    old = "" if is_supported(device) else "needs compute capability 8.0"
+    device, backend, args = torch.device("cuda", 0), BACKENDS.get(attention), copy(arguments.training)
+    args.bf16, args.fp16 = precision == "bf16", precision == "fp16"
+    padded = "padded rows have another shape for every batch"
     found = {"packed_attention": attention}
-    if has_lora(model):
-        quantised = arguments.model.load_in_4bit and precision == "bf16" and old
-        why = "bf16 is emulated: fp16=True is fast" if quantised else ""
-        found["lora"] = "off: switched off" if settings.lora == "off" else f"stock: {why}" if why else "on"
-    experts = bool(experts_modules(model))
-    if experts:
-        why = "switched off" if settings.moe == "off" else "" if settings.moe == "on" else old
-        found["moe"] = f"stock: {why}" if why else "on"
-    backend = BACKENDS.get(attention)
-    why = "padded rows have another shape for every batch" if backend is None else backend.refuses_compile(features)
-    why = "switched off" if settings.layer_compile == "off" else why
-    found["layer_compile"] = f"off: {why}" if why else "on, where it pays back"
-    reads = experts and reads_offsets(features.compute_dtype, device)
-    found["cuda_graph"] = "on, where it pays back"
-    if why := first_reason(
-        [
-            settings.cuda_graph == "off" and "switched off",
-            unavailable(device),
-            "padded rows have another shape for every batch"
-            if backend is None
-            else backend.refuses_static(Bucket(1, 1, 1, 1), features),
-            precision == "fp16" and "the loss scaler of fp16 asks the device",
-            reads and "grouped products read their sizes on the host",
-        ]
-    ):
-        found["cuda_graph"] = f"off: {why}"
-    if features.capability < (8, 0) and precision == "bf16":
+
+    def set_status(name: str, status: str, path: str, reason: str = "", holds: object = None) -> None:
+        found[name] = status if status == "on" else f"{status}: {reason}"
+
+    run: Any = SimpleNamespace(
+        settings=args, args=args, model=model, device=device, compute_dtype=features.compute_dtype, training=True,
+        is_sharded=False, is_fsdp2=False, is_deepspeed=False, packs=backend is not None, loss_is_ours=True,
+        set_status=set_status, keeping=nullcontext, experts_refuse_capture=str,
+        choice=SimpleNamespace(refuses_compile=backend.refuses_compile(features) if backend else padded),
+        refuses_static=lambda bucket: backend.refuses_static(bucket, features) if backend else padded,
+        step=SimpleNamespace(offloads=False, activation_bytes=0, activations_left=None),
+        trainer=SimpleNamespace(
+            accelerator=SimpleNamespace(num_processes=1, state=None), model_accepts_loss_kwargs=True
+        ),
+    )  # fmt: skip
+    with moe(run), lora(run):
+        compiled, captured = why_not_compiled(run), unavailable(device) or why_not_captured(run)
+    if "lora" in found and arguments.model.load_in_4bit and args.bf16 and emulates_bf16(device):
+        found["lora"] = "stock: bf16 is emulated: fp16=True is fast"  # the layers are not quantized here
+    found["layer_compile"] = f"off: {compiled}" if compiled else "on, where it pays back"
+    found["cuda_graph"] = f"off: {captured}" if captured else "on, where it pays back"
+    if args.bf16 and emulates_bf16(device):
         found["precision"] = "bf16 is emulated: fp16: true, bf16: false is faster"
     return found
 

@@ -1,4 +1,4 @@
-"""YAMLs of Axolotl, LLaMA-Factory and Unsloth-style scripts: recognised, and all their keys mapped to ours at once."""
+"""YAMLs of Axolotl, LLaMA-Factory and Unsloth-style scripts: recognized, and their keys mapped to ours by a table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from fastpack_trl.errors import UserError, shown
+from fastpack_trl.errors import UserError, short_repr
 from fastpack_trl.recipe.methods import METHODS, SFT, Method
 
 _SIGNS: Mapping[str, str] = {
@@ -21,48 +21,45 @@ _SIGNS: Mapping[str, str] = {
     "Unsloth": "max_seq_length model_name use_gradient_checkpointing random_state full_finetuning r target_modules",
 }
 """Keys that only this tool has: two of them tell its files."""
-_NAMES: Mapping[str, Mapping[str, str]] = {
+_SECTIONS = {"model", "lora", "data", "training", "train", "logging", "peft"}
+_DATA_KEYS = {"path", "name", "split", "data_files", "data_dir"}
+_CHECKPOINT_HAS = ("chat_template", "model_type", "template", "tokenizer_type")
+
+
+def _modules(value: Any) -> dict[str, Any]:
+    names = value.split(",") if isinstance(value, str) else value
+    return {"lora_target_modules": "all-linear" if names == ["all"] else [name.strip() for name in names]}
+
+
+_KEYS: Mapping[str, Mapping[str, str | Callable[[Any], Mapping[str, Any]]]] = {
     "Axolotl": {
         "base_model": "model_name_or_path", "revision_of_model": "model_revision", "sequence_len": "max_length",
         "sample_packing": "packing", "eval_sample_packing": "eval_packing", "optimizer": "optim",
         "micro_batch_size": "per_device_train_batch_size", "eval_batch_size": "per_device_eval_batch_size",
-        "num_epochs": "num_train_epochs", "lr_scheduler": "lr_scheduler_type", "warmup_ratio": "warmup_steps",
-        "wandb_name": "run_name", "dataset_processes": "dataset_num_proc", "peft_use_rslora": "use_rslora",
-        "peft_use_dora": "use_dora", "shuffle_merged_datasets": "shuffle_dataset", "rl_beta": "beta",
-        "dpo_beta": "beta", "val_set_size": "test_split_size",
+        "num_epochs": "num_train_epochs", "lr_scheduler": "lr_scheduler_type", "wandb_name": "run_name",
+        "dataset_processes": "dataset_num_proc", "peft_use_rslora": "use_rslora", "peft_use_dora": "use_dora",
+        "shuffle_merged_datasets": "shuffle_dataset", "rl_beta": "beta", "dpo_beta": "beta",
+        "val_set_size": "test_split_size",
+        "adapter": lambda value: {"use_peft": True} | ({"load_in_4bit": True} if value == "qlora" else {}),
+        "lora_target_linear": lambda value: {"lora_target_modules": "all-linear"} if value else {},
+        "special_tokens": lambda value: {key: value[key] for key in ("pad_token", "eos_token") if key in value},
+        "wandb_project": lambda value: {"report_to": "wandb", "env": {"WANDB_PROJECT": value}},
     },
     "LLaMA-Factory": {
         "cutoff_len": "max_length", "lora_rank": "lora_r", "double_quantization": "use_bnb_nested_quant",
         "preprocessing_num_workers": "dataset_num_proc", "pref_beta": "beta", "neat_packing": "packing",
-        "additional_target": "lora_modules_to_save", "warmup_ratio": "warmup_steps", "val_size": "test_split_size",
+        "additional_target": "lora_modules_to_save", "val_size": "test_split_size", "lora_target": _modules,
+        "quantization_bit": lambda value: {f"load_in_{value}bit": True},
+        "pref_loss": lambda value: {"loss_type": [value]},
     },
     "Unsloth": {
         "model_name": "model_name_or_path", "max_seq_length": "max_length", "r": "lora_r",
         "target_modules": "lora_target_modules", "random_state": "seed", "modules_to_save": "lora_modules_to_save",
-        "dataset_path": "dataset_name", "dataset": "dataset_name", "warmup_ratio": "warmup_steps",
-        "batch_size": "per_device_train_batch_size", "epochs": "num_train_epochs", "num_epochs": "num_train_epochs",
-        "output": "output_dir",
+        "dataset_path": "dataset_name", "dataset": "dataset_name", "batch_size": "per_device_train_batch_size",
+        "epochs": "num_train_epochs", "num_epochs": "num_train_epochs", "output": "output_dir",
     },
 }  # fmt: skip
-"""Key of a tool -> ours, with the same value."""
-_BY_ITSELF = "nothing to set: "
-_WITHOUT: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("flash_attention", "xformers_attention", "sdp_attention", "flex_attention", "flash_attn"),
-        "packed_attention: auto",
-    ),
-    "attn_implementation": "packed_attention: auto",
-    **dict.fromkeys(("activation_offloading", "use_gradient_checkpointing"), "activation_memory: auto"),
-    **dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), "lora: auto"),
-    **dict.fromkeys(("pad_to_sequence_len", "group_by_length"), "rows have no padding"),
-    **dict.fromkeys(("model_type", "tokenizer_type", "strict", "template", "chat_template"), "the checkpoint says it"),
-    **dict.fromkeys(("dataset_prepared_path", "overwrite_cache"), "`datasets` keeps what it has prepared"),
-    **dict.fromkeys(("do_train", "overwrite_output_dir", "plot_loss", "bias", "local_rank"), "the default"),
-    "enable_liger_kernel": "sync_free: auto", "torch_compile": "layer_compile: auto",
-    "quantization_method": "the default",
-}  # fmt: skip
-_DATA_KEYS = {"path", "name", "split", "data_files", "data_dir"}
-_SECTIONS = {"model", "lora", "data", "training", "train", "logging", "peft"}
+"""Key of a tool -> ours with the same value, or a function from its value to ours."""
 
 
 @dataclass(slots=True)
@@ -72,26 +69,31 @@ class Converted:
     tool: str
     method: Method = SFT
     values: dict[str, Any] = field(default_factory=dict)
-    mapped: dict[str, str] = field(default_factory=dict)
-    """Their key -> ours, where the names differ."""
-    without: dict[str, str] = field(default_factory=dict)
-    """Their key -> why nothing takes its place, or what to do."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Their key -> its value, or what to do."""
 
     def text(self, source: str, file: str) -> str:
-        """Return what is written to `file`: the values, and what has no equivalent as comments."""
-        command = f"fastpack-trl {self.method.command} --config {file}"
-        head = f"# {source}, of {self.tool}, in the names of fastpack-trl:\n#     {command}\n\n"
-        notes = "".join(f"# {key}: {' '.join(why.split())}\n" for key, why in self.without.items())
+        """Return what is written to `file`: the values, and what is left out as comments."""
+        head = f"# {source}, of {self.tool}, in the names of fastpack-trl:\n"
+        command = f"#     fastpack-trl {self.method.command} --config {file}\n\n"
+        notes = "".join(f"# {key}: {' '.join(why.split())}\n" for key, why in self.left_out.items())
         body = yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True)
-        return f"{head}{body}" + (f"\n# Without an equivalent, or not needed:\n{notes}" if notes else "")
+        return head + command + body + (f"\n# Left out:\n{notes}" if notes else "")
 
 
 def tool_of(keys: Mapping[str, Any]) -> str:
     """Return the tool whose YAML has these keys: ``"Axolotl"``, ``"LLaMA-Factory"``, ``"Unsloth"``; empty for none."""
-    flat = _flat(keys)
-    found = {tool: len(set(signs.split()) & set(flat)) for tool, signs in _SIGNS.items()}
-    best = max(found, key=lambda tool: found[tool])
-    return best if found[best] >= 2 else ""
+    matches = {tool: len(set(signs.split()) & set(_flat(keys))) for tool, signs in _SIGNS.items()}
+    best = max(matches, key=lambda tool: matches[tool])
+    return best if matches[best] >= 2 else ""
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of sections with those of the top: ``{"lora": {"r": 8}}`` -> ``{"r": 8}``."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        flat |= value if key in _SECTIONS and isinstance(value, Mapping) else {key: value}
+    return flat
 
 
 def convert(config: Mapping[str, Any], folder: Path) -> Converted:
@@ -106,152 +108,97 @@ def convert(config: Mapping[str, Any], folder: Path) -> Converted:
     """
     tool = tool_of(config)
     if not tool:
-        known = ", ".join(_SIGNS)
-        raise UserError(f"this is no YAML of {known}: its keys are {', '.join(list(config)[:8])}; change them by hand")
+        raise UserError(f"this YAML is none of {', '.join(_SIGNS)}: its keys are {', '.join(list(config)[:8])}")
     given = {key: value for key, value in _flat(config).items() if value not in (None, "", "auto", [], {})}
     out = Converted(tool)
-    {"Axolotl": _axolotl, "LLaMA-Factory": _llama_factory, "Unsloth": _unsloth}[tool](given, out, folder)
+    values: dict[str, Any] = {"lora_dropout": 0.0}  # TRL's default is 0.05
+    kind = str(given.pop("rl", given.pop("stage", "sft")))
+    command = {"pt": "sft", "rm": "reward", "ipo": "dpo"}.get(kind, kind)
+    if command not in METHODS:
+        raise UserError(f"{kind!r} training has no command here: there are {', '.join(METHODS)}")
+    out.method = METHODS[command]
+    values |= {"loss_type": ["ipo"]} if kind == "ipo" else {}
+    if tool == "LLaMA-Factory" and given.pop("finetuning_type", "lora") == "lora":
+        rank = given.setdefault("lora_rank", 8)
+        values |= {"use_peft": True, "lora_alpha": 2 * rank, "lora_target_modules": "all-linear"}
+    if tool == "Unsloth" and not given.pop("full_finetuning", False) and ("r" in given or given.get("load_in_4bit")):
+        values["use_peft"] = True
+    learns_prompts = bool(given.pop("train_on_inputs", given.pop("train_on_prompt", kind == "pt")))
+    values |= _per_epoch(given)
+    if tool == "Axolotl" and "datasets" in given:
+        values |= _axolotl_data(given.pop("datasets"), out, learns_prompts)
+    if tool == "LLaMA-Factory" and "dataset" in given:
+        values |= _llama_factory_data(given, out, folder, learns_prompts)
     own = {one.name for kind in out.method.dataclasses() for one in fields(kind)} | {"datasets"}
     for key, value in given.items():
-        name = _NAMES[tool].get(key, key)
-        if name in own and key not in _WITHOUT:
-            out.values.setdefault(name, value)
-            if name != key:
-                out.mapped[key] = name
-        elif key in _WITHOUT:
-            out.without[key] = _BY_ITSELF + _WITHOUT[key]
+        to = "warmup_steps" if key == "warmup_ratio" else _KEYS[tool].get(key, key)
+        if callable(to):
+            values |= to(value)
+        elif to in own and key != "attn_implementation":
+            values[to] = value
         else:
-            out.without[key] = f"{shown(value)} has no equivalent for {out.method.command}"
-    _fit_evaluation(out.values)
+            known = key in _CHECKPOINT_HAS
+            out.left_out[key] = "the checkpoint has it" if known else f"{short_repr(value)} has no equivalent"
+    if not values.get("test_split_size"):  # nothing to evaluate on
+        for name in ("test_split_size", "eval_strategy", "eval_steps", "eval_packing"):
+            values.pop(name, None)
+    if not values.get("use_peft"):
+        values.pop("lora_dropout")
+    out.values = values
     return out
 
 
-def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of sections beside those of the top: ``{"lora": {"r": 8}}`` -> ``{"r": 8}``."""
-    out: dict[str, Any] = {}
-    for key, value in config.items():
-        out |= value if key in _SECTIONS and isinstance(value, Mapping) else {key: value}
-    return out
+def _per_epoch(given: dict[str, Any]) -> dict[str, Any]:
+    """Take Axolotl's ``saves_per_epoch``: a strategy by epochs, or steps below 1, which are a part of all steps."""
+    values: dict[str, Any] = {}
+    for when in ("eval", "save"):
+        if count := given.pop(f"{when}s_per_epoch", None):
+            steps = {f"{when}_strategy": "steps", f"{when}_steps": 1 / (count * float(given.get("num_epochs", 1)))}
+            values |= {f"{when}_strategy": "epoch"} if count == 1 else steps
+    return values
 
 
-def _take(given: dict[str, Any], out: Converted, key: str, to: Callable[[Any], Mapping[str, Any]]) -> None:
-    """Take a key whose value changes as well: `to` returns ours."""
-    if key in given:
-        found = to(given.pop(key))
-        out.values |= found
-        out.mapped[key] = ", ".join(found) or "the default"
-
-
-def _axolotl(given: dict[str, Any], out: Converted, folder: Path) -> None:
-    kind = str(given.pop("rl", "sft"))
-    out.method = _method("dpo" if kind == "ipo" else kind)
-    if kind == "ipo":
-        out.values["loss_type"] = ["ipo"]
-    four_bits = {"load_in_4bit": True} if given.get("adapter") == "qlora" else {}
-    _take(given, out, "adapter", lambda _: {"use_peft": True, **four_bits})
-    _take(given, out, "lora_target_linear", lambda value: {"lora_target_modules": "all-linear"} if value else {})
-    epochs = float(given.get("num_epochs", 1))
-    _take(given, out, "evals_per_epoch", lambda value: _per_epoch("eval", float(value), epochs))
-    _take(given, out, "saves_per_epoch", lambda value: _per_epoch("save", float(value), epochs))
-    tokens = ("pad_token", "eos_token")
-    _take(given, out, "special_tokens", lambda value: {name: value[name] for name in tokens if name in value})
-    _take(given, out, "wandb_project", lambda value: {"report_to": "wandb", "env": {"WANDB_PROJECT": value}})
-    learns_all = bool(given.pop("train_on_inputs", False))
-    _take(given, out, "datasets", lambda value: _axolotl_data(value, out, learns_all))
-    if out.values.get("use_peft"):
-        given.setdefault("lora_dropout", 0.0)  # TRL's default is 0.05
-
-
-def _axolotl_data(entries: list[dict[str, Any]], out: Converted, learns_all: bool) -> dict[str, Any]:
+def _axolotl_data(entries: list[dict[str, Any]], out: Converted, learns_prompts: bool) -> dict[str, Any]:
     formats: set[str] = set()
-    found: dict[str, Any] = {"datasets": [{k: v for k, v in one.items() if k in _DATA_KEYS} for one in entries]}
+    values: dict[str, Any] = {"datasets": [{k: v for k, v in one.items() if k in _DATA_KEYS} for one in entries]}
     for one in entries:
         kind = str(one.get("type", "chat_template"))
-        turns = one.get("message_field_role", (one.get("message_property_mappings") or {}).get("role"))
+        role = one.get("message_field_role", (one.get("message_property_mappings") or {}).get("role"))
         if kind == "completion":
-            found["dataset_text_field"] = one.get("field", "text")
-        of_turns = "sharegpt" if "sharegpt" in kind or turns == "from" else ""
-        formats.add("alpaca" if kind.startswith("alpaca") else of_turns)
+            values["dataset_text_field"] = one.get("field", "text")
+        is_sharegpt = "sharegpt" in kind or role == "from"
+        formats.add("alpaca" if kind.startswith("alpaca") else "sharegpt" if is_sharegpt else "")
         for key, own in (("field_messages", "messages" if out.method is SFT else "prompt"), ("field_chosen", "chosen")):
             if one.get(key, own) not in (own, "conversations"):
-                out.without[f"datasets {key}"] = f"rename the column {one[key]!r} to {own!r}"
-    return found | _format(formats, out, learns_all)
+                out.left_out[f"datasets {key}"] = f"rename the column {one[key]!r} to {own!r}"
+    return values | _format(formats, out, learns_prompts or "dataset_text_field" in values)
 
 
-def _format(formats: set[str], out: Converted, learns_all: bool) -> dict[str, Any]:
-    """Return the format of all data, and on which tokens the loss is."""
-    if len(formats) > 1:
-        out.without["datasets type"] = "several formats: bring them to one, e.g. a column `messages`"
-    (name, *others) = sorted(formats) or [""]
-    found: dict[str, Any] = {"dataset_format": name} if name and not others else {}
-    if out.method is SFT and name == "alpaca" and learns_all:
-        found["completion_only_loss"] = False
-    elif out.method is SFT and name != "alpaca" and not learns_all and "dataset_text_field" not in out.values:
-        found["assistant_only_loss"] = True
-    return found
-
-
-def _llama_factory(given: dict[str, Any], out: Converted, folder: Path) -> None:
-    stage = str(given.pop("stage", "sft"))
-    out.method = _method({"pt": "sft", "rm": "reward"}.get(stage, stage))
-    kind = given.pop("finetuning_type", "lora")
-    if kind == "lora":
-        rank = given.get("lora_rank", 8)
-        for key, default in (("lora_rank", 8), ("lora_alpha", 2 * rank), ("lora_dropout", 0.0), ("lora_target", "all")):
-            given.setdefault(key, default)  # theirs are other ones than TRL's
-        out.values["use_peft"] = True
-    elif kind != "full":
-        out.without["finetuning_type"] = f"{kind!r} has no equivalent: all weights are trained"
-    _take(given, out, "lora_target", lambda value: {"lora_target_modules": _modules(value)})
-    _take(given, out, "quantization_bit", lambda value: {f"load_in_{value}bit": True})
-    _take(given, out, "pref_loss", lambda value: {"loss_type": [value]})
-    learns_all = bool(given.pop("train_on_prompt", False)) or stage == "pt"
-    names, place, most = given.pop("dataset", ""), given.pop("dataset_dir", "data"), given.pop("max_samples", None)
-    if not names:
-        return
-    table = next((file for at in (Path.cwd(), folder) if (file := at / place / "dataset_info.json").is_file()), None)
+def _llama_factory_data(given: dict[str, Any], out: Converted, folder: Path, learns_prompts: bool) -> dict[str, Any]:
+    names, place, most = given.pop("dataset"), given.pop("dataset_dir", "data"), given.pop("max_samples", None)
+    files = [at / place / "dataset_info.json" for at in (Path.cwd(), folder)]
+    table = next((file for file in files if file.is_file()), None)
     info: dict[str, Any] = json.loads(table.read_text(encoding="utf-8")) if table else {}
     entries, formats = [], set()
     for name in [one.strip() for one in names.split(",")] if isinstance(names, str) else names:
         about = info.get(name, {})
         if not about:
-            out.without[f"dataset {name}"] = f"name its file or hub name: no {place}/dataset_info.json here has it"
+            out.left_out[f"dataset {name}"] = f"name its file or hub name: no {place}/dataset_info.json here has it"
         local = about.get("file_name")
         path = str(table.parent / local) if table and local else about.get("hf_hub_url", name)
         entries.append({"path": path} | ({"split": f"train[:{most}]"} if most else {}))
         formats.add(about.get("formatting", "alpaca"))
         if "columns" in about or "tags" in about:
-            out.without[f"columns of {name}"] = f"{shown(about.get('columns') or about['tags'])}: rename them"
-    out.values |= {"datasets": entries} | _format(formats, out, learns_all)
-    out.mapped["dataset"] = "datasets"
+            out.left_out[f"columns of {name}"] = f"{short_repr(about.get('columns') or about['tags'])}: rename them"
+    return {"datasets": entries} | _format(formats, out, learns_prompts)
 
 
-def _unsloth(given: dict[str, Any], out: Converted, folder: Path) -> None:
-    if not given.pop("full_finetuning", False) and ("r" in given or given.get("load_in_4bit")):
-        out.values["use_peft"] = True
-        given.setdefault("lora_dropout", 0.0)
-
-
-def _modules(value: Any) -> Any:
-    names = value.split(",") if isinstance(value, str) else value
-    return "all-linear" if names == ["all"] else [name.strip() for name in names]
-
-
-def _method(command: str) -> Method:
-    if command not in METHODS:
-        raise UserError(f"a training {command!r} has no command here: there are {', '.join(METHODS)}")
-    return METHODS[command]
-
-
-def _per_epoch(when: str, count: float, epochs: float) -> dict[str, Any]:
-    """Return a strategy: once an epoch, or a part of all steps, as transformers reads numbers below 1."""
-    if count == 1:
-        return {f"{when}_strategy": "epoch"}
-    return {f"{when}_strategy": "steps", f"{when}_steps": 1 / (count * epochs)}
-
-
-def _fit_evaluation(values: dict[str, Any]) -> None:
-    """Without data to evaluate on there is no evaluation."""
-    if not values.get("test_split_size"):
-        for name in ("test_split_size", "eval_strategy", "eval_steps", "eval_packing"):
-            values.pop(name, None)
+def _format(formats: set[str], out: Converted, learns_prompts: bool) -> dict[str, Any]:
+    """Return the format of all data, and which tokens the loss counts."""
+    if len(formats) > 1:
+        out.left_out["datasets type"] = "several formats: convert them to one, e.g. a column `messages`"
+    name = next(iter(sorted(formats)), "")
+    values: dict[str, Any] = {"dataset_format": name} if name and len(formats) == 1 else {}
+    if out.method is SFT and learns_prompts == (name == "alpaca"):
+        values["completion_only_loss" if name == "alpaca" else "assistant_only_loss"] = not learns_prompts
+    return values

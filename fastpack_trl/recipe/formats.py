@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastpack_trl.errors import DataError, shown
+from fastpack_trl.errors import DataError, short_repr
 
 AS_IS, ALPACA, SHAREGPT = FORMATS = "as_is", "alpaca", "sharegpt"
 _ROLES = {
@@ -84,5 +84,5 @@ def _message(turn: Row) -> dict[str, str]:
     role = _ROLES.get(turn["from"])
     if role is None:
         known = ", ".join(_ROLES)
-        raise DataError(f"a turn is from {shown(turn['from'])}, which is none of {known}: rename it in the data")
+        raise DataError(f"a turn is from {short_repr(turn['from'])}, which is none of {known}: rename it in the data")
     return {"role": role, "content": turn["value"]}

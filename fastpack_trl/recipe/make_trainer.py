@@ -1,24 +1,45 @@
-"""From parsed arguments to a trainer: settings, tokenizer and data are checked before the weights are read."""
+"""From parsed arguments to a trainer: settings and data are checked before the weights are read."""
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastpack_trl.errors import SETTING_ERRORS, DataError, UserError, naming_keys, nearest, preparing, shown
-from fastpack_trl.recipe import checks
+from fastpack_trl.errors import (
+    DataError,
+    UserError,
+    describe,
+    did_you_mean,
+    first_reason,
+    naming_keys,
+    preparing,
+    short_repr,
+)
 from fastpack_trl.recipe.arguments import Arguments, as_flags, parse, split_off
-from fastpack_trl.recipe.data import data_name, load_data
-from fastpack_trl.recipe.formats import reshape
-from fastpack_trl.recipe.methods import SFT, Method, method_of
-from fastpack_trl.recipe.rewards import check_reward_columns, load_rewards
-from fastpack_trl.recipe.rows import check_rows, take_split
+from fastpack_trl.recipe.data import check_data_exists, data_name, load_data
+from fastpack_trl.recipe.formats import AS_IS, format_of, reshape
+from fastpack_trl.recipe.methods import METHODS, SFT, Method, made_for, method_of
+from fastpack_trl.recipe.paths import did_you_mean_path, model_folder
 from fastpack_trl.recipe.yaml import load_config
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
-    from trl import ModelConfig
+
+_REPORTERS = {"clearml", "codecarbon", "comet_ml", "dvclive", "mlflow", "neptune", "swanlab", "trackio", "wandb"}
+"""Targets of `report_to` that are the name of a package; transformers looks for them after loading the model."""
+_REWARDS_OF_TRL = (
+    "accuracy_reward",
+    "reasoning_accuracy_reward",
+    "think_format_reward",
+    "get_soft_overlong_punishment",
+)
+_HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 def short_run_arguments(config: str, folder: str, *flags: str) -> Arguments:
@@ -58,47 +79,45 @@ def make_trainer(
         UserError: a setting, file or model that the user has to change. What the libraries raise for others passes;
             inside `preparing` it becomes a `UserError` too.
     """
-    import torch
     from trl import get_peft_config, get_quantization_config
 
-    method = arguments.method
-    script, training, model = arguments.script, arguments.training, arguments.model
-    init = checks.check_settings(arguments)
-    of_method: dict[str, Any] = {"reward_funcs": load_rewards(script)} if method.scores_rewards else {}
-    name = str(model.model_name_or_path)
-    processing_class = checks.load_tokenizer(name, training, init)
-    quantization_config, peft_config = get_quantization_config(model), get_peft_config(model)
-    splits, named = load_data(script, arguments.mixture), data_name(script, arguments.mixture)
-    train_dataset = take_split(splits, script.dataset_train_split, "dataset_train_split")
-    eval_dataset = None
+    method, script, training, model = arguments.method, arguments.script, arguments.training, arguments.model
+    check_settings(arguments)
+    of_method: dict[str, Any] = {"reward_funcs": _load_rewards(script)} if method.scores_rewards else {}
+    splits, name = load_data(script, arguments.mixture), data_name(script, arguments.mixture)
+    split_names = {"train": ("dataset_train_split", script.dataset_train_split)}
     if training.eval_strategy != "no":
-        why = f" (needed by eval_strategy={training.eval_strategy.value!r})"
-        eval_dataset = take_split(splits, script.dataset_test_split, "dataset_test_split", why)
-    with naming_data(named):
-        wanted = arguments.data.dataset_format
-        train_dataset = reshape(train_dataset, "train", wanted)
-        eval_dataset = None if eval_dataset is None else reshape(eval_dataset, "eval", wanted)
-        for split, what in ((eval_dataset, "eval"), (train_dataset, "train")):
-            if split is not None:
-                check_rows(split, what, training, processing_class, method)
-                check_reward_columns(of_method.get("reward_funcs", ()), next(iter(split)))
-    if method is SFT:
-        of_method["processing_class"] = processing_class  # others load it with sides of padding of their own
-
+        split_names["eval"] = ("dataset_test_split", script.dataset_test_split)
+    with naming_data(name):
+        data = {
+            role: reshape(_take_split(splits, split, field), role, arguments.data.dataset_format)
+            for role, (field, split) in split_names.items()
+        }
+        for role, split in data.items():
+            row = _check_columns(split, role, training, method)
+    init = {
+        "revision": model.model_revision, "trust_remote_code": training.trust_remote_code,
+        "attn_implementation": model.attn_implementation, "dtype": model.dtype,
+    }  # fmt: skip
     given = {"model_init_kwargs": training.model_init_kwargs}
-    training.model_init_kwargs = init
-    with naming_data(named), naming_keys(given), _lora_targets(model, init):
+    training.model_init_kwargs = init | _init_kwargs(training.model_init_kwargs or {})
+    with naming_data(name), naming_keys(given):
         trainer = (trainer_class or method.trainer)(
-            model=name,
+            model=model.model_name_or_path,
             args=training,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
+            train_dataset=data["train"],
+            eval_dataset=data.get("eval"),
             callbacks=list(callbacks or ()),
-            quantization_config=quantization_config,
-            peft_config=peft_config,
+            quantization_config=get_quantization_config(model),
+            peft_config=get_peft_config(model),
             **of_method,
         )
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    if not {"input_ids", "chosen_ids"} & set(row) and not tokenizer("text", add_special_tokens=False)["input_ids"]:
+        # transformers makes an empty one for some families if its files are missing
+        raise UserError(f"the tokenizer of {model.model_name_or_path!r} gives no tokens: its files are missing there")
     if method.command == "dpo" and script.ignore_bias_buffers:
+        import torch
         from torch.nn.parallel import DistributedDataParallel
 
         masks = [name for name, buffer in trainer.model.named_buffers() if buffer.dtype == torch.bool]
@@ -106,48 +125,177 @@ def make_trainer(
     return trainer
 
 
+def check_settings(arguments: Arguments, *, weights: bool = True) -> None:
+    """Check what can be checked without reading data or weights; normalize the model's name and the resume folder.
+
+    Args:
+        weights: check also that the data are there.
+
+    Raises:
+        UserError: names the setting, its value and the fix.
+    """
+    training, model = arguments.training, arguments.model
+    if fault := first_reason(_faults(arguments)):
+        raise UserError(fault)
+    _check_paths(training)
+    if weights:
+        check_data_exists(arguments.script, arguments.mixture)
+    if not model.model_name_or_path:
+        raise UserError("no model: set model_name_or_path to a hub name such as Qwen/Qwen3-0.6B or to a folder")
+    model.model_name_or_path = model_folder("model_name_or_path", model.model_name_or_path)
+    options = {"revision": model.model_revision, "trust_remote_code": training.trust_remote_code}
+    check_model(model.model_name_or_path, options, method=arguments.method)
+
+
+def _faults(arguments: Arguments) -> Iterator[str]:
+    training, model = arguments.training, arguments.model
+    for name in training.report_to or ():
+        if name in _REPORTERS and find_spec(name) is None:
+            yield f"report_to={name!r} is not installed: pip install {name}, or set report_to: none"
+    for field in ("load_in_4bit", "load_in_8bit"):
+        if getattr(model, field) and find_spec("bitsandbytes") is None:
+            yield f"{field}=True needs bitsandbytes: pip install 'fastpack-trl[qlora]'"
+    if training.eval_on_start and training.eval_strategy == "no":
+        yield "eval_on_start=True evaluates nothing: set eval_strategy to steps or epoch, or leave it out"
+    if model.use_peft and arguments.method.command == "reward" and model.lora_task_type != "SEQ_CLS":
+        yield f"lora_task_type={model.lora_task_type!r} is for language models: a reward model needs SEQ_CLS"
+
+
+def _check_paths(training: Any) -> None:
+    """Check that ``output_dir`` can be made and that ``resume_from_checkpoint`` names a complete checkpoint."""
+    from fastpack_trl.model.preflight import choose_checkpoint, unwritable
+
+    output, resume = str(training.output_dir), training.resume_from_checkpoint
+    if training.should_save and (reason := unwritable(Path(output))):
+        raise UserError(f"output_dir={output!r}: {reason}")
+    if str(resume).lower() in ("true", "false"):
+        # The command line hands over text; the trainer takes the boolean ("the last checkpoint in output_dir").
+        resume = training.resume_from_checkpoint = str(resume).lower() == "true"
+    if isinstance(resume, str) and not Path(resume).is_dir():
+        raise UserError(f"resume_from_checkpoint={resume!r} is not a folder: name a checkpoint-N folder, or true")
+    folders = (path.name for path in Path(output).glob("checkpoint-*"))
+    if resume is True and not any(re.fullmatch(r"checkpoint-\d+", name) for name in folders):
+        raise UserError(f"resume_from_checkpoint=True, but output_dir={output!r} has no checkpoint-N folder: remove it")
+    choose_checkpoint(resume, output)  # the choice is reported when training starts
+
+
+def check_model(
+    name: str, options: Mapping[str, Any], option: str = "model_name_or_path", method: Method = SFT
+) -> None:
+    """Check by its ``config.json`` that a checkpoint is a causal language model; for rewards, or a classifier.
+
+    Args:
+        name: folder or hub name.
+        options: keywords with which its config is loaded.
+        option: what the user gave the name to, for the message.
+
+    Raises:
+        UserError: it is neither, or cannot be found.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(name, **options)
+    except (OSError, ValueError) as error:
+        meant = "" if Path(name).exists() else did_you_mean_path(name)
+        raise UserError(f"{option} {name!r} cannot be used: {describe(error)}{meant}") from error
+    heads = (*_HEADS, "ForSequenceClassification") if method.command == "reward" else _HEADS
+    kind = (config.architectures or ["a model without a head"])[0]
+    # A class that comes with the checkpoint may have any name; its `auto_map` says what it is.
+    if getattr(config, "is_encoder_decoder", False) or not (kind.endswith(heads) or hasattr(config, "auto_map")):
+        raise UserError(
+            f"{option} {name!r} is {kind} (model_type {config.model_type!r}): {method.what} needs a causal language "
+            "model (...ForCausalLM)"
+        )
+
+
+def _init_kwargs(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords of `from_pretrained`, a mapping for ``quantization_config`` as an object of its class.
+
+    For a checkpoint that is quantized itself, as gpt-oss is, `from_pretrained` compares classes and refuses a mapping.
+    """
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    quantization = given.get("quantization_config")
+    if not isinstance(quantization, Mapping):
+        return dict(given)
+    return {**given, "quantization_config": AutoQuantizationConfig.from_dict(dict(quantization))}
+
+
+def _take_split(splits: Mapping[str, Any], name: str, field: str) -> Any:
+    """Return the split that `field` names, once it is there and has examples."""
+    if name not in splits:
+        fix = ", or eval_strategy to 'no'" if field == "dataset_test_split" else ""
+        raise UserError(
+            f"{field}={short_repr(name)}: the data have no such split: set it to one of {', '.join(splits)}{fix}"
+        )
+    split = splits[name]
+    if next(iter(split), None) is None:
+        raise UserError(f"{field}={short_repr(name)}: the split is empty: check the file, or choose another split")
+    return split
+
+
+def _check_columns(split: Any, role: str, training: Any, method: Method) -> Mapping[str, Any]:
+    """Return the first example, which has columns that `method` trains on; raise `DataError` with the fix if not."""
+    row: Mapping[str, Any] = next(iter(split))
+    kinds = method.columns
+    if method is SFT:
+        if (training.dataset_kwargs or {}).get("skip_prepare_dataset"):
+            return row
+        kinds = (*(kind for kind in kinds if kind != ("text",)), (training.dataset_text_field,))
+    command, found = made_for(row), format_of(row)
+    if any(set(kind) <= set(row) for kind in kinds):
+        return row
+    data = f"the {role} data set has the columns {', '.join(row)}"
+    if found != AS_IS:
+        raise DataError(f"{data}, in the format of {found.title()}: dataset_format: {found} reads them")
+    if command not in ("", method.command):
+        raise DataError(f"{data}, which are for {METHODS[command].what}: `fastpack-trl {command}` trains on them")
+    needs = ", or ".join(" and ".join(kind) for kind in kinds)
+    field = f", or set dataset_text_field (now {training.dataset_text_field!r})" if method is SFT else ""
+    raise DataError(f"{data}: {method.command} needs {needs}: rename them{field}")
+
+
 @contextmanager
-def naming_data(named: str) -> Iterator[None]:
-    """Put the name of the data into errors about rows and templates."""
+def naming_data(name: str) -> Iterator[None]:
+    """Put the name of the data into errors about examples and templates."""
     try:
         yield
     except DataError as error:
-        raise UserError(f"data {shown(named)}: {error}") from error
+        raise UserError(f"data {short_repr(name)}: {error}") from error
 
 
-@contextmanager
-def _lora_targets(model: ModelConfig, init: Mapping[str, Any]) -> Iterator[None]:
-    """Name the setting if LoRA matches no module, the nearest layer, and what TRL makes of a single name."""
+def _load_rewards(script: Any) -> list[str | Callable[..., Any]]:
+    """Return the rewards that ``reward_funcs`` and ``reward_model_name_or_path`` name, as ``trl/scripts/grpo.py`` does.
+
+    Raises:
+        UserError: none is named, or a name that leads to no function.
+    """
+    if not script.reward_model_name_or_path and not script.reward_funcs:
+        raise UserError(
+            f"no reward: set reward_funcs to some of {', '.join(_REWARDS_OF_TRL)} or to functions of yours "
+            "(my_module.reward), or reward_model_name_or_path to a model"
+        )
+    model = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
+    folders = [model_folder("reward_model_name_or_path", name) for name in model]
+    return [*folders, *map(_reward_function, script.reward_funcs or ())]
+
+
+def _reward_function(name: str) -> Callable[..., Any]:
+    import trl.rewards
+
+    if name in _REWARDS_OF_TRL:
+        reward: Callable[..., Any] = getattr(trl.rewards, name)
+        return reward(max_completion_len=1280, soft_punish_cache=256) if name.startswith("get_") else reward
+    module, _, function = name.rpartition(".")
+    if not module:
+        meant = did_you_mean(name, _REWARDS_OF_TRL)
+        raise UserError(
+            f"reward_funcs={name!r} is not one of {', '.join(_REWARDS_OF_TRL)}{meant}; yours: my_module.{name}"
+        )
+    sys.path.insert(0, str(Path.cwd()))  # as TRL's scripts do
     try:
-        yield
-    except ValueError as error:
-        targets = model.lora_target_modules
-        if not str(error).startswith("Target modules"):
-            raise
-        there = _linear_layers(str(model.model_name_or_path), init)
-        names = [targets.rpartition("*")[2]] if isinstance(targets, str) else list(targets or ())
-        near = list(dict.fromkeys(one for name in names for one in nearest(name, there)[:1]))
-        said = f"lora_target_modules {shown(targets)}: no module of the model has this name"
-        if there and not near:
-            said += f" (it has {', '.join(there)})"
-        if isinstance(targets, str):
-            said += "; TRL reads a single name as a regular expression over whole module names"
-            near = [f".*{name}" for name in near]
-        said += "; all-linear takes every linear layer"
-        raise UserError(f"{said}; did you mean {' '.join(map(repr, near))}?" if near else said) from error
-
-
-def _linear_layers(name: str, init: Mapping[str, Any]) -> list[str]:
-    """Return the last parts of the names of a model's linear layers, without its weights; empty where unknown."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    kinds = {key: init[key] for key in ("revision", "trust_remote_code") if init.get(key)}
-    try:
-        config = AutoConfig.from_pretrained(name, **kinds)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=kinds.get("trust_remote_code", False))
-    except (*SETTING_ERRORS, RuntimeError, TypeError, AttributeError):  # a suggestion less; the error has its cause
-        return []
-    found = (path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, torch.nn.Linear))
-    return sorted(set(found) - {"lm_head"})
+        own: Callable[..., Any] = getattr(import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"reward_funcs={name!r}: {describe(error)}: name a function by its module") from error
+    return own

@@ -19,8 +19,8 @@ class Method:
     prefix: str
     """Of the names of its classes: ``DPO`` for ``FastDPOTrainer`` and ``FastDPOConfig``."""
     what: str
-    columns: tuple[tuple[str, ...], ...] = ()
-    """Columns of its data: all of one of these. None for SFT, whose columns are in `recipe.columns`."""
+    columns: tuple[tuple[str, ...], ...]
+    """Columns of its data: all of one of these."""
 
     @property
     def trainer(self) -> Any:
@@ -44,11 +44,6 @@ class Method:
         """Whether its trainer is given reward functions."""
         return self.columns == (("prompt",),)
 
-    @property
-    def needs(self) -> str:
-        """The columns as a sentence has them: ``"prompt, completion and label, or chosen and rejected"``."""
-        return ", or ".join(" and ".join(filter(None, [", ".join(one[:-1]), one[-1]])) for one in self.columns)
-
     def dataclasses(self) -> list[Any]:
         """Return what TRL's script parses into, our configuration in place of TRL's, and our options of the data."""
         from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
@@ -63,25 +58,19 @@ class Method:
         return getattr(fastpack_trl, f"Fast{self.prefix}{kind}")
 
 
+_TEXTS = (("messages",), ("conversations",), ("text",), ("prompt", "completion"), ("input_ids",))
 _PAIRS = ("chosen", "rejected")
-SFT = Method("sft", "SFT", "supervised fine-tuning")
+SFT = Method("sft", "SFT", "supervised fine-tuning", _TEXTS)
 METHODS: Mapping[str, Method] = {
     method.command: method
     for method in (
         SFT,
-        Method("dpo", "DPO", "preference optimisation (DPO)", (_PAIRS,)),
-        Method("reward", "Reward", "training of a reward model", (_PAIRS, ("chosen_ids", "rejected_ids"))),
-        Method("kto", "KTO", "preference optimisation (KTO)", (("prompt", "completion", "label"), _PAIRS)),
+        Method("dpo", "DPO", "preference optimization (DPO)", (_PAIRS,)),
+        Method("reward", "Reward", "reward modeling", (_PAIRS, ("chosen_ids", "rejected_ids"))),
+        Method("kto", "KTO", "preference optimization (KTO)", (("prompt", "completion", "label"), _PAIRS)),
         Method("grpo", "GRPO", "online learning from rewards (GRPO)", (("prompt",),)),
         Method("rloo", "RLOO", "online learning from rewards (RLOO)", (("prompt",),)),
     )
-}
-_MADE_FOR = {
-    "dpo": (_PAIRS,),
-    "reward": (("chosen_ids", "rejected_ids"),),
-    "kto": (("prompt", "completion", "label"),),
-    "sft": (("messages",), ("conversations",), ("text",), ("prompt", "completion"), ("input_ids",)),
-    "grpo": (("prompt",),),
 }
 
 
@@ -103,10 +92,14 @@ def method_of(keys: Iterable[str], named: str | None = None) -> Method:
 
 
 def made_for(columns: Iterable[str]) -> str:
-    """Return the command that data with these columns are made for; empty if none is.
+    """Return the command that data with these columns are made for: the most specific one; empty if none is.
 
     ``["prompt", "chosen", "rejected"]`` -> ``"dpo"``; ``["prompt"]`` -> ``"grpo"``; ``["text"]`` -> ``"sft"``.
     """
     there = set(columns)
-    fits = (command for command, kinds in _MADE_FOR.items() if any(there.issuperset(kind) for kind in kinds))
-    return next(fits, "")
+    fits = {
+        method.command: max((len(kind) for kind in method.columns if there.issuperset(kind)), default=0)
+        for method in METHODS.values()
+    }
+    best = max(fits, key=lambda command: fits[command])
+    return best if fits[best] else ""

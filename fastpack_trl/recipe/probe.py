@@ -25,12 +25,9 @@ from fastpack_trl.model.changes import isolated_run, patch_attribute
 from fastpack_trl.model.facts import ModelFeatures, backbones, beside_embeddings, text_model
 from fastpack_trl.model.upstream import FakeTensorMode
 from fastpack_trl.moe import experts
-from fastpack_trl.moe.apply import apply_moe
+from fastpack_trl.moe.feature import apply_moe
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.run import Choice
-
-_SECONDS = {Level.KEEP: 0.0, Level.CHECKPOINT: 1.0, Level.OFFLOAD: 1.02}
-"""In any unit: nothing can be timed, and the order is what a plan of two levels needs."""
 
 
 def layer_costs(
@@ -70,18 +67,18 @@ def layer_costs(
             stack.enter_context(apply_moe(model, lora=lora))
         stack.enter_context(backend_installed(model, handle))
         if lora:
-            stack.callback(apply_lora(model, cache_dequantized="off", compute_dtype=dtype).revert)
+            stack.callback(apply_lora(model, compute_dtype=dtype).revert)
         stack.enter_context(isolated_run(model, training=True))
         stack.enter_context(_as_triton())
         stack.enter_context(patch_attribute(projection, "_SMALL", {False: 0}))  # rows of a step are longer than probes
         stack.enter_context(mode)
         layers = checkpointable_layers(model)
-        passes = Passes(model, layers, decode, kinds=[kind_of(layer) for layer in layers], sampled=1)
+        passes = Passes(model, layers, decode, kinds=[kind_of(layer) for layer in layers])
         keep, inputs = (passes.for_all(passes.growth(level)) for level in (Level.KEEP, Level.CHECKPOINT))
         working = passes.working(keep[-1], inputs)
     growth = {Level.KEEP: keep, Level.CHECKPOINT: inputs, Level.OFFLOAD: [Growth()] * len(inputs)}
     working = Growth(working.constant + transient, working.per_token, working.per_pair)
-    return LayerCosts(growth, _SECONDS, dict.fromkeys(growth, 0.0), working)
+    return LayerCosts(growth, working)
 
 
 def _made_fake(model: nn.Module, mode: Any) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import shlex
+import signal
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from fastpack_trl.errors import naming_keys, preparing
+from fastpack_trl.errors import TerminatedError, naming_keys, preparing
 from fastpack_trl.model.preflight import newest_checkpoint
 from fastpack_trl.recipe.arguments import Arguments, parse, split_off
 from fastpack_trl.recipe.data import data_name
-from fastpack_trl.recipe.endings import alone_in, ending_at_sigterm, naming_a_full_disk
 from fastpack_trl.recipe.make_trainer import make_trainer, naming_data
 from fastpack_trl.recipe.methods import SFT, Method
 
@@ -34,33 +36,51 @@ def train(argv: Sequence[str], method: Method = SFT, *, callbacks: Sequence[Trai
 
 
 def train_parsed(arguments: Arguments, callbacks: Sequence[TrainerCallback] | None = None) -> Any:
-    """Load, train and save as `train` does, from parsed arguments."""
+    """Load, train and save as `train` does, from parsed arguments.
+
+    SIGTERM ends a run of one process that saves checkpoints with the step in which it arrives, and saves that step.
+
+    Raises:
+        TerminatedError: SIGTERM ended the run; says how to resume it.
+    """
     training = arguments.training
+    main = threading.current_thread() is threading.main_thread()
+    if main and training.save_strategy != "no" and training.world_size == 1:
+        training.enable_jit_checkpoint = True  # processes of one run would end in different steps
     with _nothing_left_behind(Path(str(training.output_dir))), naming_keys(vars(training)):
         with preparing():
             trainer = make_trainer(arguments, callbacks)
         progress = _progress()
         trainer.add_callback(progress)
-        # Resuming and the proof at the start still belong to the preparation; a failing step keeps its traceback.
-        folder = Path(str(training.output_dir))
-
-        def how() -> str:
-            return how_to_resume(arguments, trainer.state.global_step)
-
-        with ExitStack() as stack:
-            if training.should_save:
-                stack.enter_context(alone_in(folder))
-                stack.enter_context(naming_a_full_disk(folder, how))
-            stack.enter_context(preparing(finished=lambda: progress.training))
-            stack.enter_context(naming_data(data_name(arguments.script, arguments.mixture)))
+        # Resuming and the check at the start still belong to the preparation; a failing step keeps its traceback.
+        with (
+            preparing(finished=lambda: progress.training),
+            naming_data(data_name(arguments.script, arguments.mixture)),
+            _noting_sigterm() as received,
+        ):
             try:
-                with ending_at_sigterm(trainer, how):
-                    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+                trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
             except KeyboardInterrupt:
-                raise KeyboardInterrupt(how()) from None
-        with naming_a_full_disk(folder, how):
-            _finish(trainer, arguments)
+                raise KeyboardInterrupt(how_to_resume(arguments, trainer.state.global_step)) from None
+        if received and trainer.state.global_step < trainer.state.max_steps:
+            raise TerminatedError(how_to_resume(arguments, trainer.state.global_step))
+        _finish(trainer, arguments)
     return trainer
+
+
+@contextmanager
+def _noting_sigterm() -> Iterator[list[int]]:
+    """Yield a list of the signals that transformers' ``enable_jit_checkpoint`` handles in the context."""
+    received: list[int] = []
+    handler: Any = signal.getsignal(signal.SIGTERM)
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        handler(number, frame)
+
+    if callable(handler) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, note)
+    yield received
 
 
 def how_to_resume(arguments: Arguments, step: int) -> str:
@@ -73,7 +93,7 @@ def how_to_resume(arguments: Arguments, step: int) -> str:
             f"a save_steps below {training.save_steps:g}" if saves else "save_strategy=steps, with a small save_steps,"
         )
         return f"at step {step}, before any checkpoint: nothing to resume; {remedy} keeps more of a run"
-    _, own = split_off("resume_from_checkpoint", arguments.own)
+    _, own = split_off("resume_from_checkpoint", arguments.words)
     again = shlex.join(["fastpack-trl", arguments.method.command, *own, "--resume_from_checkpoint", "true"])
     return f"at step {step}; go on from {checkpoint.name}: {again}"
 
@@ -94,31 +114,27 @@ def _finish(trainer: Any, arguments: Arguments) -> None:
 
 
 def _last_line(trainer: Any) -> str:
-    """Return what a run ends with: losses, tokens per second, peak memory, what ran as stock, where the report is."""
+    """Return what a run ends with: losses, tokens per second, peak memory, what TRL ran, and where the report is."""
     import torch
 
     from fastpack_trl.callbacks.save_report import FILE, MeasuredRate
 
-    run, parts = trainer.fastpack_run, []
-    rate = run.part(MeasuredRate)
-    history = trainer.state.log_history
+    run, rate = trainer.fastpack_run, trainer.fastpack_run.get_state(MeasuredRate)
+    logged = {name: value for row in trainer.state.log_history for name, value in row.items()}
+    parts = []
     for name, key in (("loss", "loss"), ("held-out loss", "eval_loss")):
-        losses = [row[key] for row in history if key in row]
+        losses = [row[key] for row in trainer.state.log_history if key in row]
         parts += [f"{name} {losses[0]:.3f} -> {losses[-1]:.3f}"] if len(losses) > 1 else []
-    seconds = next((row["train_runtime"] for row in reversed(history) if "train_runtime" in row), 0.0)
-    tokens = next((row["num_tokens"] for row in reversed(history) if "num_tokens" in row), 0.0)
     if rate is not None and rate.per_second:
         parts.append(f"{rate.per_second:,.0f} tokens/s")
-    elif seconds and tokens:
-        parts.append(f"{tokens / seconds:,.0f} tokens/s, its start included")
+    elif logged.get("train_runtime") and logged.get("num_tokens"):
+        parts.append(f"{logged['num_tokens'] / logged['train_runtime']:,.0f} tokens/s, its start included")
     if torch.cuda.is_available():
         parts.append(f"peak memory {torch.cuda.max_memory_reserved() / 2**30:.1f} GiB")
     stock = [line.feature for line in run.report if line.status == "stock"]
     parts.append(f"as stock: {', '.join(stock)}" if stock else "nothing fell back to stock")
     report = Path(str(trainer.args.output_dir)) / FILE
-    if report.is_file():
-        parts.append(f"report: {report}")
-    return "; ".join(parts)
+    return "; ".join([*parts, *[f"report: {report}"] * report.is_file()])
 
 
 def _release_ddp(trainer: Any) -> None:

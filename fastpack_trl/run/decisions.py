@@ -1,13 +1,11 @@
-"""`Decisions`: what the features of a run have decided, for each other to read."""
+"""`Decisions`: decisions of the features of a run, for other features to read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
-
-from torch import nn
 
 from fastpack_trl.config import Settings
 from fastpack_trl.packing.batching import BatchPlan
@@ -30,46 +28,45 @@ class Choice:
     """The reason why batches that stock pads stay so, though the path flattens them; empty where they may be."""
 
 
+@dataclass(eq=False, repr=False)
 class Decisions:
-    """Made with the trainer and when a run begins, each by one place of the package; fixed while steps run.
+    """Decisions of the features, each made in one place when the trainer is built or a run begins.
 
     Attributes:
-        settings: resolved; a plain `SFTConfig` has the defaults.
+        settings: the resolved settings; defaults for a plain `SFTConfig`.
         choice: the attention path.
-        plan: which batches there are.
-        facts: of the training data; None where it is streamed or was prepared elsewhere.
-        training: `train` runs, or ran last; not an evaluation by itself.
-        loss_is_ours: losses and metrics come from the positions that the collator found, per token.
-        shares_prefixes: rows of the training hold what documents begin with alike once.
-        refuses_static: returns why the attention that is installed cannot run over static batches of a bucket.
-        parameters: returns the model's, from the list of `sync_free` while that is on; None: by a walk over the model.
-        experts_refuse_capture: returns why the products of experts cannot be recorded; empty where they can.
-        compiles_later: layers run uncompiled in the first step, and compiled after it where that pays.
-        measures_first_step: what the first step takes on the device says how long later rows may be.
+        plan: the kind of batches.
+        facts: facts about the training data; None if it is streamed or was prepared elsewhere.
+        training: `train` is running or ran last, not a separate evaluation.
+        loss_is_ours: losses and metrics are computed per token, at the positions that the collator found.
+        shares_prefixes: training rows hold a common beginning of documents once.
+        refuses_static: returns why the installed attention cannot run over static batches of a bucket.
+        experts_refuse_capture: returns why matmuls of experts cannot be recorded; empty if they can.
+        compiles_later: layers run eagerly in the first step and are compiled after it if that pays off.
+        measures_first_step: the memory of the first step decides how long later rows may be.
     """
 
+    settings: Settings
+    choice: Choice = Choice("off", "")
+    plan: BatchPlan = field(default_factory=lambda: BatchPlan("stock", ""))
+    facts: DatasetFacts | None = None
+    training: bool = False
+    loss_is_ours: bool = False
+    shares_prefixes: bool = False
+    refuses_static: Callable[[Bucket], str] = lambda _: "stock's attention reads the documents of each row anew"
+    experts_refuse_capture: Callable[[], str] = str
+    compiles_later: bool = False
+    measures_first_step: bool = False
     _are_fixed = False
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self.choice = Choice("off", "")
-        self.plan = BatchPlan("stock", "")
-        self.facts: DatasetFacts | None = None
-        self.training = False
-        self.loss_is_ours = self.shares_prefixes = False
-        self.refuses_static: Callable[[Bucket], str] = _no_attention
-        self.parameters: Callable[[], Iterable[nn.Parameter]] | None = None
-        self.experts_refuse_capture: Callable[[], str] = str
-        self.compiles_later = self.measures_first_step = False
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._are_fixed and name in DECIDED:
             raise AssertionError(f"run.{name} is decided before the first step, not in the middle of a run")
-        object.__setattr__(self, name, value)
+        super().__setattr__(name, value)
 
     @contextmanager
     def fixed(self) -> Iterator[None]:
-        """Refuse any other decision until the context ends."""
+        """Refuse any further decision until the context ends."""
         self._are_fixed = True
         try:
             yield
@@ -77,9 +74,5 @@ class Decisions:
             self._are_fixed = False
 
 
-def _no_attention(_: Bucket) -> str:
-    return "stock's attention reads the documents of each row anew"
-
-
-DECIDED = frozenset(vars(Decisions(Settings())))
-"""The names of all decisions."""
+DECIDED = frozenset(one.name for one in fields(Decisions))
+"""Names of all decisions."""

@@ -1,4 +1,4 @@
-"""`Run`: a trainer as its features see it. Every feature reads a `Run`, and none reads the report."""
+"""`Run`: the interface between a trainer and its features. Features read the `Run` and never the report."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ MicroStep = Callable[[Any, Any, Any], Tensor]
 
 
 class Run(Decisions):
-    """A trainer as its features see it: what is decided, what serves the steps, and what is said about both.
+    """The interface between a trainer and its features: decisions, the state of steps, and the report.
 
     Args:
-        trainer: which is not kept alive.
-        settings: ours of its arguments.
-        plan_batches: returns which batches it has, as `packing.batching.plan_batches` does for SFT's.
-        sequences: rows of a batch for each example of its data set.
+        trainer: held by a weak reference.
+        settings: fields of this package in its arguments.
+        plan_batches: returns the kind of its batches, as `packing.batching.plan_batches` does for SFT.
+        sequences: rows of a batch for each example of the data set.
 
     Attributes:
-        step: services of the steps.
-        report: what people read of all this.
-        insists: `train` is entering its features: what was switched on by name and does not hold stops it.
+        step: state of the steps.
+        report: the report for people.
+        is_strict: `train` is entering its features, and stops if one that was enabled by name is unavailable.
     """
 
     def __init__(
@@ -61,28 +61,29 @@ class Run(Decisions):
         self._parts: dict[type[Any], Any] = {}
         self.step = StepServices()
         self.report = FeatureReport()
-        self.insists = False
+        self._first_step = 0
+        self.is_strict = False
 
     @cached_property
     def ranks(self) -> Ranks:
-        """The processes of the run, for what they decide together."""
+        """The processes of the run, for joint decisions."""
         return Ranks(int(self.trainer.accelerator.num_processes), self.args.ddp_timeout_delta)
 
     @property
     def trainer(self) -> SFTTrainer:
-        """Stock's interface, for what a feature does to the run."""
+        """The trainer, for features that change it."""
         trainer: SFTTrainer | None = self._trainer()
         assert trainer is not None, "a feature outlived its trainer"
         return trainer
 
     @property
     def model(self) -> nn.Module:
-        """The model that trains, as PEFT wrapped it and before accelerate does."""
+        """The model that trains, wrapped by PEFT but not by accelerate."""
         return self.trainer.model
 
     @property
     def args(self) -> Any:
-        """The trainer's `SFTConfig`, for stock's own fields."""
+        """The trainer's `SFTConfig`, for fields of TRL."""
         return self.trainer.args
 
     @property
@@ -92,11 +93,11 @@ class Run(Decisions):
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """The autocast dtype; None where the run computes in the dtype of the weights."""
+        """The autocast dtype; None if the run computes in the dtype of the weights."""
         return torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Compute as a training step does; of weights that DeepSpeed has yet to cast that is autocast."""
+        """Compute as a training step does; with autocast if DeepSpeed has not cast the weights yet."""
         if self.is_deepspeed and self.compute_dtype is not None:
             return torch.autocast(self.device.type, dtype=self.compute_dtype)
         autocast: AbstractContextManager[Any] = self.trainer.accelerator.autocast()
@@ -104,7 +105,7 @@ class Run(Decisions):
 
     @property
     def is_sharded(self) -> bool:
-        """Parameters are in pieces on several processes: of FSDP, or of ZeRO-3."""
+        """Parameters are sharded over processes, by FSDP or ZeRO-3."""
         zero3 = resolve("transformers.integrations.is_deepspeed_zero3_enabled")
         return bool(self.trainer.is_fsdp_enabled or (self.is_deepspeed and (zero3 is None or zero3())))
 
@@ -115,11 +116,11 @@ class Run(Decisions):
 
     @property
     def is_fsdp2(self) -> bool:
-        """Parameters are DTensors but while their unit runs: whole tensors then, of this process."""
+        """Parameters are DTensors, gathered while their FSDP module runs."""
         return bool(self.trainer.is_fsdp_enabled and self.trainer.accelerator.is_fsdp2)
 
     def failing_together_if_sharded(self) -> AbstractContextManager[None]:
-        """Run a parted model in the context: all processes leave it alike, as of `Ranks.propagate_failures`."""
+        """Run a sharded model in the context; if one process fails, all do (`Ranks.propagate_failures`)."""
         return self.ranks.propagate_failures(FAILURE_GRACE_SECONDS) if self.is_fsdp2 else nullcontext()
 
     @property
@@ -134,67 +135,76 @@ class Run(Decisions):
 
     @property
     def max_length(self) -> int | None:
-        """Tokens at which rows of the data set are cut; None where they are not, or the trainer has no such field."""
+        """Tokens at which rows of the data set are cut; None if they are not or the trainer has no such field."""
         return getattr(self.args, "max_length", None)
 
     @property
     def counts_documents(self) -> bool:
-        """Its data set was counted when it was prepared: SFT's."""
+        """The data set was counted when it was prepared, as in SFT."""
         return self.plan_batches is plan_batches
 
+    def begin_steps(self) -> None:
+        """Count the steps of a `train` from here: a resumed one does not begin at 0."""
+        self._first_step = self.trainer.state.global_step
+
+    @property
+    def is_in_first_step(self) -> bool:
+        """No optimizer step of this `train` has ended."""
+        return self.trainer.state.global_step == self._first_step
+
     def steps_left(self) -> StepsLeft:
-        """Return what is left of the run, in steps as the present one."""
+        """Return the remaining steps, with as many rows as the current one."""
         state = self.trainer.state
         rows = self.step.rows or self.args.gradient_accumulation_steps
         return StepsLeft(state.max_steps - state.global_step, rows)
 
-    def say(self, feature: str, status: Status, path: str, reason: str = "", holds: bool | None = None) -> None:
+    def set_status(self, feature: str, status: Status, path: str, reason: str = "", holds: bool | None = None) -> None:
         """Set the line of `feature` in the report.
 
         Args:
             status, path, reason: as of `FeatureLine`.
-            holds: whether what the feature is for is so; None: where it is on. True where there is nothing to do.
+            holds: whether the purpose of the feature is met, also if there is nothing to do; None: if it is on.
 
         Raises:
-            ValueError: it does not hold when `train` begins, and was switched on by name.
+            ValueError: the purpose is not met when `train` begins, and the feature was enabled by name.
         """
         self.report.add(feature, status, path, reason)
-        if self.insists and not (status == "on" if holds is None else holds) and self.settings.names(feature):
+        if self.is_strict and not (status == "on" if holds is None else holds) and self.settings.is_explicit(feature):
             raise ValueError(f"{feature}={self.settings.get(feature)!r}: {reason}; {self.remedy(feature)}")
 
     def disable(self, feature: str, path: str, reason: str) -> None:
-        """Say that `feature` is off from here on, in the middle of a run; also in the log."""
-        remedy = f"; {self.remedy(feature)}" if self.settings.names(feature) else ""
+        """Report and log that `feature` is off from here on."""
+        remedy = f"; {self.remedy(feature)}" if self.settings.is_explicit(feature) else ""
         logger.warning(f"{feature}: {path} from here on: {reason}{remedy}")
-        self.say(feature, "off", path, reason)
+        self.set_status(feature, "off", path, reason)
 
     def remedy(self, feature: str) -> str:
-        """Return what to set so that `feature`, switched on by name, stops no run."""
+        """Return the setting with which `feature` is optional."""
         default = type(self.settings).__dataclass_fields__[feature].default
         return f"set {feature}={default!r} to train without it where it cannot run"
 
-    def part(self, kind: type[_Part]) -> _Part | None:
-        """Return the object that a feature keeps while it is on, by its class, which only that feature's room names."""
+    def get_state(self, kind: type[_Part]) -> _Part | None:
+        """Return the object of class `kind` that a feature holds while it is on; None if it is off."""
         return self._parts.get(kind)
 
-    def keep(self, part: object) -> None:
-        """Keep `part` for `Run.part`, by its class."""
+    def set_state(self, part: object) -> None:
+        """Hold `part` for `Run.get_state`, by its class."""
         self._parts[type(part)] = part
 
     @contextmanager
     def keeping(self, part: object) -> Iterator[None]:
-        """Keep `part` until the context ends; what was kept of its class before is there again then."""
+        """Hold `part` until the context ends, which restores the earlier object of its class."""
         with self.without(type(part)):
-            self.keep(part)
+            self.set_state(part)
             yield
 
     @contextmanager
     def without(self, kind: type[Any]) -> Iterator[None]:
-        """Let `Run.part` find no part of a class until the context ends."""
+        """Hold no object of class `kind` until the context ends."""
         before = self._parts.pop(kind, None)
         try:
             yield
         finally:
             self._parts.pop(kind, None)
             if before is not None:
-                self.keep(before)
+                self.set_state(before)

@@ -9,18 +9,17 @@ logged loss looks at the group as one.
 
 from __future__ import annotations
 
-import gc
+import contextlib
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from torch import Tensor
 from trl import SFTTrainer
 
-from fastpack_trl.errors import close_frames
 from fastpack_trl.measure.device_memory import allocatable
 from fastpack_trl.model.facts import ALORA, is_invoked_once_per_row
 from fastpack_trl.model.hooks import (
@@ -34,7 +33,7 @@ from fastpack_trl.model.sharded import local
 from fastpack_trl.packing.packed_batch import merge_batches, to_transformers_kwargs
 from fastpack_trl.packing.packed_inputs import PackedInputs
 from fastpack_trl.packing.static_batch import is_as_collated
-from fastpack_trl.run import MicroStep, Run
+from fastpack_trl.run import Run
 
 logger = get_logger(__name__)
 
@@ -99,13 +98,13 @@ class MemoryLimit:
         self.tokens: float | None = None
         """The prediction; None until `predict`."""
 
-    def observe(self, tokens: int, run: Callable[[], Tensor]) -> Tensor:
-        """Run a micro-batch of `tokens` tokens and keep what it took."""
+    @contextlib.contextmanager
+    def observed(self, tokens: int) -> Iterator[None]:
+        """Note what a micro-batch of `tokens` tokens takes in the context."""
         before = torch.cuda.memory_allocated(self.device)
-        loss = run()
+        yield
         taken = torch.cuda.max_memory_allocated(self.device) - before
         self.bytes_per_token = min(self.bytes_per_token, taken / tokens)
-        return loss
 
     def predict(self, trainer: SFTTrainer) -> None:
         """Set `tokens`, at the beginning of a step: optimizer states are there, gradients are not. All ranks agree."""
@@ -129,7 +128,6 @@ class Merging:
         self.target = target
         self._run, device = run, run.device
         self.memory = MemoryLimit(device) if device.type == "cuda" else None
-        self._zero = torch.zeros((), device=device)
         # FSDP gathers the parameters anew in each forward pass: all processes make as many. The token counts of their
         # micro-batches differ, so there a group is a number of micro-batches.
         self._in_step = run.is_fsdp2
@@ -169,36 +167,26 @@ class Merging:
         """Return the rows that the micro-batches of the step run as."""
         return len(self._groups) or len(self._step)
 
-    def run(self, stock: MicroStep, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
-        """Serve one call of the trainer's loop: run nothing, a group, or a micro-batch by itself."""
-        if self._groups and inputs is self._step[0]:
+    def group(self, inputs: Any, place: int) -> range:
+        """Return the places of the micro-batches that run now as one row; none for one that waits for the last of it.
+
+        Args:
+            inputs: of the present micro-batch.
+            place: its own in the step.
+        """
+        is_first = bool(self._step) and inputs is self._step[0]
+        if self._groups and is_first:
             self._look_for_watchers()  # callbacks have begun the step
-        if self._in_step and self._step and inputs is self._step[0] and not self._run.ranks.all(bool(self._groups)):
+        if self._in_step and is_first and not self._run.ranks.all(bool(self._groups)):
             self._groups = {}
-        group = self._groups.get(id(inputs))
-        if group is None and self._groups:
-            return self._zero  # runs with the last of its group
-        if group is None or len(group) == 1:
-            if self.memory is None or self.memory.tokens is not None or not self._step or inputs is self._step[0]:
-                return stock(model, inputs, num_items_in_batch)
-            tokens = inputs["input_ids"].numel() if "input_ids" in inputs else 0
-            if not tokens:
-                return stock(model, inputs, num_items_in_batch)
-            return self.memory.observe(tokens, lambda: stock(model, inputs, num_items_in_batch))
-        back = self._run.step.mark()
-        merged = merge_inputs([self._step[place] for place in group])
-        try:
-            return stock(model, merged, num_items_in_batch)
-        except torch.OutOfMemoryError as error:
-            close_frames(error)
-            if self._run.trainer.accelerator.num_processes > 1:
-                # The other ranks wait in a reduction that this one cannot join again.
-                raise
-        finally:
-            merged["packed_batch"].clear_derived()
-        merged.clear()
-        # Past the handler: its exception keeps the frames alive that hold the memory.
-        return self._split(stock, model, group, back, num_items_in_batch)
+        return self._groups.get(id(inputs), range(0)) if self._groups else range(place, place + 1)
+
+    def measured(self, inputs: Any) -> AbstractContextManager[None]:
+        """Measure in the first step what a micro-batch takes, but for that of the first, which makes the gradients."""
+        memory, tokens = self.memory, inputs["input_ids"].numel() if "input_ids" in inputs else 0
+        if memory is None or memory.tokens is not None or not tokens or not self._step or inputs is self._step[0]:
+            return contextlib.nullcontext()
+        return memory.observed(tokens)
 
     def _look_for_watchers(self) -> None:
         """Merge no more in this run if a callback, a hook or a loss came that needs single micro-batches."""
@@ -215,46 +203,18 @@ class Merging:
             self._run.disable(FEATURE, "stock", reason)
             self._ended, self._groups = True, {}
 
-    def _split(
-        self, stock: MicroStep, model: Any, group: range, back: Callable[[], None], num_items_in_batch: Any
-    ) -> Tensor:
-        """Run the step so far again, one by one, after a group ran out of memory somewhere in its backward pass."""
-        tokens = [sum(self._step[place]["packed_batch"].seq_lengths) for place in group]
-        if self._run.step.reclaim_memory():
-            after = "what was spare is given back"
-        else:
-            self.target = sum(tokens) // 2
-            merges = self.target >= min(map(sum, itertools.pairwise(tokens)))
-            after = f"rows of at most {self.target:,} tokens from here on" if merges else "micro-batches run one by one"
-        reason = f"out of memory in a merged row of {sum(tokens):,} tokens: {after}"
+    def split(self, group: range) -> None:
+        """Run at most half of a row that ran out of memory from here on; said. The rest of the step is grouped anew."""
+        tokens = [sum(batch["packed_batch"].seq_lengths) for batch in self._step]
+        own = [tokens[place] for place in group]
+        self.target = sum(own) // 2
+        merges = self.target >= min(map(sum, itertools.pairwise(own)))
+        after = f"rows of at most {self.target:,} tokens from here on" if merges else "micro-batches run one by one"
+        reason = f"out of memory in a merged row of {sum(own):,} tokens: {after}"
         logger.warning(f"merge_accumulation: {reason}")
-        self._run.say(FEATURE, "on", "split again", reason)
-        model.zero_grad()
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        back()
-        # The gradients of earlier groups are gone with those of this one; their losses and metrics are counted already.
-        for inputs in self._step[: group[0]]:
-            stock(model, inputs, num_items_in_batch)
-            inputs["packed_batch"].clear_derived()
-        back()
-        total = self._zero
-        for place in group:
-            total = total + stock(model, self._step[place], num_items_in_batch)
-            self._step[place]["packed_batch"].clear_derived()
-        tokens = [sum(one["packed_batch"].seq_lengths) for one in self._step]
-        done = group[-1] + 1
+        self._run.set_status(FEATURE, "on", "split again", reason)
+        rest = group_by_tokens(tokens[group.stop :], self.target)
         self._groups = {
-            id(self._step[done + rest[-1]]): range(done + rest[0], done + rest[-1] + 1)
-            for rest in group_by_tokens(tokens[done:], self.target)
+            id(self._step[group.stop + each[-1]]): range(group.stop + each[0], group.stop + each[-1] + 1)
+            for each in rest
         }
-        return total
-
-
-def merge(run: Run, following: MicroStep, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
-    """Run a group of micro-batches as one row, as the feature ``merge_accumulation`` decides."""
-    merging = run.part(Merging)
-    if merging is None:
-        return following(model, inputs, num_items_in_batch)
-    return merging.run(following, model, inputs, num_items_in_batch)

@@ -37,7 +37,7 @@ def merge_accumulation(run: Run) -> Iterator[None]:
     # As one: under FSDP 2 `Merging` asks the others in each step, and hooks or callbacks may be those of one process.
     why = run.ranks.first_reason(lambda: first_reason(_reasons(run)))
     if why:
-        run.say(FEATURE, "off", "stock", why, holds=run.args.gradient_accumulation_steps == 1)
+        run.set_status(FEATURE, "off", "stock", why, holds=run.args.gradient_accumulation_steps == 1)
         yield
         return
     target = _row_tokens(run) if setting == "auto" else math.inf
@@ -47,7 +47,7 @@ def merge_accumulation(run: Run) -> Iterator[None]:
         reason += "; as far as memory allows, measured in the first step"
     if draws_numbers(run.model):
         reason += "; dropout and jitter draw other random numbers"
-    run.say(FEATURE, "on", rows, reason)
+    run.set_status(FEATURE, "on", rows, reason)
     merging = Merging(run, target)
     with run.keeping(merging), patch_attribute(run, "measures_first_step", merging.memory is not None):
         yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,13 +33,14 @@ class DeferredMetrics:
     """Sums per micro-batch, kept on the device and read once per log.
 
     TRL logs the mean over micro-batches of ratios per micro-batch (summed over ranks first), not the ratio of sums; so
-    one row of (entropy, correct tokens, auxiliary loss) is kept for each micro-batch. `settle` gathers all of them as
+    one row of (entropy, correct tokens, auxiliary loss) is kept for each micro-batch. `flush` gathers all of them as
     one tensor of (ranks, micro-batches, 5), reads it once, and appends to TRL's lists what TRL would have appended.
     """
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []  # (_ROWS, 3) fp32 each: no tensor per micro-batch stays alive
         self._batches: list[_MicroBatch] = []
+        self._flushes = 0
 
     def keep(
         self, trainer: SFTTrainer, mode: Mode, table: Tensor, loss_tokens: Sequence[int], tokens: Sequence[int]
@@ -67,23 +68,27 @@ class DeferredMetrics:
             ]
             done += now
 
-    def mark(self) -> Callable[[], None]:
-        """Return a function that drops the micro-batches kept from here on: they are run again."""
-        count = len(self._batches)
+    def rollback_point(self) -> tuple[int, int]:
+        """Return what `rollback` goes back to: flushes so far, and micro-batches since."""
+        return self._flushes, len(self._batches)
 
-        def back() -> None:
-            del self._batches[count:]
-            del self._blocks[-(-count // _ROWS) :]
+    def is_past(self, point: tuple[int, int]) -> bool:
+        """Return whether metrics were flushed since a rollback point: it cannot be gone back to."""
+        return self._flushes != point[0]
 
-        return back
+    def rollback(self, point: tuple[int, int]) -> None:
+        """Drop the micro-batches since a rollback point: they are run again."""
+        del self._batches[point[1] :]
+        del self._blocks[-(-point[1] // _ROWS) :]
 
-    def settle(self, trainer: SFTTrainer) -> None:
+    def flush(self, trainer: SFTTrainer) -> None:
         """Append what was kept to ``trainer._metrics``. A collective: every rank has to call it.
 
         It is the one read of the device between two logs.
         """
         if not self._batches:
             return
+        self._flushes += 1
         batches, self._batches = self._batches, []
         sums = torch.cat(self._blocks)[: len(batches)]
         self._blocks = []

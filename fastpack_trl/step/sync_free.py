@@ -10,15 +10,13 @@ from torch import Tensor, nn
 from trl import SFTTrainer
 
 from fastpack_trl.errors import first_reason
-from fastpack_trl.model.changes import during_training
 from fastpack_trl.model.facts import is_prompt_learning, text_model
 from fastpack_trl.model.hooks import LOOP_METHODS, hook_on_the_outputs, is_users, needs_logits, replaced_methods
 from fastpack_trl.packing.collator import unshared
 from fastpack_trl.packing.packed_batch import PackedBatch
-from fastpack_trl.run import DEEPSPEED, MicroStep, Run
-from fastpack_trl.step.hostwork import FlopsPerToken, GradientReset, LossFilter, ModeCheck, ModelContents
+from fastpack_trl.run import DEEPSPEED, Run
+from fastpack_trl.step.hostwork import HostWork, LossFilter
 from fastpack_trl.step.load_balancing import replaced_by
-from fastpack_trl.step.local_shards import clip, local_steps, why_stock_step
 from fastpack_trl.step.loss import LossForward, head_of
 from fastpack_trl.step.metrics import DeferredMetrics, Mode
 from fastpack_trl.step.step_loss import step_loss
@@ -28,6 +26,7 @@ _EDITED_LABELS = (
     "collation: their positions are found again, which synchronizes with the device"
 )
 _EVALUATION = "evaluation with compute_metrics runs as stock"
+_REENTRANT = "it is without effect: reentrant checkpointing drops its gradient, set use_reentrant=False"
 _STATE = ("_metrics", "_total_train_tokens", "_tp_size", "aux_loss_enabled", "router_aux_loss_coef")
 
 
@@ -36,18 +35,16 @@ class SyncFreeStep:
 
     Attributes:
         loss: whether losses and metrics are ours.
-        host: whether the work of the host is.
+        host: walks over the model that are spared.
         filters: whether the NaN filter is.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.loss = self.host = self.filters = False
+        self.loss = self.filters = False
         self.metrics = DeferredMetrics()
         self.forward = LossForward(text_model(model))
-        self.contents, self.filter = ModelContents(), LossFilter()
-        self.reset = GradientReset(self.contents)
+        self.host, self.filter = HostWork(), LossFilter()
         self._apart: _StaticLoss | None = None
-        self._forget_model()
 
     def takes(self, run: Run, inputs: Any, return_outputs: bool = False) -> bool:
         """Return whether this batch is a row without padding, whose loss and metrics are made here; else it is said."""
@@ -108,41 +105,32 @@ class SyncFreeStep:
         finally:
             self._apart = None
 
-    def clip(self, trainer: SFTTrainer, model: nn.Module) -> Tensor | None:
-        """Clip over local tensors and return the norm; None, with nothing done, where stock clips."""
-        accelerator = trainer.accelerator
-        if not self.host or not trainer.is_fsdp_enabled or not accelerator.is_fsdp2 or accelerator.scaler is not None:
-            return None
-        if is_users(SFTTrainer._clip_grad_norm) or is_users(accelerator.clip_grad_norm_):
-            return None
-        return clip(self.reset.listed(model, trainer.optimizer).with_gradient, trainer.args.max_grad_norm)
-
     def with_gradients(self, run: Run, model: Any) -> Any:
         """Return what stands for `model` where upstream reads its gradients only; `model` itself where it may not.
 
         FSDP compares all parameters, and a method that somebody put in the place of upstream's may ask for anything.
         """
         replaced = is_users(SFTTrainer._clip_grad_norm) or is_users(SFTTrainer._get_grad_norm)
-        if not self.host or run.is_sharded or replaced:
+        whole = run.trainer.model
+        if not self.host.active or run.is_sharded or replaced or model not in (whole, run.trainer.model_wrapped):
             return model
-        return self.reset.listed(model, run.trainer.optimizer)
+        listed = self.host.with_gradients(whole, run.trainer.optimizer)
+        return model if listed is whole else listed
+
+    def filtered(self, trainer: SFTTrainer, loss: Tensor) -> Tensor:
+        """Return the loss that the trainer adds up for the log: what the NaN filter lets pass."""
+        return self.filter.apply(trainer, loss) if self.filters else loss
 
     @contextlib.contextmanager
-    def running(self, *, loss: bool, host: bool, filters: bool) -> Iterator[None]:
+    def running(self, trainer: SFTTrainer, *, loss: bool, host: bool, filters: bool) -> Iterator[None]:
         """Switch the parts on until the context ends."""
-        self.loss, self.host, self.filters = loss, host, filters
-        self._forget_model()
+        self.loss, self.filters = loss, filters
         try:
-            with self.contents.watched() if host else contextlib.nullcontext():
+            with self.host.running(trainer) if host else contextlib.nullcontext():
                 yield
         finally:
-            self.loss = self.host = self.filters = False
-            self._forget_model()
+            self.loss = self.filters = False
             self.filter.restore()
-            self.reset.remove()
-
-    def _forget_model(self) -> None:
-        self.modes, self.flops = ModeCheck(self.contents), FlopsPerToken(self.contents)
 
     def close(self) -> None:
         """Take the forward away from the model."""
@@ -166,23 +154,12 @@ class _StaticLoss:
         return found.loss
 
 
-def settle(run: Run, following: MicroStep, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
-    """Spare the host its walks over the model; the loss, for the log, is what the NaN filter lets pass."""
-    step = run.part(SyncFreeStep)
-    if step is None or not step.host:
-        return following(model, inputs, num_items_in_batch)
-    step.reset.install(run.trainer, model)
-    with step.modes.skipping_train(model):
-        loss = following(model, inputs, num_items_in_batch)
-    return step.filter.apply(run.trainer, loss) if step.filters else loss
-
-
 @contextlib.contextmanager
 def sync_free(run: Run) -> Iterator[None]:
     """Make no device-to-host sync between two logs, as far as the run permits."""
-    step = run.part(SyncFreeStep)
+    step = run.get_state(SyncFreeStep)
     if step is None or run.settings.sync_free == "off":
-        run.say("sync_free", "off", "stock", "switched off")
+        run.set_status("sync_free", "off", "stock", "switched off")
         with run.without(SyncFreeStep):  # the step was made with the trainer, the setting may have changed since
             yield
         return
@@ -194,39 +171,14 @@ def sync_free(run: Run) -> Iterator[None]:
     ours = (["loss, metrics"] if not stock else []) + (["host work"] if host else [])
     path = "host work only" if ours == ["host work"] else ", ".join(ours) or "stock"
     why = f"loss and metrics as stock: {stock}" if stock else step.forward.products
-    run.say("sync_free", "on" if ours else "stock", path, "; ".join([why, *remarks]), holds=not stock and host)
+    run.set_status("sync_free", "on" if ours else "stock", path, "; ".join([why, *remarks]), holds=not stock and host)
     run.loss_is_ours = not stock
-    run.step.undo.append(step.metrics.mark)
-    run.parameters = lambda: step.contents.parameters_of(run.model)
     try:
         # The filter is switched on again by what `host` replaces.
-        with step.running(loss=not stock, host=host, filters=host and not own_step), _steps_over_shards(run):
+        with step.running(run.trainer, loss=not stock, host=host, filters=host and not own_step):
             yield
     finally:
         run.loss_is_ours = False
-        run.parameters = None
-        run.step.undo.remove(step.metrics.mark)
-
-
-@contextlib.contextmanager
-def _steps_over_shards(run: Run) -> Iterator[None]:
-    """Let the optimizer of a model that FSDP 2 parts step over local tensors."""
-
-    def install() -> None:
-        installed.close()  # `train` may begin again by itself, with smaller batches
-        optimizer = getattr(run.trainer.optimizer, "optimizer", run.trainer.optimizer)
-        why_stock = why_stock_step(optimizer)
-        if why_stock:
-            run.report.remark("sync_free", why_stock)
-        else:
-            installed.enter_context(local_steps(optimizer))
-
-    with contextlib.ExitStack() as installed:
-        if run.is_fsdp2 and run.training:
-            with during_training(run.trainer, at_begin=install):
-                yield
-        else:
-            yield
 
 
 def why_stock_loss(run: Run) -> str:
@@ -235,7 +187,7 @@ def why_stock_loss(run: Run) -> str:
 
 
 def _only_stock_loss(run: Run) -> Iterator[object]:
-    trainer, step, model = run.trainer, run.part(SyncFreeStep), run.model
+    trainer, step, model = run.trainer, run.get_state(SyncFreeStep), run.model
     assert step is not None
     lacks = [f"SFTTrainer.{name}" for name in _STATE if name not in vars(trainer)]
     yield lacks and f"trl lacks {', '.join(lacks)}"
@@ -288,5 +240,11 @@ def _remarks(run: Run, own_step: str) -> list[str]:
         stays and f"the NaN filter asks the device: {own_step} may look at the loss",
         counts and "include_num_input_tokens_seen asks the device in each micro-batch",
         run.is_deepspeed and f"host work, NaN filter included, as stock: {DEEPSPEED}",
+        trainer.aux_loss_enabled and f"load-balancing loss with coefficient {trainer.router_aux_loss_coef:g}",
+        trainer.aux_loss_enabled and _is_reentrant(args) and _REENTRANT,
     )
     return [text for text in remarks if text]
+
+
+def _is_reentrant(args: Any) -> bool:
+    return bool(args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"))

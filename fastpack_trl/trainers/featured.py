@@ -94,7 +94,7 @@ class FeaturedTrainer(_Stock):
     @property
     def fastpack_proof(self) -> PackingProof | None:
         """The packing proof of the last training start; None where none ran."""
-        return self.fastpack_run.part(PackingProof)
+        return self.fastpack_run.get_state(PackingProof)
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         # Called while stock constructs. Packed on their way, expert stacks need not fit the device as dense ones.
@@ -145,10 +145,12 @@ class FeaturedTrainer(_Stock):
             yield  # evaluation inside of training: installed already
             return
         run = self.fastpack_run
-        run.settings, run.training, run.insists = self._fastpack_settings(announce), announce, announce
+        run.settings, run.training, run.is_strict = self._fastpack_settings(announce), announce, announce
         with contextlib.ExitStack() as stack:
-            stack.callback(setattr, run, "insists", False)  # also where a feature stops the run
+            stack.callback(setattr, run, "is_strict", False)  # also where a feature stops the run
             stack.enter_context(silence_renamed_checkpointing())
+            if announce:
+                stack.enter_context(during_training(self, at_begin=run.begin_steps))
             for feature in FEATURES:
                 if feature.trainers in self._fastpack_kinds and (announce or feature.when == "always"):
                     feature.enter(run, stack)
@@ -163,7 +165,7 @@ class FeaturedTrainer(_Stock):
                 stack.enter_context(during_training(self, at_begin=begin))
             else:
                 begin()
-            self._fastpack_entered, run.insists = True, False
+            self._fastpack_entered, run.is_strict = True, False
             stack.callback(setattr, self, "_fastpack_entered", False)
             yield
 

@@ -67,7 +67,7 @@ class _OnlineTrainer(PackedTrainer):
             why, count = self._fastpack_why_single, self.args.gradient_accumulation_steps
             said = why or f"{count} micro-batches per optimizer step, shuffled by TRL"
             path = "stock" if why else "one row per optimizer step"
-            self.fastpack_run.say(MERGING, "off" if why else "on", path, said)
+            self.fastpack_run.set_status(MERGING, "off" if why else "on", path, said)
 
     def _fastpack_against_merging(self) -> Iterator[object]:
         run, args = self.fastpack_run, self.args

@@ -29,9 +29,10 @@ from fastpack_trl.packing.buckets import RowSize
 from fastpack_trl.packing.examples import check_not_empty, dropped
 from fastpack_trl.packing.prompt_groups import KEY, PromptGroups, PromptGroupsCollator
 from fastpack_trl.run import Run
+from fastpack_trl.step.hostwork import HostWork
 from fastpack_trl.step.token_logps import RowForward, Rows
+from fastpack_trl.trainers.adapter_switch import AdapterSwitch
 from fastpack_trl.trainers.featured import FeaturedTrainer
-from fastpack_trl.trainers.host_work import HostWork
 
 logger = get_logger(__name__)
 
@@ -64,7 +65,7 @@ class PackedTrainer(FeaturedTrainer):
         self._fastpack_chosen = False
         if self._fastpack_disabled:
             super().__init__(*args, **kwargs)
-            run.say("fastpack", "off", "stock", self._fastpack_disabled)
+            run.set_status("fastpack", "off", "stock", self._fastpack_disabled)
             return
         check_not_empty(given.get("train_dataset"))
         check_adapters(given.get("model"), given.get("args"))
@@ -104,6 +105,8 @@ class PackedTrainer(FeaturedTrainer):
         stack.enter_context(_plan_kept(self._fastpack_stock))
         if run.training and run.ranks.count == 1 and not (run.is_sharded or run.is_deepspeed or self.args.n_gpu > 1):
             stack.enter_context(self._fastpack_host.running(self))
+            switch = AdapterSwitch(self._fastpack_host.contents)
+            stack.enter_context(switch.installed(self.model))
         stack.enter_context(row_graphs(run, self._fastpack_rows, _dropout(run.model), self._fastpack_draw))
 
     @contextlib.contextmanager
@@ -125,13 +128,13 @@ class PackedTrainer(FeaturedTrainer):
     def _fastpack_tell_sharing(self) -> None:
         run = self.fastpack_run
         if not run.packs:
-            run.say(FEATURE, "off", "stock", "batches are stock's")
+            run.set_status(FEATURE, "off", "stock", "batches are stock's")
             return
         self._fastpack_repeated = {
             training: first_reason(self._fastpack_against_sharing(training)) for training in (True, False)
         }
         why = self._fastpack_why_repeated(run.training)
-        run.say(FEATURE, "off" if why else "on", "prompts repeated" if why else "prompts once", why)
+        run.set_status(FEATURE, "off" if why else "on", "prompts repeated" if why else "prompts once", why)
 
     def _fastpack_why_repeated(self, training: bool) -> str:
         """Return why each completion has a prompt of its own in a row; empty where they share one."""
@@ -220,7 +223,7 @@ class PackedTrainer(FeaturedTrainer):
         """Count operations as stock does, without its walk over all parameters."""
         if not self._fastpack_host.active or not isinstance(inputs, dict):  # prompts to complete are a list
             return int(super().floating_point_ops(inputs))
-        return self._fastpack_host.flops.count(self, inputs, super().floating_point_ops)
+        return self._fastpack_host.count_flops(self, inputs, super().floating_point_ops)
 
     def _clip_grad_norm(self, model: Any) -> Any:
         return super()._clip_grad_norm(self._fastpack_with_gradients(model))
@@ -235,7 +238,7 @@ class PackedTrainer(FeaturedTrainer):
         replaced = is_users(self._fastpack_stock._clip_grad_norm) or is_users(self._fastpack_stock._get_grad_norm)
         if not self._fastpack_host.active or replaced or model is not self.model:
             return model
-        return self._fastpack_host.reset.listed(model, self.optimizer)
+        return self._fastpack_host.with_gradients(model, self.optimizer)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

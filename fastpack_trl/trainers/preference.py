@@ -4,22 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from trl import DPOTrainer, KTOTrainer, RewardTrainer
 
-from fastpack_trl.packing.prompt_groups import PromptGroups, pairs
+from fastpack_trl.packing.prompt_groups import PromptGroups, completions, pairs
 from fastpack_trl.trainers.packed import PackedTrainer
-from fastpack_trl.trainers.reference import ReferencedTrainer
 
 
-class FastDPOTrainer(ReferencedTrainer, DPOTrainer):
+class _ReferencedTrainer(PackedTrainer):
+    """A trainer that compares with a reference, which may be computed before training."""
+
+    def compute_ref_log_probs(self, model: Any, inputs: Any) -> Any:
+        """Compute stock's log-probabilities of the reference, on rows."""
+        with self._fastpack_on_rows(inputs):
+            return super().compute_ref_log_probs(model, inputs)
+
+    def _precompute_ref_logps(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._fastpack_disabled:
+            return super()._precompute_ref_logps(dataset, *args, **kwargs)
+        self._fastpack_choose()
+        with self._fastpack_features(), self._fastpack_collating(training=False):
+            return super()._precompute_ref_logps(dataset, *args, **kwargs)
+
+    def _fastpack_find(self) -> Callable[..., PromptGroups | str] | None:
+        return completions
+
+
+class FastDPOTrainer(_ReferencedTrainer, DPOTrainer):
     """`trl.DPOTrainer` on rows without padding, each prompt once: same arguments, losses, log keys and files."""
 
     _fastpack_stock = DPOTrainer
     _fastpack_sequences = 2
 
 
-class FastKTOTrainer(ReferencedTrainer, KTOTrainer):
+class FastKTOTrainer(_ReferencedTrainer, KTOTrainer):
     """`trl.KTOTrainer` on rows without padding: same arguments, losses, log keys and files."""
 
     _fastpack_stock = KTOTrainer

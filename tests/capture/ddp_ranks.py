@@ -27,7 +27,6 @@ from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention.varlen import Varlen
 from fastpack_trl.capture import ddp, feature, graphs
 from fastpack_trl.capture.decision import EAGER_STEPS
-from fastpack_trl.run.services import StepServices
 from fastpack_trl.testing import tiny_model
 
 FOLDER, RANK = Path(sys.argv[1]), int(os.environ["RANK"])
@@ -195,7 +194,6 @@ def _lacking_memory_in_the_first_step_apart(options: dict[str, Any]) -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DistributedDataParallel, "_post_forward", after_forward)
-        patch.setattr(StepServices, "reclaim_memory", lambda self: True)
         ours = run("on", **options)
     assert not RANK or left[0] < -1
     return ours

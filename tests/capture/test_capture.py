@@ -129,7 +129,7 @@ def test_a_replay_adds_the_gradients_of_all_adapters_by_one_operator(tmp_path: P
 
     class Looks(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            slots = trainer.fastpack_run.part(graphs.StepGraphs)._slots.values()
+            slots = trainer.fastpack_run.get_state(graphs.StepGraphs)._slots.values()
             tapes.extend(slot.recorded.graph._operations for slot in slots if slot.recorded is not None)
 
     trainer = build(FastSFTTrainer, tmp_path / "ours", devices, callbacks=[Looks()], **options)

@@ -159,8 +159,7 @@ def test_an_exception_between_replays_leaves_the_model_as_it_was(tmp_path: Path,
         trainer.train()
     log = devices.made[0].log
     assert log.count("reset") == log.count("record") >= 1
-    assert trainer.fastpack_run.part(StepGraphs) is None
-    assert not trainer.fastpack_run.step.memory_reclaimers
+    assert trainer.fastpack_run.get_state(StepGraphs) is None
     trainer.remove_callback(At)
     trainer.train()
     assert len(devices.made) == 2

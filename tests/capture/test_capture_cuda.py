@@ -142,10 +142,9 @@ def test_between_two_logs_a_captured_run_waits_for_nothing_and_launches_tens(tmp
     assert launches[0] / 4 < 100, launches
 
 
-@pytest.mark.parametrize("level", ["selective", "checkpoint"])
-def test_recomputed_layers_are_captured(tmp_path: Path, level: str) -> None:
+def test_recomputed_layers_are_captured(tmp_path: Path) -> None:
     kept = run(tmp_path / "a", "qwen3", "lora", fast={"activation_memory": "keep"})
-    again = run(tmp_path / "b", "qwen3", "lora", fast={"activation_memory": level})
+    again = run(tmp_path / "b", "qwen3", "lora", fast={"activation_memory": "checkpoint"})
     assert again[2].path == "captured", again[2]
     losses, _ = distance(again, kept)
     assert losses < 2e-2
@@ -214,10 +213,10 @@ def test_memory_that_a_step_lacks_is_taken_from_the_graphs(tmp_path: Path) -> No
     class Lacks(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
             if state.global_step == 15:
-                captured = trainer.fastpack_run.part(graphs.StepGraphs)
+                captured = trainer.fastpack_run.get_state(graphs.StepGraphs)
                 assert captured is not None
                 assert captured.replayed
-                assert trainer.fastpack_run.step.reclaim_memory()
+                assert trainer.fastpack_run.get_state(graphs.StepGraphs).reclaim()
 
     trainer = made(tmp_path, max_steps=18, trainer={"callbacks": [Lacks()]})
     trainer.train()
@@ -350,7 +349,7 @@ def test_an_eager_row_that_runs_out_of_memory_beside_graphs_takes_theirs(tmp_pat
     class Odd(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 15:
-                captured = trainer.fastpack_run.part(graphs.StepGraphs)
+                captured = trainer.fastpack_run.get_state(graphs.StepGraphs)
                 assert captured.replayed
                 captured._may_replay = lambda *_: False
 

@@ -148,7 +148,7 @@ def test_a_row_that_runs_out_of_memory_beside_graphs_takes_theirs(
     class Fails(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
             if state.global_step == 9:
-                graphs = trainer.fastpack_run.part(StepGraphs)
+                graphs = trainer.fastpack_run.get_state(StepGraphs)
                 graphs._may_replay = lambda *_: False  # every row of this step is out of the ordinary
 
     def fail_once(_gradient: torch.Tensor) -> None:

@@ -12,7 +12,6 @@ from out_of_memory import too_large
 from transformers import TrainerCallback
 
 from fastpack_trl import FastSFTTrainer, ThroughputCallback
-from fastpack_trl.checkpointing.retry import StepState
 from fastpack_trl.step.sync_free import why_stock_loss
 from fastpack_trl.testing import HostSyncs, count_host_syncs
 
@@ -48,13 +47,8 @@ def figures(counter: BetweenLogs) -> str:
 
 
 @pytest.mark.parametrize(("lora", "accumulation"), [(False, 3), (True, 1)])
-def test_nothing_waits_between_two_logs(
-    tmp_path: Path, devices: Any, lora: bool, accumulation: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_waits_between_two_logs(tmp_path: Path, devices: Any, lora: bool, accumulation: int) -> None:
     """Plan, a step out of memory, merged rows, recordings, turns, replays, callbacks, an evaluation in the middle."""
-    states: list[StepState] = []
-    made = StepState.__init__
-    monkeypatch.setattr(StepState, "__init__", lambda self, run: (states.append(self), made(self, run))[1])
     counter, clock = BetweenLogs(), Clock(devices, 0.5, 0.2)
     trainer = build(
         FastSFTTrainer, tmp_path, devices, family="qwen3", lora=lora, callbacks=[counter, ThroughputCallback(), clock],
@@ -68,7 +62,6 @@ def test_nothing_waits_between_two_logs(
     assert failed == ["forward"]
     fell = "merge_accumulation" if accumulation > 1 else "activation_memory"
     assert "out of memory" in report[fell].reason, report[fell]
-    assert len(states) >= 20, "a state to undo was made for each micro-batch"
     assert report["cuda_graph"].status == "on", report["cuda_graph"]
     assert "in turn" in report["cuda_graph"].reason
     assert log.count("replay") >= 10

@@ -76,7 +76,7 @@ def test_settings_of_a_run(options: dict[str, Any], tmp_path: Path, devices: Any
 def test_reference_and_policy_have_graphs_of_their_own(tmp_path: Path, devices: Any) -> None:
     made = run("DPO", tmp_path, devices)
     assert devices.made[0].log.count("record") >= 3  # forward and backward of the policy, forward of the reference
-    assert made.fastpack_run.part(RowGraphs) is None
+    assert made.fastpack_run.get_state(RowGraphs) is None
 
 
 def test_a_hook_of_the_user_ends_it_by_name(tmp_path: Path, devices: Any) -> None:

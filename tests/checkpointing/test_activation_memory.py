@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import weakref
 from collections import Counter
 from dataclasses import replace
@@ -21,16 +22,14 @@ from offload_material import LAYERS, assert_same, loss_of, make, step
 from out_of_memory import too_large
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 from trainer_material import assert_same_log, build, figures, settings, train
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.checkpointing import activation_memory as memory
-from fastpack_trl.checkpointing import trace
 from fastpack_trl.checkpointing.plan import Growth, LayerCosts, Level, Planner, checkpointable_layers, layer_levels
 from fastpack_trl.checkpointing.streams import HostStreams
-from fastpack_trl.checkpointing.trace import PROBE_TOKENS, WORKING_TOKENS, DecoderRun, Passes, trace_levels
+from fastpack_trl.checkpointing.trace import WORKING_TOKENS, DecoderRun, Passes, trace_levels
 from fastpack_trl.compile import layer_compile
 from fastpack_trl.compile.layers import compiled_layers
 from fastpack_trl.model.changes import isolated_run
@@ -39,7 +38,6 @@ from fastpack_trl.run.budget import largest_row
 from fastpack_trl.testing import tiny_model
 
 MODELS = [("llama", False), ("qwen3", True), ("gpt_oss", False), ("qwen3_moe", False)]
-TRACED = (Level.KEEP, Level.POINTWISE, Level.SELECTIVE, Level.CHECKPOINT)
 HOST = {"streams": HostStreams, "min_bytes": 1}
 
 
@@ -51,8 +49,7 @@ def test_predicted_bytes_are_within_a_tenth_of_the_counted_ones(family: str, lor
     layers = checkpointable_layers(model)
     with installed(model, ours=ours):
         costs, failed = trace_levels(model, layers, decoder(model, 1, packed=ours))
-        assert set(costs.growth) | set(failed) == set(TRACED)
-        assert set(TRACED) - set(costs.growth) <= {Level.POINTWISE}
+        assert (set(costs.growth), failed) == ({Level.KEEP, Level.CHECKPOINT}, "")
         with isolated_run(model, training=True):
             for level, growth in costs.growth.items():
                 for documents, tokens in ((1, 250), (1, 31)) + (((5, 50),) if ours else ()):
@@ -78,39 +75,26 @@ def recorded(model: Any) -> tuple[DecoderRun, list[int], list[Any]]:
     return run, tokens_of, made
 
 
-def test_where_memory_is_ample_a_third_is_traced_and_the_plan_can_still_go_deeper() -> None:
+def test_if_memory_is_ample_no_backward_is_traced_and_the_plan_can_still_go_deeper() -> None:
     model = make("llama", lora=True, layers=2)
     layers = checkpointable_layers(model)
     run, ran, made = recorded(model)
     with installed(model):
-        costs, _ = trace_levels(model, layers, run, timed_tokens=256)
+        costs, _ = trace_levels(model, layers, run)
         everything = len(ran)
-        few, failed = trace_levels(model, layers, run, timed_tokens=256, ample=lambda kept: len(kept) == 2)
-    assert (len(ran) - everything) * 3 <= everything
-    assert (set(few.growth), failed) == ({Level.KEEP, Level.CHECKPOINT}, {})
+        few, failed = trace_levels(model, layers, run, ample=lambda kept: len(kept) == 2)
+    assert len(ran) - everything == everything - len(WORKING_TOKENS)
+    assert (set(few.growth), failed) == ({Level.KEEP, Level.CHECKPOINT}, "")
     assert all(few.growth[level] == costs.growth[level] for level in few.growth)
     # Graphs would keep their activations, and the nodes of parameters to a stream that is not a capture's.
     assert {run() for run in made} == {None}
-    planner = Planner(few, budget=2**40, tokens=4096, longest=512, deepest=Level.CHECKPOINT)
+    planner = Planner(few, budget=2**40, tokens=4096, longest=512)
     plan = planner.best()
     assert plan.levels == (Level.KEEP, Level.KEEP)
     less = planner.deeper(plan)
     assert less is not None
-    assert less.levels == (Level.CHECKPOINT, Level.CHECKPOINT)
+    assert less.levels == (Level.CHECKPOINT, Level.KEEP)
     assert less.predicted < plan.predicted
-
-
-@pytest.mark.parametrize(("share", "longest"), [(2.0, 960), (0.9, 480), (0.3, 240), (0.01, None)])
-def test_timed_passes_keep_no_more_than_the_budget(share: float, longest: int | None) -> None:
-    model = make("llama", lora=True, layers=2)
-    layers = checkpointable_layers(model)
-    run, ran, _ = recorded(model)
-    with installed(model):
-        whole = Passes(model, layers, decoder(model, 1)).kept(Level.KEEP, 960)
-        costs, _ = trace_levels(model, layers, run, timed_tokens=960, room=1.25 * share * sum(whole))
-    timed = [tokens for tokens in ran if tokens not in (*PROBE_TOKENS, *WORKING_TOKENS)]
-    assert set(timed) == (set() if longest is None else {longest})
-    assert costs.seconds[Level.CHECKPOINT] >= costs.seconds[Level.KEEP]
 
 
 class Products(TorchDispatchMode):
@@ -151,12 +135,11 @@ def test_backward_computes_as_many_products_again_as_the_level_says(family: str,
     # Autograd needs no result of the last product of a layer, so the recompute ends before it.
     last = 1 + lora
     assert keep["attention"] == 0
-    assert found[Level.POINTWISE] == (forward, keep)
-    for level in (Level.SELECTIVE, Level.CHECKPOINT, Level.OFFLOAD):
+    for level in (Level.CHECKPOINT, Level.OFFLOAD):
         _, backward = found[level]
         assert keep["products"] + LAYERS * (per_layer - last) <= backward["products"]
         assert backward["products"] <= keep["products"] + LAYERS * per_layer
-        assert backward["attention"] == (0 if level is Level.SELECTIVE else LAYERS)
+        assert backward["attention"] == LAYERS
     full = found[Level.CHECKPOINT][1]["products"]
     assert (full - keep["products"]) * (LAYERS - 1) == (mixed["products"] - keep["products"]) * LAYERS
 
@@ -170,69 +153,57 @@ def test_loss_and_gradients_are_bit_equal_at_every_level_and_in_any_mix(family: 
     mixes = [[level] * LAYERS for level in Level]
     mixes += [
         [Level.OFFLOAD, Level.OFFLOAD, Level.CHECKPOINT, Level.KEEP],
-        [Level.CHECKPOINT, Level.SELECTIVE, Level.OFFLOAD, Level.KEEP],
+        [Level.CHECKPOINT, Level.KEEP, Level.OFFLOAD, Level.KEEP],
     ]
-    if family == "gpt_oss" and not ours:  # stock's experts write into the result of a product
-        mixes.remove([Level.POINTWISE] * LAYERS)
     with installed(model, ours=ours):
         stock = step(model, 0, 1)  # every layer as `make` has it: checkpointed by transformers
         for levels in mixes:
             with layer_levels(layers, levels, **HOST) as offload:
                 assert_same(step(model, 0, 1), stock)
                 assert (offload is not None) == (Level.OFFLOAD in levels)
-                assert offload is None or offload.use.leases == 0
+                assert offload is None or offload.use.held == 0
     assert all(layer.gradient_checkpointing for layer in layers)
 
 
-def costs_of(layers: int, sizes: list[int], seconds: list[float]) -> LayerCosts:
-    growth = {level: [Growth(0, size, 0)] * layers for level, size in zip(Level, sizes, strict=True)}
-    products = {level: min(1.0, cost) for level, cost in zip(Level, seconds, strict=True)}
-    return LayerCosts(growth, dict(zip(Level, seconds, strict=True)), products)
+def costs_of(layers: int, keep: int, inputs: int) -> LayerCosts:
+    growth = {level: [Growth(0, size, 0)] * layers for level, size in zip(Level, (keep, inputs, 0), strict=True)}
+    return LayerCosts(growth)
 
 
 @examples(max_examples=200, deadline=None)
-@example(layers=3, sizes=[0, 0, 129, 193], steps=[0.0, 1.0, 0.0, 0.0], budget=675)  # all that is kept just fits
+@example(layers=3, sizes=[0, 193], budget=675)
 @given(
-    layers=st.integers(1, 6),
-    sizes=st.lists(st.integers(0, 1000), min_size=4, max_size=4),
-    steps=st.lists(st.floats(0, 1), min_size=4, max_size=4),
-    budget=st.integers(0, 8000),
+    layers=st.integers(1, 6), sizes=st.lists(st.integers(0, 1000), min_size=2, max_size=2), budget=st.integers(0, 8000)
 )
-def test_the_plan_fits_where_one_does_with_the_least_recompute_last_layers_kept_first(
-    layers: int, sizes: list[int], steps: list[float], budget: int
+def test_the_plan_keeps_the_most_last_layers_that_fit_and_offloads_only_if_checkpointing_does_not(
+    layers: int, sizes: list[int], budget: int
 ) -> None:
-    sizes = [*sorted(sizes, reverse=True), 0]
-    seconds = [0.0]
-    for more in steps:
-        seconds.append(seconds[-1] + more)
-    costs = costs_of(layers, sizes, seconds)
-
-    planner = Planner(costs, budget, 1, 1)
+    inputs, keep = sorted(sizes)
+    planner = Planner(costs_of(layers, keep, inputs), budget, 1, 1)
     plan = planner.best()
 
-    def cost(levels: Any) -> float:
-        return sum(costs.seconds[level] for level in levels)
+    def fits(below: Level, kept: int) -> bool:
+        return planner.peak_bytes([below] * (layers - kept) + [Level.KEEP] * kept) <= budget
 
-    assert plan.fits == (budget >= planner.peak_bytes([Level.OFFLOAD] * layers))
+    assert plan.fits == fits(Level.OFFLOAD, 0)
     assert list(plan.levels) == sorted(plan.levels, reverse=True)
-    assert len(set(plan.levels)) <= 2
-    if plan.fits:
-        for level in Level:
-            same = [level] * layers
-            assert planner.peak_bytes(same) > budget or cost(plan.levels) <= cost(same) + 1e-9
-        assert cost(Planner(costs, budget + 500, 1, 1).best().levels) <= cost(plan.levels) + 1e-9
-    below: Any = plan
-    seen = 0
-    while below is not None:
-        following = planner.deeper(below)
-        sizes_of = [planner.kept_bytes(one.levels) for one in (below, following) if one is not None]
-        assert following is None or following.predicted < below.predicted or sizes_of[1] < sizes_of[0]
-        below, seen = following, seen + 1
-        assert seen <= len(planner.worthwhile()) + 1
+    kept = plan.levels.count(Level.KEEP)
+    if plan.fits and kept < layers:
+        below = plan.levels[0]
+        assert not fits(below, kept + 1)
+        assert below is Level.CHECKPOINT or not fits(Level.CHECKPOINT, 0)
+    more: Any = Planner(planner.costs, budget + 500, 1, 1).best()
+    assert max(more.levels) <= max(plan.levels)
+    tried = [plan.levels]
+    while (plan := planner.deeper(plan)) is not None:  # type: ignore[assignment]
+        assert sum(map(int, plan.levels)) > sum(map(int, tried[-1]))
+        tried.append(plan.levels)
+    assert tried[-1] == (Level.OFFLOAD,) * layers
+    assert len(tried) <= layers.bit_length() + 3
 
 
 def test_what_the_last_layers_keep_is_gone_when_the_first_are_computed_again() -> None:
-    planner = Planner(costs_of(4, [100, 80, 60, 10, 0], [0.0, 1.0, 2.0, 3.0, 4.0]), 0, 1, 1)
+    planner = Planner(costs_of(4, 100, 10), 0, 1, 1)
     keep, checkpoint, offload = Level.KEEP, Level.CHECKPOINT, Level.OFFLOAD
     assert planner.peak_bytes([keep] * 4) == 400 + 50
     assert planner.peak_bytes([checkpoint] * 4) == 40 + 150
@@ -244,16 +215,16 @@ def test_what_the_last_layers_keep_is_gone_when_the_first_are_computed_again() -
     assert (much.peak_bytes([keep] * 4), much.peak_bytes([checkpoint] * 4)) == (1400, 40 + 100 + 1000)
 
 
-def test_a_step_without_memory_goes_to_checkpointing_before_offloading() -> None:
-    costs = costs_of(6, [100, 80, 60, 10, 0], [0.0, 1.0, 2.0, 3.0, 4.0])
-    planner = Planner(costs, 1000, 1, 1, deepest=Level.CHECKPOINT)
-    plan: Any = planner.plan([Level.CHECKPOINT] * 5 + [Level.KEEP])
-    last = []
+def test_without_offload_the_last_plan_checkpoints_every_layer() -> None:
+    growth = costs_of(6, 100, 10).growth
+    planner = Planner(LayerCosts({level: growth[level] for level in (Level.KEEP, Level.CHECKPOINT)}), 0, 1, 1)
+    assert planner.best().levels == (Level.CHECKPOINT,) * 6
+    kept = []
+    plan: Any = planner.plan([Level.KEEP] * 6)
     while plan is not None:
-        last.append(plan.levels[-1])
-        assert set(plan.levels[:-1]) == {Level.CHECKPOINT}
+        kept.append(plan.levels.count(Level.KEEP))
         plan = planner.deeper(plan)
-    assert last == [Level.KEEP, Level.POINTWISE, Level.SELECTIVE, Level.CHECKPOINT]
+    assert kept == [6, 3, 1, 0]
 
 
 OURS = ("activation_memory", "activation_memory_gib", "checkpoint_offload", "merge_accumulation", "layer_compile")
@@ -310,12 +281,12 @@ def test_on_the_cpu_auto_leaves_the_settings_alone_unless_there_is_a_budget(tmp_
         assert same(trained(trainer), stock)
         line = trainer.fastpack_report["activation_memory"]
         assert (line.status, line.path) == ("on", level), line
-        assert "GiB, recompute" in line.reason
+        assert re.search(r"predicted [\d.]+ GiB (of|over the) ", line.reason)
         assert said in line.reason
         assert all(layer.gradient_checkpointing for layer in checkpointable_layers(trainer.model))
 
 
-@pytest.mark.parametrize("setting", ["keep", "selective", "checkpoint"])
+@pytest.mark.parametrize("setting", ["keep", "checkpoint"])
 def test_a_level_that_is_asked_for_is_installed_without_a_budget_and_changes_no_bit(
     tmp_path: Path, stock: Any, setting: str
 ) -> None:
@@ -416,7 +387,7 @@ def test_a_step_that_fits_at_no_level_raises_the_devices_error(tmp_path: Path) -
     trainer = fast(tmp_path, activation_memory="checkpoint", eval_strategy="no")
     with too_large(trainer, "forward", 100), pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
         trainer.train()
-    assert trainer.fastpack_run.part(memory.ActivationMemory) is None
+    assert trainer.fastpack_run.get_state(memory.ActivationMemory) is None
     assert trainer.args.gradient_checkpointing
 
 
@@ -448,14 +419,3 @@ def test_with_compiled_layers_the_model_is_left_as_it_was(
         assert type(layer._gradient_checkpointing_func).__name__ == "partial"
         assert layer._compiled_call_impl is None
     assert trainer.fastpack_report[next(iter(own))].status == "on"
-
-
-def test_attention_of_grouped_heads_counts_as_with_repeated_ones() -> None:
-    def products(heads: int, mapping: Any) -> int:
-        shapes = [(2, count, 64, 8) for count in (4, heads, heads)]
-        q, k, v = (torch.empty(s, device="meta", dtype=torch.bfloat16, requires_grad=True) for s in shapes)
-        with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
-            torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0].sum().backward()
-        return counter.get_total_flops()
-
-    assert products(2, trace._GROUPED_HEADS) == products(4, None) > 0

@@ -79,13 +79,11 @@ def test_no_schedule_of_the_device_changes_a_bit(
 ) -> None:
     model = make(dtype)
     stock = step(model)
-    with offload_checkpoints(
-        checkpointed_layers(model), mode, min_bytes=1, streams=streams, keep_last_layers=keep
-    ) as offload:
+    with offload_checkpoints(checkpointed_layers(model), mode, min_bytes=1, streams=streams, keep_last=keep) as offload:
         for _ in range(2):
             assert_same(step(model), stock)
         torch.cuda.synchronize()
-        assert offload.use.leases == 0
+        assert offload.use.held == 0
 
 
 @pytest.mark.parametrize("forgotten", ["input computed", "copy done", "slot free"])
@@ -107,7 +105,7 @@ def test_the_delays_show_each_missing_wait(forgotten: str) -> None:
             super().copy(target, source)
 
     streams = Forgetful(torch.device("cuda", torch.cuda.current_device()))
-    offloader = Offloader(streams, budget_bytes=2**30, say=print, min_bytes=1)
+    offloader = Offloader(streams, budget_bytes=2**30, min_bytes=1, prefetch=True, say=print)
     value = torch.randn(512, 512, device="cuda")
     expected = value.clone()
     torch.cuda.synchronize()
@@ -116,8 +114,8 @@ def test_the_delays_show_each_missing_wait(forgotten: str) -> None:
     if forgotten == "input computed":
         torch.cuda._sleep(DELAY)
     source.copy_(value)
-    lease = offloader.write(source, 0)
-    assert lease is not None
+    saved = offloader.pack(0, source, keep=False)
+    assert saved.on_host
     torch.cuda.synchronize()
     streams.backward = True
     original = streams.device_memory
@@ -132,8 +130,7 @@ def test_the_delays_show_each_missing_wait(forgotten: str) -> None:
         return memory
 
     streams.device_memory = poisoned  # type: ignore[method-assign]
-    offloader._fetch(lease)
-    tensor = offloader._take(lease)
+    tensor = offloader.unpack(saved)
     found = tensor.clone()
     torch.cuda.synchronize()
     assert not torch.equal(found, expected)

@@ -1,4 +1,4 @@
-"""Whatever the schedule: copies and compute are ordered both ways, values come back, every lease ends."""
+"""Whatever the schedule: copies and compute are ordered both ways, values come back, every buffer is free again."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from hypothesis import strategies as st
 from recording_streams import COMPUTE, RaceError, RecordingStreams
 from torch import Tensor
 
-from fastpack_trl.checkpointing.offload import Offload
-from fastpack_trl.checkpointing.streams import buffers_per_slab, pinned_size, size_class
+from fastpack_trl.checkpointing.offloader import Offloader
 
 LAYERS = 5
 
 
 @dataclass(eq=False)
 class Graph:
-    """Objects that autograd would hold: per layer the call, its packed input, the values that must come back."""
+    """Objects that autograd would hold: per layer its saved input and the values that must come back."""
 
-    calls: list[tuple[Any, Any, Tensor]] = field(default_factory=list)
+    calls: list[tuple[Any, Tensor]] = field(default_factory=list)
 
 
 class Model:
@@ -39,10 +38,9 @@ class Model:
         self.tight = False
         self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self.said: list[str] = []
-        self.offload = Offload(
-            mode=mode, budget_bytes=budget, min_bytes=64, tell=self.said.append,
-            streams=lambda _: streams,
-        )  # fmt: skip
+        self.offload = Offloader(
+            streams, budget_bytes=budget, min_bytes=64, prefetch=mode == "double_buffer", say=self.said.append
+        )
 
     def compute(self, tokens: int) -> Tensor:
         made = self.streams.device_memory(torch.Size((tokens, 8)), (8, 1), torch.float32)
@@ -55,9 +53,8 @@ class Model:
         x = self.compute(tokens)
         for index in range(layers):
             x.copy_(torch.randn(x.shape))
-            inputs = self.offload.inputs(index, index >= LAYERS - self.keep, (x,))
-            assert inputs is not None
-            graph.calls.append((inputs, inputs.pack(x.detach()), x.clone()))
+            saved = self.offload.pack(index, x.detach(), keep=index >= LAYERS - self.keep)
+            graph.calls.append((saved, x.clone()))
             self.streams.use(COMPUTE, x, write=False)  # the layer itself
             x = self.compute(tokens)
         return graph
@@ -65,24 +62,25 @@ class Model:
     def backward(self, graph: Graph, layers: int, *, retain: bool = False) -> None:
         for done in range(min(layers, len(graph.calls))):
             # One at a time: a slice would hold what autograd has let go of by now.
-            inputs, packed, expected = graph.calls[-1 - done if retain else -1]
-            x = self.unpack(inputs, packed)
+            saved, expected = graph.calls[-1 - done if retain else -1]
+            x = self.unpack(saved)
             self.streams.use(COMPUTE, x, write=False)
             assert torch.equal(x, expected)
             self.compute(len(expected))  # activations of the recompute, and gradients
-            del packed, inputs, x
+            del saved, x
             if not retain:
                 graph.calls.pop()
 
-    def unpack(self, inputs: Any, packed: Any) -> Tensor:
+    def unpack(self, saved: Any) -> Tensor:
         """Unpack; on the device are at most the kept inputs of all graphs, the input in use and the next one."""
-        kept = sum(isinstance(held, Tensor) for graph in self.graphs for _, held, _ in graph.calls)
-        in_use = kept + (not isinstance(packed, Tensor))
+        kept = sum(not held.on_host for graph in self.graphs for held, _ in graph.calls)
+        in_use = kept + saved.on_host
+        prefetches = self.offload.prefetch and not self.tight
         self.streams.device_blocks = in_use if self.tight else None
         self.streams.most_blocks = 0
-        x: Tensor = inputs.unpack(packed)
+        x: Tensor = self.offload.unpack(saved)
         self.streams.device_blocks = None
-        assert self.streams.most_blocks <= in_use + (self.offload.mode == "double_buffer" and not self.tight)
+        assert self.streams.most_blocks <= in_use + prefetches
         return x
 
 
@@ -126,14 +124,13 @@ def test_any_schedule_is_ordered_exact_and_leaves_nothing_behind(
         elif graphs:
             model.backward(graphs[first % len(graphs)], count, retain=what == "retained")
     graphs.clear()
-    use = model.offload.use
-    assert (use.leases, use.leased) == (0, 0)
-    model.offload.trim()
-    assert (model.offload.use.pinned, model.offload.use.pageable) == (0, 0)
-    assert len(model.said) == len(set(model.said))
+    assert model.offload.use.held == 0
+    model.offload.close()
+    assert model.offload.use.pinned == 0
+    assert model.streams.live_blocks == 0
 
 
-def test_leases_end_layer_by_layer_without_the_garbage_collector() -> None:
+def test_buffers_are_free_layer_by_layer_without_the_garbage_collector() -> None:
     model = Model("double_buffer", RecordingStreams(), keep=0)
     gc.disable()
     try:
@@ -141,7 +138,7 @@ def test_leases_end_layer_by_layer_without_the_garbage_collector() -> None:
         left = []
         while graph.calls:
             model.backward(graph, 1)
-            left.append(model.offload.use.leases)
+            left.append(model.offload.use.held // 256)
     finally:
         gc.enable()
     assert left == [4, 3, 2, 1, 0]
@@ -180,16 +177,3 @@ def test_the_recorder_finds_each_missing_wait(missing: str, monkeypatch: pytest.
         graph = model.forward(8, LAYERS)
         calls.append("backward")
         model.backward(graph, LAYERS)
-
-
-@settings(max_examples=200, deadline=None)
-@given(nbytes=st.integers(1, 2**36), budget=st.integers(0, 2**37))
-def test_buffers_waste_at_most_an_eighth_and_slabs_stay_within_the_budget(nbytes: int, budget: int) -> None:
-    size = size_class(nbytes)
-    assert nbytes <= size <= max(4096, nbytes * 1.125 + 8)
-    assert size % 16 == 0
-    assert size_class(size) == size
-    count = buffers_per_slab(size, budget)
-    assert pinned_size(max(1, count) * size) <= budget or count == 0
-    if count == 0:
-        assert pinned_size(size) > budget

@@ -17,7 +17,8 @@ from torch import Tensor
 from fastpack_trl import apply_lora
 from fastpack_trl.checkpointing.plan import LayerCosts, Level, Planner, checkpointable_layers, layer_levels
 from fastpack_trl.checkpointing.trace import LiveBytes, Passes, kind_of, trace_levels
-from fastpack_trl.lora.fp8_layers import put_in_fp8
+from fastpack_trl.lora import report as lora_report
+from fastpack_trl.lora.frozen_base import put_in_fp8
 from fastpack_trl.lora.linear import FastLora
 from fastpack_trl.model.changes import isolated_run
 from fastpack_trl.moe.quantised import quantize_experts
@@ -52,18 +53,18 @@ def traced(model: Any, monkeypatch: pytest.MonkeyPatch, *, ours: bool, every: bo
         if every:
             patched.setattr(Passes, "sampled", lambda passes: passes)
         costs, failed = trace_levels(model, layers, decoder(model, 1, packed=ours))
-    assert set(failed) <= {Level.POINTWISE}
+    assert not failed
     return costs, ran
 
 
 @pytest.mark.parametrize(
     ("family", "lora", "taken"),
     [
-        ("qwen3", True, [2, 3, 4, 5]),
-        ("llama", False, [2, 3, 4, 5]),
-        ("gemma2", True, [2, 3, 4, 5]),  # windows in every second layer
-        ("qwen3_moe", True, [2, 3, 4, 5]),
-        ("deepseek_v3", False, [0, 3, 4, 5]),  # the first layer has no experts
+        ("qwen3", True, [5]),
+        ("llama", False, [5]),
+        ("gemma2", True, [4, 5]),  # windows in every second layer
+        ("qwen3_moe", True, [5]),
+        ("deepseek_v3", False, [0, 5]),  # the first layer has no experts
         ("bloom", False, list(range(LAYERS))),  # layers return tuples
     ],
 )
@@ -83,7 +84,6 @@ def test_a_trace_of_a_few_layers_says_what_a_trace_of_all_says(
         for mine, real in zip(few.growth[level], growth, strict=True):
             # Who is routed where is another thing with fewer layers before: experts are padded to whole tiles.
             assert mine == real if exact else abs(mine.at(500, 500) - real.at(500, 500)) <= 0.1 * real.at(500, 500)
-        assert few.products[level] == pytest.approx(every.products[level], rel=0.03, abs=1e-6)
     # Where masks made before the first layer are the peak, it does not grow with the inputs that layers keep.
     assert few.working.at(1000, 1000) == pytest.approx(every.working.at(1000, 1000), rel=0.1)
 
@@ -128,17 +128,17 @@ def test_kinds_tell_adapters_and_frozen_weights_but_not_names() -> None:
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["copies", "fp8"])
-def test_what_we_keep_beside_a_layer_is_no_kind_of_its_own(fp8: bool) -> None:
+def test_what_we_keep_beside_a_layer_is_no_kind_of_its_own(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of a frozen weight is remembered with the address of that weight, another one in each layer."""
     model = make("qwen3", lora=True, layers=3)
     layers = checkpointable_layers(model)
-    applied = apply_lora(model, compute_dtype=torch.bfloat16, cache_dequantized="on")
+    monkeypatch.setattr(lora_report, "copy_budget", lambda device: 2**40)
+    apply_lora(model, compute_dtype=torch.bfloat16)
     kept = [module for module in model.modules() if isinstance(module, FastLora)]
-    assert applied.copies.kept
     assert len({module.fastpack_copied_from[2] for module in kept}) == len(kept)
     if fp8:
         for module in kept:
-            put_in_fp8(module, torch.bfloat16, both_layouts=False, to_host=False)
+            put_in_fp8(module, torch.bfloat16)
     assert kind_of(layers[0]) == kind_of(layers[1]) == kind_of(layers[2])
 
 

@@ -56,7 +56,7 @@ def test_a_file_is_replaced_only_by_force(here: Path, capsys: pytest.CaptureFixt
     file.write_text("mine", encoding="utf-8")
     assert main(["init", "qwen3-8b-lora-8k", "--output", "mine.yaml"]) == 2
     assert file.read_text(encoding="utf-8") == "mine"
-    assert "mine.yaml is there already: --force replaces it" in capsys.readouterr().err
+    assert "mine.yaml exists: --force replaces it" in capsys.readouterr().err
     assert main(["init", "qwen3-8b-lora-8k", "--output", "mine.yaml", "--force"]) == 0
     assert "Qwen3-8B" in file.read_text(encoding="utf-8")
 

@@ -14,7 +14,7 @@ from typing import Any
 import forks
 import pytest
 from ranks import fork_ranks, torchrun
-from sft_material import TEXT_ROWS, Material, settings, write_jsonl, write_yaml
+from sft_material import TEXT_ROWS, Material, write_jsonl
 
 from fastpack_trl.cli.doctor import _of_each
 from fastpack_trl.cli.main import main
@@ -47,25 +47,6 @@ def test_steps_from_a_yaml_save_a_model_that_loads_without_us_and_flags_win(
     assert model.config.model_type == "qwen3"
     assert type(model).__module__.startswith("transformers.")
     assert AutoTokenizer.from_pretrained(material.out).pad_token == "<pad>"
-
-
-def test_the_same_yaml_passes_trls_own_parser(material: Material) -> None:
-    from trl.scripts.sft import make_parser as trl_parser
-
-    from fastpack_trl.recipe.arguments import parse
-
-    # Every option of TRL at its default, below those of the file.
-    defaults = {action.dest: action.default for action in trl_parser()._actions if action.dest != "help"}
-    plain = {name: getattr(value, "value", value) for name, value in defaults.items() if value not in (None, [])}
-    text = "lora_target_modules: all-linear\nmodel_init_kwargs: {use_cache: false}\n"
-    path = str(write_yaml(material.folder / "all.yaml", plain | settings(*material.paths), text=text))
-    ours = parse(["--config", path])
-    script, training, model, mixture = trl_parser().parse_args_and_config(["--config", path])
-    assert vars(ours.script) == vars(script)
-    assert vars(ours.model) == vars(model)
-    assert vars(ours.mixture) == vars(mixture)
-    shared = {name: value for name, value in training.to_dict().items() if name != "logging_dir"}
-    assert {name: ours.training.to_dict()[name] for name in shared} == shared
 
 
 def test_a_run_ends_with_its_speed_what_fell_back_and_where_the_report_is(
@@ -124,14 +105,6 @@ def test_what_comes_next_knows_quantised_bases_and_scores(
     Path("out/adapter_config.json").touch()
     assert _what_next(arguments).split(" or ")[-1] == says
     assert ("generate" in _what_next(arguments)) == (command == "sft")
-
-
-def test_lora_saves_an_adapter(material: Material) -> None:
-    trainer = run("--config", material.yaml(use_peft=True, lora_r=4, lora_target_modules="all-linear"))
-    assert trainer.state.global_step == 3
-    adapter = json.loads((material.out / "adapter_config.json").read_text(encoding="utf-8"))
-    assert adapter["r"] == 4
-    assert not (material.out / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("saves", [True, False])
@@ -251,27 +224,25 @@ def test_every_type_of_data_set_passes_the_checks(material: Material, row: dict[
         ("", ["--packed_attention", "off"], "packed_attention", "off"),
         ("packed_attention: off\n", ["--packed-attention", "sdpa"], "packed_attention", "sdpa"),
         ("learning_rate: 2e-4\n", [], "learning_rate", 2e-4),
-        ("max_steps: 1e1\n", [], "max_steps", 10),
         ("eval_strategy: no\n", [], "eval_strategy", "no"),
         ("packing: 'true'\n", [], "packing", True),
         ("max_length: null\n", [], "max_length", None),
         ("run_name: 2024\n", [], "run_name", "2024"),
         ("report_to: [none]\n", [], "report_to", []),
-        ("resume_from_checkpoint: true\n", [], "resume_from_checkpoint", True),
+        ("packing: null\n", [], "packing", False),
+        ("lr_scheduler_kwargs: {num_cycles: 2}\n", [], "lr_scheduler_kwargs", {"num_cycles": 2}),
+        ("run_name: 2024-01-02\n", [], "run_name", "2024-01-02"),
+        ("learning_rate: 2e-4\n", ["--learning_rate", "1e-3"], "learning_rate", 1e-3),
     ],
     ids=lambda value: str(value).strip(),
 )
 def test_spellings_of_values(material: Material, text: str, flags: list[str], field: str, value: object) -> None:
-    from fastpack_trl.recipe.arguments import parse
-
     without = {"max_steps": ..., "learning_rate": ..., "packing": ..., "max_length": ..., "report_to": ...}
     arguments = parse(["--config", str(material.yaml(text=text, **without)), *flags])
     assert getattr(arguments.training, field) == value
 
 
 def test_env_is_set_and_launch_options_are_split_off(material: Material, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastpack_trl.recipe.arguments import parse
-
     monkeypatch.setenv("FASTPACK_TEST_VARIABLE", "before")
     text = (
         "env: {FASTPACK_TEST_VARIABLE: 7}\nnum_processes: 2\nmulti_gpu: true\nquiet: false\naccelerate_config: zero2\n"
@@ -280,22 +251,12 @@ def test_env_is_set_and_launch_options_are_split_off(material: Material, monkeyp
     flags = "--mixed_precision=no --main_process_port 29511 --packing --accelerate-config zero3"
     arguments = parse([f"--config={path}", *flags.split()])
     assert os.environ["FASTPACK_TEST_VARIABLE"] == "7"
-    assert arguments.launch[0] == "--config_file"
-    assert arguments.launch[1].endswith("zero3.yaml")  # the flag wins
-    assert arguments.launch[2:] == [
-        *("--num_processes", "2", "--multi_gpu"),
-        *("--mixed_precision=no", "--main_process_port", "29511"),
-    ]
-    assert arguments.own == ["--config", path, "--packing"]
-
-
-def test_the_command_of_another_method_is_named_in_messages() -> None:
-    from fastpack_trl.errors import UserError
-    from fastpack_trl.recipe.arguments import parse
-    from fastpack_trl.recipe.methods import METHODS
-
-    with pytest.raises(UserError, match="`fastpack-trl dpo --help-all` lists the options"):
-        parse(["--qqq"], METHODS["dpo"])
+    assert arguments.launch[0].startswith("--config_file=")
+    assert arguments.launch[0].endswith("zero3.yaml")  # the flag wins
+    assert arguments.launch[1:] == [
+        "--num_processes=2", "--multi_gpu", "--mixed_precision=no", "--main_process_port=29511",
+    ]  # fmt: skip
+    assert arguments.training.packing
 
 
 def test_an_error_of_a_step_keeps_its_traceback(material: Material) -> None:
@@ -311,17 +272,6 @@ def test_an_error_of_a_step_keeps_its_traceback(material: Material) -> None:
     with pytest.raises(ValueError, match="raised by a step") as caught:
         train(["--config", str(material.yaml())], callbacks=[Fails()])
     assert not isinstance(caught.value, UserError)
-
-
-def test_help_lists_our_options_and_those_of_trl(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sft", "--help"]) == 0
-    out = capsys.readouterr().out
-    assert all(word in out for word in ("--packed_attention", "--config FILE", "--dataset_format", "--help-all"))
-    assert "--lora_r" not in out
-    assert len(out.splitlines()) < 200
-    assert main(["sft", "--help-all"]) == 0
-    out = capsys.readouterr().out
-    assert all(word in out for word in ("--packed_attention", "--max_length", "--lora_r", "--config FILE"))
 
 
 @pytest.mark.slow
@@ -375,7 +325,7 @@ def test_launch_options_start_accelerate_and_its_exit_code_is_ours(
     err = capfd.readouterr().err
     lines = [line for line in err.splitlines() if "error" in line]
     assert len(lines) == 1, err
-    assert lines[0].startswith("fastpack-trl sft: error: pad_token '<nowhere>'")
+    assert "`pad_token` ('<nowhere>')" in lines[0]
     assert "Traceback" not in err
     assert not material.out.exists()
 

@@ -13,7 +13,7 @@ from static_material import bucket_for, make_rows, to_static
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.compile.layers import compiled_layers
 from fastpack_trl.lora.linear import apply_lora
-from fastpack_trl.moe.apply import apply_moe
+from fastpack_trl.moe.feature import apply_moe
 
 EXPERTS = ("gpt_oss", "qwen3_moe")
 

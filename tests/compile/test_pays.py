@@ -13,7 +13,6 @@ from trainer_material import build, train
 from transformers import TrainerCallback
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.compile import cached
 from fastpack_trl.compile import kind as kinds
 from fastpack_trl.compile.layer_compile import start_workers
 from fastpack_trl.compile.layers import CompiledLayers, compiled_layers
@@ -39,7 +38,7 @@ def test_a_short_run_is_not_compiled_and_told_from_when_on_it_would_pay(family: 
     )
     assert len(found) == len(layers.kinds), layers.reason
     for members, steps, milliseconds in found:
-        saving = kinds.MOST_SAVED * int(members) * float(milliseconds) / 1000
+        saving = kinds.SAVED * int(members) * float(milliseconds) / 1000
         assert int(steps.replace(",", "")) == pytest.approx(kinds.COMPILE_SECONDS / saving, rel=0.02)
 
 
@@ -49,7 +48,7 @@ def test_a_long_run_is_compiled(left: StepsLeft | None) -> None:
     backend = Counting()
     layers = after_two_steps("llama", left, backend)
     assert (backend.graphs, layers.path, layers.unpaid) == (1, "compiled", False), layers.reason
-    assert layers.seconds >= sum(kind.seconds for kind in layers.kinds) > 0
+    assert sum(kind.seconds for kind in layers.kinds) > 0
 
 
 class Left(TrainerCallback):
@@ -91,7 +90,7 @@ def test_auto_weighs_and_on_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyP
     options: dict[str, Any] = {"packing": True, "gradient_checkpointing": False, "eval_strategy": "no", "max_steps": 3}
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        given.append((kwargs["measure"], kwargs["left"] is not None))
+        given.append(kwargs["left"] is not None)
         return compiled_layers(*args, **kwargs, _backend=Counting())
 
     monkeypatch.setattr("fastpack_trl.compile.layer_compile.why_not", lambda run: "")
@@ -102,19 +101,7 @@ def test_auto_weighs_and_on_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "not compiled: 2 steps left" in line.reason
     on = train(FastSFTTrainer, tmp_path / "on", fast={"layer_compile": "on"}, **options)
     assert on.fastpack_report["layer_compile"].status == "on"
-    assert given == [(True, True), (False, False)]
-    for trainer in (auto, on):
-        seconds, first = trainer.fastpack_run.step.seconds, trainer.fastpack_report.facts["first step"]
-        assert seconds.keys() == {"compile", "proof"}
-        said = {name: f"{name} {taken:.1f} s" for name, taken in seconds.items() if taken >= 0.05}
-        second = said.pop("compile", "") if trainer is auto else ""
-        first_ones, later = (
-            (f" ({', '.join(said.values())})" if said else ""),
-            f"; {second} in the second" if second else "",
-        )
-        total = re.fullmatch(rf"([\d.]+) s{re.escape(first_ones + later)}", first)
-        assert total, first
-        assert float(total[1]) > sum(float(each.split()[1]) for each in said.values()) - 0.05
+    assert given == [True, False]
 
 
 def test_auto_decides_in_the_second_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,53 +161,9 @@ def test_cuda_a_short_run_is_not_compiled_and_a_long_one_is(tmp_path: Path, indu
     short = train(FastSFTTrainer, tmp_path / "short", fast={"layer_compile": "auto"}, max_steps=3, **options)
     line = short.fastpack_report["layer_compile"]
     assert (line.status, line.path) == ("off", "eager"), line
-    assert re.search(r"2 steps left, (8 s|2 s with the cache of an earlier run) would pay from", line.reason)
+    assert re.search("2 steps left, 8 s would pay from", line.reason)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kinds, "COMPILE_SECONDS", 0.0)
         long = train(FastSFTTrainer, tmp_path / "long", fast={"layer_compile": "auto"}, max_steps=2, **options)
     reason = long.fastpack_report["layer_compile"].reason
-    assert all(said in reason for said in ("compiled in", "eager", "ms per layer")), reason
-    assert "compile" in long.fastpack_report.facts["first step"]
-
-
-def _tries(monkeypatch: pytest.MonkeyPatch, left: StepsLeft, *, lora: bool = False) -> tuple[int, str]:
-    """How many kinds would be compiled by Inductor, with eager layer steps of 10 ms."""
-    tried: list[str] = []
-
-    def compiles(kind: Any, run: Any, call: Any) -> bool:
-        tried.append(kind.name)
-        cached.keep(kind._note(call))
-        kind.path = "eager"
-        return False
-
-    monkeypatch.setattr(kinds.LayerKind, "_compile", compiles)
-    monkeypatch.setattr(kinds, "median_times", lambda paths, call: {"eager": 0.01})
-    model = make("llama", lora=lora)
-    with compiled(model, "inductor", left=lambda: left) as layers:
-        one_step(model, *row(0))
-    return len(tried), layers.reason
-
-
-def test_what_an_earlier_run_has_compiled_is_cheaper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    between = StepsLeft(int(0.6 * kinds.COMPILE_SECONDS / (kinds.MOST_SAVED * 0.01 * 2)), 1)
-    few = StepsLeft(int(0.1 * kinds.COMPILE_SECONDS / (kinds.MOST_SAVED * 0.01 * 2)), 1)
-    cold, reason = _tries(monkeypatch, between)
-    assert cold == 0
-    assert "8 s would pay" in reason
-    assert _tries(monkeypatch, StepsLeft(10**6, 1))[0] == 1
-    assert _tries(monkeypatch, between)[0] == 1
-    assert _tries(monkeypatch, between, lora=True)[0] == 0, "another kind"
-    count, reason = _tries(monkeypatch, few)
-    assert count == 0
-    assert "2 s with the cache of an earlier run would pay" in reason
-    with torch._inductor.config.patch(fx_graph_cache=False):
-        assert _tries(monkeypatch, between)[0] == 0
-
-
-def test_a_cache_that_cannot_be_written_costs_the_note_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "below"))
-    for _ in range(2):
-        assert _tries(monkeypatch, StepsLeft(10**6, 1))[0] == 1
-    assert sorted(tmp_path.rglob("*")) == [tmp_path / "file"]
+    assert "compiled in" in reason

@@ -57,21 +57,19 @@ def test_4bit_weights(dtype: torch.dtype, kind: str, nested: bool, blocksize: in
     assert torch.equal(dense, expected)
 
 
-@pytest.mark.parametrize(("shape", "width"), [((1, 16), None), ((5, 48), None), ((3, 256), 128), ((70, 384), 128)])
+@pytest.mark.parametrize("shape", [(1, 16), (5, 48), (3, 256), (70, 384)])
 @pytest.mark.parametrize("folded", [False, True], ids=["plain", "folded"])
 @pytest.mark.parametrize("kind", KINDS)
 @DTYPES
-def test_fp8_rows(dtype: torch.dtype, kind: str, folded: bool, shape: tuple[int, int], width: int | None) -> None:
+def test_fp8_rows(dtype: torch.dtype, kind: str, folded: bool, shape: tuple[int, int]) -> None:
     if (DEVICE, kind, dtype) == ("cpu", "subnormal", torch.bfloat16):
         pytest.skip("the interpreter reads such values as zeros")
     x = matrix(kind, shape, dtype).to(DEVICE)
     factor = torch.rand(shape[1], device=DEVICE) + 0.5 if folded else None
     # The interpreter loses carries and NaN when it rounds to FP8: there, torch rounds what the kernel has made.
     dtype = FP8 if DEVICE == "cuda" else torch.float32
-    actual = Quantised(*quantise_rows_triton(x, factor, width, dtype=dtype, largest=LARGEST, least=LEAST))
-    expected = quantise_rows_torch(x, factor, width)
-    assert actual.scales.t().is_contiguous()
-    assert expected.scales.t().is_contiguous()
+    actual = Quantised(*quantise_rows_triton(x, factor, dtype=dtype, largest=LARGEST, least=LEAST))
+    expected = quantise_rows_torch(x, factor)
     assert torch.equal(actual.scales, expected.scales)
     torch.testing.assert_close(actual.values.to(FP8).float(), expected.values.float(), rtol=0, atol=0, equal_nan=True)
     values = expected.values

@@ -32,7 +32,6 @@ trainer = made()
 trainer.train()
 line = trainer.fastpack_report["frozen_base"]
 assert line.path == "fp8", str(trainer.fastpack_report)
-assert "the loaded weights stay on the device" in line.reason, line.reason
 adapters = torch.cat([own.detach().view(-1) for own in trainer.model.parameters() if own.requires_grad])
 both = [torch.empty_like(adapters) for _ in range(2)]
 dist.all_gather(both, adapters)

@@ -27,9 +27,7 @@ from lora_material import (
     step,
 )
 from peft import LoraConfig, PeftModel
-from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from fastpack_trl import apply_lora
 from fastpack_trl.lora import projection
@@ -39,13 +37,17 @@ from fastpack_trl.lora.projection import lora_projection
 from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
 
 pytestmark = pytest.mark.usefixtures("functions_for_every_size")
-FAMILIES = ("llama", "qwen3", "gemma3_text", "phi3", "qwen3_moe", "gpt_oss")
+DENSE = ("llama", "qwen3", "gemma3_text", "phi3")
 
 
+@pytest.mark.parametrize("small", [False, True], ids=["large", "small"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dropped", [False, True])
 @pytest.mark.parametrize("shape", [(5, 12), (2, 5, 12), (0, 12)])
-def test_projection_equals_the_reference_in_float64(bias: bool, dropped: bool, shape: tuple[int, ...]) -> None:
+def test_projection_equals_the_reference_in_float64(
+    bias: bool, dropped: bool, shape: tuple[int, ...], small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(projection, "_SMALL", {False: 1 << 30 if small else -1})
     torch.manual_seed(0)
     leaves = {
         "x": torch.randn(*shape, dtype=torch.float64),
@@ -66,37 +68,22 @@ def test_projection_equals_the_reference_in_float64(bias: bool, dropped: bool, s
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_training_equals_peft_over_20_steps_in_fp32(family: str) -> None:
+@pytest.mark.parametrize("family", [*DENSE, "qwen3_moe", "gpt_oss"])
+def test_training_equals_peft_over_20_steps_and_is_as_near_to_float64(family: str) -> None:
     models = [adapted(family), adapted(family)]
-    report = apply_lora(models[1])
-    assert report.fast
+    assert apply_lora(models[1]).fast
+    if family in DENSE:
+        exact = adapted(family).double()
+        for model in (exact, *models):
+            step(model, any_ids())
+        error, of_peft = (joint_error(gradients(model), gradients(exact)) for model in reversed(models))
+        assert error <= 2 * of_peft
+        for model in models:
+            model.zero_grad()
     assert_trains_as_peft(*models, each_gradient=1e-4)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_small_inputs_take_nodes_of_torch_with_the_same_result(monkeypatch: pytest.MonkeyPatch, autocast: bool) -> None:
-    models = [adapted("qwen3"), adapted("qwen3")]
-    results = []
-    for model, limit in zip(models, (-1, 1 << 30), strict=True):
-        monkeypatch.setattr(projection, "_SMALL", {False: limit, True: limit})
-        apply_lora(model)
-        results.append(float(step(model, any_ids(), autocast=autocast)))
-    assert results[1] == pytest.approx(results[0], rel=1e-2 if autocast else 1e-6)
-    assert joint_error(gradients(models[1]), gradients(models[0])) <= (0.03 if autocast else 5e-6)
-
-
-@pytest.mark.parametrize("family", FAMILIES[:4])
-def test_fp32_error_against_float64_is_at_most_twice_that_of_peft(family: str) -> None:
-    exact, stock, fast = adapted(family).double(), adapted(family), adapted(family)
-    apply_lora(fast)
-    for model in (exact, stock, fast):
-        step(model, any_ids())
-    reference = gradients(exact)
-    assert joint_error(gradients(fast), reference) <= 2 * joint_error(gradients(stock), reference)
-
-
-@pytest.mark.parametrize("family", FAMILIES[:4])
+@pytest.mark.parametrize("family", DENSE)
 def test_bf16_error_of_a_model_is_no_larger_than_that_of_peft(family: str) -> None:
     errors = [bf16_errors(family, seed) for seed in range(12)]  # most of them made outside of the projections
     assert_no_further(errors)
@@ -132,11 +119,8 @@ def test_settings_of_peft_give_its_gradients(settings: dict[str, Any]) -> None:
         torch.manual_seed(3)  # dropout
         step(model, any_ids())
     assert_gradients_close(gradients(models[1]), gradients(models[0]))
-    if "use_dora" in settings:
-        assert not report.fast
-        assert "DoRA" in str(report)
-    if "embed_tokens" in settings.get("target_modules", ()):
-        assert "lora.Embedding" in report.handed_over
+    others = {"use_dora": ["DoRA"], "target_modules": ["lora.Embedding"]}
+    assert list(report.handed_over) == others.get(next(iter(settings)), [])
 
 
 def test_a_bias_of_the_base_and_gpt2s_transposed_weights() -> None:
@@ -154,9 +138,10 @@ def test_a_bias_of_the_base_and_gpt2s_transposed_weights() -> None:
     assert_gradients_close(gradients(fast), gradients(stock))
 
 
+@pytest.mark.usefixtures("copies_fit")
 def test_casts_and_copies_stay_where_nobody_keeps_the_report() -> None:
     model = adapted("llama")
-    apply_lora(model, compute_dtype=torch.bfloat16, cache_dequantized="on")
+    apply_lora(model, compute_dtype=torch.bfloat16)
     gc.collect()
     step(model, any_ids(), autocast=True)
     layers = [module for module in model.modules() if isinstance(module, FastLora)]
@@ -197,23 +182,18 @@ def test_adapter_switch_disable_merge_and_unmerge_as_peft() -> None:
     compare("unmerged")
     with models[0].disable_adapter(), models[1].disable_adapter(), torch.no_grad():
         torch.testing.assert_close(models[1](input_ids=ids).logits, models[0](input_ids=ids).logits, rtol=0, atol=0)
+    mixed = {"input_ids": torch.cat([ids, any_ids(seed=1)]), "adapter_names": ["default", "other"]}
+    assert torch.equal(*(model.eval()(**mixed).logits for model in models))
 
 
-def test_saved_adapters_load_both_ways(tmp_path: Path) -> None:
-    stock, fast = adapted("llama"), adapted("llama", seed=1)
+def test_saved_adapters_are_pefts(tmp_path: Path) -> None:
+    stock, fast = adapted("llama"), adapted("llama")
     apply_lora(fast)
-    step(fast, any_ids())
-    torch.optim.SGD([p for p in fast.parameters() if p.requires_grad], lr=0.1).step()
     assert fast.state_dict().keys() == stock.state_dict().keys()
-    fast.save_pretrained(tmp_path / "fast")
-    stock.save_pretrained(tmp_path / "stock")
-    for name, source in (("fast", fast), ("stock", stock)):
-        loaded = PeftModel.from_pretrained(tiny_model("llama", seed=int(name == "fast")), tmp_path / name)
-        apply_lora(loaded)
-        with torch.no_grad():
-            torch.testing.assert_close(
-                loaded.eval()(input_ids=any_ids()).logits, source.eval()(input_ids=any_ids()).logits, rtol=0, atol=0
-            )
+    fast.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(tiny_model("llama"), tmp_path)
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(input_ids=any_ids()).logits, stock.eval()(input_ids=any_ids()).logits)
 
 
 def test_evaluation_and_generation_between_steps_are_bit_equal_to_peft() -> None:
@@ -227,6 +207,8 @@ def test_evaluation_and_generation_between_steps_are_bit_equal_to_peft() -> None
             logits = model(input_ids=any_ids(seed=2)).logits
         tokens = model.generate(input_ids=any_ids(length=5), max_new_tokens=4, do_sample=False)
         model.train()
+        again = model.generate(input_ids=any_ids(length=5), max_new_tokens=4, do_sample=False)  # in an accumulated step
+        assert torch.equal(again, tokens)
         loss = step(model, any_ids())
         results.append((logits, tokens, loss))
     assert torch.equal(results[0][0], results[1][0])
@@ -234,46 +216,17 @@ def test_evaluation_and_generation_between_steps_are_bit_equal_to_peft() -> None
     assert float(results[1][2]) == pytest.approx(float(results[0][2]), rel=1e-6)
 
 
-def test_a_layer_called_alone_after_an_update_sees_the_update() -> None:
-    model = adapted("llama")
-    apply_lora(model)
-    projection = model.base_model.model.model.layers[0].self_attn.q_proj
-    ids = any_ids()
-    with torch.autocast("cpu", torch.bfloat16):
-        model(input_ids=ids)  # casts the adapters, and no backward pass drops them
-        with torch.no_grad():
-            projection.lora_A["default"].weight.add_(1.0)
-        x = torch.randn(4, 32)
-        fast = projection(x)
-        stock = LoraLinear.forward(projection, x)
-    torch.testing.assert_close(fast, stock, rtol=0.02, atol=0.02)
-
-
-@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
-def test_adapters_that_a_fused_optimizer_changed_are_cast_again(autocast: bool) -> None:
+def test_adapters_that_a_fused_optimizer_changed_are_cast_again_in_the_model_and_in_a_layer_alone() -> None:
     """TRL's default optimizer; fused steps leave the version of a parameter as it is."""
-    losses = []
-    for fast in (True, False):
-        model = adapted("qwen3")
-        if fast:
-            apply_lora(model, compute_dtype=torch.bfloat16 if autocast else None)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
-        losses.append([])
-        for _ in range(4):
-            losses[-1].append(float(step(model, any_ids(), autocast=autocast)))
-            optimizer.step()
-            optimizer.zero_grad()
-    assert losses[0][3] < losses[0][0] - 0.1
-    assert losses[0] == pytest.approx(losses[1], rel=2**-7 if autocast else 1e-5)
-
-
-def test_a_forward_without_a_backward_leaves_no_old_adapters() -> None:
     models = [adapted("llama"), adapted("llama")]
     apply_lora(models[1], compute_dtype=torch.bfloat16)
     outputs = []
     for model in models:
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3, fused=True)
-        step(model, any_ids(), autocast=True)
+        with torch.autocast("cpu", torch.bfloat16):  # two forwards before their backward passes
+            losses = [model(input_ids=any_ids(seed=s), labels=any_ids(seed=s), use_cache=False).loss for s in (0, 1)]
+        for loss in losses:
+            loss.backward()
         projection = model.base_model.model.model.layers[0].self_attn.q_proj
         optimizer.step()
         with torch.autocast("cpu", torch.bfloat16):
@@ -282,19 +235,9 @@ def test_a_forward_without_a_backward_leaves_no_old_adapters() -> None:
         optimizer.step()
         with torch.autocast("cpu", torch.bfloat16):  # another one: autocast keeps its casts of parameters until its end
             outputs.append((alone, model(input_ids=any_ids()).logits))
+    assert joint_error(gradients(models[1]), gradients(models[0])) < 0.03
     for fast, stock in zip(*reversed(outputs), strict=True):
         assert float((fast - stock).norm() / stock.norm()) < 0.05
-
-
-def test_two_forwards_before_their_backwards() -> None:
-    models = [adapted("llama"), adapted("llama")]
-    apply_lora(models[1])
-    for model in models:
-        with torch.autocast("cpu", torch.bfloat16):
-            losses = [model(input_ids=any_ids(seed=s), labels=any_ids(seed=s), use_cache=False).loss for s in (0, 1)]
-        for loss in losses:
-            loss.backward()
-    assert joint_error(gradients(models[1]), gradients(models[0])) < 0.03
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -350,29 +293,6 @@ def test_recompute_of_a_checkpointed_layer_leaves_its_last_base_product_out() ->
     assert counts["stock"] == counts["fast"] + 1, counts
 
 
-def test_frozen_fp32_weights_are_cast_once_for_the_run() -> None:
-    model, stock = adapted("llama"), adapted("llama")
-    report = apply_lora(model, cache_dequantized="on", compute_dtype=torch.bfloat16)
-    assert report.copies.kept
-    assert "kept" in str(report)
-    casts = []
-    for each in (model, stock):
-        with Counted(lambda name, args: name == "_to_copy" and sorted(args[0].shape) == [32, 48]) as counted:
-            for _ in range(2):
-                step(each, any_ids(), autocast=True)
-        casts.append(counted.count)
-    assert casts[0] == 0
-    assert casts[1] >= 4
-    assert joint_error(gradients(model), gradients(stock)) < 0.03
-    with torch.no_grad():  # a changed weight makes the copy stale
-        model.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight.zero_()
-        stock.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight.zero_()
-    losses = [float(step(each, any_ids(), autocast=True)) for each in (model, stock)]
-    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
-    report.revert()
-    assert not [name for module in model.modules() for name in vars(module) if name.startswith("fastpack")]
-
-
 def test_revert_gives_every_layer_its_class_back_and_a_second_call_takes_nothing_back() -> None:
     model = adapted("llama")
     before = [type(module) for module in model.modules()]
@@ -406,71 +326,28 @@ class Doubling(nn.Linear):
         return 2 * super().forward(x)
 
 
-def trainable_base(layer: Any) -> None:
-    layer.base_layer.weight.requires_grad_()
+UNCOVERED: dict[str, Callable[[Any], object]] = {
+    "trainable base": lambda layer: layer.base_layer.weight.requires_grad_(),
+    "hook on the base": lambda layer: layer.base_layer.register_forward_hook(lambda _module, _args, out: out * 2),
+    "unknown base": lambda layer: setattr(layer.base_layer, "__class__", Doubling),
+    "adapters in another dtype": lambda layer: (layer.lora_A.float(), layer.lora_B.float()),
+}
 
 
-def base_with_hook(layer: Any) -> None:
-    layer.base_layer.register_forward_hook(lambda _module, _args, out: out * 2)
-
-
-def unknown_base(layer: Any) -> None:
-    layer.base_layer.__class__ = Doubling
-
-
-def adapters_in_another_dtype(layer: Any) -> None:
-    layer.to(torch.bfloat16)
-    layer.lora_A.float()
-    layer.lora_B.float()
-
-
-@pytest.mark.parametrize(
-    "change", [trainable_base, base_with_hook, unknown_base, adapters_in_another_dtype], ids=lambda f: f.__name__
-)
-def test_what_is_not_covered_runs_as_peft_bit_for_bit(change: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize("name", UNCOVERED)
+def test_what_is_not_covered_runs_as_peft_bit_for_bit(name: str) -> None:
     models = [adapted("llama"), adapted("llama")]
     for model in models:
-        if change is adapters_in_another_dtype:
-            model.to(torch.bfloat16)
-        for layer in model.modules():
-            if hasattr(layer, "lora_A"):
-                change(layer)
+        model.to(torch.bfloat16 if "dtype" in name else torch.float32)
+        for layer in (module for module in model.modules() if hasattr(module, "lora_A")):
+            UNCOVERED[name](layer)
     report = apply_lora(models[1])
     for model in models:
         step(model, any_ids())
-    for name, grad in gradients(models[0]).items():
-        assert torch.equal(grad, gradients(models[1])[name]), name
-    if change in (base_with_hook, unknown_base):
-        assert not report.fast
-        assert report.handed_over
-
-
-def test_mixed_adapters_in_one_batch_are_given_to_peft() -> None:
-    models = [adapted("llama").eval(), adapted("llama").eval()]
-    for model in models:
-        torch.manual_seed(5)
-        model.add_adapter("other", LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
-    apply_lora(models[1])
-    ids = torch.cat([any_ids(), any_ids(seed=1)])
-    outs = [model(input_ids=ids, adapter_names=["default", "other"]).logits for model in models]
-    assert torch.equal(*outs)
+    expected, found = map(gradients, models)
+    assert all(torch.equal(grad, found[parameter]) for parameter, grad in expected.items())
+    assert bool(report.handed_over) == (name in ("hook on the base", "unknown base"))
 
 
 def test_a_model_without_lora_is_left_alone() -> None:
-    for model in (tiny_model("llama"), nn.Linear(2, 2)):
-        report = apply_lora(model)
-        assert not report.fast
-        assert not report.handed_over
-        assert str(report) == "no LoRA layers"
-
-
-def test_the_flops_of_a_step_are_those_of_peft() -> None:
-    totals = []
-    for fast in (False, True):
-        model = adapted("llama")
-        if fast:
-            apply_lora(model)
-        with FlopCounterMode(display=False) as counter:
-            step(model, any_ids())
-        totals.append(counter.get_total_flops())
-    assert totals[0] == totals[1]
+    assert {str(apply_lora(model)) for model in (tiny_model("llama"), nn.Linear(2, 2))} == {"no LoRA layers"}

@@ -17,7 +17,6 @@ from fastpack_trl.lora.linear import FastLora
 from fastpack_trl.testing import gradients
 
 pytestmark = pytest.mark.usefixtures("functions_for_every_size")
-BASES: dict[str, Callable[[], Any]] = {"dense": lambda: adapted("llama"), "nf4": lambda: quantised("nf4")}
 
 
 def layer_of(model: Any) -> Any:
@@ -27,7 +26,7 @@ def layer_of(model: Any) -> Any:
 @pytest.fixture(params=["dense", "nf4"])
 def pair(request: Any) -> tuple[Any, Any]:
     """One projection twice: PEFT's, and ours."""
-    stock = BASES[request.param]()
+    stock = adapted("llama") if request.param == "dense" else quantised("nf4")
     fast = copy.deepcopy(stock)
     apply_lora(fast)
     found = layer_of(stock), layer_of(fast)
@@ -75,15 +74,9 @@ def test_inputs_and_gradients_of_any_strides_and_no_tokens(pair: tuple[Any, Any]
             )
         pair[0].zero_grad()
         pair[1].zero_grad()
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_calls_without_gradients_in_training_mode(pair: tuple[Any, Any], mode: Any) -> None:
-    x = torch.randn(3, pair[0].in_features)
-    with mode():
-        torch.testing.assert_close(pair[1](x), pair[0](x), rtol=1e-5, atol=1e-5)
-    trained = [results(layer, x, torch.ones_like) for layer in pair]  # nothing of the call before is left
-    torch.testing.assert_close(trained[1], trained[0], rtol=1e-5, atol=1e-5)
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():  # in training mode
+                torch.testing.assert_close(pair[1](x), pair[0](x), rtol=1e-5, atol=1e-5)
 
 
 def outcome(call: Callable[[], Tensor]) -> str:
@@ -108,25 +101,6 @@ def test_an_adapter_on_another_device_than_its_base_is_as_with_peft(moved: str, 
     assert said[0] == said[1]
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_an_adapter_on_the_host_of_a_base_on_the_device_fails_as_with_peft() -> None:
-    models = [adapted("llama").cuda(), adapted("llama").cuda()]
-    apply_lora(models[1], compute_dtype=torch.bfloat16)
-    said = []
-    for model in models:
-        layer_of(model).lora_A.cpu()
-        layer_of(model).lora_B.cpu()
-
-        def run(model: Any = model) -> Tensor:
-            with torch.autocast("cuda", torch.bfloat16):
-                return model(input_ids=any_ids().cuda(), labels=any_ids().cuda()).loss
-
-        said.append(outcome(run))
-    assert said[0] == said[1]
-    assert "Error" in said[0]
-
-
 @pytest.mark.parametrize("autocast", [False, True])
 def test_adapters_elsewhere_do_not_change_how_the_others_are_cast(autocast: bool) -> None:
     """Of a model spread over devices: the casts of one forward are made per device and dtype."""
@@ -145,26 +119,12 @@ def test_adapters_elsewhere_do_not_change_how_the_others_are_cast(autocast: bool
     assert joint_error(found[1], found[0]) < (0.03 if autocast else 5e-6)
 
 
-@pytest.mark.parametrize("kind", ["dense", "nf4"])
-def test_generation_in_the_middle_of_an_accumulated_step_changes_nothing(kind: str) -> None:
-    """Between the two micro-batches of a step, in training mode and without a switch to evaluation and back."""
-    models = [BASES[kind](), BASES[kind]()]
-    apply_lora(models[1])
-    tokens = []
-    for model in models:
-        step(model, any_ids())
-        tokens.append(model.generate(input_ids=any_ids(length=5), max_new_tokens=3, do_sample=False))
-        step(model, any_ids(seed=1))
-    assert torch.equal(*tokens)
-    assert joint_error(gradients(models[1]), gradients(models[0])) <= 5e-6
-
-
 @pytest.mark.parametrize(
     ("options", "match"),
     [
         ({"compute_dtype": "bf16"}, r"compute_dtype='bf16' is no floating dtype: give torch\.bfloat16"),
         ({"compute_dtype": torch.int8}, r"compute_dtype=torch\.int8 is no floating dtype: give torch\.bfloat16"),
-        ({"cache_dequantized": "yes"}, "cache_dequantized='yes' is not available: use auto, on or off"),
+        ({"cache_dequantized": "on"}, r"apply_lora\(cache_dequantized=\) was removed in 0\.2\.0: leave it out"),
     ],
 )
 def test_a_wrong_setting_is_named(options: dict[str, Any], match: str) -> None:

@@ -10,8 +10,9 @@ import torch
 from counted_launches import kernels_of
 from lora_material import adapted, any_ids, assert_host_never_waits, assert_no_further, joint_error
 
-from benchmarks.models import quantise
+from benchmarks.models import quantize
 from fastpack_trl import apply_lora
+from fastpack_trl.lora import report as lora_report
 from fastpack_trl.testing import gradients, tiny_model
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -27,7 +28,7 @@ def step(model: Any, ids: torch.Tensor, *, autocast: bool = True) -> torch.Tenso
 
 def qlora(seed: int = 0) -> Any:
     base = tiny_model("llama", seed=seed, **SHAPE).to(torch.bfloat16).cuda()
-    quantise(base, "cuda")
+    quantize(base, "cuda")
     model = adapted(base, seed=seed, target_modules="all-linear").cuda()
     for name, parameter in model.named_parameters():
         if "lora_" in name:
@@ -50,15 +51,17 @@ def test_bf16_gradients_are_no_further_from_float64_than_those_of_peft(family: s
     assert_no_further(errors)
 
 
-@pytest.mark.parametrize("cache", ["on", "off"])
+@pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_nf4_gradients_equal_those_of_peft(cache: str, checkpointing: bool) -> None:
+def test_nf4_gradients_equal_those_of_peft(keeps: bool, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("bitsandbytes")
     stock = qlora()
     fast = copy.deepcopy(stock)
-    report = apply_lora(fast, cache_dequantized=cache, compute_dtype=torch.bfloat16)
+    if not keeps:
+        monkeypatch.setattr(lora_report, "copy_budget", lambda device: 0)
+    report = apply_lora(fast, compute_dtype=torch.bfloat16)
     assert len(report.fast) == 14
-    assert report.copies.kept == (cache == "on")
+    assert ("kept in the compute dtype" in report.copies) == keeps
     for model in (stock, fast):
         if checkpointing:
             model.enable_input_require_grads()

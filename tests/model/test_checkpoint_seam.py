@@ -55,7 +55,7 @@ def test_wrappers_nest_in_one_order_whichever_comes_or_goes_first(order: tuple[N
     for place in order:
         stacks[place].enter_context(checkpoint_wrapped(layer, saying(seen, place.name), place))
     assert torch.equal(layer(HIDDEN, factor=2.0), expected)
-    assert seen == ["OFFLOAD", "COMPILE", "PLANS"]
+    assert seen == ["OFFLOAD", "COMPILE"]
     for place in order:  # not the opposite order
         stacks[place].close()
         seen.clear()
@@ -66,7 +66,7 @@ def test_wrappers_nest_in_one_order_whichever_comes_or_goes_first(order: tuple[N
 
 def test_a_function_that_is_set_later_or_anew_is_wrapped_and_one_around_ours_stays() -> None:
     layer, other, seen = Layer(), Layer(PLAIN), list[str]()
-    with checkpoint_wrapped(layer, saying(seen, "ours"), Nesting.PLANS):
+    with checkpoint_wrapped(layer, saying(seen, "ours"), Nesting.COMPILE):
         assert not hasattr(layer, CHECKPOINT)
         for count, function in enumerate((OTHER, PLAIN), start=1):
             layer._gradient_checkpointing_func = function
@@ -85,7 +85,7 @@ def test_a_function_that_is_set_later_or_anew_is_wrapped_and_one_around_ours_sta
         assert seen == ["ours", "theirs"]
     layer(HIDDEN)
     assert seen == ["ours", "theirs", "theirs"]
-    with checkpoint_wrapped(layer, saying(seen, "ours"), Nesting.PLANS):
+    with checkpoint_wrapped(layer, saying(seen, "ours"), Nesting.COMPILE):
         del layer._gradient_checkpointing_func
         assert not hasattr(layer, CHECKPOINT)
     assert CHECKPOINT not in vars(Layer)

@@ -72,7 +72,6 @@ def separate() -> tuple[float, dict[str, Tensor]]:
     ("level", "streams"),
     [
         pytest.param("keep", None, id="plain"),
-        pytest.param("selective", None, id="selective"),
         pytest.param("off", None, id="checkpointed"),
         pytest.param("off", RecordingStreams, id="offloaded"),
         pytest.param("off", CudaStreams, id="offloaded-cuda", marks=pytest.mark.cuda),
@@ -88,7 +87,7 @@ def test_one_step_of_the_trainer_equals_separate_documents_under_stock_eager(
     callbacks: list[TrainerCallback] = [caught]
     if streams is not None:  # every input, however small; on the CPU with streams that raise on what nothing orders
         make = CudaStreams if on_cuda else lambda device: RecordingStreams()
-        offload = AsyncCheckpointCallback(keep_last_layers=0)
+        offload = AsyncCheckpointCallback()
         offload._min_bytes, offload._streams = 1, make
         callbacks.append(offload)
     args = settings(
@@ -104,7 +103,7 @@ def test_one_step_of_the_trainer_equals_separate_documents_under_stock_eager(
     report = trainer.fastpack_report
     assert report["packed_attention"].path == "per_document"
     assert "sinks" in report["packed_attention"].reason
-    assert report["moe"].status == report["aux_loss"].status == "on"
+    assert report["moe"].status == "on"
     assert "2 of 2 layers; LoRA on the experts of 2" in report["moe"].reason
     assert trainer.fastpack_proof is not None
     assert trainer.fastpack_proof.proven
@@ -112,8 +111,8 @@ def test_one_step_of_the_trainer_equals_separate_documents_under_stock_eager(
     assert trainer.args.gradient_checkpointing
     if streams is not None:
         use = callbacks[1].use  # type: ignore[attr-defined]
-        assert use.most_leased >= 2 * sum(LENGTHS) * 32 * 4  # the inputs of both layers
-        assert use.leases == 0
+        assert use.most_held >= sum(LENGTHS) * 32 * 4  # the input of the first of two layers
+        assert use.held == 0
     loss, expected = separate
     assert trainer.state.log_history[0]["loss"] == pytest.approx(loss, rel=1e-5)
     assert any("experts" in name for name in expected)

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from moe_material import adapted, assert_as_stock, experts_of, moe_model, norm_of_difference, routed, step
-from quantised_material import packed_weight
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastpack_trl.kernels.gate_form import Gate
-from fastpack_trl.moe.apply import apply_moe
-from fastpack_trl.moe.experts import BlockForm, ExpertWeights
-from fastpack_trl.moe.op import _experts, experts_in_graph
-from fastpack_trl.moe.quantised import Packed
+from fastpack_trl.moe.block import LowRank, _stack
+from fastpack_trl.moe.experts import Form, Stack, StackForm, _experts
+from fastpack_trl.moe.feature import apply_moe
+from fastpack_trl.moe.quantised import STACKS, quantize_experts
 from fastpack_trl.moe.routing import routing_plan
 from fastpack_trl.testing import assert_gradients_close, gradients
 
@@ -68,8 +66,7 @@ def test_compiled_layers_inside_of_a_checkpoint_and_around_it(around: bool) -> N
         model.gradient_checkpointing_enable({"use_reentrant": False})
         for layer in layers:
             (layer if around else layer.mlp).compile(backend="aot_eager", fullgraph=True)
-        for _ in range(2):  # the second forward has the plan keeping wrapper in place when it is traced
-            assert_as_stock(model, expected)
+        assert_as_stock(model, expected)
 
 
 def test_a_gate_of_the_models_own_is_left_to_stock_in_a_graph() -> None:
@@ -86,10 +83,11 @@ def test_operator_passes_torchs_own_checks() -> None:
     module = experts_of(moe_model("gpt_oss"))
     ids, weights = routed(6, 2, 4)
     x = torch.randn(6, 32, requires_grad=True)
-    block = [module.gate_up_proj, module.gate_up_proj_bias, module.down_proj, module.down_proj_bias]
     factors = [torch.randn(4, 4, width, requires_grad=True) for width in (32, 96, 48, 32)]
-    numbers = ("clamped", True, 1.702, 7.0, True, 2.0, 0.5)
-    arguments = (x, weights.requires_grad_(), *routing_plan(ids, 4).tensors(), *block, *factors, *numbers)
+    up = Stack(module.gate_up_proj, module.gate_up_proj_bias, *factors[:2])
+    down = Stack(module.down_proj, module.down_proj_bias, *factors[2:])
+    form = Form(Gate("clamped", True, 1.702, 7.0), True, StackForm(2.0), StackForm(0.5))
+    arguments = (x, weights.requires_grad_(), *routing_plan(ids, 4), *up, *down, *form.flat())
     torch.library.opcheck(
         _experts, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
     )
@@ -100,18 +98,15 @@ def test_flops_of_the_operator_are_those_of_the_products(needed: str) -> None:
     module = experts_of(moe_model("qwen3_moe"))
     ids, weights = routed(6, 2, 4)
     x = torch.randn(6, 32, requires_grad=True)
-    factors = [torch.randn(4, 4, width, requires_grad=True) for width in (32, 32, 16, 32)]
+    factors = [LowRank(*(torch.randn(4, 4, n, requires_grad=True) for n in widths)) for widths in ((32, 32), (16, 32))]
     module.requires_grad_(needed == "all")
-    stacks_of, form = [module.gate_up_proj, module.down_proj], BlockForm(Gate("silu"), False)
     if needed.endswith("packed stacks"):
-        (up, up_state), (down, down_state) = (
-            packed_weight(tuple(s.shape), "nf4", nested=True, dtype=s.dtype) for s in stacks_of
-        )
-        stacks_of = [up, down]
-        form = replace(form, gate_up_packed=Packed(up_state), down_packed=Packed(down_state))
-    block = ExpertWeights(stacks_of[0], None, stacks_of[1], None, *factors)
+        pytest.importorskip("bitsandbytes")
+        quantize_experts(torch.nn.ModuleList([module]))
+    (up, up_form), (down, down_form) = (_stack(module, *each) for each in zip(STACKS, factors, strict=True))
+    form = Form(Gate("silu"), False, up_form, down_form)
     with FlopCounterMode(display=False) as counter:
-        out = experts_in_graph(x, weights, routing_plan(ids, 4), block, form)
+        out, *_ = _experts(x, weights, *routing_plan(ids, 4), *up, *down, *form.flat())
         out.sum().backward()
     slots, stacks, low = 12, 32 * 32 + 16 * 32, [4 * 32, 4 * 32, 4 * 16, 4 * 32]
     forward = backward = stacks + sum(low)

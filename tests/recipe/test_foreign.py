@@ -12,6 +12,8 @@ import yaml
 from sft_material import Material, refused, write_jsonl
 
 from fastpack_trl.cli.main import main
+from fastpack_trl.errors import UserError
+from fastpack_trl.recipe.arguments import as_flags
 from fastpack_trl.recipe.foreign import convert, tool_of
 from fastpack_trl.recipe.methods import METHODS
 
@@ -19,7 +21,6 @@ AXOLOTL_QLORA = """
 base_model: {model}
 load_in_8bit: false
 load_in_4bit: true
-strict: false
 datasets:
   - path: {alpaca}
     type: alpaca
@@ -27,7 +28,6 @@ dataset_prepared_path: last_run_prepared
 val_set_size: 0.1
 output_dir: {out}
 adapter: qlora
-lora_model_dir:
 sequence_len: 64
 sample_packing: true
 eval_sample_packing: true
@@ -35,7 +35,6 @@ pad_to_sequence_len: true
 lora_r: 4
 lora_alpha: 16
 lora_target_linear: true
-wandb_project:
 gradient_accumulation_steps: 2
 micro_batch_size: 2
 num_epochs: 1
@@ -43,18 +42,12 @@ optimizer: adamw_torch
 lr_scheduler: cosine
 learning_rate: 0.0002
 train_on_inputs: false
-group_by_length: false
 bf16: auto
-fp16:
-tf32: false
 gradient_checkpointing: true
-logging_steps: 1
 flash_attention: true
-loss_watchdog_threshold: 5.0
 warmup_ratio: 0.1
 evals_per_epoch: 4
 saves_per_epoch: 1
-weight_decay: 0.0
 special_tokens:
   pad_token: <pad>
 """
@@ -108,13 +101,9 @@ dataset_dir: {folder}
 template: llama3
 cutoff_len: 64
 max_samples: 10
-overwrite_cache: true
 preprocessing_num_workers: 1
 output_dir: {out}
-logging_steps: 1
 save_steps: 500
-plot_loss: true
-overwrite_output_dir: true
 per_device_train_batch_size: 1
 gradient_accumulation_steps: 2
 learning_rate: 1.0e-4
@@ -122,7 +111,6 @@ num_train_epochs: 1.0
 lr_scheduler_type: cosine
 warmup_ratio: 0.1
 bf16: false
-ddp_timeout: 180000000
 """
 FACTORY_DPO = """
 model_name_or_path: {model}
@@ -208,73 +196,62 @@ def test_a_recipe_is_refused_with_the_command_that_converts_it_and_then_trains(
     assert main(["convert", str(path)]) == 0
     output = files["folder"] / f"{name}-fastpack.yaml"
     assert f"train: fastpack-trl {command} --config {output.name}" in capsys.readouterr().out
-    short = (
-        "--use_cpu --bf16 False --max_steps 2 --report_to none --save_strategy no --eval_strategy no --warmup_steps 0"
-    )
-    if "axolotl-qlora" in name:
-        short += " --load_in_4bit False"  # a tiny model of 304 tokens has no blocks of 64
-    assert (
-        main(
-            [command, "--config", str(output), *short.split(), "--assistant_only_loss", "False"][
-                : None if command == "sft" else -2
-            ]
-        )
-        == 0
-    )
+    short = {"max_steps": 2, "report_to": "none", "save_strategy": "no", "eval_strategy": "no", "warmup_steps": 0}
+    words = as_flags(short | {"use_cpu": True, "bf16": False})
+    words += ["--load_in_4bit", "False"] if "qlora" in name else []  # a tiny model of 304 tokens has no blocks of 64
+    words += ["--assistant_only_loss", "False"] if command == "sft" else []
+    assert main([command, "--config", str(output), *words]) == 0
     assert "Training completed." in capsys.readouterr().out
 
 
+PART = {"stage", "rl", "finetuning_type", "train_on_inputs", "dataset_dir", "max_samples", "num_epochs"}
+"""Keys that only decide how others are converted."""
+
+
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_key_is_a_value_or_has_its_reason(name: str, files: Mapping[str, Path]) -> None:
+def test_every_key_is_a_value_or_is_left_out(name: str, files: Mapping[str, Path]) -> None:
     given = yaml.safe_load(RECIPES[name][0].format(**files))
     assert tool_of(given) == RECIPES[name][1]
-    found = convert(given, files["folder"])
-    assert found.method is METHODS[RECIPES[name][2]]
-    flat: dict[str, Any] = {}
+    whole = convert(given, files["folder"])
+    assert whole.method is METHODS[RECIPES[name][2]]
+    assert whole.values["model_name_or_path"] == str(files["model"])
+    assert whole.values["max_length"] == 64
     for key, value in given.items():
-        flat |= value if name == "unsloth" and isinstance(value, dict) else {key: value}
-    accounted = {*found.values, *found.mapped, *found.without}
-    silent = {
-        "bf16",
-        "stage",
-        "rl",
-        "finetuning_type",
-        "train_on_inputs",
-        "dataset_dir",
-        "max_samples",
-        "full_finetuning",
-    }
-    unsaid = {key for key, value in flat.items() if value is not None} - accounted - silent
-    assert not unsaid - {"evals_per_epoch", "eval_sample_packing", "val_set_size"}
-    assert found.values["model_name_or_path"] == str(files["model"])
-    assert found.values["max_length"] == 64
+        if value in (None, "auto") or key in PART or isinstance(value, dict):
+            continue
+        try:
+            without = convert({other: each for other, each in given.items() if other != key}, files["folder"])
+        except UserError:
+            continue  # it says which tool this is
+        same = (without.values, without.left_out) == (whole.values, whole.left_out)
+        assert not same or key in ("evals_per_epoch", "eval_sample_packing", "lora_target", "load_in_4bit"), key
 
 
 def test_values_keep_their_meaning(files: Mapping[str, Path]) -> None:
     def values(name: str) -> dict[str, Any]:
         return convert(yaml.safe_load(RECIPES[name][0].format(**files)), files["folder"]).values
 
-    axolotl = values("axolotl-qlora")
-    assert (
-        axolotl | {"use_peft": True, "load_in_4bit": True, "lora_target_modules": "all-linear", "lora_dropout": 0.0}
-        == axolotl
-    )
-    assert (axolotl["eval_strategy"], axolotl["eval_steps"], axolotl["save_strategy"]) == ("steps", 0.25, "epoch")
-    assert (axolotl["test_split_size"], axolotl["pad_token"]) == (0.1, "<pad>")
-    assert (axolotl["datasets"], axolotl["dataset_format"]) == ([{"path": str(files["alpaca"])}], "alpaca")
+    alpaca, lora = {"path": str(files["alpaca"])}, {"use_peft": True, "lora_dropout": 0.0}
+    expected: dict[str, dict[str, Any]] = {
+        "axolotl-qlora": lora | {
+            "load_in_4bit": True, "lora_target_modules": "all-linear", "eval_strategy": "steps", "eval_steps": 0.25,
+            "save_strategy": "epoch", "test_split_size": 0.1, "pad_token": "<pad>", "datasets": [alpaca],
+            "dataset_format": "alpaca", "warmup_steps": 0.1, "lr_scheduler_type": "cosine",
+        },
+        "llama-factory-lora": lora | {
+            "lora_r": 4, "lora_alpha": 8, "lora_target_modules": ["q_proj", "v_proj"],
+            "datasets": [alpaca | {"split": "train[:10]"}],
+        },
+        "llama-factory-dpo": lora | {
+            "beta": 0.2, "loss_type": ["sigmoid"], "lora_r": 8, "lora_target_modules": "all-linear",
+            "dataset_format": "sharegpt",
+        },
+        "unsloth": lora | {"seed": 3407, "lora_r": 4},
+    }  # fmt: skip
+    for name, some in expected.items():
+        found = values(name)
+        assert {key: found.get(key) for key in some} == some
     assert "assistant_only_loss" not in values("axolotl-full"), "train_on_inputs: true"
-    factory = values("llama-factory-lora")
-    assert (factory["lora_r"], factory["lora_alpha"], factory["lora_dropout"]) == (4, 8, 0.0)
-    assert factory["lora_target_modules"] == ["q_proj", "v_proj"]
-    assert factory["datasets"] == [{"path": str(files["alpaca"]), "split": "train[:10]"}]
-    dpo = values("llama-factory-dpo")
-    assert (dpo["beta"], dpo["loss_type"], dpo["lora_r"], dpo["lora_target_modules"]) == (
-        0.2,
-        ["sigmoid"],
-        8,
-        "all-linear",
-    )
-    assert values("unsloth")["seed"] == 3407
 
 
 def rows_of(material: Material, row: Mapping[str, object], wanted: str) -> list[dict[str, Any]]:
@@ -311,9 +288,7 @@ def test_columns_of_a_format_name_the_option_and_a_wrong_format_its_columns(
     files: Mapping[str, Path], material: Material, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = material.yaml(dataset_name=str(files["alpaca"]))
-    assert "; these are Alpaca's columns: dataset_format: alpaca reads them" in refused(
-        material, capsys, "--config", path
-    )
+    assert ", in the format of Alpaca: dataset_format: alpaca reads them" in refused(material, capsys, "--config", path)
     path = material.yaml(dataset_format="alpaca")
     assert "dataset_format=alpaca: the train data set has the columns text and not instruction and output" in refused(
         material, capsys, "--config", path
@@ -328,9 +303,9 @@ def test_columns_of_a_format_name_the_option_and_a_wrong_format_its_columns(
     [
         (
             "learning_rate: 1\nseed: 2\n",
-            "this is no YAML of Axolotl, LLaMA-Factory, Unsloth: its keys are learning_rate",
+            "this YAML is none of Axolotl, LLaMA-Factory, Unsloth: its keys are learning_rate",
         ),
-        ("stage: ppo\ncutoff_len: 64\n", "a training 'ppo' has no command here: there are sft, dpo"),
+        ("stage: ppo\ncutoff_len: 64\n", "'ppo' training has no command here: there are sft, dpo"),
     ],
 )
 def test_what_cannot_be_converted_is_one_line(

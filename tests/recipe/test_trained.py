@@ -71,7 +71,7 @@ def test_after_qlora_it_is_merged_into_the_base_that_was_trained_on(
     merged = material.folder / "out-merged"
     words = ["--config", path] if named == "--config" else [material.out, "--load_in_4bit"]
     assert main(["merge", *map(str, words)]) == 0
-    assert f"{model} as it was in training: quantised, then made dense" in capsys.readouterr().out
+    assert f"{model} as it was in training: quantized, then made dense" in capsys.readouterr().out
     assert "quantization_config" not in json.loads((merged / "config.json").read_text(encoding="utf-8"))
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     dense = AutoModelForCausalLM.from_pretrained(model, quantization_config=quantization).dequantize()
@@ -149,7 +149,7 @@ def test_an_answer_without_text_is_said(material: Material, capsys: pytest.Captu
         ("merge {adapter} --output {model}", "is not empty: name another folder"),
         ("merge {adapter} --base ./absent", "--base './absent' is not a folder"),
         ("generate {model} --prompt a --file b", "give --prompt TEXT or --file FILE"),
-        ("generate {model} --prompt a --temperature -1", "--temperature -1.0 is below 0"),
+        ("generate {model} --prompt a --temperature -1", "--temperature -1.0 must be >= 0"),
         ("generate {model} --file absent.txt", "--file absent.txt cannot be read"),
         ("generate {model} --file {folder}/empty.txt", "has no prompts: write one per line"),
         ("generate {model} --file {folder}/bad.jsonl", 'write one object per line, e.g. {"prompt": "Hello"}'),

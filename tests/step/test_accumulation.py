@@ -200,7 +200,7 @@ def test_off_with_the_reason(tmp_path: Path, reason: str, fast: dict[str, Any], 
     trainer = train(FastSFTTrainer, tmp_path, fast=fast, **(SMALL | {"max_steps": 1, "eval_strategy": "no"} | options))
     line = trainer.fastpack_report["merge_accumulation"]
     assert (line.status, reason in line.reason) == ("off", True), line
-    assert trainer.fastpack_run.part(Merging) is None
+    assert trainer.fastpack_run.get_state(Merging) is None
 
 
 class _OwnStep(FastSFTTrainer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from side_by_side import assert_equal
-from torch import Tensor, nn
+from torch import nn
 from trainer_material import figures, train
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from trl import SFTTrainer
@@ -116,7 +117,7 @@ def test_the_filter_is_the_users_again_after_an_exception(tmp_path: Path) -> Non
     with pytest.raises(KeyboardInterrupt):
         train(Keeps, tmp_path, packing=True, gradient_accumulation_steps=2, trainer={"callbacks": [Fails()]})
     assert seen[0].args.logging_nan_inf_filter is True
-    assert not seen[0].fastpack_run.part(SyncFreeStep).host
+    assert not seen[0].fastpack_run.get_state(SyncFreeStep).host.active
     assert not {"train", "zero_grad"} & set(vars(seen[0].model))
 
 
@@ -252,8 +253,8 @@ def test_gradients_are_reset_without_a_walk_and_copies_reset_their_own(
         )  # fmt: skip
         steps[cls] = len(walks)
     assert not left
-    # Each copy walks; stock walks in each of four steps, and both before the first.
-    assert steps == {FastSFTTrainer: 1 + 4, SFTTrainer: 1 + 4 + 4}
+    # Each copy walks; stock walks in each of four steps, and before the first.
+    assert steps == {FastSFTTrainer: 4, SFTTrainer: 1 + 4 + 4}
 
 
 @pytest.mark.parametrize("norm", [1e-3, 0.0], ids=["clipped", "only logged"])
@@ -298,106 +299,80 @@ def test_a_patched_clipping_gets_the_model(tmp_path: Path, monkeypatch: pytest.M
     assert given == [trainer.model] * 4
 
 
-def test_a_layer_that_is_inserted_during_training_is_clipped_as_in_stock(tmp_path: Path) -> None:
-    class Inserts(TrainerCallback):
-        def on_step_end(self, _: Any, state: Any, *rest: Any, model: Any = None, **kwargs: Any) -> None:
-            if state.global_step == 2:
-                layers, config = model.base_model.layers, model.config
-                layers.insert(1, copy.deepcopy(layers[0]))
-                config.num_hidden_layers += 1
-                config.layer_types = [*config.layer_types, config.layer_types[0]]
-                for index, layer in enumerate(layers):
-                    layer.self_attn.layer_idx = index
-
-    logs = []
-    for cls in BOTH:
-        trainer = train(
-            cls, tmp_path, packing=True, eval_strategy="no", max_grad_norm=1e-2, trainer={"callbacks": [Inserts()]},
-            fast={"verify_packing": "off", "packed_attention": "per_document"} if cls is FastSFTTrainer else None,
-        )  # fmt: skip
-        logs.append(figures(trainer))
-    assert_equal(*logs, nan_ok=True)
+def _inserts_a_layer(model: Any, optimizer: Any) -> None:
+    layers, config = model.base_model.layers, model.config
+    layers.insert(1, copy.deepcopy(layers[0]))
+    config.num_hidden_layers += 1
+    config.layer_types = [*config.layer_types, config.layer_types[0]]
+    for index, layer in enumerate(layers):
+        layer.self_attn.layer_idx = index
 
 
-class NewHead(TrainerCallback):
-    """After the first step the head's weight is a new parameter, in the model and in the optimizer."""
-
-    def __init__(self, registered: bool) -> None:
-        self.registered = registered
-        self.kept: list[Tensor] = []
-
-    def on_step_begin(self, *_: Any, model: Any = None, **kwargs: Any) -> None:
-        self.kept.extend(p.grad for p in model.parameters() if p.grad is not None)
-
-    def on_step_end(self, _: Any, state: Any, *rest: Any, model: Any = None, optimizer: Any = None, **kw: Any) -> None:
-        if state.global_step != 1:
-            return
-        old = model.lm_head.weight
-        new = nn.Parameter(old.detach().clone())
-        if self.registered:
-            model.lm_head.weight = new
-        else:
-            model.lm_head._parameters["weight"] = new
-        for group in optimizer.param_groups:
-            group["params"] = [new if parameter is old else parameter for parameter in group["params"]]
+def _new_head(model: Any, optimizer: Any, *, registered: bool = True) -> None:
+    old = model.lm_head.weight
+    new = nn.Parameter(old.detach().clone())
+    if registered:
+        model.lm_head.weight = new
+    else:
+        model.lm_head._parameters["weight"] = new
+    for group in optimizer.param_groups:
+        group["params"] = [new if parameter is old else parameter for parameter in group["params"]]
 
 
-@pytest.mark.parametrize("registered", [True, False], ids=["registered", "written past registration"])
-def test_gradients_of_a_parameter_that_appears_during_training_are_reset(registered: bool, tmp_path: Path) -> None:
-    logs = []
-    for cls in BOTH:
-        callback = NewHead(registered)
-        trainer = train(
-            cls, tmp_path, model=tiny_model("qwen3", tie_word_embeddings=False), packing=True, eval_strategy="no",
-            optim="sgd", trainer={"callbacks": [callback]}, fast={"verify_packing": "off"},
-        )  # fmt: skip
-        assert not callback.kept
-        logs.append(figures(trainer))
-    assert_equal(*logs, nan_ok=True)
+def _trains_another(model: Any, optimizer: Any) -> None:
+    """A parameter that is not the model's."""
+    model.beside = [nn.Parameter(torch.zeros(1))]
+    model.beside[0].grad = torch.ones(1)
+    optimizer.param_groups[0]["params"].append(model.beside[0])
 
 
-def test_a_parameter_that_is_not_the_models_keeps_its_gradient_as_in_stock(tmp_path: Path) -> None:
-    class Beside(TrainerCallback):
+def _unfreezes(model: Any, optimizer: Any) -> None:
+    model.base_model.embed_tokens.weight.requires_grad_(True)
+
+
+def _adds_dropout(model: Any, optimizer: Any) -> None:
+    model.base_model.layers[0].dropout = nn.Dropout(0.5).eval()
+
+
+CHANGES = {
+    "a layer": _inserts_a_layer, "a head": _new_head,
+    "a head written past registration": functools.partial(_new_head, registered=False),
+    "another parameter": _trains_another, "an unfrozen parameter": _unfreezes, "dropout": _adds_dropout,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_a_callback_changes_trains_as_in_stock(change: str, tmp_path: Path) -> None:
+    """Its gradients are clipped and reset, and its modules are in training mode."""
+
+    class Changes(TrainerCallback):
         def __init__(self) -> None:
-            self.parameter = nn.Parameter(torch.zeros(1))
-            self.parameter.grad = torch.ones(1)
+            self.left = 0
+            self.beside: list[bool] = []
 
-        def on_train_begin(self, *_: Any, optimizer: Any = None, **kwargs: Any) -> None:
-            optimizer.param_groups[0]["params"].append(self.parameter)
+        def on_step_begin(self, *_: Any, model: Any = None, **kwargs: Any) -> None:
+            self.left += sum(parameter.grad is not None for parameter in model.parameters())
 
+        def on_step_end(self, _: Any, state: Any, *rest: Any, model: Any, optimizer: Any, **kwargs: Any) -> None:
+            if state.global_step == 1:
+                CHANGES[change](model, optimizer)
+            elif hasattr(model, "beside"):
+                self.beside.append(model.beside[0].grad is not None)
+            if state.global_step > 1:
+                assert all(module.training for module in model.modules())
+
+    logs = []
     for cls in BOTH:
-        beside = Beside()
-        train(
-            cls, tmp_path, packing=True, max_steps=2, eval_strategy="no", trainer={"callbacks": [beside]},
-            fast={"verify_packing": "off"},
+        callback, model = Changes(), tiny_model("qwen3", tie_word_embeddings=False)
+        model.base_model.embed_tokens.weight.requires_grad_(change != "an unfrozen parameter")
+        trainer = train(
+            cls, tmp_path, model=model, packing=True, eval_strategy="no", optim="sgd", max_grad_norm=1e-2,
+            trainer={"callbacks": [callback]}, fast={"verify_packing": "off", "packed_attention": "per_document"},
         )  # fmt: skip
-        assert beside.parameter.grad is not None
-
-
-def test_a_module_that_appears_during_training_is_in_training_mode_in_the_next_step(tmp_path: Path) -> None:
-    class NewDropout(TrainerCallback):
-        def on_step_end(self, _: Any, state: Any, *rest: Any, model: Any = None, **kwargs: Any) -> None:
-            if state.global_step == 2:
-                self.module = model.base_model.layers[0].dropout = nn.Dropout(0.5).eval()
-
-    for cls in BOTH:
-        callback = NewDropout()
-        train(
-            cls, tmp_path, packing=True, eval_strategy="no", trainer={"callbacks": [callback]},
-            fast={"verify_packing": "off"},
-        )  # fmt: skip
-        assert callback.module.training
-
-
-def test_total_flos_count_an_adapter_that_appears_during_training(tmp_path: Path) -> None:
-    class NewAdapter(TrainerCallback):
-        def on_step_end(self, _: Any, state: Any, *rest: Any, model: Any = None, **kwargs: Any) -> None:
-            if state.global_step == 2:
-                model.base_model.layers[0].adapter = nn.Linear(16, 16)
-
-    options: dict[str, Any] = {"packing": True, "eval_strategy": "no", "fast": {"verify_packing": "off"}}
-    flops = [train(cls, tmp_path, trainer={"callbacks": [NewAdapter()]}, **options).state.total_flos for cls in BOTH]
-    assert flops[0] == flops[1] > 0
+        assert not callback.left
+        assert all(callback.beside)
+        logs.append(figures(trainer))
+    assert_equal(*logs, nan_ok=True)
 
 
 def test_registrations_are_watched_while_a_run_lasts(tmp_path: Path) -> None:

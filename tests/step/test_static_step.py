@@ -68,7 +68,7 @@ def make_trainer(folder: Path, family: str, lora: bool = False, **more: Any) -> 
 def running(trainer: FastSFTTrainer) -> Iterator[SyncFreeStep]:
     """Install the features as in `train`."""
     with trainer._fastpack_features(announce=True):
-        step = trainer.fastpack_run.part(SyncFreeStep)
+        step = trainer.fastpack_run.get_state(SyncFreeStep)
         assert step is not None
         assert step.loss, trainer.fastpack_report["sync_free"]
         assert trainer.fastpack_run.attention_path == "varlen"
@@ -315,7 +315,7 @@ def test_kept_figures_are_logged_as_those_of_the_plain_batch(family: str, patche
                 table = step_loss(trainer, trainer.model, batch.keywords, 50, 2, batch.batch).table
                 step.keep(trainer, table, inputs["packed_batch"])
                 table.fill_(torch.nan)  # a replay writes it again
-            step.metrics.settle(trainer)
+            step.metrics.flush(trainer)
             logs.append(dict(trainer._metrics["train"]))
     plain, found = logs
     assert found.keys() == plain.keys() >= {"entropy", "mean_token_accuracy", "num_tokens"}

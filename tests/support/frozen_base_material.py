@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 from lora_material import adapted
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from trainer_material import make_dataset, make_tokenizer, settings
-from transformers import TrainerCallback
+from transformers import FineGrainedFP8Config, TrainerCallback
+from transformers.integrations.finegrained_fp8 import FP8Linear, replace_with_fp8_linear
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.lora.linear import FastLora
+from fastpack_trl.testing import tiny_model
 
 LAYERS = 14
 
@@ -29,9 +32,15 @@ def made(folder: Path, model: Any = None, callbacks: Any = (), **fields: Any) ->
     )
 
 
-def logged(trainer: FastSFTTrainer, name: str) -> list[float]:
-    """The values of one figure of the log."""
-    return [row[name] for row in trainer.state.log_history if name in row]
+def fp8_checkpoint() -> Any:
+    """A model as transformers loads an FP8 checkpoint with scales per block, with LoRA on all projections."""
+    shape = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "head_dim": 128}
+    model = tiny_model("qwen3", num_attention_heads=1, num_key_value_heads=1, **shape)
+    replace_with_fp8_linear(model, modules_to_not_convert=["lm_head"], quantization_config=FineGrainedFP8Config())
+    for module in model.modules():
+        if isinstance(module, FP8Linear):
+            module.to_empty(device="cpu")
+    return get_peft_model(model, LoraConfig(target_modules="all-linear"))
 
 
 def assert_as_loaded(model: Any, before: list[Tensor]) -> None:

@@ -126,7 +126,7 @@ def _families(folder: Path) -> Iterator[list[str]]:
         cells = [
             found["packed_attention"],
             choose("auto", read_features(model)).path,
-            found["lora"],
+            _short(found["lora"]),
             found.get("moe", "-"),
         ]
         yield [f"`{family}`", *cells, *(_short(found[name]) for name in ("layer_compile", "cuda_graph"))]

@@ -38,7 +38,6 @@ class RecordingStreams:
     def __init__(self, *, device_blocks: int | None = None, pinned_bytes: int | None = None) -> None:
         self.device = torch.device("cpu")
         self.device_blocks, self.pinned_bytes = device_blocks, pinned_bytes
-        self.host_bytes: int | None = None
         self.most_blocks = 0
         self.clocks = {name: {COMPUTE: 0, COPIER: 0} for name in (COMPUTE, COPIER)}
         self._history: dict[int, _History] = {}
@@ -94,14 +93,10 @@ class RecordingStreams:
     def live_blocks(self) -> int:
         return sum(_references(block) > 1 for block in self._blocks)
 
-    def host_memory(self, nbytes: int, *, pinned: bool) -> Tensor:
-        limit = self.pinned_bytes if pinned else self.host_bytes
-        if limit is not None and nbytes > limit:
-            raise RuntimeError(f"CUDA error: out of memory\n{nbytes} bytes" if pinned else f"cannot allocate {nbytes}")
+    def host_memory(self, nbytes: int) -> Tensor:
+        if self.pinned_bytes is not None and nbytes > self.pinned_bytes:
+            raise RuntimeError(f"CUDA error: out of memory\n{nbytes} bytes")
         return torch.empty(nbytes, dtype=torch.uint8)
-
-    def free_host_memory(self) -> None:
-        self.log.append("free host memory")
 
 
 def _references(block: Tensor) -> int:

@@ -48,7 +48,6 @@ EXAMPLES = {
 OFF_ON_A_CPU = {
     "activation_memory": "cpu has no memory of its own: activation_memory_gib=... plans for a budget",
     "checkpoint_offload": "not needed: checkpoint_offload='double_buffer' trades host memory for device memory",
-    "cache_dequantized": "frozen weights are cast per use (cpu; cache_dequantized='on' keeps them)",
     "share_prefixes": "little to share, tokens computed: 100% of the documents' tokens",
     "layer_compile": "on cpu compiling takes longer than most runs; layer_compile='on' compiles",
     "cuda_graph": "the model is on cpu: its work is not queued by a host that a graph could relieve",

@@ -12,8 +12,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from preference_material import assert_same, both, build
 
+from fastpack_trl.step.hostwork import HostWork
 from fastpack_trl.testing import tiny_model
-from fastpack_trl.trainers.host_work import HostWork
+from fastpack_trl.trainers.adapter_switch import AdapterSwitch
 
 
 @pytest.fixture
@@ -39,9 +40,11 @@ def hosting(**options: Any) -> Any:
     """A model inside of a run's host work."""
     model = get_peft_model(tiny_model("qwen3"), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **options))
     trainer = Trainer(model)
-    with HostWork().running(trainer):
+    host = HostWork()
+    switch = AdapterSwitch(host.contents)
+    with host.running(trainer), switch.installed(model):
         yield model
-    assert not {"disable_adapter", "zero_grad"} & vars(model).keys()
+    assert not {"disable_adapter", "train", "zero_grad"} & vars(model).keys()
 
 
 def test_steps_with_a_reference_are_equal_and_without_walks(tmp_path: Path, walks: list[int]) -> None:

@@ -1,0 +1,285 @@
+"""``fastpack-trl merge`` and ``generate``: what a run has saved, written with its adapter merged, or asked."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastpack_trl.errors import UserError, preparing, short_repr
+from fastpack_trl.recipe.paths import add_json, json_file, model_folder
+
+_ADAPTER = "adapter_config.json"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the options of ``merge`` or ``generate``: the last word of the parser's program says which."""
+    add = parser.add_argument
+    add("model", metavar="DIR", nargs="?", help="what a run has saved: the folder of an adapter or of a model")
+    add("--config", metavar="FILE", help="the YAML of that run: its output_dir, model and quantization")
+    add("--base", metavar="DIR", help="the model of the adapter (default: the one that the adapter names)")
+    add("--load_in_4bit", action="store_true", help="the adapter was trained over a base in NF4 (--config knows it)")
+    dtypes = ("auto", "float32", "bfloat16", "float16")
+    add("--dtype", choices=dtypes, default="auto", help="of the weights (default: that of the checkpoint)")
+    add("--trust_remote_code", action="store_true", help="run code that comes with the checkpoint (default: never)")
+    if parser.prog.endswith(" merge"):
+        add("--output", metavar="DIR", help="where to write it (default: the adapter's folder + -merged)")
+        add("--push_to_hub", metavar="NAME", help="also push it to the hub under this name")
+        add_json(parser, "the folders")
+        return
+    add("--prompt", metavar="TEXT", help="one prompt: what a user says, if the model has a chat template")
+    add("--file", metavar="FILE", help="prompts: a text with one per line, or JSON lines with `prompt`")
+    add("--raw", action="store_true", help="take prompts as they are, without the chat template")
+    add("--max_new_tokens", metavar="N", type=int, default=128, help="longest answer (default: %(default)s)")
+    add("--temperature", metavar="T", type=float, default=0.0, help="0 takes the likeliest token (default)")
+    add("--seed", metavar="N", type=int, default=0, help="of the random numbers above a temperature of 0")
+    add_json(parser, "prompts and answers")
+
+
+def run(args: Namespace) -> int:
+    """Merge or generate."""
+    return _merge(args) if args.command == "merge" else _generate(args)
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A model, or an adapter and the model that it is for."""
+
+    folder: str
+    base: str | None = None
+    """The model of an adapter; None where `folder` is a model."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keywords of `from_pretrained`."""
+    quantization: Any = None
+    """How the base was quantized while the adapter was trained."""
+    classifies: bool = False
+
+    def tokenizer(self) -> Any:
+        """Load the tokenizer saved with the adapter or model, else that of the base."""
+        from transformers import AutoTokenizer
+
+        has_own = (Path(self.folder) / "tokenizer_config.json").is_file() or self.base is None
+        code = self.options["trust_remote_code"]
+        return AutoTokenizer.from_pretrained(self.folder if has_own else self.base, trust_remote_code=code)
+
+    def load(self, *, dequantized: bool) -> tuple[Any, str]:
+        """Return the model, in evaluation mode, and a line on what had to change; an adapter over its base.
+
+        Args:
+            dequantized: a base in four or eight bits becomes dense, with the values that it had in training.
+        """
+        from fastpack_trl.recipe.adapters import resize_to_adapter, with_adapter
+
+        options = self.options | ({"num_labels": 1} if self.classifies else {})
+        options |= {"quantization_config": self.quantization} if self.quantization is not None else {}
+        for loads in self._classes():
+            model = loads.from_pretrained(self.base or self.folder, **options)
+            if dequantized and getattr(model, "hf_quantizer", None) is not None:
+                model = model.dequantize()
+            if self.base is None:
+                return model.eval(), ""
+            resized = resize_to_adapter(model, Path(self.folder), self.tokenizer)
+            if (adapted := with_adapter(model, self.folder)) is not None:
+                return adapted.eval(), resized
+        raise UserError(
+            f"the adapter {short_repr(self.folder)} lacks weights that one over '{self.base}' has: name the model "
+            "that it was trained over with --base DIR"
+        )
+
+    def _classes(self) -> list[Any]:
+        """Return what the model may have been trained as: TRL takes the checkpoint's class, scripts the auto class.
+
+        If it has a vision tower they may differ (qwen3_5, llama4), and so do the names of their layers.
+        """
+        import transformers
+
+        if self.classifies:
+            return [transformers.AutoModelForSequenceClassification]
+        keywords = {name: self.options.get(name) for name in ("revision", "trust_remote_code")}
+        config = transformers.AutoConfig.from_pretrained(self.base or self.folder, **keywords)
+        auto, mapping = transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        named = getattr(transformers, config.architectures[0], auto)
+        return [named] if named in (auto, mapping.get(type(config), named)) else [named, auto]
+
+
+def _find(args: Namespace) -> Trained:
+    """Return what the options name; raise `UserError` if nothing is named, or no model or adapter is there."""
+    from fastpack_trl.model.preflight import check_weights, file_fault
+    from fastpack_trl.recipe.make_trainer import check_model
+    from fastpack_trl.recipe.methods import METHODS, SFT
+
+    options: dict[str, Any] = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
+    folder, base, quantization = _of_config(args, options) if args.config else (args.model, args.base, None)
+    if not folder:
+        raise UserError("no model: name the folder that a run has written, or give its YAML with --config FILE")
+    if args.load_in_4bit:
+        from transformers import BitsAndBytesConfig
+
+        quantization = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bfloat16"
+        )
+    if folder.endswith((".yaml", ".yml")):
+        raise UserError(f"{folder} is no model; did you mean --config {folder}?")
+    path = Path(folder).expanduser()
+    if not (path / _ADAPTER).is_file():
+        inside = sorted(path.glob(f"*/{_ADAPTER}"), key=lambda file: file.stat().st_mtime)
+        if inside and not (path / "config.json").is_file():  # of a run that was ended: its newest checkpoint
+            raise UserError(f"{short_repr(folder)} has no adapter or model; did you mean '{inside[-1].parent}'?")
+        name = model_folder("the model", folder)
+        check_model(name, _code(options), "the model")
+        return Trained(name, None, options)
+    if any(path.glob("model*.safetensors")):
+        raise UserError(f"{short_repr(folder)} holds an adapter and a model, of two runs: move one away")
+    if fault := file_fault(path / _ADAPTER):
+        raise UserError(f"the adapter {short_repr(folder)} cannot be loaded: {fault}; copy or download it again")
+    about = json.loads((path / _ADAPTER).read_text(encoding="utf-8"))
+    named = about.get("base_model_name_or_path")
+    if named and base and not args.base and _are_different(named, base):  # the run's command line had another one
+        raise UserError(
+            f"the adapter {short_repr(folder)} is for '{named}', {args.config} names '{base}': say which "
+            "with --base DIR"
+        )
+    if not (name := base or named):
+        raise UserError(f"the adapter {short_repr(folder)} names no model: name the one that it is for with --base DIR")
+    option = "--base" if base else "the adapter's model (--base names another)"
+    name, classifies = model_folder(option, name), about.get("task_type") == "SEQ_CLS"
+    check_model(name, _code(options), option, METHODS["reward"] if classifies else SFT)
+    check_weights(str(path), "the adapter")
+    return Trained(str(path), name, options, quantization, classifies)
+
+
+def _code(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "dtype"}
+
+
+def _of_config(args: Namespace, options: dict[str, Any]) -> tuple[str, str | None, Any]:
+    """Return folder, base and quantization of a YAML's run; its revision and trust go into `options`."""
+    from trl import get_quantization_config
+
+    from fastpack_trl.recipe.arguments import parse
+    from fastpack_trl.recipe.make_trainer import method_of_run
+
+    words = ["--config", args.config, "--bf16", "False"]  # nothing is trained: no GPU is needed
+    arguments = parse(words, method_of_run(args.config), may_launch=False)
+    options |= {"revision": arguments.model.model_revision}
+    options["trust_remote_code"] |= bool(arguments.training.trust_remote_code)
+    base = args.base or arguments.model.model_name_or_path
+    return args.model or str(arguments.training.output_dir), base, get_quantization_config(arguments.model)
+
+
+def _are_different(named: str, other: str) -> bool:
+    """Return whether two names are surely of two models; a folder that is gone may have moved to the other."""
+    exist = [Path(each).is_dir() for each in (named, other)]
+    return not Path(named).samefile(other) if all(exist) else not any(exist) and named != other
+
+
+def _merge(args: Namespace) -> int:
+    """Write a model with the adapter in its weights, and the tokenizer; name what comes next."""
+    from fastpack_trl.measure.record import write_json
+    from fastpack_trl.model.preflight import unwritable
+    from fastpack_trl.recipe.adapters import merge_adapter
+
+    file = json_file(args)
+    with preparing():
+        found = _find(args)
+    output = Path(args.output or f"{found.folder.rstrip('/')}-merged").expanduser()
+    if output.is_dir() and any(output.iterdir()):
+        raise UserError(f"--output {output} is not empty: name another folder")
+    if reason := unwritable(output):
+        raise UserError(f"--output {output}: {reason}")
+    if found.base is None:
+        raise UserError(f"{found.folder} is a whole model: nothing is left to merge")
+    with preparing():
+        tokenizer, (model, resized) = found.tokenizer(), found.load(dequantized=True)
+        merged, untied = merge_adapter(model)
+        merged.save_pretrained(output)
+        tokenizer.save_pretrained(output)
+    how = " as it was in training: quantized, then made dense" if found.quantization else ""
+    print("\n".join(filter(None, (f"{found.folder} merged into {found.base}{how}", resized, untied))))
+    print(f"written: {output}")
+    if args.push_to_hub:
+        from huggingface_hub import HfApi
+
+        with preparing():
+            repository = HfApi().create_repo(args.push_to_hub, exist_ok=True).repo_id
+            HfApi().upload_folder(repo_id=repository, folder_path=output)
+        print(f"pushed: https://huggingface.co/{repository}")
+    if file is not None:
+        write_json(file, {"adapter": found.folder, "base": found.base, "merged": str(output)})
+    print(f"try it: fastpack-trl generate {output} --prompt 'Hello'")
+    return 0
+
+
+def _generate(args: Namespace) -> int:
+    """Print each prompt with its answers."""
+    from fastpack_trl.measure.record import write_json
+
+    if bool(args.prompt) == bool(args.file):
+        raise UserError("give --prompt TEXT or --file FILE")
+    if args.max_new_tokens < 1:
+        raise UserError(f"--max_new_tokens {args.max_new_tokens} must be >= 1")
+    if args.temperature < 0:
+        raise UserError(f"--temperature {args.temperature} must be >= 0: 0 takes the likeliest token")
+    prompts = [args.prompt] if args.prompt else _prompts(Path(args.file).expanduser())
+    file, rows = json_file(args), []
+    with preparing():
+        found = _find(args)
+    for row in _answers(found, prompts, args):
+        rows.append(row)
+        print("\n".join(f"{name}: {text.strip() or '(no text)'}" for name, text in row.items()), end="\n\n", flush=True)
+    if file is not None:
+        settings = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "seed")}
+        write_json(file, {"rows": rows, **settings})
+    return 0
+
+
+def _prompts(file: Path) -> list[str]:
+    try:
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        prompts = [str(json.loads(line)["prompt"]) for line in lines] if file.suffix in (".jsonl", ".json") else lines
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--file {file} cannot be read as UTF-8 text: {error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f'--file {file}: write one object per line, e.g. {{"prompt": "Hello"}}') from error
+    if not prompts:
+        raise UserError(f"--file {file} has no prompts: write one per line")
+    return prompts
+
+
+def _answers(found: Trained, prompts: Sequence[str], args: Namespace) -> Iterator[dict[str, str]]:
+    """Yield ``{"prompt", "base", "adapter"}`` for each prompt, or ``{"prompt", "model"}`` for a whole model."""
+    import torch
+    from transformers import set_seed
+
+    from fastpack_trl.recipe.adapters import check_runs
+
+    if found.classifies:
+        raise UserError(f"{found.folder} is of a reward model, which scores a text and writes none")
+    with preparing():
+        tokenizer, (model, _) = found.tokenizer(), found.load(dequantized=False)
+    if found.base is not None:
+        check_runs(model.get_base_model())
+    if torch.cuda.is_available() and found.quantization is None:
+        model = model.to("cuda")
+    sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
+    sides = {"model": nullcontext} if found.base is None else {"base": model.disable_adapter, "adapter": nullcontext}
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    for prompt in prompts:
+        text: Any = prompt
+        if tokenizer.chat_template and not args.raw:
+            turns = [{"role": "user", "content": prompt}]
+            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        tokens = tokenizer(text, return_tensors="pt", add_special_tokens=text is prompt).to(model.device)
+        if not tokens["input_ids"].numel():
+            raise UserError(f"the prompt {short_repr(prompt)} has no tokens: write some text")
+        row = {"prompt": prompt}
+        for side, around in sides.items():
+            set_seed(args.seed)
+            with around(), torch.no_grad():
+                out = model.generate(**tokens, max_new_tokens=args.max_new_tokens, pad_token_id=pad, **sampling)
+            row[side] = tokenizer.decode(out[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True)
+        yield row

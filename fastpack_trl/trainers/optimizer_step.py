@@ -1,0 +1,206 @@
+"""The micro-batches of one optimizer step of SFT, which run again together after an out-of-memory."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from accelerate.logging import get_logger
+from torch import Tensor
+
+from fastpack_trl.capture.ddp import FlatReduce
+from fastpack_trl.capture.graphs import StepGraphs
+from fastpack_trl.checkpointing.activation_memory import ActivationMemory
+from fastpack_trl.errors import close_frames
+from fastpack_trl.model.hooks import callback_between
+from fastpack_trl.run import MicroStep, Run
+from fastpack_trl.step.accumulation import Merging, merge_inputs
+from fastpack_trl.step.sync_free import SyncFreeStep
+
+logger = get_logger(__name__)
+
+_Result = TypeVar("_Result")
+_LESS = "lower activation_memory_gib, per_device_train_batch_size or max_length, or set gradient_checkpointing=True"
+
+
+class OptimizerStep:
+    """Runs the micro-batches of an optimizer step, merged where they are; after an out-of-memory all of them so far.
+
+    Gradients are zeroed, and random state, metrics and token counts put back before the step runs again, so no batch is
+    lost and no result changes.
+
+    Args:
+        run: whose trainer trains.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._batches: list[Any] = []
+        self._start: _Start | None = None
+        self._done = 0
+
+    def begin(self, batches: list[Any], num_items_in_batch: Any) -> None:
+        """Take the micro-batches that the trainer has read for a step, and plan their rows."""
+        self._batches, self._done, self._start = batches, 0, None
+        merging = self._run.get_state(Merging)
+        if merging is not None:
+            merging.plan(batches, num_items_in_batch)
+        self._run.step.rows = len(batches) if merging is None else merging.rows
+
+    def run(self, forward_backward: MicroStep, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
+        """Run a micro-batch, or the row that it completes; return the loss, 0 for one that waits for the last of it.
+
+        Raises:
+            torch.OutOfMemoryError: nothing is left that could be freed, or the step cannot run again.
+        """
+        merging, graphs, place = self._run.get_state(Merging), self._run.get_state(StepGraphs), self._done
+        is_known = place < len(self._batches) and inputs is self._batches[place]
+        self._done += 1
+        group = range(place, place + 1) if merging is None else merging.group(inputs, place)
+        if not group:
+            return torch.zeros((), device=self._run.device)
+        if self._start is None:
+            self._start = _Start(self._run)
+
+        def attempt(one: Any) -> Tensor:
+            run, row = forward_backward if graphs is None else partial(graphs.run, forward_backward), copy.copy(one)
+            with nullcontext() if merging is None else merging.measured(one):
+                return run(model, row, num_items_in_batch)
+
+        merged = merge_inputs([self._batches[other] for other in group]) if len(group) > 1 else inputs
+        try:
+            return attempt(merged)
+        except torch.OutOfMemoryError as error:
+            close_frames(error)
+            if why := self._why_not_again(is_known, len(group) > 1):
+                error.add_note(f"rank {self._run.trainer.accelerator.process_index}: {why}: {_LESS}")
+                raise
+            if not self._free(group):
+                raise
+        finally:
+            if len(group) > 1:
+                clear_derived(merged)
+                merged.clear()
+        return self._run_again(attempt, model, group)  # past the handler, whose exception keeps frames alive
+
+    def _run_again(self, attempt: Callable[[Any], Tensor], model: Any, group: range) -> Tensor:
+        """Run the micro-batches up to the end of `group` one by one; return the loss of those of the group."""
+        assert self._start is not None
+        while True:
+            model.zero_grad()
+            _empty_caches()
+            self._start.restore()
+            total = torch.zeros((), device=self._run.device)
+            try:
+                for place, inputs in enumerate(self._batches[: group.stop]):
+                    loss = attempt(inputs)
+                    clear_derived(inputs)
+                    total = total + loss if place in group else total
+                return total
+            except torch.OutOfMemoryError as error:
+                close_frames(error)
+                if not self._free(group[-1:]):
+                    raise
+
+    def _why_not_again(self, is_known: bool, is_merged: bool) -> str:
+        """Return why the step cannot run again after an out-of-memory; empty if it can."""
+        trainer, reduce = self._run.trainer, self._run.get_state(FlatReduce)
+        if trainer.accelerator.num_processes > 1 and (is_merged or reduce is None or not reduce.is_on):
+            return "a step of several processes cannot be run again, the others wait inside of it"
+        if not is_known or self._start is None or self._start.is_over:
+            return "the micro-batches or metrics of the step are not those that the trainer has read"
+        between = self._done > 1 and callback_between(trainer)
+        return f"the step cannot be run again: {between}" if between else ""
+
+    def _free(self, group: range) -> bool:
+        """Make the next attempt need less memory; return whether anything was left to try."""
+        run = self._run
+        graphs, merging, memory = run.get_state(StepGraphs), run.get_state(Merging), run.get_state(ActivationMemory)
+        if graphs is not None and graphs.reclaim():
+            return True
+        if len(group) > 1 and merging is not None:
+            merging.split(group)
+            return True
+        if memory is not None and memory.go_deeper():
+            return True
+        assert self._start is not None
+        first, self._start.has_emptied = not self._start.has_emptied, True
+        if first:
+            logger.warning("a step ran out of memory; it is run again with caches emptied")
+        return first
+
+    def run_evaluation(self, attempt: Callable[[], _Result]) -> _Result:
+        """Run an evaluation batch; after an out-of-memory in one process once more, without graphs or cached blocks."""
+        start = _Start(self._run)
+        try:
+            return attempt()
+        except torch.OutOfMemoryError as error:
+            close_frames(error)
+            if self._run.trainer.accelerator.num_processes > 1:
+                raise
+        if (graphs := self._run.get_state(StepGraphs)) is not None:
+            graphs.reclaim()
+        _empty_caches()
+        start.restore()
+        logger.warning("an evaluation batch ran out of memory; it is run again with caches emptied")
+        return attempt()
+
+
+class _Start:
+    """Random state, metrics and token counts at the beginning of an optimizer step.
+
+    Attributes:
+        has_emptied: the step has run again with nothing but caches freed.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._trainer, device, step = run.trainer, run.device, run.get_state(SyncFreeStep)
+        self._device = device if device.type == "cuda" else None
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(device) if self._device is not None else None
+        # From `vars`: read as attributes they flush the deferred metrics, which waits for the device.
+        self._lengths = {
+            (mode, name): len(values)
+            for mode, metrics in vars(self._trainer).get("_metrics", {}).items()
+            for name, values in metrics.items()
+        }
+        self._tokens = vars(self._trainer).get("_total_train_tokens")
+        self._deferred = None if step is None else step.metrics
+        self._point = None if step is None else step.metrics.rollback_point()
+        self.has_emptied = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether metrics of the step are in TRL's lists already: somebody read them in the middle of it."""
+        return self._deferred is not None and self._point is not None and self._deferred.is_past(self._point)
+
+    def restore(self) -> None:
+        """Put all of it back."""
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+        for mode, metrics in vars(self._trainer).get("_metrics", {}).items():
+            for name, values in metrics.items():
+                del values[self._lengths.get((mode, name), 0) :]
+        if self._tokens is not None:
+            self._trainer._total_train_tokens = self._tokens
+        if self._deferred is not None and self._point is not None:
+            self._deferred.rollback(self._point)
+
+
+def clear_derived(inputs: Any) -> None:
+    """Drop what was derived from a batch."""
+    batch = inputs.get("packed_batch")
+    if batch is not None:
+        batch.clear_derived()
+
+
+def _empty_caches() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,132 @@
+"""Files that ``fastpack-trl sft`` cannot use: one line with the value and the fix, and nothing written.
+
+Wrong words and values are in `tests/test_misuses.py`.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from sft_material import TEXT_ROWS, Material, make_tokenizer, refused, save_model, write_jsonl
+
+from fastpack_trl.cli.main import main
+from fastpack_trl.errors import UserError
+
+MANY = "[" * 5000 + "]" * 5000
+CONFIGS: list[tuple[str, bytes, list[str]]] = [
+    ("empty", b"", ["is empty", "YAML mapping"]),
+    ("a list", b"- a\n- b\n", ["holds a list", "YAML mapping"]),
+    ("a syntax error", b"max_length: 64\npacking: [true\nmax_steps: 3\n", ["line 3, column", "not valid YAML"]),
+    ("a tab", b"env:\n\tA: 1\n", ["line 2, column 1"]),
+    ("a python object", b"run_name: !!python/object/apply:os.getcwd []\n", ["line 1", "python/object/apply:os.getcwd"]),
+    ("not text", b"\xff\xfe\x00", ["cannot be read as UTF-8"]),
+    ("a control character", b'run_name: "a\x07b"\n', ["unacceptable character"]),
+    ("brackets without end", f"qqq: {MANY}".encode(), ["not valid YAML"]),
+]
+
+
+@pytest.mark.parametrize(("content", "parts"), [row[1:] for row in CONFIGS], ids=[row[0] for row in CONFIGS])
+def test_config_file_that_holds(
+    material: Material, capsys: pytest.CaptureFixture[str], content: bytes, parts: list[str]
+) -> None:
+    path = material.folder / "sft.yaml"
+    path.write_bytes(content)
+    line = refused(material, capsys, "--config", path)
+    assert all(part in line for part in [*parts, str(path)]), line
+
+
+def config(model_type: str, *architectures: str) -> dict[str, str]:
+    return {"config.json": json.dumps({"model_type": model_type, "architectures": architectures or None})}
+
+
+@pytest.mark.parametrize(
+    ("files", "parts"),
+    [
+        (config("bert", "BertForMaskedLM"), ["is BertForMaskedLM", "'bert'", "causal language model"]),
+        (config("t5", "T5ForConditionalGeneration"), ["T5ForConditionalGeneration", "'t5'", "causal language model"]),
+        (config("qwen3"), ["a model without a head", "causal language model"]),
+        (config("qwen3", "Qwen3ForSequenceClassification"), ["Qwen3ForSequenceClassification", "causal language"]),
+        (config("qwen99"), ["cannot be used", "qwen99"]),
+        ({"adapter_config.json": "{}"}, ["PEFT adapter", "base model"]),
+        ({}, ["has no config.json", "hub name"]),
+    ],
+)
+def test_folder_without_a_causal_model(
+    material: Material, capsys: pytest.CaptureFixture[str], files: dict[str, str], parts: list[str]
+) -> None:
+    folder = material.folder / "other"
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    line = refused(material, capsys, "--config", material.yaml(model_name_or_path=str(folder)))
+    assert all(part in line for part in [*parts, str(folder)]), line
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "part"),
+    [
+        ("model.safetensors", None, "it holds no weights, such as model.safetensors"),
+        ("model.safetensors", b"", "model.safetensors is damaged (Safe"),
+        ("tokenizer.json", None, "gives no tokens: its files are missing there"),
+        ("", None, "`pad_token` ('None') is not found in the vocabulary"),
+    ],
+)
+def test_model_with_a_missing_or_cut_file(
+    material: Material, capsys: pytest.CaptureFixture[str], file: str, content: bytes | None, part: str
+) -> None:
+    folder = save_model(material.folder / "other", tokenizer=None if file else make_tokenizer())
+    if content is not None:
+        (folder / file).write_bytes((folder / file).read_bytes()[:-100])
+    elif file:
+        for name in (file, "tokenizer_config.json") if file.startswith("tok") else (file,):
+            (folder / name).unlink()
+    assert part in refused(material, capsys, "--config", material.yaml(model_name_or_path=str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("template", "parts"),
+    [
+        (None, ["chat_template is not set"]),
+        ("{{ raise_exception('users alone') }}", ["the chat template cannot render row 0", "users alone"]),
+        ("{% for", ["template", "chat_template_path"]),
+    ],
+)
+def test_chat_template_that_is_missing_or_cannot_render(
+    material: Material, capsys: pytest.CaptureFixture[str], template: str | None, parts: list[str]
+) -> None:
+    model = save_model(material.folder / "other", tokenizer=make_tokenizer(pad_token="<pad>", eos_token="<eos>"))
+    data = write_jsonl(material.folder / "rows.jsonl", [{"messages": [{"role": "user", "content": "a"}]}] * 4)
+    more = {}
+    if template is not None:
+        more["chat_template_path"] = str(material.folder / "chat.jinja")
+        (material.folder / "chat.jinja").write_text(template, encoding="utf-8")
+    path = material.yaml(model_name_or_path=str(model), dataset_name=str(data), **more)
+    line = refused(material, capsys, "--config", path)
+    assert all(part in line for part in parts), line
+
+
+@pytest.mark.parametrize("below", ["", "run/1"])
+def test_output_dir_that_is_a_file(material: Material, capsys: pytest.CaptureFixture[str], below: str) -> None:
+    file = write_jsonl(material.folder / "taken", TEXT_ROWS[:1])
+    line = refused(material, capsys, "--config", material.yaml(), "--output_dir", file / below)
+    assert f"nothing can be written in {str(file)!r} (the system says: Not a directory)" in line
+
+
+def test_launch_flags_under_a_launcher_and_from_python(
+    material: Material, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fastpack_trl.recipe.train import train
+
+    words = ["--config", str(material.yaml()), "--num_processes", "4"]
+    with pytest.raises(UserError, match="--num_processes=4"):
+        train(words)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    line = refused(material, capsys, *words)
+    assert "--num_processes=4" in line
+    assert "give them to the launcher" in line
+
+
+def test_traceback_shows_where_a_line_comes_from(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sft", "--config", str(material.yaml()), "--max_length", "abc", "--traceback"]) == 2
+    assert "Traceback" in capsys.readouterr().err

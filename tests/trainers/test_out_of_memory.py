@@ -1,0 +1,166 @@
+"""An out-of-memory anywhere in a run of SFT on one process: the run goes on with the figures of one that had none."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from out_of_memory import InBackward
+from torch import Tensor, nn
+from trainer_material import assert_same_log, build, figures
+from transformers import TrainerCallback
+from trl import SFTTrainer
+
+from fastpack_trl import FastSFTTrainer
+from fastpack_trl.step import loss as losses
+from fastpack_trl.testing import tiny_model
+
+OPTIONS: dict[str, Any] = {
+    "packing": True, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 3, "max_steps": 4,
+    "eval_steps": 2, "logging_steps": 1, "gradient_checkpointing": False,
+}  # fmt: skip
+
+
+class Full:
+    """Raises as a full device does, in the calls of the given numbers, of those that are made in one mode."""
+
+    def __init__(self, *numbers: int) -> None:
+        self.numbers, self.calls, self.raised = numbers, 0, 0
+
+    def __call__(self, *_: Any) -> None:
+        self.calls += 1
+        if self.calls in self.numbers:
+            self.raised += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def model_that_fills(full: Full, place: str) -> nn.Module:
+    """A model with dropout, so that random numbers count, whose second layer is where the device is full."""
+    model = tiny_model("qwen3", attention_dropout=0.1, attn_implementation="eager")
+    layer = model.model.layers[1]
+
+    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        trains = torch.is_grad_enabled() and layer.training
+        if trains and place == "forward":
+            full()
+        if not layer.training and place == "evaluation":
+            full()
+        hidden = InBackward.apply(hidden, full) if trains and place == "backward" else hidden
+        return type(layer).forward(layer, hidden, *args, **kwargs)
+
+    layer.forward = forward
+    return model
+
+
+class RandomStates(TrainerCallback):
+    """Notes the random state at the end of each step."""
+
+    def __init__(self) -> None:
+        self.states: list[list[int]] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.states.append(torch.get_rng_state().tolist())
+
+
+def run(cls: type[SFTTrainer], folder: Path, full: Full, place: str, **more: Any) -> tuple[Any, RandomStates]:
+    noted = RandomStates()
+    fast = {"verify_packing": "off", "packed_attention": "off", **more.pop("fast", {})}
+    callbacks = [noted, *more.pop("callbacks", ())]
+    trainer = build(
+        cls, folder, model=model_that_fills(full, place), fast=fast if cls is FastSFTTrainer else None,
+        trainer={"callbacks": callbacks}, **OPTIONS | more,
+    )  # fmt: skip
+    trainer.train()
+    return trainer, noted
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, RandomStates]:
+    return run(SFTTrainer, tmp_path_factory.mktemp("stock"), Full(), "forward")
+
+
+@pytest.mark.parametrize(
+    ("place", "number"),
+    [("forward", 1), ("backward", 1), ("forward", 6), ("backward", 8), ("backward", 9), ("evaluation", 2)],
+)
+def test_a_run_goes_on_with_the_figures_of_stock(
+    place: str, number: int, stock: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    full = Full(number)
+    with caplog.at_level(logging.WARNING):
+        ours, noted = run(FastSFTTrainer, tmp_path, full, place)
+    assert full.raised == 1
+    expected, states = stock
+    assert_same_log(ours, expected)
+    assert noted.states == states.states
+    assert sum("ran out of memory" in text for text in caplog.messages) == 1
+    for mine, theirs in zip(ours.model.parameters(), expected.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("number", [1, 5])
+def test_rows_of_ours_run_again_with_their_metrics(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head runs out of memory, in the first micro-batch and in the middle of a step; metrics are deferred."""
+    options = OPTIONS | {"logging_steps": 2}
+    fast = {"merge_accumulation": "off"}
+    expected = build(FastSFTTrainer, tmp_path / "a", model=tiny_model("qwen3"), fast=fast, **options)
+    expected.train()
+    full, head = Full(number), losses.head_loss
+
+    def filling(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            full()
+        return head(*args, **kwargs)
+
+    monkeypatch.setattr(losses, "head_loss", filling)
+    ours = build(FastSFTTrainer, tmp_path / "b", model=tiny_model("qwen3"), fast=fast, **options)
+    ours.train()
+    assert full.raised == 1
+    assert figures(ours) == figures(expected)
+
+
+def test_an_optimizer_step_is_not_applied_twice(tmp_path: Path) -> None:
+    """Part of it may have been applied: the error is the device's."""
+    full, applied = Full(2), []
+
+    class Filling(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            applied.append(1)
+            full()
+
+    model = tiny_model("qwen3")
+    optimizer = Filling(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    trainer = build(FastSFTTrainer, tmp_path, model=model, trainer={"optimizers": (optimizer, schedule)}, **OPTIONS)
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        trainer.train()
+    assert len(applied) == 2
+
+
+class Halves(TrainerCallback):
+    """Changes the gradients between micro-batches."""
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+def test_a_step_that_a_callback_has_looked_into_is_not_run_again(tmp_path: Path) -> None:
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        run(FastSFTTrainer, tmp_path, Full(2), "forward", callbacks=[Halves()])
+    (note,) = error.value.__notes__
+    assert "on_substep_end of Halves" in note
+    assert "lower " in note
+    assert "\n" not in note
+
+
+def test_without_end_the_error_is_the_devices(tmp_path: Path) -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        run(FastSFTTrainer, tmp_path, Full(*range(1, 100)), "backward")
