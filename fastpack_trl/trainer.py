@@ -25,6 +25,7 @@ from fastpack_trl.packing.documents import DocumentsCollator, as_one_row
 from fastpack_trl.packing.examples import check_label_column, check_not_empty
 from fastpack_trl.packing.packed_inputs import PackedInputs
 from fastpack_trl.run import Run
+from fastpack_trl.step.hostwork import HostWork
 from fastpack_trl.step.metrics import SettledAtRead
 from fastpack_trl.step.sync_free import SyncFreeStep
 from fastpack_trl.trainers.featured import FeaturedTrainer, documented_as
@@ -191,25 +192,14 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
     def _fastpack_step(self) -> SyncFreeStep | None:
         return self.fastpack_run.get_state(SyncFreeStep)
 
+    def _fastpack_lists(self) -> HostWork | None:
+        return None if self._fastpack_step is None else self._fastpack_step.host
+
     @documented_as(SFTTrainer.floating_point_ops)
     def floating_point_ops(self, inputs: Any) -> int:
-        step = self._fastpack_step
-        if step is None or not step.host.active:
-            return int(super().floating_point_ops(inputs))
-        step.filter.restore()  # the first call after the line that reads it
-        return step.host.count_flops(self, inputs, super().floating_point_ops)
-
-    def _clip_grad_norm(self, model: Any) -> Any:
-        step = self._fastpack_step
-        if step is None:
-            return super()._clip_grad_norm(model)
-        return super()._clip_grad_norm(step.with_gradients(self.fastpack_run, model))
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        step = self._fastpack_step
-        if step is not None and grad_norm is None:
-            model = step.with_gradients(self.fastpack_run, model)
-        return super()._get_grad_norm(model, grad_norm=grad_norm)
+        if (step := self._fastpack_step) is not None:
+            step.filter.restore()  # this is the first call after the line that reads it
+        return super().floating_point_ops(inputs)
 
     @documented_as(SFTTrainer.log)
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

@@ -29,7 +29,6 @@ ALLOWED: dict[str, dict[str, str]] = {
     },
     "callbacks": {"callbacks": "a new order of them: `ThroughputCallback` stands before the reporters"},
     "checkpointing": {
-        "_total_train_tokens": "a step that is run again counts its tokens once",
         "inside": "of a thread's own values",
     },
     "cli": {
@@ -55,8 +54,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "model_name_or_path": "of arguments parsed for this run",
         "model_wrapped": "of a trainer made there, after its run",
         "resume_from_checkpoint": "of arguments parsed for this run",
-        "should_save": "how a callback speaks to its trainer",
-        "should_training_stop": "how a callback speaks to its trainer",
+        **dict.fromkeys(("bf16", "fp16"), "of a copy of the arguments"),
         "type": "of an action of a parser made there",
         "tie_word_embeddings": "of a model that is loaded there to be merged and saved",
         "weight": "of a model that is loaded there to be merged and saved",

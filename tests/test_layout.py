@@ -54,7 +54,7 @@ BUDGETS = {
     "bench": 1550,
     "callbacks": 300,
     "capture": 1800,
-    "checkpointing": 1750,
+    "checkpointing": 1600,
     "cli": 1400,
     "compile": 850,
     "kernels": 1150,

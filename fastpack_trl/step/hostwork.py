@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -162,7 +162,7 @@ class HostWork:
         listed = [parameter for parameter in self.contents.parameters if parameter.grad is not None]
         return WithGradients(listed) if trained <= set(map(id, listed)) else model
 
-    def count_flops(self, trainer: Trainer, inputs: dict[str, Any], stock: Callable[[dict[str, Any]], int]) -> int:
+    def count_flops(self, trainer: Trainer, inputs: Mapping[str, Any], stock: Callable[[Any], int]) -> int:
         """Return the result of `stock`, a factor per token, which is read once per run from the first batch."""
         tokens = inputs.get(getattr(trainer.model, "main_input_name", "input_ids"))
         if not isinstance(tokens, Tensor) or not tokens.numel():

@@ -11,7 +11,7 @@ from trl import SFTTrainer
 
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.facts import is_prompt_learning, text_model
-from fastpack_trl.model.hooks import LOOP_METHODS, hook_on_the_outputs, is_users, needs_logits, replaced_methods
+from fastpack_trl.model.hooks import LOOP_METHODS, hook_on_the_outputs, needs_logits, replaced_methods
 from fastpack_trl.packing.collator import unshared
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.run import DEEPSPEED, Run
@@ -104,18 +104,6 @@ class SyncFreeStep:
             yield self._apart
         finally:
             self._apart = None
-
-    def with_gradients(self, run: Run, model: Any) -> Any:
-        """Return what stands for `model` where upstream reads its gradients only; `model` itself where it may not.
-
-        FSDP compares all parameters, and a method that somebody put in the place of upstream's may ask for anything.
-        """
-        replaced = is_users(SFTTrainer._clip_grad_norm) or is_users(SFTTrainer._get_grad_norm)
-        whole = run.trainer.model
-        if not self.host.active or run.is_sharded or replaced or model not in (whole, run.trainer.model_wrapped):
-            return model
-        listed = self.host.with_gradients(whole, run.trainer.optimizer)
-        return model if listed is whole else listed
 
     def filtered(self, trainer: SFTTrainer, loss: Tensor) -> Tensor:
         """Return the loss that the trainer adds up for the log: what the NaN filter lets pass."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 import torch
@@ -15,12 +15,14 @@ from fastpack_trl.callbacks.save_report import add_to_card
 from fastpack_trl.config import Settings
 from fastpack_trl.features import FEATURES
 from fastpack_trl.model.changes import during_training, silence_renamed_checkpointing
+from fastpack_trl.model.hooks import is_users
 from fastpack_trl.model.preflight import choose_checkpoint
 from fastpack_trl.model.upstream import missing_names
 from fastpack_trl.moe.quantised import quantize_experts
 from fastpack_trl.packing.examples import naming_the_row, null_turns
 from fastpack_trl.report import FeatureReport, disabled_by_environment
 from fastpack_trl.run import Run
+from fastpack_trl.step.hostwork import HostWork
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Stock
@@ -130,6 +132,37 @@ class FeaturedTrainer(_Stock):
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         with self._fastpack_features():
             return super().predict(*args, **kwargs)
+
+    def _fastpack_lists(self) -> HostWork | None:
+        """Return the lists that stand for walks over the model; None if there are none."""
+        return None
+
+    def _fastpack_with_gradients(self, model: Any) -> Any:
+        """Return what stands for `model` where stock reads its gradients only; `model` itself where it may not.
+
+        FSDP compares all parameters, and a method that somebody put in the place of stock's may ask for anything.
+        """
+        host, stock = self._fastpack_lists(), self._fastpack_stock
+        replaced = is_users(stock._clip_grad_norm) or is_users(stock._get_grad_norm)
+        is_whole = model is self.model or model is self.model_wrapped
+        if host is None or not host.active or replaced or not is_whole or self.fastpack_run.is_sharded:
+            return model
+        listed = host.with_gradients(self.model, self.optimizer)
+        return model if listed is self.model else listed
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        return super()._clip_grad_norm(self._fastpack_with_gradients(model))
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        listed = self._fastpack_with_gradients(model) if grad_norm is None else model
+        return super()._get_grad_norm(listed, grad_norm=grad_norm)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Count operations as stock does, without its walk over all parameters."""
+        host = self._fastpack_lists()
+        if host is None or not host.active or not isinstance(inputs, Mapping):  # prompts to complete are a list
+            return int(super().floating_point_ops(inputs))
+        return host.count_flops(self, inputs, super().floating_point_ops)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         super().create_model_card(*args, **kwargs)

@@ -219,26 +219,8 @@ class PackedTrainer(FeaturedTrainer):
                 "batches", "as stock pads them where a model gets other tokens than a batch has"
             )
 
-    def floating_point_ops(self, inputs: Any) -> int:
-        """Count operations as stock does, without its walk over all parameters."""
-        if not self._fastpack_host.active or not isinstance(inputs, dict):  # prompts to complete are a list
-            return int(super().floating_point_ops(inputs))
-        return self._fastpack_host.count_flops(self, inputs, super().floating_point_ops)
-
-    def _clip_grad_norm(self, model: Any) -> Any:
-        return super()._clip_grad_norm(self._fastpack_with_gradients(model))
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        return super()._get_grad_norm(
-            self._fastpack_with_gradients(model) if grad_norm is None else model, grad_norm=grad_norm
-        )
-
-    def _fastpack_with_gradients(self, model: Any) -> Any:
-        """Return what stands for `model` where stock reads its gradients only; `model` where somebody else may."""
-        replaced = is_users(self._fastpack_stock._clip_grad_norm) or is_users(self._fastpack_stock._get_grad_norm)
-        if not self._fastpack_host.active or replaced or model is not self.model:
-            return model
-        return self._fastpack_host.with_gradients(model, self.optimizer)
+    def _fastpack_lists(self) -> HostWork:
+        return self._fastpack_host
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
