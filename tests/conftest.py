@@ -138,7 +138,7 @@ _FIRST = (
     "test_trl_examples", "test_first_step", "test_without_bf16", "test_moved_names",
     "test_unreadable_models", "test_pays", "test_packed_inputs", "test_lora_copies", "test_quantised_experts",
     "test_moe_compile", "test_case_activation_memory", "test_case_moe", "test_ranks",
-    "test_random_runs", "test_resumed_data", "test_docs", "test_package",
+    "test_random_runs", "test_run", "test_docs", "test_package",
 )  # fmt: skip
 """Files of few tests that take 13 to 110 seconds; at the end one process would wait for another's."""
 

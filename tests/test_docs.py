@@ -53,7 +53,7 @@ SMALLER = {
 """Text of a Python block -> what runs in its place."""
 
 RUN_ELSEWHERE = {
-    '"""The feature `deterministic`': "tests/test_feature_guide.py",
+    '"""The feature `deterministic`': "tests/test_pages.py",
     '"""Packed attention in plain torch': "tests/attention/test_toy_backend.py",
 }
 """How a Python block begins -> the test that runs it."""

@@ -1,18 +1,27 @@
-"""docs/architecture.md, troubleshooting.md, hardware.md, models.md, usage.md say what the code does."""
+"""docs/architecture.md, troubleshooting.md, hardware.md, models.md, usage.md, adding-a-feature.md are true."""
 
 from __future__ import annotations
 
 import ast
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import hardware_doc
 import pytest
+import torch
 from pages import ROOT
 from reasons import everywhere, given
+from trainer_material import assert_same_log, train
+from trl import SFTTrainer
 
-from fastpack_trl.features import FEATURES
+from fastpack_trl import FastSFTTrainer
+from fastpack_trl.config import Settings
+from fastpack_trl.features import FEATURES, Feature
 from fastpack_trl.recipe.gpus import GPUS
+from fastpack_trl.trainers import featured as wiring
 
 PACKAGE = ROOT / "fastpack_trl"
 
@@ -112,3 +121,34 @@ def test_every_gpu_that_doctor_knows_has_a_column() -> None:
     head = re.search(r".*\| feature \|.*", (hardware_doc.DOCS / "hardware.md").read_text(encoding="utf-8"))
     assert head
     assert all(name in head[0] for name in GPUS)
+
+
+@pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the feature of the guide, in the list of features."""
+    guide = ROOT / "docs" / "adding-a-feature.md"
+    (source,) = re.findall(r"```python\n(.*?)```", guide.read_text(encoding="utf-8"), re.DOTALL)
+    module = ModuleType("fastpack_trl.step.deterministic")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(source, str(guide), "exec"), vars(module))
+    monkeypatch.setattr(Settings, "deterministic", "auto", raising=False)
+    monkeypatch.setattr(wiring, "FEATURES", (*FEATURES, Feature(module.deterministic, "any")))
+    return module.deterministic
+
+
+def test_the_feature_of_the_guide_trains_as_stock_and_leaves_nothing(tmp_path: Path, deterministic: Any) -> None:
+    seen = []
+    options: dict[str, Any] = {"packing": True, "max_steps": 3}
+    stock = train(SFTTrainer, tmp_path / "stock", **options)
+
+    class Watched(FastSFTTrainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            seen.append(torch.are_deterministic_algorithms_enabled())
+            return super().training_step(*args, **kwargs)
+
+    ours = train(Watched, tmp_path / "ours", **options)
+    assert_same_log(ours, stock, rtol=2e-5, atol=1e-5)
+    line = ours.fastpack_report[deterministic.__name__]
+    assert (line.status, line.path, line.reason) == ("on", "torch", "on cpu; slower")
+    assert seen == [True] * 3
+    assert not torch.are_deterministic_algorithms_enabled()
