@@ -137,8 +137,8 @@ _FIRST = (
     "test_capture", "test_beside_others", "test_step_metrics", "test_capture_limits", "test_one_graph",
     "test_trl_examples", "test_first_step", "test_without_bf16", "test_moved_names",
     "test_unreadable_models", "test_pays", "test_packed_inputs", "test_lora_copies", "test_quantised_experts",
-    "test_scripts", "test_moe_compile", "test_case_activation_memory", "test_case_moe", "test_ranks",
-    "test_random_runs", "test_resumed_data", "test_docs", "test_package",
+    "test_moe_compile", "test_case_activation_memory", "test_case_moe", "test_ranks",
+    "test_random_runs", "test_run", "test_docs", "test_package",
 )  # fmt: skip
 """Files of few tests that take 13 to 110 seconds; at the end one process would wait for another's."""
 

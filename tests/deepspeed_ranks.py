@@ -1,4 +1,4 @@
-"""Trains stock and ours under DeepSpeed on two ranks, for `test_deepspeed.py`; `accelerate launch` starts it."""
+"""Trains stock and ours under DeepSpeed on two ranks, for `test_ranks.py`; `accelerate launch` starts it."""
 
 from __future__ import annotations
 

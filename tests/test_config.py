@@ -48,6 +48,10 @@ def test_a_value_that_was_set_on_a_config_is_normalised(kind: Any) -> None:
     config.sync_free, config.packed_attention, config.activation_memory_gib = False, "ON", "3"
     found = Settings.of(config)
     assert (found.sync_free, found.packed_attention, found.activation_memory_gib) == ("off", "auto", 3.0)
+    for value, expected in {True: "auto", False: "off", "OFF": "off", "true": "auto"}.items():
+        config.packed_attention = config.verify_packing = value
+        found = Settings.of(config)
+        assert (found.packed_attention, found.verify_packing) == (expected, "off" if expected == "off" else "on")
 
 
 def test_every_backend_can_be_asked_for_and_nothing_else() -> None:
@@ -83,7 +87,9 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("message", CONTRADICTIONS)
-def test_contradictory_fields_are_refused_by_the_config_and_by_what_is_set_later(message: str) -> None:
+def test_contradictory_fields_stop_config_and_training_but_no_evaluation_and_no_stock(
+    message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked, other = CONTRADICTIONS[message]
     with pytest.raises(ValueError, match=message) as error:
         FastSFTConfig(use_cpu=True, bf16=False, **asked, **other)
@@ -91,22 +97,12 @@ def test_contradictory_fields_are_refused_by_the_config_and_by_what_is_set_later
     config = FastSFTConfig(use_cpu=True, bf16=False, **other)
     for name, value in asked.items():
         setattr(config, name, value)
-    with pytest.raises(ValueError, match=message):
-        Settings.of(config)
-
-
-@pytest.mark.parametrize("message", CONTRADICTIONS)
-def test_contradictory_fields_stop_neither_an_evaluation_nor_plain_stock(
-    message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked, other = CONTRADICTIONS[message]
-    monkeypatch.setenv("FASTPACK_DISABLE", "1")
-    config = FastSFTConfig(use_cpu=True, bf16=False, **asked, **other)
-    assert Settings.of(config) is config
-    monkeypatch.delenv("FASTPACK_DISABLE")
     assert Settings.of(config, training=False) is config
     with pytest.raises(ValueError, match=message):
         Settings.of(config)
+    monkeypatch.setenv("FASTPACK_DISABLE", "1")
+    config = FastSFTConfig(use_cpu=True, bf16=False, **asked, **other)
+    assert Settings.of(config) is config
 
 
 @pytest.mark.parametrize("level", ["auto", "keep", "off"])

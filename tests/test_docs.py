@@ -14,18 +14,23 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import datasets
 import forks
 import pytest
 import torch
 import yaml
+from datasets import Dataset
 from pages import PAGES, ROOT, Block, all_blocks, blocks, commands, free_names, inline_commands, sides
+from peft import LoraConfig
 from sft_material import make_tokenizer as byte_tokenizer
 from sft_material import save_model, write_jsonl, write_yaml
 from sft_material import settings as tiny_settings
 from trainer_material import TEMPLATE, make_dataset, make_tokenizer
+from transformers import AutoModelForCausalLM
+from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl.cli.main import _parser, main
-from fastpack_trl.recipe.arguments import parse
+from fastpack_trl.recipe.arguments import make_parser, parse
 from fastpack_trl.recipe.methods import METHODS
 from fastpack_trl.testing import tiny_model
 
@@ -48,7 +53,7 @@ SMALLER = {
 """Text of a Python block -> what runs in its place."""
 
 RUN_ELSEWHERE = {
-    '"""The feature `deterministic`': "tests/test_feature_guide.py",
+    '"""The feature `deterministic`': "tests/test_pages.py",
     '"""Packed attention in plain torch': "tests/attention/test_toy_backend.py",
 }
 """How a Python block begins -> the test that runs it."""
@@ -132,8 +137,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def here(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of one test, with all of `folder`."""
-    import datasets
-
     for path in folder.iterdir():
         (tmp_path / path.name).symlink_to(path)
     monkeypatch.chdir(tmp_path)
@@ -143,58 +146,38 @@ def here(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def _model() -> Any:
-    """A mixture of experts, in a folder with its tokenizer as any model of the hub."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained("experts")
+def _trainer() -> Any:
+    return SFTTrainer(
+        PRELUDE["model"](), args=PRELUDE["args"](), train_dataset=make_dataset("text"),
+        peft_config=LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"]),
+    )  # fmt: skip
 
 
 def _preferences() -> Any:
-    from datasets import Dataset
-
     texts = make_dataset("prompt_completion", 8)
     return Dataset.from_dict({"prompt": texts["prompt"], "chosen": texts["completion"], "rejected": texts["prompt"]})
 
 
-def _trainer() -> Any:
-    from peft import LoraConfig
-    from trl import SFTConfig, SFTTrainer
-
-    return SFTTrainer(
-        _model(),
-        args=SFTConfig(output_dir="out", max_length=64, **TINY),
-        train_dataset=make_dataset("text"),
-        peft_config=LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"]),
-    )
-
-
-def _args() -> Any:
-    from trl import SFTConfig
-
-    return SFTConfig(output_dir="out", max_length=64, **TINY)
-
-
-def _imported(module: str, name: str = "") -> Callable[[], Any]:
-
-    return lambda: getattr(import_module(module), name) if name else import_module(module)
-
-
 PRELUDE: dict[str, Callable[[], Any]] = {
-    "args": _args,
+    "args": lambda: SFTConfig(output_dir="out", max_length=64, **TINY),
     "dataset": lambda: make_dataset("text"),
-    "model": _model,
+    "model": lambda: AutoModelForCausalLM.from_pretrained("experts"),
     "preferences": _preferences,
     "step": lambda: lambda: None,
     "tiny": lambda: TINY,
     "tokenizer": make_tokenizer,
     "trainer": _trainer,
-    "torch": _imported("torch"),
-    "SFTConfig": _imported("trl", "SFTConfig"),
-    "SFTTrainer": _imported("trl", "SFTTrainer"),
-    "LoraConfig": _imported("peft", "LoraConfig"),
+    **{
+        name: lambda value=value: value
+        for name, value in {
+            "torch": torch,
+            "SFTConfig": SFTConfig,
+            "SFTTrainer": SFTTrainer,
+            "LoraConfig": LoraConfig,
+        }.items()
+    },
 }
-"""Names that a page takes for granted."""
+"""Names that a page takes for granted; the model is a mixture of experts."""
 
 
 def run_python(source: str, name: str) -> dict[str, Any]:
@@ -209,9 +192,8 @@ def run_python(source: str, name: str) -> dict[str, Any]:
     return namespace
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_block_is_of_a_kind_that_is_run_or_listed(page: Path) -> None:
-    assert {block.kind for block in blocks(page)} <= KINDS
+def test_every_block_is_of_a_kind_that_is_run_or_listed() -> None:
+    assert {block.kind for page in PAGES for block in blocks(page)} <= KINDS
 
 
 @pytest.mark.parametrize("block", all_blocks("python"), ids=lambda block: block.name)
@@ -247,24 +229,25 @@ def test_a_yaml_block_is_read_as_the_options_of_sft(block: Block, here: Path) ->
 
 
 def test_options_of_the_migration_tables_exist() -> None:
-    from fastpack_trl.recipe.arguments import make_parser
-
     known = {word.removeprefix("--") for action in make_parser()._actions for word in action.option_strings}
     known |= {"accelerate_config", "datasets"}  # of the launcher; of TRL's mixtures
-    rows = re.findall(
-        r"^\| .*? \| (.*) \|$", (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8"), re.MULTILINE
-    )
+    page = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| .*? \| (.*) \|$", page, re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(\w+): [^`]+`", row)}
     assert len(named) > 30
     assert named <= known, named - known
 
 
-def test_every_command_is_run_parsed_or_listed() -> None:
-    tables = (RUN, PARSED, LISTED)
-    unknown = {
-        line: where for line, where in commands().items() if all(matching(t, ours(line)) is None for t in tables)
-    }
+def test_every_command_is_run_parsed_or_listed_with_a_reason_that_exists() -> None:
+    unknown = [line for line in commands() if matching(RUN | PARSED | LISTED, ours(line)) is None]
+    unknown += [line for line in inline_commands() if matching(RUN | PARSED, line) is None]
     assert not unknown, "add each to RUN, or to PARSED or LISTED with the reason"
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for line in commands():
+        if target := re.fullmatch(r"make ([\w-]+).*", line):
+            assert re.search(rf"^{target[1]}:", makefile, re.MULTILINE), line
+    for reason in [*PARSED.values(), *LISTED.values(), *RUN_ELSEWHERE.values()]:
+        assert all((ROOT / path).exists() for path in re.findall(r"tests/[\w/]+(?:\.py)?", reason)), reason
 
 
 RUNNING = [line for line in commands() if matching(RUN, line) is not None]
@@ -307,18 +290,3 @@ WORDS = [*(ours(line) for line in commands()), *inline_commands()]
 def test_a_command_that_is_not_run_is_parsed(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     parsed(line)
-
-
-def test_every_command_in_a_sentence_is_one_that_is_run_or_parsed() -> None:
-    every = RUN | PARSED
-    assert not {line: where for line, where in inline_commands().items() if matching(every, line) is None}
-
-
-def test_make_and_the_reasons_name_what_exists() -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for line in commands():
-        if target := re.fullmatch(r"make ([\w-]+).*", line):
-            assert re.search(rf"^{target[1]}:", makefile, re.MULTILINE), line
-    for reason in [*PARSED.values(), *LISTED.values(), *RUN_ELSEWHERE.values()]:
-        for path in re.findall(r"tests/[\w/]+(?:\.py)?", reason):
-            assert (ROOT / path).exists(), reason

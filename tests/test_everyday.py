@@ -11,7 +11,6 @@ from peft import LoraConfig
 from trainer_material import assert_same_log, both, make_dataset, train
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.step import merge_accumulation
 from fastpack_trl.testing import tiny_model
 
 ONE_BY_ONE = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
@@ -67,14 +66,6 @@ def test_log_of_unpacked_rows_is_that_of_stock(tmp_path: Path, options: dict[str
     assert report["sync_free"].path == "loss, metrics, host work"
     merged = options.get("gradient_accumulation_steps", 1) > 1
     assert report["merge_accumulation"].status == ("on" if merged else "off")
-
-
-def test_documents_longer_than_a_merged_row_run_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden = tiny_model("qwen3").config.hidden_size
-    monkeypatch.setattr(merge_accumulation, "CPU_ROW_NUMBERS", 20 * hidden)
-    ours, stock = both(tmp_path, **ONE_BY_ONE, data=make_dataset("text", 40))
-    assert_same_log(ours, stock)
-    assert ours.fastpack_report["merge_accumulation"].path == "rows of up to 20 tokens"
 
 
 @pytest.mark.parametrize("options", [ONE_BY_ONE, {"per_device_train_batch_size": 2}, ONE_BY_ONE | {"packing": True}],

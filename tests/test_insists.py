@@ -160,43 +160,34 @@ def test_switched_off_as_a_whole_nothing_stops(
     assert [line.feature for line in trainer.fastpack_report] == ["fastpack"]
 
 
+CHECKPOINTED, NO_COPIES = "fastpack_trl.checkpointing.plan.checkpoint", "no device memory to spare and no copy engine"
+
+
 @pytest.mark.parametrize(
-    ("level", "reason"),
+    ("field", "value", "broken", "said"),
     [
-        ("offload", "the model is on cpu: there is no device memory to spare and no copy engine"),
-        ("checkpoint", "ValueError: no such checkpoint"),
+        ("activation_memory", "offload", CHECKPOINTED, f"the model is on cpu: there is {NO_COPIES}"),
+        ("activation_memory", "checkpoint", CHECKPOINTED, "ValueError: no such thing"),
+        ("moe", "on", "fastpack_trl.moe.feature.experts_modules", "LlamaForCausalLM cannot be read: .*"),
     ],
 )
-def test_a_level_that_cannot_be_used_stops_train_but_no_evaluation(
-    level: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_cannot_be_used_or_read_stops_train_but_no_evaluation(
+    field: str, value: str, broken: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_checkpoint(*_args: Any, **_kwargs: Any) -> Any:
-        raise ValueError("no such checkpoint")
+    def fail(*_args: Any, **_kwargs: Any) -> Any:
+        raise (AttributeError if field == "moe" else ValueError)("no such thing")
 
-    monkeypatch.setattr("fastpack_trl.checkpointing.plan.checkpoint", no_checkpoint)
-    trainer = make(tmp_path, Case(), activation_memory=level)
+    monkeypatch.setattr(broken, fail)
+    trainer = make(tmp_path, Case(), **{field: value})
     trainer.evaluate()
-    with pytest.raises(ValueError) as error:  # noqa: PT011
+    assert field != "moe" or "cannot be read" in trainer.fastpack_report["moe"].reason
+    with pytest.raises(ValueError, match=rf"^{field}='{value}': {said}; set {field}='auto' to train without it wh"):
         trainer.train()
-    assert str(error.value) == (
-        f"activation_memory={level!r}: {reason}; set activation_memory='auto' to train without it where it cannot run"
-    )
     assert trainer.state.global_step == 0
-    trainer.args.activation_memory, trainer.args.activation_memory_gib = "auto", 1.0
-    trainer.train()
-    assert trainer.state.global_step == 1
-
-
-def test_what_cannot_be_read_stops_too_but_no_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreadable(*_args: Any, **_kwargs: Any) -> Any:
-        raise AttributeError("no such field")
-
-    monkeypatch.setattr("fastpack_trl.moe.feature.experts_modules", unreadable)
-    trainer = make(tmp_path, Case(), moe="on")
-    trainer.evaluate()
-    assert "cannot be read" in trainer.fastpack_report["moe"].reason
-    with pytest.raises(ValueError, match=r"^moe='on': LlamaForCausalLM cannot be read: .*; set moe='auto'"):
+    if field == "activation_memory":
+        trainer.args.activation_memory, trainer.args.activation_memory_gib = "auto", 1.0
         trainer.train()
+        assert trainer.state.global_step == 1
 
 
 def test_what_ends_in_the_middle_of_a_run_warns_once_with_the_remedy(

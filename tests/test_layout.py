@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from importlib.util import resolve_name
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from trl import SFTConfig
@@ -79,6 +80,11 @@ TOP = {
 
 
 @cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+@cache
 def modules() -> dict[str, Path]:
     """Return the file of every module of the package by its dotted name."""
     found = {}
@@ -104,7 +110,7 @@ LAZY = tuple(f"fastpack_trl.{module}" for module in fastpack_trl._HOME.values())
 
 def imports(name: str, path: Path) -> Iterator[str]:
     """Yield the modules that a module imports: at its top, in functions, for types, and by name. ruff bans dots."""
-    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    nodes = nodes_of(path)
     docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     for node in nodes:
         match node:
@@ -155,25 +161,26 @@ def test_rooms_import_only_from_floors_below() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_module_needs_itself() -> None:
-    try:
-        TopologicalSorter(graph()).prepare()
-    except CycleError as error:
-        pytest.fail(" -> ".join(error.args[1]))
-
-
-def test_no_benchmark_needs_itself() -> None:
-    folder = ROOT / "benchmarks"
-    needs: dict[str, set[str]] = {}
+def benchmarks() -> dict[str, set[str]]:
+    """Return the benchmarks that each benchmark imports."""
+    folder, needs = ROOT / "benchmarks", dict[str, set[str]]()
     for path in folder.glob("*.py"):
-        found = needs[path.stem] = set[str]()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "benchmarks":
-                names = [alias.name for alias in node.names] if node.module == "benchmarks" else [node.module[11:]]
-                found |= {name for name in names if (folder / f"{name}.py").exists()} - {path.stem}
-    assert sum(map(len, needs.values())) > 10
+        found = [node for node in nodes_of(path) if isinstance(node, ast.ImportFrom)]
+        words = {
+            f"{node.module}.{alias.name}".split(".")[1]
+            for node in found
+            for alias in node.names
+            if (node.module or "").partition(".")[0] == "benchmarks"
+        }
+        needs[path.stem] = {word for word in words if (folder / f"{word}.py").exists()} - {path.stem}
+    return needs
+
+
+@pytest.mark.parametrize("needs", [graph, benchmarks])
+def test_no_module_needs_itself(needs: Callable[[], dict[str, Any]]) -> None:
+    assert sum(map(len, needs().values())) > 10
     try:
-        TopologicalSorter(needs).prepare()
+        TopologicalSorter(needs()).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
 
@@ -203,15 +210,9 @@ def test_the_architecture_shows_these_floors() -> None:
     assert shown[::-1] == list(FLOORS)
 
 
-def test_the_commands_are_known_to_the_graph() -> None:
+def test_the_graph_knows_the_commands_and_the_top_level_has_ten_files_each_of_one_idea() -> None:
     assert {command.module for command in COMMANDS.values()} <= graph()["fastpack_trl.cli.main"]
-
-
-def test_the_top_level_has_ten_files() -> None:
     assert {path.name for path in PACKAGE.glob("*.py")} == TOP
-
-
-def test_a_file_is_one_idea() -> None:
     long = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in modules().values()}
     assert not {name: count for name, count in long.items() if count > 400}
 
@@ -235,7 +236,7 @@ def is_settings(owner: ast.expr) -> bool:
 
 def assigned(path: Path) -> Iterator[tuple[str, str]]:
     """Yield owner and name of each attribute that a module assigns, also through `patch_attribute`."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         match node:
             case ast.Attribute(value=owner, attr=name, ctx=ast.Store() | ast.Del()):
                 yield ast.unparse(owner), name
@@ -264,10 +265,9 @@ def test_one_training_step_is_overridden() -> None:
     found = [
         f"{module}.{kind.name}"
         for module, path in modules().items()
-        for kind in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for kind in nodes_of(path)
         if isinstance(kind, ast.ClassDef)
-        for method in kind.body
-        if isinstance(method, ast.FunctionDef) and method.name == "training_step"
+        and any(isinstance(method, ast.FunctionDef) and method.name == "training_step" for method in kind.body)
     ]
     assert found == ["fastpack_trl.trainer.FastSFTTrainer"]
 
@@ -293,7 +293,7 @@ def test_features_ask_the_run_and_nothing_else_for_settings_and_decisions() -> N
     for module, path in modules().items():
         if module == "fastpack_trl" or room_of(module) not in RUNNING:
             continue
-        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        nodes = nodes_of(path)
         asked = {id(node.value): node.attr for node in nodes if isinstance(node, ast.Attribute)}
         called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
         for node in nodes:

@@ -11,11 +11,15 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 import fastpack_trl
+from fastpack_trl._version import REPOSITORY
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "fastpack_trl"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 IMPORT_ALONE = """
 import sys, socket
@@ -57,58 +61,38 @@ def test_import_patches_nothing_and_needs_neither_triton_nor_bitsandbytes() -> N
     assert run.returncode == 0, run.stderr
 
 
-def test_public_names() -> None:
+def test_public_names_exist_and_are_documented() -> None:
     assert fastpack_trl.__all__ == sorted(fastpack_trl.__all__, key=lambda name: (name.islower(), name))
     assert set(fastpack_trl.__all__) <= set(dir(fastpack_trl))
     for name in fastpack_trl.__all__:
-        assert getattr(fastpack_trl, name) is not None
+        value = getattr(fastpack_trl, name)
+        assert value is not None
+        assert not callable(value) or (value.__doc__ or "").strip(), name
     with pytest.raises(AttributeError, match="no attribute 'FastSTFTrainer'"):
         _ = fastpack_trl.FastSTFTrainer
 
 
-def test_everything_public_is_documented() -> None:
-    for name in fastpack_trl.__all__:
-        value = getattr(fastpack_trl, name)
-        if callable(value):
-            assert (value.__doc__ or "").strip(), name
-
-
 def test_tested_versions_are_within_the_promised_ranges() -> None:
-    from packaging.requirements import Requirement
-    from packaging.version import Version
-
-    pinned = dict(
-        line.strip().split("==")
-        for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-        if "==" in line and not line.startswith("#")
-    )
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = dict(line.strip().split("==") for line in lines if "==" in line and not line.startswith("#"))
     pinned = {name.lower().replace("_", "-"): version for name, version in pinned.items()}
     assert pinned["torch"] == "2.13.0"
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    for line in project["dependencies"]:
+    for line in PROJECT["dependencies"]:
         requirement = Requirement(line)
         assert requirement.specifier.contains(Version(pinned[requirement.name])), line
 
 
-def test_version_is_in_the_changelog() -> None:
+def test_version_and_address_are_the_same_wherever_they_stand() -> None:
+    version = fastpack_trl.__version__
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert re.search(rf"^## \[{re.escape(fastpack_trl.__version__)}\]", changelog, re.MULTILINE)
-
-
-def test_the_address_of_the_repository_is_one() -> None:
-    from fastpack_trl._version import REPOSITORY
-
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert project["urls"]["Homepage"] == REPOSITORY
-    assert all(url.startswith(REPOSITORY) for url in project["urls"].values())
-    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-    assert f"repository-code: {REPOSITORY}\n" in citation
-    assert f"version: {fastpack_trl.__version__}\n" in citation
+    assert re.search(rf"^## \[{re.escape(version)}\]", changelog, re.MULTILINE)
+    assert PROJECT["urls"]["Homepage"] == REPOSITORY
+    assert all(url.startswith(REPOSITORY) for url in PROJECT["urls"].values())
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8").splitlines()
+    assert {f"repository-code: {REPOSITORY}", f"version: {version}"} <= set(citation)
 
 
 def test_templates_and_workflow_are_yaml_whose_commands_exist() -> None:
-    import yaml
-
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     files = sorted((ROOT / ".github").rglob("*.yml"))
     assert {file.name for file in files} == {"bug.yml", "config.yml", "model.yml", "tests.yml"}

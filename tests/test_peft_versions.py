@@ -46,12 +46,19 @@ def test_training_an_adapter_shows_no_warning_of_the_renamed_property(
     assert not is_shown(caught)
 
 
+def save_adapter(folder: Path) -> tuple[Path, Path]:
+    """Folders of a model and of an adapter for it."""
+    tiny_model("qwen3").save_pretrained(folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")  # whose folder the adapter names
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False))
+    adapted.save_pretrained(folder / "adapter")
+    return folder / "model", folder / "adapter"
+
+
 def test_a_command_that_loads_an_adapter_shows_none(tmp_path: Path, caught: Caught) -> None:
-    model = tiny_model("qwen3")
-    model.save_pretrained(tmp_path / "model")
-    get_peft_model(model, LoraConfig(task_type="CAUSAL_LM")).save_pretrained(tmp_path / "adapter")
+    model, adapter = save_adapter(tmp_path)
     caught.clear()
-    assert main(["verify", "--model", str(tmp_path / "model"), "--adapter", str(tmp_path / "adapter")]) == 0
+    assert main(["verify", "--model", str(model), "--adapter", str(adapter)]) == 0
     assert not is_shown(caught)
 
 
@@ -64,16 +71,6 @@ def test_outside_of_a_trainer_the_property_warns_as_before(tmp_path: Path, caugh
     assert not is_shown(caught)
     assert trainer.model.is_gradient_checkpointing == trainer.model.is_activation_checkpointing
     assert is_shown(caught)
-
-
-def save_adapter(folder: Path) -> tuple[Path, Path]:
-    """Folders of a model and of an adapter for it."""
-    tiny_model("qwen3").save_pretrained(folder / "model")
-    model = AutoModelForCausalLM.from_pretrained(folder / "model")  # whose folder the adapter names
-    get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)).save_pretrained(
-        folder / "adapter"
-    )
-    return folder / "model", folder / "adapter"
 
 
 def make(name: str, folder: Path, model: Any, save_strategy: str) -> Any:
@@ -93,9 +90,7 @@ def test_an_adapter_that_cannot_be_saved_is_refused_before_the_first_step(name: 
     try:
         model.active_adapters()
     except ValueError:  # transformers 5.24 and PEFT before 0.22
-        with pytest.raises(
-            ValueError, match=r"cannot be saved with the installed versions .*PeftModel.from_pretrained"
-        ):
+        with pytest.raises(ValueError, match=r"cannot be saved with the installed .*PeftModel.from_pretrained"):
             make(name, tmp_path / "run", model, "steps")
     else:
         make(name, tmp_path / "run", model, "steps")

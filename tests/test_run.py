@@ -1,4 +1,4 @@
-"""Decisions of a run: made again where a setting was changed since, and not at all for a feature that is off."""
+"""Decisions of a run: made again where a setting was changed, not at all for what is off; a run that resumes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from peft import LoraConfig
-from trainer_material import build, train
+from trainer_material import build, figures, make_dataset, sentences, train
 from trl import SFTConfig
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
@@ -41,13 +42,6 @@ def test_a_feature_that_was_switched_off_before_a_second_run_is_off(tmp_path: Pa
     trainer.args.sync_free = "auto"
     trainer.train()
     assert trainer.fastpack_report["sync_free"].status == "on"
-
-
-def test_a_wrong_setting_before_a_second_run_is_refused(tmp_path: Path) -> None:
-    trainer = make(tmp_path, SFTConfig)
-    trainer.args.lora = "nonsense"
-    with pytest.raises(ValueError, match="lora='nonsense' is not available"):
-        trainer.train()
 
 
 def test_attention_is_chosen_again_where_its_setting_was_changed(
@@ -135,3 +129,22 @@ def test_rows_of_one_document_without_windows_are_not_proven_unless_asked(
     evaluates = {} if given["eval_strategy"] != "no" else {"eval_dataset": None}
     trainer = train(FastSFTTrainer, tmp_path, family=family, fast=fast, trainer=evaluates, **given)
     assert trainer.fastpack_report["verify_packing"].path == path
+
+
+def _losses(folder: Path, data: Any, resume: str = "", **more: Any) -> list[float]:
+    options = {"eval_strategy": "no", "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    trainer = train(FastSFTTrainer, folder, data=data, resume=resume, **options | more)
+    losses = [row["loss"] for row in figures(trainer) if "loss" in row]
+    assert len(losses) == 4
+    return losses
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("kind", ["data set", "stream", "shuffled stream"])
+def test_a_resumed_run_has_the_losses_of_the_whole_run(kind: str, packing: bool, tmp_path: Path) -> None:
+    data: Any = make_dataset("text")
+    if kind != "data set":
+        data = Dataset.from_dict({"text": sentences(200, 3)}).to_iterable_dataset(num_shards=2)
+        data = data.shuffle(seed=1, buffer_size=30) if kind == "shuffled stream" else data
+    whole = _losses(tmp_path, data, packing=packing)
+    assert _losses(tmp_path, data, "checkpoint-2", packing=packing) == whole
