@@ -55,6 +55,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "model_wrapped": "of a trainer made there, after its run",
         "resume_from_checkpoint": "of arguments parsed for this run",
         **dict.fromkeys(("bf16", "fp16"), "of a copy of the arguments"),
+        "enable_jit_checkpoint": "of arguments parsed for this run",
         "type": "of an action of a parser made there",
         "tie_word_embeddings": "of a model that is loaded there to be merged and saved",
         "weight": "of a model that is loaded there to be merged and saved",
