@@ -96,7 +96,7 @@ def refusing_removed(function: _Function) -> _Function:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        refuse_removed(f"{function.__name__}({name}=)" for name in kwargs)
+        refuse_removed(f"{function.__qualname__.removesuffix('.__init__')}({name}=)" for name in kwargs)
         return function(*args, **kwargs)
 
     return cast("_Function", call)

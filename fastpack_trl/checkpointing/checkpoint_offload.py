@@ -20,7 +20,7 @@ from fastpack_trl.checkpointing.offload import (
 )
 from fastpack_trl.checkpointing.offloader import MIN_BYTES, HostUse
 from fastpack_trl.checkpointing.streams import CudaStreams, HostStreams
-from fastpack_trl.config import refuse_removed
+from fastpack_trl.config import refusing_removed
 from fastpack_trl.errors import short_repr
 from fastpack_trl.model.changes import callbacks_added, callers
 from fastpack_trl.run import Run
@@ -106,10 +106,7 @@ class AsyncCheckpointCallback(TrainerCallback):
             `use_reentrant=True`, another offload, a sharded model.
     """
 
-    def __new__(cls, *_: Any, **given: Any) -> AsyncCheckpointCallback:
-        refuse_removed(f"AsyncCheckpointCallback({name}=)" for name in given)
-        return super().__new__(cls)
-
+    @refusing_removed
     def __init__(self, mode: Mode = "double_buffer") -> None:
         if mode not in MODES:
             raise ValueError(f"mode={short_repr(mode)} is not available: use one of {', '.join(MODES)}")
