@@ -93,12 +93,13 @@ def _dispatch(arguments: list[str], chosen: str | None) -> int:
         arguments.remove(chosen)
         return train.main(arguments, METHODS[chosen])
     if chosen is not None and chosen not in COMMANDS:
-        from fastpack_trl.config import removal
+        meant = did_you_mean(chosen, COMMANDS)
+        if not meant:  # imports torch
+            from fastpack_trl.config import removal
 
-        raise UserError(
-            removal(f"{PROG} {chosen}")
-            or f"there is no command {chosen!r}{did_you_mean(chosen, COMMANDS)} (commands: {', '.join(COMMANDS)})"
-        )
+            if gone := removal(f"{PROG} {chosen}"):
+                raise UserError(gone)
+        raise UserError(f"there is no command {chosen!r}{meant} (commands: {', '.join(COMMANDS)})")
     parser = _parser(chosen)
     args, unknown = parser.parse_known_args(arguments)
     if unknown and getattr(args, "config", None) is not None and hasattr(args, "more"):

@@ -263,7 +263,7 @@ def test_bench_measures_both_sides_of_a_command(
 
     monkeypatch.chdir(material.folder)
     path, record = material_of(material, command, ROWS[command]), material.folder / "record.json"
-    words = ["--config", path, "--trainer", command, "--pairs", "2", "--json", record]
+    words = ["--config", path, "--trainer", command, "--rounds", "2", "--json", record]
     assert main(["bench", *map(str, words)]) == 0
     (row,) = json.loads(record.read_text(encoding="utf-8"))["rows"]
     assert row["gate"] is not None
@@ -272,8 +272,6 @@ def test_bench_measures_both_sides_of_a_command(
     assert row["gate"]["figure"] == ("gradient norm" if generates else "loss")
     assert all(value > 0 for step in row["gate"]["steps"] for value in step.values())
     assert row["loss_difference"] <= row["gate"]["tolerance"]
-    assert row["documents"]["count"] > 0
-    assert ("completions and rewards are made up" in capsys.readouterr().out) == generates
 
 
 @pytest.mark.parametrize(

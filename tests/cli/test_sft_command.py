@@ -55,7 +55,9 @@ def test_a_run_ends_with_its_speed_what_fell_back_and_where_the_report_is(
     run("--config", material.yaml())
     last = capsys.readouterr().out.splitlines()[-1]
     report = material.out / "fastpack_report.json"
-    assert re.fullmatch(rf"[\d,]+ tokens/s.*; nothing fell back to stock; report: {report}", last), last
+    assert re.fullmatch(rf"(loss .* -> .*; )?[\d,]+ tokens/s.*; nothing fell back to stock; report: {report}", last), (
+        last
+    )
     run("--config", material.yaml(packing_strategy="wrapped", save_report="off", output_dir=str(material.out) + "2"))
     last = capsys.readouterr().out.splitlines()[-1]
     assert re.search(r"; as stock: .*batches", last), last
