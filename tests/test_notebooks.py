@@ -29,10 +29,6 @@ def read(file: Path) -> dict[str, Any]:
     return notebook
 
 
-def test_the_four_notebooks_are_there() -> None:
-    assert NAMES == ["01_replace_sfttrainer", "02_three_bottlenecks", "03_gpt_oss", "04_yaml_and_cli"]
-
-
 def outputs(notebook: Any) -> list[Any]:
     return [output for cell in code(notebook) for output in cell["outputs"]]
 
@@ -56,6 +52,7 @@ def test_a_stored_notebook_has_the_outputs_of_its_cells_and_nothing_of_a_machine
     ids = [cell["id"] for cell in notebook["cells"]]
     assert len(set(ids)) == len(ids)
     assert file.stat().st_size < 400_000, "too much for a page"
+    assert not [source(cell) for cell in notebook["cells"] if PATH.search(source(cell))]
 
 
 def test_a_notebook_is_stored_without_progress_paths_and_exceptions() -> None:
@@ -78,7 +75,8 @@ def test_a_notebook_is_stored_without_progress_paths_and_exceptions() -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=NAMES)
-def test_a_notebook_names_the_repository_once_there_is_one(file: Path) -> None:
+def test_a_notebook_names_the_repository_once_there_is_one_and_only_imports_and_shows(file: Path) -> None:
+    assert NAMES == ["01_replace_sfttrainer", "02_three_bottlenecks", "03_gpt_oss", "04_yaml_and_cli"]
     title, install = map(source, read(file)["cells"][:2])
     page = f"{REPOSITORY.removeprefix('https://')}/blob/main/notebooks/{file.name}"
     badge = f"(https://colab.research.google.com/{page.replace('github.com', 'github', 1)})"
@@ -86,16 +84,6 @@ def test_a_notebook_names_the_repository_once_there_is_one(file: Path) -> None:
     there = "/OWNER/" not in REPOSITORY
     assert found == (there, there), f"{file.name}: a badge {badge}, and git+ where there is no checkout: {there}"
     assert "OWNER" not in file.read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("file", FILES, ids=NAMES)
-def test_a_notebook_names_no_absolute_path(file: Path) -> None:
-    for cell in read(file)["cells"]:
-        assert not PATH.search(source(cell)), source(cell)
-
-
-@pytest.mark.parametrize("file", FILES, ids=NAMES)
-def test_a_notebook_only_imports_and_shows(file: Path) -> None:
     for cell in code(read(file)):
         # `build` is what `compare` asks its caller for.
         assert not re.search(r"^\s*(?:def(?! build\()|class|while|try)\b", source(cell), re.MULTILINE), source(cell)
