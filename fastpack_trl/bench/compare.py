@@ -187,7 +187,8 @@ def losses_line(row: Mapping[str, Any]) -> str:
     gate, later = row["gate"], f"largest difference in later steps {row['loss_difference']:.1e}"
     if gate is None:
         return f"losses were not compared; {later}"
-    figures = "gradient norms" if gate["figure"] == GRADIENT_NORM else "losses"
+    learner = gate["figure"] == GRADIENT_NORM
+    figures = "completions and rewards are made up; gradient norms" if learner else "losses"
     return (
         f"{figures} agree within {gate['tolerance']:.0e} ({gate['dtype']}) in the first {len(gate['steps'])} steps; "
         f"{later}"
