@@ -109,6 +109,7 @@ def row_operator(forward: Forward, backward: Backward) -> Any:
             ctx.constants = {name: getattr(row, name) for name in _NAMES if name not in _SAVED}
             ctx.save_for_backward(out, lse, *(getattr(row, name) for name in _SAVED))
             ctx.mark_non_differentiable(lse)
+            ctx.set_materialize_grads(False)  # no zeros for `lse` in backward
             return out, lse
 
         @staticmethod

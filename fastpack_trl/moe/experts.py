@@ -302,6 +302,7 @@ class _Experts(torch.autograd.Function):
         # The plan is saved as tensors too: under checkpointing it must be that of the recomputed activations.
         ctx.save_for_backward(*kept, *arguments[:_TENSORS])
         ctx.mark_non_differentiable(*kept)
+        ctx.set_materialize_grads(False)  # else backward is handed zeros as large as what it needs
         return out, *kept
 
     @staticmethod

@@ -265,6 +265,7 @@ class _HeadLossFunction(torch.autograd.Function):
         ctx.gradients = (grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = (hidden.dtype, weight.dtype, bias.dtype if bias is not None else None)
         ctx.mark_non_differentiable(over.log_probs, over.entropy, over.is_top1)
+        ctx.set_materialize_grads(False)  # no zeros for them in backward
         return total, over.log_probs, over.entropy, over.is_top1
 
     @staticmethod
@@ -324,6 +325,7 @@ class _HeadLogProbsFunction(torch.autograd.Function):
         if slopes is not None:
             ctx.save_for_backward(slopes)
         ctx.mark_non_differentiable(over.entropy, over.is_top1)
+        ctx.set_materialize_grads(False)
         return over.log_probs, over.entropy, over.is_top1
 
     @staticmethod
