@@ -32,7 +32,7 @@ TABLE = re.findall(r"^\| *(\d*) *\| `(\w+)` \|", ARCHITECTURE, re.MULTILINE)
 
 BUDGETS = {
     "attention": 2650,
-    "bench": 1550,
+    "bench": 1600,
     "callbacks": 300,
     "capture": 1800,
     "checkpointing": 1600,
@@ -40,7 +40,7 @@ BUDGETS = {
     "compile": 850,
     "kernels": 1150,
     "lora": 1300,
-    "measure": 900,
+    "measure": 850,
     "model": 1450,
     "moe": 1150,
     "packing": 2600,
@@ -51,7 +51,7 @@ BUDGETS = {
     "trainers": 1250,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 26600, "benchmarks": 2000, "tests": 32700}
+TOTALS = {"fastpack_trl": 26500, "benchmarks": 2000, "tests": 32500}
 
 
 @cache

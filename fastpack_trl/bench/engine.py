@@ -33,9 +33,18 @@ from fastpack_trl.errors import UserError
 from fastpack_trl.measure.device_memory import free_memory
 from fastpack_trl.measure.failures import FAILURES, describe_failure
 from fastpack_trl.measure.intervals import quartiles
-from fastpack_trl.measure.rounds import turn_order
 
 GATE, ROUNDS = 2, 2
+
+
+def turn_order(names: Sequence[str], index: int) -> list[str]:
+    """Return the order of round `index`: every second runs backwards; of three or more sides each comes first in turn.
+
+    ``a b``: a b, b a, a b, ... ``a b c``: a b c, c b a, b c a, a c b, c a b, b a c.
+    """
+    shift = index // 2 % len(names) if len(names) > 2 else 0
+    turn = [*names[shift:], *names[:shift]]
+    return turn if index % 2 == 0 else turn[::-1]
 
 
 def run_side(

@@ -6,8 +6,6 @@ recording streams that check the order.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,18 +82,3 @@ class CudaStreams(HostStreams):
 
     def host_memory(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-
-
-def host_copy_seconds(device: torch.device, nbytes: int = 2**26) -> Callable[[int], float]:
-    """Return the seconds per copy from pinned host memory, from one short measurement on `device`."""
-    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    times = []
-    for _ in range(3):
-        torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        target.copy_(host, non_blocking=True)
-        torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    rate = nbytes / min(times)
-    return lambda count: count / rate

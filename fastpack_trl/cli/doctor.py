@@ -191,8 +191,7 @@ def _transfer_rates() -> dict[str, str]:
     """
     import torch
 
-    from fastpack_trl.measure.rounds import timed
-    from fastpack_trl.measure.timing import CudaClock
+    from fastpack_trl.measure.timing import CudaClock, timed
 
     block, clock = torch.empty(_TRANSFER_BYTES, dtype=torch.uint8), CudaClock()
     on_device, hosts, rates = block.cuda(), {"pageable": block}, dict[str, str]()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
 
 
 class Clock(Protocol):
@@ -60,3 +63,13 @@ class CudaClock:
 def clock_of(device: str, index: Any = None) -> Clock:
     """Return a `CudaClock` for ``cuda``, of the current device or of `index`, and a `WallClock` for any other type."""
     return CudaClock(index) if device == "cuda" else WallClock()
+
+
+def timed(call: Callable[[], T], clock: Clock) -> tuple[T, float]:
+    """Call, and return the result with the seconds that it took."""
+    clock.synchronise()
+    start = clock.mark()
+    result = call()
+    end = clock.mark()
+    clock.synchronise()  # what the device could not do may only be told here
+    return result, clock.seconds(start, end)

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
-from fastpack_trl.bench.engine import compare_sides, run_side
+from fastpack_trl.bench.engine import compare_sides, run_side, turn_order
 from fastpack_trl.bench.gate import LossParityError
 from fastpack_trl.bench.watch import SideResult, Watch
 from fastpack_trl.errors import UserError
@@ -172,3 +172,10 @@ def test_a_side_without_memory_is_named_and_an_interrupt_keeps_what_was_measured
     assert set(found["sides"]) == {"stock"}
     with pytest.raises(UserError, match="no side could be measured"):
         compare_sides({"stock": small, "fastpack": small}, subject="fastpack", progress=False)
+
+
+@pytest.mark.parametrize("names", ["a", "ab", "abc", "abcd"])
+def test_every_side_comes_first_and_last_in_its_turn(names: str) -> None:
+    turns = [turn_order(list(names), index) for index in range(2 * len(names))]
+    assert all(sorted(turn) == list(names) for turn in turns)
+    assert {turn[0] for turn in turns} == {turn[-1] for turn in turns} == set(names)
