@@ -140,12 +140,13 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         super()._track_num_input_tokens(inputs)
 
     def _fastpack_enter(self, stack: ExitStack) -> None:
-        stack.callback(self._fastpack_optimizer_step.begin, [], None)  # hold no batch after the run
+        stack.callback(self._fastpack_optimizer_step.close)
 
     @documented_as(SFTTrainer.get_batch_samples)
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         batches, num_items_in_batch = super().get_batch_samples(*args, **kwargs)
-        self._fastpack_optimizer_step.begin(batches, num_items_in_batch)
+        if self._fastpack_entered:
+            self._fastpack_optimizer_step.begin(batches, num_items_in_batch)
         return batches, num_items_in_batch
 
     @documented_as(SFTTrainer.training_step)

@@ -103,7 +103,7 @@ class AsyncCheckpointCallback(TrainerCallback):
 
     Raises:
         ValueError: an unknown mode or a removed argument. When training begins: no checkpointing,
-            `use_reentrant=True`, another offload, a sharded model.
+            `use_reentrant=True`, another offload, DeepSpeed or FSDP version 1.
     """
 
     @refusing_removed

@@ -16,8 +16,8 @@ from torch import Tensor
 from fastpack_trl.capture.ddp import FlatReduce
 from fastpack_trl.capture.graphs import StepGraphs
 from fastpack_trl.checkpointing.activation_memory import ActivationMemory
-from fastpack_trl.errors import close_frames
-from fastpack_trl.model.hooks import callback_between
+from fastpack_trl.errors import close_frames, first_reason
+from fastpack_trl.model.hooks import callback_between, hook_on_a_gradient
 from fastpack_trl.run import MicroStep, Run
 from fastpack_trl.step.accumulation import Merging, merge_inputs
 from fastpack_trl.step.sync_free import SyncFreeStep
@@ -42,15 +42,22 @@ class OptimizerStep:
         self._run = run
         self._batches: list[Any] = []
         self._start: _Start | None = None
-        self._done = 0
+        self._done = self._step = self._before = 0
 
     def begin(self, batches: list[Any], num_items_in_batch: Any) -> None:
         """Take the micro-batches that the trainer has read for a step, and plan their rows."""
+        step = self._run.trainer.state.global_step
+        # Micro-batches without an optimizer step: an epoch of a stream ended there, and their gradients remain.
+        self._before, self._step = self._before + self._done if step == self._step else 0, step
         self._batches, self._done, self._start = batches, 0, None
         merging = self._run.get_state(Merging)
         if merging is not None:
             merging.plan(batches, num_items_in_batch)
         self._run.step.rows = len(batches) if merging is None else merging.rows
+
+    def close(self) -> None:
+        """Hold no batch after the run. Nothing else: a rank that fails must not enter a collective here."""
+        self._batches, self._done, self._before, self._start = [], 0, 0, None
 
     def run(self, forward_backward: MicroStep, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
         """Run a micro-batch, or the row that it completes; return the loss, 0 for one that waits for the last of it.
@@ -114,8 +121,16 @@ class OptimizerStep:
             return "a step of several processes cannot be run again, the others wait inside of it"
         if not is_known or self._start is None or self._start.is_over:
             return "the micro-batches or metrics of the step are not those that the trainer has read"
-        between = self._done > 1 and callback_between(trainer)
-        return f"the step cannot be run again: {between}" if between else ""
+        optim = str(getattr(trainer.args.optim, "value", trainer.args.optim))
+        why = first_reason(
+            [
+                self._before > 0 and "gradients of micro-batches before it are still there",
+                self._done > 1 and callback_between(trainer),
+                "lomo" in optim and f"optim={optim!r} steps in the backward pass",
+                hook_on_a_gradient(trainer.model, trainer.model.parameters()),
+            ]
+        )
+        return f"the step cannot be run again: {why}" if why else ""
 
     def _free(self, group: range) -> bool:
         """Make the next attempt need less memory; return whether anything was left to try."""
@@ -141,7 +156,7 @@ class OptimizerStep:
             return attempt()
         except torch.OutOfMemoryError as error:
             close_frames(error)
-            if self._run.trainer.accelerator.num_processes > 1:
+            if self._run.trainer.accelerator.num_processes > 1 or start.is_over:
                 raise
         if (graphs := self._run.get_state(StepGraphs)) is not None:
             graphs.reclaim()

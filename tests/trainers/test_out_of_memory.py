@@ -10,7 +10,7 @@ import pytest
 import torch
 from out_of_memory import InBackward
 from torch import Tensor, nn
-from trainer_material import assert_same_log, build, figures
+from trainer_material import assert_same_log, build, figures, make_dataset
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
@@ -198,3 +198,24 @@ def test_a_step_that_a_callback_has_looked_into_is_not_run_again(tmp_path: Path)
 def test_without_end_the_error_is_the_devices(tmp_path: Path) -> None:
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
         run(FastSFTTrainer, tmp_path, Full(*range(1, 100)), "backward")
+
+
+@pytest.mark.parametrize(
+    ("why", "number"), [("a hook on the gradient of", 2), ("gradients of micro-batches before it are still there", 6)]
+)
+def test_a_step_that_cannot_be_taken_back_is_not_run_again(why: str, number: int, tmp_path: Path) -> None:
+    """Weights that are stepped in the backward pass; a stream whose epoch ended within a step."""
+    full = Full(number)
+    model: Any = model_that_fills(full, "backward")
+    options = OPTIONS | {"packing": False, "gradient_accumulation_steps": 2, "eval_strategy": "no"}
+    del options["eval_steps"]
+    data = make_dataset("text", 5)
+    if "hook" in why:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda each: None)
+    else:
+        data = data.to_iterable_dataset()
+    trainer = build(FastSFTTrainer, tmp_path, model=model, data=data, fast={"merge_accumulation": "off"}, **options)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        trainer.train()
+    assert why in error.value.__notes__[0]
