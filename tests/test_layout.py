@@ -35,7 +35,7 @@ BUDGETS = {
     "bench": 1600,
     "callbacks": 300,
     "capture": 1800,
-    "checkpointing": 1600,
+    "checkpointing": 1500,
     "cli": 1400,
     "compile": 850,
     "kernels": 1150,

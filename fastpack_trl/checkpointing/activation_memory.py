@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from fastpack_trl.checkpointing.offload import offload_conflict, offload_unavailable
-from fastpack_trl.checkpointing.plan import Growth, Level, Plan, Planner, checkpointable_layers, describe, layer_levels
+from fastpack_trl.checkpointing.checkpoint_offload import offload_conflict, offload_unavailable
+from fastpack_trl.checkpointing.plan import Level, Plan, Planner, checkpointable_layers, describe, layer_levels
 from fastpack_trl.checkpointing.streams import GIB
 from fastpack_trl.checkpointing.trace import decoder_run, trace_levels
 from fastpack_trl.errors import first_reason
@@ -26,7 +26,7 @@ from fastpack_trl.run.budget import HEAD_BYTES, budget_bytes, largest_row, memor
 logger = logging.getLogger(__name__)
 
 FEATURE = "activation_memory"
-_AMPLE = 2.0  # budget per byte that `KEEP` keeps, from which on no backward pass is measured
+_AMPLE = 2.0  # memory left per byte of gathered weights, from which on FSDP 2 keeps them
 
 
 class LevelError(ValueError):
@@ -38,11 +38,11 @@ def activation_memory(run: Run) -> Iterator[None]:
     """Install a plan of levels; off, all is as its `SFTConfig` says.
 
     Raises:
-        ValueError: a level was asked for that another setting excludes.
+        ValueError: a level was requested that another setting excludes.
     """
     reason = run.ranks.first_reason(lambda: _why_not(run))
     if reason:
-        # What conflicts with a level raises; of these reasons one is that layers keep everything as it is.
+        # A conflict with a requested level raises; of these reasons one is that layers keep everything as it is.
         run.set_status(FEATURE, "off", "stock", reason, holds=run.settings.activation_memory == "keep")
         yield
         return
@@ -71,61 +71,44 @@ def _install_sharded(run: Run, installed: contextlib.ExitStack) -> None:
 
 
 def _install(run: Run, stack: contextlib.ExitStack) -> ActivationMemory | None:
-    """Make the plan and keep it until `stack` closes."""
-    planned, reason = _plan(run)
-    if planned is None:
+    """Make the plan, the same in every process, and keep it until `stack` closes; None if any process has none."""
+    plans: list[ActivationMemory] = []
+    reason = run.ranks.first_reason(lambda: _why_unplanned(run, plans))
+    if reason:
         run.set_status(FEATURE, "off", "stock", reason)
         return None
+    (planned,) = plans
+    # Its own free memory may have given a process another plan; all would wait for the one that recomputes most.
+    levels = run.ranks.all_max([float(level) for level in planned.plan.levels])
+    planned.plan = planned.planner.plan([Level(int(level)) for level in levels])
     planned.report()
     # A rest that no further layer fits in is not given to what saves less per byte: a prediction may be a tenth off.
     recomputes = run.settings.activation_memory == "auto" and not planned.plan.keeps_all
     run.step.activations_left = 0 if recomputes else planned.plan.left
     run.step.activation_bytes = planned.plan.predicted + planned.head_bytes
     run.step.offloads = Level.OFFLOAD in planned.plan.levels
-    stack.callback(_remove, run, planned)
+    stack.callback(planned.end)
     stack.enter_context(callbacks_added(run.trainer, planned))
     stack.enter_context(run.keeping(planned))
     return planned
 
 
-def _remove(run: Run, planned: ActivationMemory) -> None:
-    run.step.activations_left, run.step.offloads = None, False
-    planned.close()
-    if planned.measured is not None:
-        run.report.facts["activation memory, peak"] = (
-            f"{planned.measured / GIB:.2f} GiB measured, {planned.plan.predicted / GIB:.2f} GiB predicted"
-        )
-        run.report.facts["device memory, peak"] = f"{planned.reserved / GIB:.2f} GiB reserved, all included"
-
-
-def _plan(run: Run) -> tuple[ActivationMemory | None, str]:
-    """Return the plan, or why there is none; the same levels in every process, and none where one has no plan.
+def _why_unplanned(run: Run, plans: list[ActivationMemory]) -> str:
+    """Add the plan of this process to `plans`, or return why there is none.
 
     Raises:
-        ValueError: no plan can be made for what was asked for; names the remedy.
+        ValueError: no plan can be made for a requested level; names the remedy.
     """
     setting = run.settings.activation_memory
-    planned: ActivationMemory | None = None
-
-    def why_not() -> str:
-        nonlocal planned
-        try:
-            planned = plan_memory(run)
-        except UNREADABLE as error:
-            level = isinstance(error, LevelError)
-            why = str(error) if level else f"no plan can be made: {type(error).__name__}: {error}"
-            if setting != "auto":
-                raise ValueError(f"activation_memory={setting!r}: {why}; {run.remedy(FEATURE)}") from error
-            return why
-        return ""
-
-    why = run.ranks.first_reason(why_not)
-    if planned is None or why:
-        return None, why
-    # Times of its own may have told a process another plan; all would wait for the one that recomputes most.
-    agreed = run.ranks.all_max([float(level) for level in planned.plan.levels])
-    planned.plan = planned.planner.plan([Level(int(level)) for level in agreed])
-    return planned, ""
+    try:
+        plans.append(plan_memory(run))
+    except UNREADABLE as error:
+        is_level = isinstance(error, LevelError)
+        why = str(error) if is_level else f"no plan can be made: {type(error).__name__}: {error}"
+        if setting != "auto":
+            raise ValueError(f"activation_memory={setting!r}: {why}; {run.remedy(FEATURE)}") from error
+        return why
+    return ""
 
 
 class ActivationMemory(TrainerCallback):
@@ -136,50 +119,40 @@ class ActivationMemory(TrainerCallback):
         planner: makes plans with less memory.
         plan: what is installed when training begins.
         notes: what fell back while the plan was made.
-        head_bytes: what the head's step takes beside the layers', which is in no budget of theirs.
+        head_bytes: memory of the head's step, which is in no budget of the layers.
 
     Attributes:
-        fell: what the last step that ran out of memory fell back to; empty where none did.
         gathered: layers whose weights FSDP 2 gathers once for forward and backward pass.
-        measured: peak bytes beside model, gradients and optimizer state, of the run that ended; None without a device.
-        reserved: bytes that torch held of the device at most, caches and CUDA graphs included.
     """
 
     def __init__(self, run: Run, planner: Planner, plan: Plan, notes: Sequence[str], head_bytes: int) -> None:
         self.planner, self.plan, self.head_bytes = planner, plan, head_bytes
-        self.fell = ""
         self.gathered: list[Any] = []
-        self.measured: int | None = None
-        self.reserved = 0
-        self._run, self._notes = run, notes
+        self._run, self._notes, self._out_of_memory = run, notes, ""
         self._layers = checkpointable_layers(run.model)
         self._stack = contextlib.ExitStack()
-        # What a user's hooks see is as stock's checkpointing has it, unless the user chose the level.
-        self._asked = run.settings.activation_memory != "auto"
-        self._watches = [] if self._asked else [HookWatch(layer) for layer in self._layers]
+        # What a user's hooks see is as under TRL's checkpointing, unless the user chose the level.
+        self._is_chosen = run.settings.activation_memory != "auto"
+        self._watches = [] if self._is_chosen else [HookWatch(layer) for layer in self._layers]
         self._hooks: list[str] = []
         self._installed = list(plan.levels)
         self._static = self._gathered_bytes = 0
 
     def keep_gathered(self) -> None:
-        """Gather weights once a step, where the plan keeps all and leaves room: all processes do, or none.
+        """Gather weights once a step if the plan keeps all and leaves room: all processes do, or none.
 
         FSDP gathers them for the backward pass again: as many collectives, copies and calls of the host, for memory
-        that is free. Called once the parameters are parted and the plan is agreed on.
+        that is free. Called once the parameters are sharded and the plan is agreed on.
         """
         run, layers = self._run, sharded.layer_units(self._run.model)
         needed = sharded.whole_bytes(layers, (run.compute_dtype or torch.float32).itemsize)
-        asked = run.trainer.accelerator.state.fsdp_plugin.reshard_after_forward is True and run.ranks.count > 1
-        if run.ranks.all(asked and self.plan.keeps_all and needed * _AMPLE <= self.plan.left):
+        reshards = run.trainer.accelerator.state.fsdp_plugin.reshard_after_forward is True and run.ranks.count > 1
+        if run.ranks.all(reshards and self.plan.keeps_all and needed * _AMPLE <= self.plan.left):
             self.gathered, self._gathered_bytes = layers, needed
-
-    def around_step(self) -> contextlib.AbstractContextManager[None]:
-        """Run a forward and its backward pass in the context, with weights gathered once where memory is ample."""
-        return sharded.keep_unsharded(self.gathered) if self.gathered else contextlib.nullcontext()
 
     def begin(self) -> None:
         """Install the plan when training begins: checkpointing has just been switched on."""
-        self.close()
+        self._stack.close()
         run, device = self._run, self._run.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -187,18 +160,22 @@ class ActivationMemory(TrainerCallback):
         self._install()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Install again where a hook of the user came or went, and after the first step."""
+        """Install again if a hook of the user came or went, and after the first step."""
         if [watch.look() for watch in self._watches] != self._hooks or self._to_install(self.plan) != self._installed:
             self._install()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Read the peak."""
+        """Report the peaks: beside model, gradients and optimizer state, and of all that torch reserved."""
         if args.device.type == "cuda":
-            self.measured = torch.cuda.max_memory_allocated(args.device) - self._static
-            self.reserved = torch.cuda.max_memory_reserved(args.device)
+            measured = (torch.cuda.max_memory_allocated(args.device) - self._static) / GIB
+            reserved = torch.cuda.max_memory_reserved(args.device) / GIB
+            predicted = f"{measured:.2f} GiB measured, {self.plan.predicted / GIB:.2f} GiB predicted"
+            self._run.report.facts["activation memory, peak"] = predicted
+            self._run.report.facts["device memory, peak"] = f"{reserved:.2f} GiB reserved, all included"
 
-    def close(self) -> None:
+    def end(self) -> None:
         """Restore every layer."""
+        self._run.step.activations_left, self._run.step.offloads = None, False
         self._stack.close()
 
     def _install(self) -> None:
@@ -211,36 +188,33 @@ class ActivationMemory(TrainerCallback):
         self.report()
 
     def _to_install(self, plan: Plan) -> list[Level]:
-        """Return the levels of a plan, with layers checkpointed for now where they are compiled after the first step.
+        """Return the levels of a plan, with layers checkpointed for now if they are compiled after the first step.
 
         Uncompiled layers keep a third more than compiled ones: that step alone would set the peak of the run, to save
-        the recompute of one step. What it takes is as planned where others go by it, and where inputs go to host
+        the recompute of one step. It is as planned if other features measure its memory, and if inputs go to host
         memory: the copies would be set up twice.
         """
-        run, levels = self._run, self._levels(plan)
+        run, levels = self._run, self._with_hooks(plan)
         waits = run.is_in_first_step and run.compiles_later and not run.measures_first_step
-        if waits and not self._asked and Level.OFFLOAD not in levels:
+        if waits and not self._is_chosen and Level.OFFLOAD not in levels:
             return [max(level, Level.CHECKPOINT) for level in levels]
         return levels
 
-    def _levels(self, plan: Plan) -> list[Level]:
-        """Return a plan's levels; a layer with a user's hook is recomputed where stock would: the hook sees it."""
-        levels = list(plan.levels)
-        for index, hook in enumerate(self._hooks):
-            if hook and levels[index] is Level.KEEP:
-                levels[index] = Level.CHECKPOINT
-        return levels
+    def _with_hooks(self, plan: Plan) -> list[Level]:
+        """Return a plan's levels; a layer with a user's hook is recomputed as under TRL: the hook sees it."""
+        hooks = self._hooks or [""] * len(plan.levels)
+        return [max(level, Level.CHECKPOINT) if hook else level for level, hook in zip(plan.levels, hooks, strict=True)]
 
     def report(self) -> None:
         """Set the plan's line in the report."""
-        installed = self._levels(self.plan)
-        levels = " + ".join(str(level) for level in sorted(set(installed)))
-        notes = [*self._notes, self.fell] if self.fell else [*self._notes]
+        levels = self._with_hooks(self.plan)
+        notes = [str(self.plan), *self._notes, self._out_of_memory]
         if self.gathered:
             notes.append(f"weights gathered once a step ({self._gathered_bytes / GIB:.2f} GiB)")
-        if installed != list(self.plan.levels):
-            notes.append(f"{describe(installed)} for {next(filter(None, self._hooks))}, which runs in each recompute")
-        self._run.set_status(FEATURE, "on", levels, "; ".join([str(self.plan), *notes]))
+        if levels != list(self.plan.levels):
+            notes.append(f"{describe(levels)} for {next(filter(None, self._hooks))}, which runs in each recompute")
+        path = " + ".join(str(level) for level in sorted(set(levels)))
+        self._run.set_status(FEATURE, "on", path, "; ".join(filter(None, notes)))
 
     def go_deeper(self) -> bool:
         """Install a plan with less after an out-of-memory; return False if there is none."""
@@ -250,17 +224,17 @@ class ActivationMemory(TrainerCallback):
         if plan is None:
             return False
         told = f"a step ran out of memory with {describe(self._installed)}; it was run again with less"
-        if not self.fell:
+        if not self._out_of_memory:
             logger.warning(f"{FEATURE}: {told}")
-        self.fell, self.plan = told, plan
+        self._out_of_memory, self.plan = told, plan
         self._install()
         return True
 
 
 def gathered_once(run: Run) -> contextlib.AbstractContextManager[None]:
-    """Run a micro-batch in the context, with weights gathered once where a plan says so."""
+    """Run a micro-batch in the context, with weights gathered once if a plan says so."""
     memory = run.get_state(ActivationMemory)
-    return contextlib.nullcontext() if memory is None else memory.around_step()
+    return sharded.keep_unsharded(memory.gathered) if memory and memory.gathered else contextlib.nullcontext()
 
 
 def _conflicts(run: Run) -> Iterator[object]:
@@ -275,7 +249,7 @@ def _why_not(run: Run) -> str:
     """Return why the user's own settings stay as they are; empty if a plan may be made.
 
     Raises:
-        ValueError: a level was asked for that another setting excludes.
+        ValueError: a level was requested that another setting excludes.
     """
     setting = run.settings.activation_memory
     if setting == "off":
@@ -294,17 +268,17 @@ def offload_options(run: Run) -> dict[str, Any]:
 
 
 def plan_memory(run: Run) -> ActivationMemory:
-    """Trace the model and choose its levels; each fallback is said.
+    """Trace the model and choose its levels; each fallback is reported.
 
     Raises:
-        LevelError: the level that was asked for cannot be used.
+        LevelError: the requested level cannot be used.
         ValueError: rows of any length.
         RuntimeError: the decoder cannot be run by itself, or another process cannot plan.
     """
-    said: list[str] = []
+    notes: list[str] = []
 
     def say(message: str) -> None:
-        said.append(message)
+        notes.append(message)
         logger.warning(f"{FEATURE}: {message}")
 
     setting, layers = run.settings.activation_memory, checkpointable_layers(run.model)
@@ -313,16 +287,11 @@ def plan_memory(run: Run) -> ActivationMemory:
         blocked = offload_unavailable(run.device)
         hidden = text_model(run.model).config.get_text_config().hidden_size
         decode, own = decoder_run(run), float(budget_bytes(run, say))
-    (least,) = run.ranks.all_min([own])
     head_bytes = tokens * hidden * HEAD_BYTES
-    budget = max(0, int(least) - head_bytes)
-
-    def ample(kept: Sequence[Growth]) -> bool:
-        enough = setting == "auto" and sum(growth.at(tokens, longest) for growth in kept) * _AMPLE <= budget
-        return run.ranks.all(enough) if run.is_fsdp2 else enough
+    budget = max(0, int(run.ranks.all_min([own])[0]) - head_bytes)
 
     costs, failed = trace_levels(
-        run.model, layers, decode, offload=not blocked, ample=ample, together=run.failing_together_if_sharded
+        run.model, layers, decode, offload=not blocked, together=run.failing_together_if_sharded
     )
     planner = Planner(costs, budget, tokens, longest)
     if setting == "auto":
@@ -334,4 +303,4 @@ def plan_memory(run: Run) -> ActivationMemory:
         if level not in costs.growth:
             raise LevelError(blocked if blocked and level is Level.OFFLOAD else failed)
         plan = planner.plan([level] * len(layers))
-    return ActivationMemory(run, planner, plan, said, head_bytes)
+    return ActivationMemory(run, planner, plan, notes, head_bytes)

@@ -11,18 +11,18 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from fastpack_trl.checkpointing.offload import (
+    MIN_BYTES,
+    HostUse,
     Mode,
     Offload,
     checkpointed_layers,
     offload_checkpoints,
-    offload_conflict,
-    offload_unavailable,
 )
-from fastpack_trl.checkpointing.offloader import MIN_BYTES, HostUse
 from fastpack_trl.checkpointing.streams import CudaStreams, HostStreams
 from fastpack_trl.config import refusing_removed
 from fastpack_trl.errors import short_repr
 from fastpack_trl.model.changes import callbacks_added, callers
+from fastpack_trl.model.preflight import other_offload
 from fastpack_trl.run import Run
 
 logger = logging.getLogger(__name__)
@@ -31,21 +31,41 @@ FEATURE = "checkpoint_offload"
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 
+def offload_unavailable(device: torch.device) -> str:
+    """Return why offloading layer inputs gains nothing on `device`; empty if it may gain."""
+    if device.type != "cuda":
+        return f"the model is on {device}: there is no device memory to spare and no copy engine"
+    if getattr(torch.cuda.get_device_properties(device), "is_integrated", False):
+        return f"{torch.cuda.get_device_name(device)} shares its memory with the host: nothing is freed by a copy"
+    return ""
+
+
+def offload_conflict(args: Any, trainer: Trainer | None = None) -> str:
+    """Return which setting of a run excludes our offload, with the fix; empty if none does."""
+    if (other := other_offload(args)) or trainer is None:
+        return other
+    if trainer.is_deepspeed_enabled:
+        return "DeepSpeed is not tested with the offload, so refused: leave one of them out"
+    if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
+        return "FSDP version 1 is not tested with the offload, so refused: set fsdp_version=2, or leave one of them out"
+    return ""
+
+
 @contextmanager
 def checkpoint_offload(run: Run) -> Iterator[None]:
-    """Offload layer inputs where the config asks for it.
+    """Offload layer inputs if the config asks for it.
 
     ``auto`` leaves it to the plan of `activation_memory`: without need, a copy only costs.
 
     Raises:
-        ValueError: asked for under an engine that excludes it.
+        ValueError: requested under an engine that excludes it.
     """
     mode = next((mode for mode in MODES if run.settings.checkpoint_offload == mode), None)
     reason = _why_off(run, mode)
     if run.step.activations_left is not None:
         mode, reason = None, "by the plan of activation_memory"
     if mode is None or reason or not run.training:
-        # By that plan, in the mode that is asked for; or the memory of the layers is the host's already.
+        # By that plan, in the requested mode; or the memory of the layers is the host's already.
         run.set_status(FEATURE, "off", "stock", reason, holds=True)
         yield
         return
@@ -71,7 +91,7 @@ def _why_off(run: Run, mode: Mode | None) -> str:
     """Return why the offload stays off; empty if it runs.
 
     Raises:
-        ValueError: asked for, and impossible by another setting.
+        ValueError: requested, and excluded by another setting.
     """
     if run.settings.checkpoint_offload == "off":
         return "switched off"
@@ -129,12 +149,8 @@ class AsyncCheckpointCallback(TrainerCallback):
         if self.reason:
             self._say(f"{FEATURE}: off ({self.reason})")
             return
-        options: dict[str, Any] = {
-            "min_bytes": self._min_bytes,
-            "streams": self._streams or CudaStreams,
-            "tell": self._say,
-        }
-        offload = offload_checkpoints(checkpointed_layers(model), self.mode, **options)
+        layers, streams = checkpointed_layers(model), self._streams or CudaStreams
+        offload = offload_checkpoints(layers, self.mode, min_bytes=self._min_bytes, streams=streams, tell=self._say)
         self.offload = self._stack.enter_context(offload)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -1,4 +1,12 @@
-"""The checkpointed layers of a model with their inputs in host memory while a context is open.
+"""Inputs of checkpointed layers in host memory: copied out in the forward pass, fetched ahead in the backward pass.
+
+Forward: when layer i begins, the copy stream copies its input to the layer's pinned buffer. Backward: when layer i is
+about to be recomputed, its input is on the device or on its way, and the copy of the input of layer i - 1 is enqueued
+at once, so that it overlaps with the recompute and the backward of layer i. Two fetched inputs at most are on the
+device: the one in use and the next.
+
+Fetched inputs live in memory of torch's allocator, which gets it back when autograd drops them: a fixed pair of slots
+would be overwritten while a retained graph still refers to it. What is irregular stays on the device.
 
 Saved-tensor hooks surround the checkpoint function of each layer (`model.checkpoint_seam`) only while it stores the
 layer's inputs; the checkpoint itself, its `context_fn` included, stays the one that was there.
@@ -10,46 +18,30 @@ import functools
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import psutil
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
-from transformers import Trainer
 
-from fastpack_trl.checkpointing.offloader import MIN_BYTES, HostUse, Offloader, SavedInput
-from fastpack_trl.checkpointing.streams import CudaStreams, HostStreams
+from fastpack_trl.checkpointing.streams import GIB, CudaStreams, HostStreams
 from fastpack_trl.model.checkpoint_seam import Nesting, checkpoint_wrapped, stock_checkpoint
-from fastpack_trl.model.preflight import other_offload
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
 logger = logging.getLogger(__name__)
 
 Mode = Literal["double_buffer", "single_buffer"]
 
+MIN_BYTES = 2**20
+"""Smaller inputs stay on the device: a copy of this size takes 20 us at 55 GB/s, about as long as its launch."""
 
-def offload_unavailable(device: torch.device) -> str:
-    """Return why offloading layer inputs gains nothing on `device`; empty if it may gain."""
-    if device.type != "cuda":
-        return f"the model is on {device}: there is no device memory to spare and no copy engine"
-    if getattr(torch.cuda.get_device_properties(device), "is_integrated", False):
-        return f"{torch.cuda.get_device_name(device)} shares its memory with the host: nothing is freed by a copy"
-    return ""
-
-
-def offload_conflict(args: Any, trainer: Trainer | None = None) -> str:
-    """Return which setting of a run excludes our offload, with the fix; empty if none does."""
-    if (other := other_offload(args)) or trainer is None:
-        return other
-    if trainer.is_deepspeed_enabled:
-        return "DeepSpeed is not tested with the offload, so refused: leave one of them out"
-    if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
-        return "FSDP version 1 is not tested with the offload, so refused: set fsdp_version=2, or leave one of them out"
-    return ""
+_ALIGNMENT = 16  # bytes; kernels choose their vector path, and with it the order of a sum, by it
 
 
 def checkpointed_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
@@ -63,27 +55,94 @@ def why_not_offloadable(layers: Sequence[GradientCheckpointingLayer]) -> str:
     if not layers:
         return "no layer is checkpointed: set gradient_checkpointing=True on a model that supports it"
     for inner in map(stock_checkpoint, layers):
-        keywords = inner.keywords if isinstance(inner, functools.partial) else {}
+        function, keywords = (inner.func, inner.keywords) if isinstance(inner, functools.partial) else (inner, {})
         if keywords.get("use_reentrant", inner is checkpoint):
             return (
                 "use_reentrant=True stores layer inputs where no hook sees them: set "
                 "gradient_checkpointing_kwargs={'use_reentrant': False}"
             )
-        if isinstance(inner, functools.partial) and inner.func is not checkpoint:
+        if function is not inner and function is not checkpoint:
             return (
-                f"layers are checkpointed by {getattr(inner.func, '__qualname__', inner.func)}, not by "
+                f"layers are checkpointed by {getattr(function, '__qualname__', function)}, not by "
                 "torch.utils.checkpoint: leave out 'offload' in gradient_checkpointing_kwargs"
             )
     return ""
 
 
-class Offload:
-    """The offload of one model while it is installed.
+class HostUse(NamedTuple):
+    """Bytes of host memory: `held` by live graphs, `most_held` by each layer so far, in all, and `pinned`."""
+
+    held: int = 0
+    most_held: int = 0
+    pinned: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.most_held / GIB:.2f} GiB used, {self.pinned / GIB:.2f} GiB pinned"
+
+
+def _nothing() -> None:
+    """Return what a reference to a dead object does."""
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class SavedInput:
+    """What autograd keeps of one call of a layer: its input, on the device or in the layer's host buffer.
 
     Attributes:
-        mode: ``double_buffer``, or ``single_buffer`` (each input is fetched when it is needed).
+        index: of the layer.
+        source: the input, or its bytes in host memory with the same shape, strides and dtype.
+        streams: of its device.
+        before: returns the input that the same forward pass saved before; a graph must not keep another one alive.
+        on_host: whether `source` is in host memory.
+        written: the input on the device, until its copy to the host has had a layer's time.
+    """
+
+    index: int
+    source: Tensor
+    streams: HostStreams
+    before: Callable[[], SavedInput | None]
+    on_host: bool = False
+    written: Tensor | None = None
+
+
+class _Copy(NamedTuple):
+    """An enqueued copy.
+
+    Attributes:
+        saved: returns the input that is copied, while it is alive.
+        memory: device memory that the copy reads or writes, without the graph: what autograd hands to a hook keeps the
+            layers before it alive.
+        streams: of the device.
+        compute: the stream that the memory belongs to.
+        done: event.
+        version: of the input when it was saved.
+    """
+
+    saved: Callable[[], SavedInput | None]
+    memory: Tensor
+    streams: HostStreams
+    compute: Any
+    done: Any
+    version: int
+
+    def release(self) -> None:
+        # Without the wait, the allocator would give the memory to a kernel while the copy is in flight.
+        self.streams.wait(self.compute, self.done)
+
+
+class Offload:
+    """The offload of one model while it is installed. Calls may come from any thread.
+
+    Args:
+        mode: ``double_buffer``, or ``single_buffer``: each input is fetched when it is needed.
+        budget_bytes: most host memory to pin.
+        min_bytes: smaller inputs stay on the device.
+        streams: makes the streams of a device.
+        tell: called with a line for each fallback.
+
+    Attributes:
+        prefetch: fetch the next input while a layer is recomputed.
         said: the fallbacks, each once, in order.
-        offloaders: one per device that had an input.
     """
 
     def __init__(
@@ -95,35 +154,29 @@ class Offload:
         streams: Callable[[torch.device], HostStreams] = CudaStreams,
         tell: Callable[[str], None] = logger.warning,
     ) -> None:
-        self.mode: Mode = mode
+        self.prefetch = mode == "double_buffer"
         self.said: list[str] = []
-        self.offloaders: dict[torch.device, Offloader] = {}
-        self._budget, self._min_bytes, self._streams, self._tell = budget_bytes, min_bytes, streams, tell
-        self._local = threading.local()
+        self._budget, self._min_bytes, self._tell = budget_bytes, min_bytes, tell
+        self._streams = functools.cache(streams)
+        self._lock, self._local = threading.Lock(), threading.local()
+        self._buffers: dict[int, Tensor] = {}
+        self._holders: dict[int, weakref.ref[SavedInput]] = {}
+        self._most: dict[int, int] = {}
+        self._last: Callable[[], SavedInput | None] = _nothing
+        self._writing: _Copy | None = None
+        self._ahead: _Copy | None = None
 
     @property
     def use(self) -> HostUse:
-        """Return the host memory of all devices."""
-        uses = (offloader.use for offloader in self.offloaders.values())
-        return HostUse(*map(sum, zip(*uses, strict=True)))
+        """Return the host memory in use; nothing is held when no graph is alive."""
+        holders = [holder() for holder in self._holders.values()]
+        held = sum(saved.source.nbytes for saved in holders if saved is not None)
+        return HostUse(held, sum(self._most.values()), sum(map(len, self._buffers.values())))
 
     def say(self, message: str) -> None:
         if message not in self.said:
             self.said.append(message)
             self._tell(f"checkpoint_offload: {message}")
-
-    def offloader(self, device: torch.device) -> Offloader:
-        """Return the offloader of `device`, made when its first input comes."""
-        if device not in self.offloaders:
-            self.offloaders[device] = Offloader(
-                self._streams(device), budget_bytes=self._budget, min_bytes=self._min_bytes,
-                prefetch=self.mode == "double_buffer", say=self.say,
-            )  # fmt: skip
-        return self.offloaders[device]
-
-    def close(self) -> None:
-        for offloader in self.offloaders.values():
-            offloader.close()
 
     @torch.compiler.disable
     def call(self, index: int, keep: bool, inner: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -132,14 +185,14 @@ class Offload:
         inside = getattr(self._local, "inside", False) or not torch.is_grad_enabled()
         if inside or not isinstance(hidden, Tensor) or not hidden.is_floating_point():
             return inner(function, *args, **kwargs)
-        offloader, place = self.offloader(hidden.device), _place(hidden)
+        place = _place(hidden)
 
         def pack(tensor: Tensor) -> Tensor | SavedInput:
             # Masks and positions are shared by all layers: a copy would free nothing.
-            return offloader.pack(index, tensor, keep=keep) if _place(tensor) == place else tensor
+            return self.pack(index, tensor, keep=keep) if _place(tensor) == place else tensor
 
         def unpack(saved: Tensor | SavedInput) -> Tensor:
-            return offloader.unpack(saved) if isinstance(saved, SavedInput) else saved
+            return self.unpack(saved) if isinstance(saved, SavedInput) else saved
 
         # The checkpoint hides the layer's own saved tensors behind hooks of its own; these see only its inputs.
         with saved_tensors_hooks(pack, unpack):
@@ -153,6 +206,139 @@ class Offload:
             return function(*args, **kwargs)
         finally:
             self._local.inside = outside
+
+    def pack(self, index: int, tensor: Tensor, *, keep: bool) -> SavedInput:
+        """Return what autograd keeps of `tensor`, the input of layer `index`; its copy to the host has begun.
+
+        Args:
+            keep: leave it on the device: backward needs it at once.
+
+        Raises:
+            RuntimeError: the input of the layer before was changed in place after it was saved.
+        """
+        with self._lock:
+            # Only now, a layer later, is the input before let go: its copy had the whole layer to finish.
+            self._finish_write()
+            self._drop_ahead()
+            last = self._last()
+            begins = last is None or last.index >= index  # a forward pass
+            saved = SavedInput(index, tensor, self._streams(tensor.device), _nothing if begins else self._last)
+            self._last = weakref.ref(saved)
+            if not keep and tensor.nbytes >= self._min_bytes:
+                if why := self._why_kept(index, tensor) or self._grow(saved):
+                    self.say(f"layer inputs stay on the device: {why}")
+                else:
+                    self._write(saved, tensor)
+            return saved
+
+    def unpack(self, saved: SavedInput) -> Tensor:
+        """Return the input, bit for bit; compute waits for its copy. The copy of the input before it begins.
+
+        Raises:
+            torch.OutOfMemoryError: not even one input fits.
+        """
+        with self._lock:
+            self._finish_write()
+            tensor = self._take(saved) if saved.on_host else saved.source
+            before = saved.before() if self.prefetch else None
+            if before is not None and before.on_host:
+                self._fetch_ahead(before)
+            return tensor
+
+    def close(self) -> None:
+        """Wait for copies in flight, and free buffers and fetched inputs."""
+        with self._lock:
+            self._finish_write()
+            self._drop_ahead()
+            self._buffers.clear()
+
+    def _why_kept(self, index: int, tensor: Tensor) -> str:
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+            return f"one is a {type(tensor).__name__} of layout {tensor.layout}"
+        if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+            return "the strides of one leave gaps or overlap"
+        if tensor.data_ptr() % _ALIGNMENT:
+            return f"one is not aligned to {_ALIGNMENT} bytes, and kernels may sum in another order if it is"
+        # A free buffer may be written at once although a copy out of it is enqueued: one stream has all copies.
+        in_use = self._holders.get(index, _nothing)() is not None
+        return "another graph that is not used yet has their buffer" if in_use else ""
+
+    def _grow(self, saved: SavedInput) -> str:
+        """Give a layer a buffer for its input; return why it cannot be had."""
+        index, nbytes = saved.index, saved.source.nbytes
+        if index in self._buffers and len(self._buffers[index]) >= nbytes:
+            return ""
+        self._buffers.pop(index, None)
+        size = 1 << (nbytes - 1).bit_length()  # what torch's pinned allocator takes for `nbytes`
+        if self.use.pinned + size > self._budget:
+            return f"half of the host memory that was free, {self._budget / GIB:.3g} GiB, is in use"
+        try:
+            self._buffers[index] = saved.streams.host_memory(size)
+        except (RuntimeError, MemoryError) as error:
+            self._budget = self.use.pinned  # not tried again in each layer of each step
+            return f"host memory cannot be pinned ({str(error).partition(chr(10))[0] or type(error).__name__})"
+        return ""
+
+    def _write(self, saved: SavedInput, tensor: Tensor) -> None:
+        host = self._buffers[saved.index][: tensor.nbytes].view(tensor.dtype)
+        saved.source, saved.on_host, saved.written = host.as_strided(tensor.shape, tensor.stride()), True, tensor
+        self._holders[saved.index] = weakref.ref(saved)
+        self._most[saved.index] = max(self._most.get(saved.index, 0), tensor.nbytes)
+        self._writing = self._copy(saved, saved.source, tensor, tensor.data)
+
+    def _finish_write(self) -> None:
+        """Let go of the input whose copy to the host was enqueued last."""
+        copy, self._writing = self._writing, None
+        if copy is None:
+            return
+        copy.release()
+        saved = copy.saved()
+        if saved is None:
+            return
+        written, saved.written = saved.written, None
+        if written is not None and written._version != copy.version:
+            raise RuntimeError(
+                f"the input of a checkpointed layer, {tuple(written.shape)}, was changed in place after it was saved, "
+                "so that its recompute would see another input: set checkpoint_offload='off'"
+            )
+
+    def _take(self, saved: SavedInput) -> Tensor:
+        compute, copy = saved.streams.compute(), self._ahead
+        if copy is not None and copy.saved() is saved and copy.compute == compute:
+            self._ahead = None
+        else:
+            self._drop_ahead()  # of a backward pass that left its order or broke off
+            copy = self._fetch(saved)
+        saved.streams.wait(compute, copy.done)  # read before the copy is done: garbage
+        return copy.memory
+
+    def _fetch_ahead(self, before: SavedInput) -> None:
+        if self._ahead is not None and self._ahead.saved() is before:
+            return
+        self._drop_ahead()
+        try:
+            self._ahead = self._fetch(before)
+        except torch.OutOfMemoryError:
+            self.prefetch = False
+            self.say("a second layer input does not fit on the device: single buffer from here on, without prefetch")
+
+    def _fetch(self, saved: SavedInput) -> _Copy:
+        source = saved.source
+        target = saved.streams.device_memory(source.shape, source.stride(), source.dtype)
+        return self._copy(saved, target, source, target)
+
+    def _copy(self, saved: SavedInput, target: Tensor, source: Tensor, memory: Tensor) -> _Copy:
+        streams, compute = saved.streams, saved.streams.compute()
+        # To the host: the input must be computed before it is copied. Back, slot reuse: what computed with this memory
+        # before must be done before the copy writes to it; the copy to the host is, on the same stream.
+        streams.wait(streams.copier, streams.record(compute))
+        streams.copy(target, source)
+        return _Copy(weakref.ref(saved), memory, streams, compute, streams.record(streams.copier), source._version)
+
+    def _drop_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.release()
+            self._ahead = None
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:

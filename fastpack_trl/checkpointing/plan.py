@@ -11,20 +11,17 @@ from enum import IntEnum
 from itertools import groupby
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from fastpack_trl.checkpointing.offload import Offload, offload_checkpoints
 from fastpack_trl.checkpointing.streams import GIB
 from fastpack_trl.model.changes import patch_attribute
-from fastpack_trl.model.checkpoint_seam import CHECKPOINT, layer_keywords
+from fastpack_trl.model.checkpoint_seam import CHECKPOINT
 from fastpack_trl.model.facts import text_model
-from fastpack_trl.model.upstream import GradientCheckpointingLayer, tree_leaves
+from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
-WORKING_SHARE = 1.5
-"""Share of the activations of one layer that its recompute and backward hold at once, gradients included."""
+WORKING_SHARE = 0.5
+"""Share of what a layer keeps that its backward pass holds in addition: gradients of activations."""
 
 
 class Level(IntEnum):
@@ -60,59 +57,6 @@ def level_function(level: Level) -> Callable[..., Any]:
     return operator.call if level is Level.KEEP else functools.partial(checkpoint, use_reentrant=False)
 
 
-class SavedBytes:
-    """A layer's checkpoint function that counts the distinct storages which the layer keeps for backward.
-
-    Args:
-        known: addresses of storages that are counted already, or no activations; grows.
-        level: of the layer.
-
-    Attributes:
-        total: bytes, without parameters and without what all layers share.
-        like_its_input: whether the layer's result could be its input: one tensor of the same shape.
-    """
-
-    def __init__(self, known: set[int], level: Level = Level.KEEP) -> None:
-        self.total = 0
-        self.like_its_input = True
-        self._known, self._level = known, level
-        self._not_kept: set[int] = set()
-        self._alive: list[Tensor] = []
-
-    def see_parameters(self, layer: nn.Module, _args: Any) -> None:
-        """Leave out the parameters of a layer that FSDP has gathered: a forward pre-hook, which runs after FSDP's."""
-        self._not_kept.update(map(storage_of, layer.parameters()))
-
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        beside = tree_leaves([args[1:], kwargs, layer_keywords(function)])
-        self._not_kept.update(storage_of(tensor) for tensor in beside if isinstance(tensor, Tensor))
-        with saved_tensors_hooks(self.pack, lambda tensor: tensor):
-            out = level_function(self._level)(function, *args, **kwargs)
-        shape = args[0].shape if args and isinstance(args[0], Tensor) else None
-        self.like_its_input = isinstance(out, Tensor) and out.shape == shape
-        return out
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        """Count a tensor; keep it without its graph, which would keep it in turn: no backward breaks that circle."""
-        place = storage_of(tensor)
-        counted = place in self._known or place in self._not_kept
-        if not counted and tensor.layout is torch.strided and tensor.numel():
-            self._known.add(place)
-            self._alive.append(tensor.detach())  # no other tensor gets this address while we count
-            self.total += tensor.untyped_storage().nbytes()
-        return tensor.detach()
-
-
-def storage_of(tensor: Tensor) -> int:
-    """Return the address of the memory of `tensor`."""
-    return place_of(tensor.untyped_storage()) if tensor.layout is torch.strided else id(tensor)
-
-
-def place_of(storage: torch.UntypedStorage) -> int:
-    """Return the address of a storage; of one without memory, as of a tensor on ``meta``, that of its description."""
-    return storage._cdata if storage.device.type == "meta" else storage.data_ptr()
-
-
 @contextmanager
 def layer_functions(
     layers: Sequence[GradientCheckpointingLayer], functions: Sequence[tuple[Callable[..., Any], bool]]
@@ -129,7 +73,7 @@ def layer_functions(
 def layer_levels(
     layers: Sequence[GradientCheckpointingLayer], levels: Sequence[Level], **offload: Any
 ) -> Iterator[Offload | None]:
-    """Put every layer at its level while the context is open; yield the offload where a layer has that level.
+    """Put every layer at its level while the context is open; yield the offload if a layer has that level.
 
     Args:
         layers: all decoder layers, first to last.
@@ -139,13 +83,13 @@ def layer_levels(
     with ExitStack() as stack:
         functions = [(level_function(level), level is not Level.KEEP) for level in levels]
         stack.enter_context(layer_functions(layers, functions))
-        taken = [layer for layer, level in zip(layers, levels, strict=True) if level >= Level.CHECKPOINT]
         if Level.OFFLOAD not in levels:
             yield None
             return
-        # Layers that keep their input on the device ask for the input before theirs ahead of time.
-        kept = sum(level is Level.CHECKPOINT for level in levels)
-        yield stack.enter_context(offload_checkpoints(taken, keep_last=kept, **offload))
+        recomputed = [layer for layer, level in zip(layers, levels, strict=True) if level is not Level.KEEP]
+        # The last recomputed layer keeps its input on the device: while it runs, the input before it is fetched.
+        keep_last = max(1, list(levels).count(Level.CHECKPOINT))
+        yield stack.enter_context(offload_checkpoints(recomputed, keep_last=keep_last, **offload))
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +166,7 @@ class Planner:
     """Makes plans of one model for rows of one size.
 
     Attributes:
+        costs: of the model.
         budget: bytes for what layers keep and for the layer in work.
         tokens: of the largest row.
         longest: tokens of its longest document.
@@ -236,6 +181,9 @@ class Planner:
     def layers(self) -> int:
         return len(self.costs.growth[Level.KEEP])
 
+    def _bytes(self, level: Level, index: int) -> int:
+        return self.costs.growth[level][index].at(self.tokens, self.longest)
+
     def peak_bytes(self, levels: Sequence[Level]) -> int:
         """Return the most that layers hold at once: in backward, what those before keep and what one works on.
 
@@ -245,15 +193,17 @@ class Planner:
         kept = peak = 0.0
         working = self.costs.working.at(self.tokens, self.longest)
         for index, level in enumerate(levels):
-            whole = self.costs.growth[Level.KEEP][index].at(self.tokens, self.longest)
-            kept += self.costs.growth[level][index].at(self.tokens, self.longest)
-            work = max(whole * (WORKING_SHARE - 1), working)
+            whole = self._bytes(Level.KEEP, index)
+            kept += self._bytes(level, index)
+            work = max(whole * WORKING_SHARE, working)
             peak = max(peak, kept + work + (0 if level is Level.KEEP else whole))
+            if levels[index : index + 2] == [Level.OFFLOAD, Level.KEEP]:
+                kept += self._bytes(Level.CHECKPOINT, index)  # stays on the device, see `layer_levels`
         return round(peak)
 
     def plan(self, levels: Sequence[Level]) -> Plan:
         """Return the plan that has these levels."""
-        return Plan(tuple(levels), self.peak_bytes(levels), self.budget)
+        return Plan(tuple(levels), self.peak_bytes(list(levels)), self.budget)
 
     def best(self) -> Plan:
         """Return the plan that keeps the most last layers: others checkpointed; offloaded only if that does not fit.

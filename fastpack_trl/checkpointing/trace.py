@@ -1,30 +1,23 @@
-"""Bytes that each layer keeps at each level, from passes over a few tokens.
+"""Bytes that layers keep for backward, and work with in it, counted in passes over a few tokens.
 
-Most layers of a model differ in their weights only, so a few of them run and stand for all.
+Most layers of a model differ in their weights only, so one of each kind runs and stands for the others.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from fastpack_trl.checkpointing.plan import (
-    Growth,
-    LayerCosts,
-    Level,
-    SavedBytes,
-    layer_functions,
-    level_function,
-    place_of,
-    storage_of,
-)
+from fastpack_trl.checkpointing.plan import Growth, LayerCosts, Level, layer_functions, level_function
 from fastpack_trl.model import facts
 from fastpack_trl.model.changes import isolated_run
+from fastpack_trl.model.checkpoint_seam import layer_keywords
 from fastpack_trl.model.sharded import embeddings_put_in, fsdp_modules, head_sees_last, local
 from fastpack_trl.model.upstream import GradientCheckpointingLayer, TorchDispatchMode, tree_leaves
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
@@ -36,9 +29,8 @@ WORKING_TOKENS = (64, 1024)
 """Two that are far apart: what works most over few tokens, e.g. on weights, need not be what does over many."""
 
 _TOLERANCE = 0.1  # of the bytes that layers of one kind keep: experts differ by who is routed where
-_CANNOT_RUN = (RuntimeError, TypeError, ValueError)
+_CANNOT_RUN = (RuntimeError, TypeError, ValueError, AssertionError)
 
-_Value = TypeVar("_Value")
 DecoderRun = Callable[[int], tuple[Tensor, Tensor]]
 """Runs the decoder on one document of that many tokens: (embeddings, a leaf; hidden states)."""
 
@@ -46,56 +38,72 @@ DecoderRun = Callable[[int], tuple[Tensor, Tensor]]
 def decoder_run(run: Run) -> DecoderRun:
     """Return a function that runs the decoder on one document of so many tokens, as a training step does.
 
-    On several where a table of positions ends before: GPT-2's has 1,024.
+    On several documents if a table of positions ends before: GPT-2's has 1,024.
 
     Under FSDP 2 that is the whole model, with the logits of one token, in all processes at once.
     """
-    model, embedding = facts.backbones(run.model)[0], facts.text_model(run.model).get_input_embeddings()
-    table = facts.token_table(run.model)
-    packed, device, accelerator = run.packs, run.device, run.trainer.accelerator
-    positions = facts.learned_positions(run.model) or 2**62
+    model: Any = run.trainer.model_wrapped if run.is_fsdp2 else facts.backbones(run.model)[0]
+    table, positions = facts.token_table(run.model), facts.learned_positions(run.model) or 2**62
 
     def decode(tokens: int) -> tuple[Tensor, Tensor]:
-        ids = torch.arange(tokens, device=device)[None] % table.num_embeddings
         lengths = [min(positions, tokens - start) for start in range(0, tokens, min(positions, tokens))]
-        batch = PackedBatch.from_lengths(lengths).to(device)
-        kwargs = to_transformers_kwargs(batch) | ({"packed_batch": batch} if packed else {}) | {"use_cache": False}
-        if run.is_fsdp2:
-            leaf = torch.randn(1, tokens, table.embedding_dim, device=device).requires_grad_()
-            with embeddings_put_in(run.model, leaf), head_sees_last(run.model, 1), accelerator.autocast():
-                return leaf, run.trainer.model_wrapped(input_ids=ids, **kwargs).logits
-        leaf = embedding(ids).detach().requires_grad_()
-        with accelerator.autocast():
-            out = model(inputs_embeds=leaf.clone(), **kwargs, **facts.beside_embeddings(run.model, ids))
-        return leaf, out[0]
+        batch = PackedBatch.from_lengths(lengths).to(run.device)
+        kwargs = to_transformers_kwargs(batch) | ({"packed_batch": batch} if run.packs else {}) | {"use_cache": False}
+        ids = torch.arange(tokens, device=run.device)[None] % table.num_embeddings
+        leaf = torch.randn(1, tokens, table.embedding_dim, device=run.device).requires_grad_()
+        with embeddings_put_in(run.model, leaf), head_sees_last(run.model, 1), run.trainer.accelerator.autocast():
+            out = model(input_ids=ids, **kwargs)
+        return leaf, out.logits if run.is_fsdp2 else out[0]
 
     return decode
 
 
-class LiveBytes(TorchDispatchMode):
-    """Follows the bytes of all storages that operators make, from their birth to their death.
+class SavedBytes:
+    """A layer's checkpoint function that runs it unchecked, and counts the distinct storages kept for backward.
 
-    The allocator's own peak would be rounded to blocks: over a few tokens that is more than what a token adds.
+    Args:
+        known: addresses of storages that are counted already, or no activations; grows.
+        layer: its parameters are not counted, also those that FSDP has gathered.
+
+    Attributes:
+        total: bytes kept, without parameters and without what all layers share.
+        inputs: bytes of the layer's input, which is all that a checkpointed layer keeps.
     """
 
-    supports_higher_order_operators = True
+    def __init__(self, known: set[int], layer: nn.Module) -> None:
+        self.total = self.inputs = 0
+        self._known, self._layer = known, layer
+        self._not_kept: set[int] = set()
+        self._alive: list[Tensor] = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        """The most that was alive at once."""
-        self._alive: dict[int, int] = {}
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        shared = tree_leaves([args[1:], kwargs, layer_keywords(function)])
+        self._not_kept.update(storage_of(tensor) for tensor in shared if isinstance(tensor, Tensor))
+        self.inputs = sum(storage.nbytes() for storage in _storages(args[:1]))
+        with saved_tensors_hooks(self.pack, lambda tensor: tensor):
+            return function(*args, **kwargs)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {place_of(storage) for storage in _storages((args, kwargs))}
-        out = func(*args, **(kwargs or {}))
-        for storage in _storages(out):
-            place = place_of(storage)
-            if place not in given and place not in self._alive:
-                self._alive[place] = storage.nbytes()
-                weakref.finalize(storage, self._alive.pop, place)
-        self.peak = max(self.peak, sum(self._alive.values()))
-        return out
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Count a tensor; keep it without its graph, which would keep it in turn: no backward breaks that circle."""
+        if not self._alive:  # only now, inside of the layer, has FSDP gathered them
+            self._not_kept.update(map(storage_of, self._layer.parameters()))
+        place = storage_of(tensor)
+        counted = place in self._known or place in self._not_kept
+        if not counted and tensor.layout is torch.strided and tensor.numel():
+            self._known.add(place)
+            self._alive.append(tensor.detach())  # no other tensor gets this address while we count
+            self.total += tensor.untyped_storage().nbytes()
+        return tensor.detach()
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return the address of the memory of `tensor`."""
+    return _place(tensor.untyped_storage()) if tensor.layout is torch.strided else id(tensor)
+
+
+def _place(storage: torch.UntypedStorage) -> int:
+    """Return the address of a storage; of one without memory, as of a tensor on ``meta``, that of its description."""
+    return storage._cdata if storage.device.type == "meta" else storage.data_ptr()
 
 
 def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
@@ -104,11 +112,36 @@ def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
             yield value.untyped_storage()
 
 
-def kind_of(layer: nn.Module) -> Any:
-    """Return what makes a layer another kind of layer: its modules, their windows, shapes and types of its tensors.
+class LiveBytes(TorchDispatchMode):
+    """Follows the bytes of all storages that operators make, from their birth to their death.
 
-    Whether layers of one kind keep as much, a run says: `Passes.sampled`.
+    The allocator's own peak would be rounded to blocks: over a few tokens that is more than what a token adds.
+
+    Attributes:
+        peak: the most that was alive at once.
     """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._alive: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {_place(storage) for storage in _storages((args, kwargs))}
+        out = func(*args, **(kwargs or {}))
+        for storage in _storages(out):
+            place = _place(storage)
+            if place not in given and place not in self._alive:
+                self._alive[place] = storage.nbytes()
+                weakref.finalize(storage, self._alive.pop, place)
+        self.peak = max(self.peak, sum(self._alive.values()))
+        return out
+
+
+def kind_of(layer: nn.Module) -> Any:
+    """Return what makes a layer another kind of layer: its modules, their windows, shapes and types of its tensors."""
     modules = list(layer.modules())
     attentions = [module for module in modules if hasattr(module, "config") and hasattr(module, "layer_idx")]
     tensors = (*layer.named_parameters(), *layer.named_buffers())
@@ -116,19 +149,7 @@ def kind_of(layer: nn.Module) -> Any:
     return tuple(map(type, modules)), tuple(map(facts.window_of, attentions)), tuple(shapes)
 
 
-def sample_layers(kinds: Sequence[Any]) -> tuple[list[int], list[int]]:
-    """Choose layers that stand for all, the last of each kind: equal kinds do the same on other weights.
-
-    Returns:
-        Indices of those that run, first to last; and for each layer of the model the place in that list of the one that
-        stands for it.
-    """
-    last = {kind: index for index, kind in enumerate(kinds)}
-    taken = sorted(last.values())
-    return taken, [taken.index(last[kind]) for kind in kinds]
-
-
-def _hand_on(function: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _pass_on(_function: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return hidden
 
 
@@ -136,11 +157,11 @@ class Passes:
     """Passes of the decoder on a few tokens.
 
     Args:
-        model: whose parameters and buffers are not activations.
+        model: its parameters and buffers are not activations.
         layers: its decoder layers.
         run: runs the decoder.
-        together: makes a context around passes; an exception leaves it in all processes or in none.
-        kinds: of the layers, of which `sample_layers` run, and the others hand on their input; None: all run.
+        kinds: of the layers: the last layer of each kind runs and stands for the others, which pass their input on.
+            None: all run.
 
     Attributes:
         taken: indices of the layers that run.
@@ -151,88 +172,74 @@ class Passes:
         model: nn.Module,
         layers: Sequence[GradientCheckpointingLayer],
         run: DecoderRun,
-        together: Callable[[], AbstractContextManager[None]] = nullcontext,
         kinds: Sequence[Any] | None = None,
     ) -> None:
-        self._model, self._layers, self._run, self._together = model, layers, run, together
-        indices = list(range(len(layers)))
-        self.taken, self._stands_in = (indices, indices) if kinds is None else sample_layers(kinds)
-        self._storages = {storage_of(local(tensor)) for tensor in (*model.parameters(), *model.buffers())}
+        self._layers, self._run = layers, run
+        kinds = range(len(layers)) if kinds is None else kinds
+        last = {kind: index for index, kind in enumerate(kinds)}
+        self.taken = sorted(last.values())
+        self._stand_ins = [last[kind] for kind in kinds]
+        self._weights = {storage_of(local(tensor)) for tensor in (*model.parameters(), *model.buffers())}
 
-    def sampled(self) -> Passes:
-        """Return the passes that a trace may leave it at: of a few layers, where these keep alone what all keep.
+    def _with(self, functions: Mapping[int, Callable[..., Any]]) -> AbstractContextManager[None]:
+        """Give these checkpoint functions to the layers that run."""
+        count = range(len(self._layers))
+        return layer_functions(self._layers, [(functions.get(index, _pass_on), True) for index in count])
 
-        A model that FSDP 2 has sharded runs all of its layers, whose hooks wait for each other.
-        """
-        few = Passes(self._model, self._layers, self._run, self._together, [kind_of(layer) for layer in self._layers])
-        if few.taken == self.taken or fsdp_modules(self._model):
-            return self
-        whole = self._counted(Level.KEEP, PROBE_TOKENS[0])
-        if all(layer.like_its_input for layer in whole):
-            # Alone, a layer may miss what another one leaves for it.
-            with suppress(*facts.UNREADABLE):
-                alone = few.for_all(few.kept(Level.KEEP, PROBE_TOKENS[0]))
-                if all(abs(a - b.total) <= _TOLERANCE * b.total for a, b in zip(alone, whole, strict=True)):
-                    return few
-        return self
-
-    def for_all(self, per_taken: Sequence[_Value]) -> list[_Value]:
-        """Return a value per layer of the model, of one per layer that runs."""
-        return [per_taken[place] for place in self._stands_in]
-
-    def _with(self, functions: Sequence[Callable[..., Any]]) -> AbstractContextManager[None]:
-        """Give the layers that run these checkpoint functions."""
-        own = dict(zip(self.taken, functions, strict=True))
-        return layer_functions(self._layers, [(own.get(index, _hand_on), True) for index in range(len(self._layers))])
-
-    def _at(self, level: Level) -> AbstractContextManager[None]:
-        return self._with([level_function(level)] * len(self.taken))
-
-    def _counted(self, level: Level, tokens: int) -> list[SavedBytes]:
-        known = set(self._storages)
-        counted = [SavedBytes(known, level) for _ in self.taken]
-        with ExitStack() as stack:
-            stack.enter_context(self._with(counted))
-            for index, function in zip(self.taken, counted, strict=True):
-                stack.callback(self._layers[index].register_forward_pre_hook(function.see_parameters).remove)
+    def saved(self, tokens: int) -> list[SavedBytes]:
+        """Return what each layer of the model keeps for one document."""
+        known = set(self._weights)
+        counters = {index: SavedBytes(known, self._layers[index]) for index in self.taken}
+        with self._with(counters):
             self._run(tokens)
-        return counted
+        return [counters[index] for index in self._stand_ins]
 
-    def kept(self, level: Level, tokens: int) -> list[int]:
-        """Return the bytes that each layer keeps at `level` (`OFFLOAD`: as `CHECKPOINT`) for one document."""
-        return [function.total for function in self._counted(level, tokens)]
+    def growth(self) -> dict[Level, list[Growth]]:
+        """Return what each layer of the model keeps at each level on the device, for documents of any length."""
+        layers = list(zip(*map(self.saved, PROBE_TOKENS), strict=True))
 
-    def growth(self, level: Level) -> list[Growth]:
-        """Return the same for documents of any length."""
-        with self._together():
-            points = [self.kept(level, tokens) for tokens in PROBE_TOKENS]
-        return [Growth.through(list(zip(PROBE_TOKENS, each, strict=True))) for each in zip(*points, strict=True)]
+        def through(sizes: Sequence[int]) -> Growth:
+            return Growth.through(list(zip(PROBE_TOKENS, sizes, strict=True)))
 
-    def working(self, keep: Growth, inputs: Sequence[Growth]) -> Growth:
+        return {
+            Level.KEEP: [through([saved.total for saved in each]) for each in layers],
+            Level.CHECKPOINT: [through([saved.inputs for saved in each]) for each in layers],
+        }
+
+    def working(self, growth: Mapping[Level, Sequence[Growth]]) -> Growth:
         """Return the bytes that a checkpointed pass works with beside all that is kept, gradients of weights apart.
 
         The last layer's backward has them, when all others have what they keep: gradients of activations, and weights
-        that are made for one use. Where even these passes find no memory, none are known.
-
-        Args:
-            keep: growth of the last layer at `KEEP`.
-            inputs: growth of each layer at `CHECKPOINT`.
+        that are made for one use.
         """
-        found = []
+        peaks = []
         for tokens in WORKING_TOKENS:
-            with self._at(Level.CHECKPOINT), LiveBytes() as live:
-                try:
-                    with self._together():
-                        leaf, hidden = self._run(tokens)
-                        torch.autograd.grad(hidden.float().sum(), leaf)
-                except torch.OutOfMemoryError:
-                    return Growth()
+            with self._with(dict.fromkeys(self.taken, level_function(Level.CHECKPOINT))), LiveBytes() as live:
+                leaf, hidden = self._run(tokens)
+                torch.autograd.grad(hidden.float().sum(), leaf)
                 del leaf, hidden
-            kept = sum(inputs[index].at(tokens, tokens) for index in self.taken)
-            found.append(live.peak - kept - keep.at(tokens, tokens))
-        (few, many), (at_few, at_many) = WORKING_TOKENS, found
+            kept = [*(growth[Level.CHECKPOINT][index] for index in self.taken), growth[Level.KEEP][-1]]
+            peaks.append(live.peak - sum(each.at(tokens, tokens) for each in kept))
+        (few, many), (at_few, at_many) = WORKING_TOKENS, peaks
         slope = max(0.0, (at_many - at_few) / (many - few))
         return Growth(max(0.0, at_many - slope * many), slope)
+
+
+def _sampled(model: nn.Module, layers: Sequence[GradientCheckpointingLayer], run: DecoderRun) -> Passes:
+    """Return passes of one layer per kind if these keep alone what all keep in a pass of all, else of all layers.
+
+    A model that FSDP 2 has sharded runs all of its layers, whose hooks wait for each other.
+    """
+    whole = Passes(model, layers, run)
+    few = Passes(model, layers, run, [kind_of(layer) for layer in layers])
+    if few.taken == whole.taken or fsdp_modules(model):
+        return whole
+    every = whole.saved(PROBE_TOKENS[0])
+    with suppress(*facts.UNREADABLE):  # alone, a layer may miss what another one leaves for it
+        alone = few.saved(PROBE_TOKENS[0])
+        if all(abs(a.total - b.total) <= _TOLERANCE * b.total for a, b in zip(alone, every, strict=True)):
+            return few
+    return whole
 
 
 def trace_levels(
@@ -241,33 +248,32 @@ def trace_levels(
     run: DecoderRun,
     *,
     offload: bool = False,
-    ample: Callable[[Sequence[Growth]], bool] = lambda kept: False,
     together: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[LayerCosts, str]:
     """Measure every level on a few tokens, in training mode, unseen by gradients, random states, buffers and hooks.
 
     Args:
-        model, layers, run, together: see `Passes`.
+        model, layers, run: see `Passes`.
         offload: whether layer inputs may go to host memory.
-        ample: returns whether there is so much memory for what `KEEP` keeps that no other level is likely to be needed:
-            then `CHECKPOINT` is measured by its forward pass alone.
+        together: makes a context around passes; an exception leaves it in all processes or in none.
 
     Returns:
         The costs, and why the layers cannot be checkpointed; empty if they can.
     """
     working, failed = Growth(), ""
     with isolated_run(model, training=True):
-        passes = Passes(model, layers, run, together).sampled()
-        keep = passes.for_all(passes.growth(Level.KEEP))
-        growth: dict[Level, Sequence[Growth]] = {Level.KEEP: keep}
+        with together():
+            passes = _sampled(model, layers, run)
+            growth = passes.growth()
         try:
-            inputs = passes.for_all(passes.growth(Level.CHECKPOINT))
-            if not ample(keep):
-                working = passes.working(keep[-1], inputs)
+            with together():
+                working = passes.working(growth)
         except _CANNOT_RUN as error:
+            # Out of memory, in this process or in another, says nothing but that the work is not known.
             failed = f"{type(error).__name__}: {error}"
-        else:
-            growth[Level.CHECKPOINT] = inputs
-            if offload:
-                growth[Level.OFFLOAD] = [Growth()] * len(inputs)
+            failed = "" if "OutOfMemoryError" in failed else failed
+    if failed:
+        del growth[Level.CHECKPOINT]
+    elif offload:
+        growth[Level.OFFLOAD] = [Growth()] * len(layers)
     return LayerCosts(growth, working), failed

@@ -37,20 +37,27 @@ Recorded = dict[str, list[Any]]
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """One call of a layer with a packed training row."""
+    """One call of a layer with a packed training row.
+
+    Attributes:
+        layer: the layer.
+        checkpoint: its `_gradient_checkpointing_func`; None if it is not checkpointed.
+        given: the hidden states that the layer was called with, (1, total_tokens, hidden_size).
+        hidden: the same with a gradient.
+        rest: positional arguments after the hidden states.
+        kwargs: keywords that the layer reads.
+        names: outputs to be recorded inside of the layer.
+        hooks_outside: the hooks of the layer have run already: FSDP 2 has gathered its parameters.
+    """
 
     layer: Any
     checkpoint: Any
-    """The layer's `_gradient_checkpointing_func`; None where it is not checkpointed."""
+    given: Tensor
     hidden: Tensor
-    """(1, total_tokens, hidden_size), with a gradient."""
     rest: tuple[Any, ...]
-    """Positional arguments after the hidden states."""
     kwargs: dict[str, Any]
     names: tuple[str, ...]
-    """Outputs to be recorded inside of the layer."""
     hooks_outside: bool = False
-    """The hooks of the layer have run when this is called: FSDP 2 has gathered its parameters."""
 
     @property
     def place(self) -> str:
@@ -62,18 +69,13 @@ class LayerCall:
             return "alone"
         return "outside" if is_plain(self.checkpoint) and not self.names and not hooks_active() else "inside"
 
-    def eagerly(self, hidden: Tensor) -> Any:
-        """Run the layer as it is, under torch's checkpoint."""
-        forward = partial(_forward_of(self, checkpointed=True), self.layer, **self.kwargs)
-        return _not_compiled(forward, hidden, *self.rest)
-
     def for_trial(self) -> LayerCall:
         """Return the call for a trial, under torch's checkpoint: an offloading one counts the layers that it sees."""
-        return replace(self, checkpoint=partial(_not_compiled)) if self.place == "inside" else self
+        return replace(self, checkpoint=_plain_checkpoint) if self.place == "inside" else self
 
 
 class CompiledLayer:
-    """The two functions that `torch.compile` makes of the layers of one kind.
+    """The two compiled functions for the layers of one kind: with their checkpoint and without.
 
     Args:
         name: of the code objects, seen in torch's logs.
@@ -91,26 +93,34 @@ class CompiledLayer:
         self._traced: set[str] = set()
 
     def __call__(self, call: LayerCall, hidden: Tensor) -> tuple[Any, Recorded]:
-        """Run `call` with other hidden states; the layer's output, and what was recorded."""
+        """Run `call` with other hidden states; return the layer's output, and what was recorded."""
         _mark_dynamic(hidden, call.kwargs)
-        place = call.place
-        if place not in self._traced:
-            self._traced.add(place)
+        if call.place not in self._traced:
+            self._traced.add(call.place)
             _mark_constant(call, hidden)
-        forward = _forward_of(call, checkpointed=place != "alone")
-        around = call.checkpoint if place == "outside" else None
-        compiled = self._layer if around is None else self._with_checkpoint
-        run = partial(compiled, call.names, around, forward, call.layer, rest=call.rest, kwargs=call.kwargs)
-        return call.checkpoint(run, hidden) if place == "inside" else run(hidden)
+        return _run_at_place(call, hidden, self._layer, self._with_checkpoint)
+
+
+def run_eagerly(call: LayerCall, hidden: Tensor) -> tuple[Any, Recorded]:
+    """Run what a `CompiledLayer` runs, uncompiled."""
+    return _run_at_place(call, hidden, _run, _run)
+
+
+def _run_at_place(call: LayerCall, hidden: Tensor, run_layer: Any, run_with_checkpoint: Any) -> tuple[Any, Recorded]:
+    place = call.place
+    forward = _forward_of(call, checkpointed=place != "alone")
+    function, checkpoint = (run_with_checkpoint, call.checkpoint) if place == "outside" else (run_layer, None)
+    run = partial(function, call.names, checkpoint, forward, call.layer, rest=call.rest, kwargs=call.kwargs)
+    return call.checkpoint(run, hidden) if place == "inside" else run(hidden)
 
 
 def packed_call(
     layer: Any, checkpoint: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, hooks_outside: bool = False
 ) -> LayerCall | None:
-    """Return the call of a layer as one that may be compiled; None where the layer runs as it is.
+    """Return the call of a layer as one that may be compiled; None if the layer must run as it is.
 
-    That is: without a packed row, in evaluation, without gradients, where attention is one kernel per document (which
-    no graph can hold), or where something else than router logits is recorded inside.
+    It must without a packed row, in evaluation, without gradients, if attention is one kernel per document (which no
+    graph can hold), or if anything but router logits is recorded inside.
     """
     packed, hidden = kwargs.get("packed_layer"), args[0] if args else None
     if packed is None or not layer.training or not torch.is_grad_enabled():
@@ -118,21 +128,21 @@ def packed_call(
     # Sizes 0 and 1 are compiled as constants: a graph of their own for a row of one token.
     if not isinstance(hidden, Tensor) or hidden.dim() != 3 or hidden.shape[1] < 2:
         return None
-    asked = _recorder.get() if _recorder is not None else None
-    names = tuple(asked or ())
+    names = tuple((_recorder.get() if _recorder is not None else None) or ())
     if getattr(packed, "calls_per_document", False) or not _RECORDED.issuperset(names):
         return None
+    given = hidden
     if not hidden.requires_grad:
         if not any(parameter.requires_grad for parameter in layer.parameters()):
             return None  # nothing of it is trained and nothing before it: there is no backward to compile for
         # The first layer over frozen embeddings would need a graph of its own otherwise.
         hidden = hidden.detach().requires_grad_()
     read = {name: value for name, value in kwargs.items() if name not in _UNREAD}
-    return LayerCall(layer, checkpoint, hidden, args[1:], read, names, hooks_outside)
+    return LayerCall(layer, checkpoint, given, hidden, args[1:], read, names, hooks_outside)
 
 
 def hand_over(recorded: Recorded) -> None:
-    """Give what a compiled layer recorded to the model's caller."""
+    """Append what a compiled layer recorded to the outputs of the model."""
     for name, values in recorded.items():
         _recorder.get()[name].extend(values)
 
@@ -208,7 +218,7 @@ def _run(
     return out, recorded
 
 
-def _not_compiled(function: Any, *args: Any) -> Any:
+def _plain_checkpoint(function: Any, *args: Any) -> Any:
     return torch_checkpoint(function, *args, use_reentrant=False)
 
 

@@ -1,14 +1,12 @@
-"""Decoder layers of one kind: compiled on their first packed row, if the steps that are left pay for it."""
+"""Decoder layers of one kind: compiled at their first packed row if that pays back over the remaining steps."""
 
 from __future__ import annotations
 
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,41 +20,101 @@ from fastpack_trl.compile.graph import (
     hand_over,
     hooks_active,
     nothing_recorded,
-    packed_call,
+    run_eagerly,
     tensors_in,
 )
 from fastpack_trl.errors import close_frames, first_cause
 from fastpack_trl.measure.failures import FAILURES
 from fastpack_trl.measure.payback import StartUpCost, StepsLeft
-from fastpack_trl.measure.timing import Clock, clock_of, timed
+from fastpack_trl.measure.timing import clock_of, timed
 from fastpack_trl.model.changes import restore_buffers
 from fastpack_trl.model.checkpoint_seam import is_reentrant
+from fastpack_trl.model.hooks import HookWatch
 
 logger = logging.getLogger(__name__)
 
 LayerRun = Callable[..., Any]
-"""Hidden states, (1, total_tokens, hidden_size), to the output of a layer."""
+"""Maps hidden states, (1, total_tokens, hidden_size), to the output of a layer."""
 
 COMPILE_SECONDS = 8.0
-"""Seconds that compiling one kind of layer takes: 7 to 9 on an H200 for dense layers, 10 and 6 for those of gpt-oss."""
+"""Seconds to compile one kind of layer: 7 to 9 on an H200 for dense layers, 10 and 6 for those of gpt-oss."""
 SAVED = 0.3
 """Share of an eager layer step that compiling saves: 0.2 to 0.42 there. In 71 comparisons it was never slower."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What the kinds of one model share; see `compiled_layers`."""
+class CompiledLayers:
+    """The compiled layers of one model, as `compiled_layers` yields them; its arguments are documented there.
 
-    backend: str | Callable[..., Any]
-    left: Callable[[], StepsLeft] | None
-    early: Callable[[], bool] | None
-    hooks_outside: bool
-    on_change: Callable[[], None]
-    verbose: bool
+    A layer with a user's hook runs eagerly while the hook is there: torch would bake the hooks of the first layer into
+    the graph that all layers of a kind share, and its guards ignore hooks that are added later.
 
-    def say(self, text: str, end: str = "\n") -> None:
+    Attributes:
+        kinds: one `LayerKind` per kind of decoder layer.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[nn.Module, str],
+        backend: str | Callable[..., Any],
+        left: Callable[[], StepsLeft] | None,
+        early: Callable[[], bool] | None,
+        on_change: Callable[[CompiledLayers], None] | None,
+        verbose: bool,
+    ) -> None:
+        self.kinds: list[LayerKind] = []
+        self.backend, self.left, self.early, self.verbose = backend, left, early, verbose
+        self._watches = {layer: HookWatch(layer, name) for layer, name in names.items()}
+        self._on_change = on_change
+        self._warned: set[str] = set()
+
+    def changed(self) -> None:
+        """Report that a kind was decided, or that a layer got its first hook or lost its last."""
+        if self._on_change is not None:
+            self._on_change(self)
+
+    def print(self, text: str, end: str = "\n") -> None:
+        """Print progress to stderr, if verbose."""
         if self.verbose:
             print(text, end=end, file=sys.stderr, flush=True)
+
+    def is_hooked(self, layer: nn.Module) -> bool:
+        """Return whether a user's hook reaches into a layer; checked before each call of it."""
+        watch = self._watches[layer]
+        before, hook = watch.found, watch.look()
+        if hook != before:
+            what = hook.partition(" on ")[0]
+            if what and what not in self._warned:
+                self._warned.add(what)
+                logger.warning(
+                    f"layer_compile: {hook}: layers that it reaches run eager while it is there; remove it to have "
+                    "them compiled, or set layer_compile='off'"
+                )
+            self.changed()
+        return bool(hook)
+
+    @property
+    def path(self) -> str:
+        """Return the paths in use, e.g. ``inductor`` or ``eager, inductor``."""
+        paths = {"eager" if self._watches[layer].found else kind.path for kind in self.kinds for layer in kind.members}
+        return ", ".join(sorted(paths))
+
+    @property
+    def unpaid(self) -> bool:
+        """Return whether nothing is compiled because too few steps are left."""
+        return bool(self.kinds) and all(kind.unpaid for kind in self.kinds)
+
+    @property
+    def reason(self) -> str:
+        """Return what each kind does and why."""
+        reasons = [kind.reason for kind in self.kinds if kind.reason]
+        compiled = (layer for kind in self.kinds if kind.path != "eager" for layer in kind.members)
+        hooks = [hook for layer in compiled if (hook := self._watches[layer].found)]
+        if hooks:
+            layers = "1 layer runs" if len(hooks) == 1 else f"{len(hooks)} layers run"
+            reasons.append(f"{layers} eager for {hooks[0]}: remove it to have them compiled")
+        later = ", after the first step" if self.early is not None else ""
+        pending = sorted({kind.name for kind in self.kinds if kind.path == "pending"})
+        return "; ".join([*reasons, *(f"{name} is compiled at its first packed row{later}" for name in pending)])
 
 
 class LayerKind:
@@ -66,12 +124,12 @@ class LayerKind:
         name: the class, e.g. ``LlamaDecoderLayer``.
         members: the layers.
         path: ``pending`` until the first packed row, then ``inductor`` (or the name of another backend) or ``eager``.
-        reason: how long it took, or why it is not compiled.
+        reason: how long compiling took, or why the layers are not compiled.
         seconds: of the first forward and backward of each graph, compilation included; 0 before.
-        unpaid: it is not compiled because too few steps are left.
+        unpaid: not compiled because too few steps are left.
     """
 
-    def __init__(self, layers: list[nn.Module], options: Options) -> None:
+    def __init__(self, layers: list[nn.Module], handle: CompiledLayers) -> None:
         import torch._dynamo.exc as exc  # takes a second to load: only where layers are compiled
 
         self.name = type(layers[0]).__name__
@@ -80,79 +138,57 @@ class LayerKind:
         self.reason = ""
         self.seconds = 0.0
         self.unpaid = False
-        self._options = options
+        self._handle = handle
         self._tried: set[str] = set()
         self._graph: CompiledLayer | None = None
         self._compile_errors = (exc.TorchDynamoException, exc.FailOnRecompileLimitHit, OSError)
 
-    def run(self, layer: Any, checkpoint: Any, stock: LayerRun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one layer of this kind.
-
-        Args:
-            layer: the layer.
-            checkpoint: its `_gradient_checkpointing_func`; None where it is not checkpointed.
-            stock: the layer as it is; called with the hidden states.
-            args, kwargs: of the layer.
-        """
-        call = packed_call(layer, checkpoint, args, kwargs, hooks_outside=self._options.hooks_outside)
-        if call is None:
-            return stock(*args[:1])
+    def run(self, call: LayerCall, eager: LayerRun) -> Any:
+        """Run one layer of this kind; `eager` runs it as it is, on given hidden states."""
         place = call.place
         if place not in self._tried:
-            if self._options.early is not None and self._options.early():
-                return stock(args[0])
+            if self._handle.early is not None and self._handle.early():
+                return eager(call.given)
             self._tried.add(place)
-            self._decide(call, stock)
+            self._decide(call)
             if self.path == "eager":
-                return stock(args[0])
+                return eager(call.given)
         try:
             output, records = self._compiled(call, call.hidden)
         except self._compile_errors as error:
             # Raised while a new shape or type was compiled, before anything ran.
             close_frames(error)
             self._give_up(error)
-            return stock(args[0])
+            return eager(call.given)
         hand_over(records)
         return output
 
     def _compiled(self, call: LayerCall, hidden: Tensor) -> tuple[Any, Recorded]:
         if self._graph is None:  # only now: `torch.compile` itself fails where Inductor's cache cannot be written
-            self._graph = CompiledLayer(self.name, self._options.backend)
+            self._graph = CompiledLayer(self.name, self._handle.backend)
         return self._graph(call, hidden)
 
-    def _decide(self, call: LayerCall, stock: LayerRun) -> None:
+    def _decide(self, call: LayerCall) -> None:
         """Compile forward and backward on a copy of the layer's input, before anything depends on them."""
         if is_reentrant(call.checkpoint):
             self._give_up("reentrant checkpointing: set gradient_checkpointing_kwargs={'use_reentrant': False}")
             return
-        trial = call.for_trial()
-        with self._beside_the_run(call):
-            if self.path != "pending" or self._pays(stock if trial is call else trial.eagerly, call):
-                self._compile(partial(self._compiled, trial), call)
-        self._options.on_change()
+        with _isolated(call):
+            trial = call.for_trial()
+            if self.path != "pending" or self._pays(trial):
+                self._compile(trial)
+        self._handle.changed()
 
-    @contextmanager
-    def _beside_the_run(self, call: LayerCall) -> Iterator[None]:
-        """Restore random state and buffers afterwards; nothing is recorded, no saved-tensor hook sees a tensor."""
-        device = call.hidden.device
-        with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-            stack.enter_context(restore_buffers(call.layer))
-            stack.enter_context(nothing_recorded())
-            if hooks_active():
-                stack.enter_context(saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
-            yield
-
-    def _pays(self, eager: LayerRun, call: LayerCall) -> bool:
-        """Return whether the steps that are left pay for compiling, by one eager layer step; the report says if not."""
-        if self._options.left is None:
+    def _pays(self, call: LayerCall) -> bool:
+        """Return whether the remaining steps pay for compiling, by one timed eager layer step."""
+        if self._handle.left is None:
             return True
         try:
-            seconds = [timed(partial(_differentiate, eager, call), _clock(call))[1] for _ in range(2)][-1]
+            seconds = [_timed_step(run_eagerly, call) for _ in range(2)][-1]
         except FAILURES as error:  # the compiled step will tell
             close_frames(error)
             return True
-        left = self._options.left()
+        left = self._handle.left()
         cost = StartUpCost(COMPILE_SECONDS, SAVED * seconds * len(self.members) * left.rows)
         if cost.pays(left.steps):
             return True
@@ -162,55 +198,71 @@ class LayerKind:
             f"pay from {math.ceil(cost.steps):,} on; eager {1000 * seconds:.2f} ms per layer and row of "
             f"{call.hidden.shape[1]:,} tokens"
         )
-        self._options.say(f"layer_compile: {self.reason}")
+        self._handle.print(f"layer_compile: {self.reason}")
         return False
 
-    def _compile(self, compiled: LayerRun, call: LayerCall) -> None:
-        options = self._options
-        options.say(f"layer_compile: compiling {self.name} ...", end=" ")
+    def _compile(self, call: LayerCall) -> None:
+        handle = self._handle
+        handle.print(f"layer_compile: compiling {self.name} ...", end=" ")
         try:
-            _, seconds = timed(partial(_differentiate, compiled, call), _clock(call))
+            seconds = _timed_step(self._compiled, call)
         except FAILURES + self._compile_errors as error:
             close_frames(error)
-            options.say("failed")
+            handle.print("failed")
             self._give_up(error)
             return
         except BaseException:
-            options.say("stopped")
+            handle.print("stopped")
             raise
-        options.say(f"{seconds:.1f} s")
+        handle.print(f"{seconds:.1f} s")
         self.seconds += seconds
-        self.path = options.backend if isinstance(options.backend, str) else "compiled"
+        self.path = handle.backend if isinstance(handle.backend, str) else "compiled"
         self.reason = f"{self.name} x {len(self.members)} compiled in {self.seconds:.1f} s"
 
     def _give_up(self, error: BaseException | str) -> None:
         self.path = "eager"
-        said = error if isinstance(error, str) else f"{type(error).__name__}: {_first_lines(error)}"
-        self.reason = f"{self.name} x {len(self.members)} not compiled: {said}"
+        why = error if isinstance(error, str) else f"{type(error).__name__}: {_first_lines(error)}"
+        self.reason = f"{self.name} x {len(self.members)} not compiled: {why}"
         logger.warning(f"layer_compile: {self.reason}; layer_compile='off' spares the attempt")
-        self._options.on_change()
+        self._handle.changed()
 
 
 def _first_lines(error: BaseException) -> str:
-    """Return what an error says first; the compiler's errors have the cause below a heading and a command."""
+    """Return the cause of an error; the compiler's errors have it below a heading and a command."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     causes = [line for line in lines[1:] if "rror" in line and "TORCHDYNAMO" not in line]
-    said = " ".join([*lines[:1], *(causes or [line for line in lines[1:2] if "TORCHDYNAMO" not in line])[:1]])[:300]
-    if isinstance(first_cause(error), OSError) or "[Errno" in said:
-        said += "; set TORCHINDUCTOR_CACHE_DIR to a folder with room that can be written"
-    return said
+    told = " ".join([*lines[:1], *(causes or [line for line in lines[1:2] if "TORCHDYNAMO" not in line])[:1]])[:300]
+    if isinstance(first_cause(error), OSError) or "[Errno" in told:
+        told += "; set TORCHINDUCTOR_CACHE_DIR to a folder with room that can be written"
+    return told
 
 
-def _clock(call: LayerCall) -> Clock:
-    return clock_of(call.hidden.device.type, call.hidden.device)
+@contextmanager
+def _isolated(call: LayerCall) -> Iterator[None]:
+    """Restore random state and buffers afterwards; nothing is recorded, no saved-tensor hook sees a tensor."""
+    device = call.hidden.device
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        stack.enter_context(restore_buffers(call.layer))
+        stack.enter_context(nothing_recorded())
+        if hooks_active():
+            stack.enter_context(saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
+        yield
 
 
-def _differentiate(run: LayerRun, call: LayerCall) -> None:
-    """Run forward and backward. The gradients go to nobody: no ``.grad``, no hook of a reducer or of the user."""
-    hidden = call.hidden.detach().requires_grad_()
-    roots = [tensor for tensor in tensors_in(run(hidden)) if tensor.requires_grad]
-    ones = [torch.ones_like(tensor) for tensor in roots]
-    torch.autograd.grad(roots, [hidden, *_trained(call.layer)], ones, allow_unused=True)
+def _timed_step(run: Callable[[LayerCall, Tensor], Any], call: LayerCall) -> float:
+    """Return the seconds of forward and backward.
+
+    The gradients go to nobody: no ``.grad``, no hook of a reducer or of the user.
+    """
+
+    def differentiate() -> None:
+        hidden = call.hidden.detach().requires_grad_()
+        roots = [tensor for tensor in tensors_in(run(call, hidden)) if tensor.requires_grad]
+        ones = [torch.ones_like(tensor) for tensor in roots]
+        torch.autograd.grad(roots, [hidden, *_trained(call.layer)], ones, allow_unused=True)
+
+    return timed(differentiate, clock_of(call.hidden.device.type, call.hidden.device))[1]
 
 
 def _trained(layer: nn.Module) -> Iterator[Tensor]:

@@ -19,14 +19,14 @@ outside of the compiled function: there the layer gets a ``forward`` of its own 
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from fastpack_trl.compile.kind import LayerKind, LayerRun, Options
+from fastpack_trl.compile.graph import packed_call
+from fastpack_trl.compile.kind import CompiledLayers, LayerKind, LayerRun
 from fastpack_trl.measure.payback import StepsLeft
 from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.checkpoint_seam import (
@@ -37,81 +37,7 @@ from fastpack_trl.model.checkpoint_seam import (
     stock_checkpoint,
 )
 from fastpack_trl.model.facts import attention_modules, mixers, text_model, window_of
-from fastpack_trl.model.hooks import HookWatch
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
-
-logger = logging.getLogger(__name__)
-
-
-class CompiledLayers:
-    """The compiled layers of one model, as `compiled_layers` yields them.
-
-    A layer with a hook of the user runs as it is while the hook is there: torch would bake the hooks of the first layer
-    into the graph that all layers of a kind share, and see none that comes later: its guards leave hooks out.
-
-    Attributes:
-        kinds: one `LayerKind` per kind of decoder layer, with its path, its reason and the seconds of compilation.
-        waits: what has to pass before any kind is decided, as `reason` says it.
-    """
-
-    def __init__(
-        self, names: Mapping[nn.Module, str], on_change: Callable[[CompiledLayers], None] | None, waits: str
-    ) -> None:
-        self.kinds: list[LayerKind] = []
-        self.waits = waits
-        self._watches = {layer: HookWatch(layer, name) for layer, name in names.items()}
-        self._on_change = on_change
-        self._said: set[str] = set()
-
-    def changed(self) -> None:
-        """Say that a kind was decided, or that a layer got its first hook or lost its last."""
-        if self._on_change is not None:
-            self._on_change(self)
-
-    def is_hooked(self, layer: nn.Module) -> bool:
-        """Return whether a hook of the user reaches into a layer: asked before each call of it."""
-        watch = self._watches[layer]
-        before, found = watch.found, watch.look()
-        if found != before:
-            what = found.partition(" on ")[0]
-            if what and what not in self._said:
-                self._said.add(what)
-                logger.warning(
-                    f"layer_compile: {found}: layers that it reaches run eager while it is there; remove it to have "
-                    "them compiled, or set layer_compile='off'"
-                )
-            self.changed()
-        return bool(found)
-
-    @property
-    def path(self) -> str:
-        """Return the paths in use, e.g. ``inductor`` or ``eager, inductor``."""
-        paths = {kind.path for kind in self.kinds if kind.path == "eager" or not all(self._found(kind))}
-        return ", ".join(sorted(paths | ({"eager"} if self._hooked() else set())))
-
-    @property
-    def unpaid(self) -> bool:
-        """Return whether nothing is compiled because too few steps are left."""
-        return bool(self.kinds) and all(kind.unpaid for kind in self.kinds)
-
-    @property
-    def reason(self) -> str:
-        """Return what each kind does and why."""
-        waiting = sorted({kind.name for kind in self.kinds if kind.path == "pending"})
-        said = [kind.reason for kind in self.kinds if kind.reason]
-        found = self._hooked()
-        if found:
-            layers = "1 layer runs" if len(found) == 1 else f"{len(found)} layers run"
-            said.append(f"{layers} eager for {found[0]}: remove it to have them compiled")
-        return "; ".join([*said, *(f"{name} is compiled at its first packed row{self.waits}" for name in waiting)])
-
-    def _found(self, kind: LayerKind) -> list[str]:
-        """Return the hook that each layer had when it ran last; empty for none."""
-        return [self._watches[layer].found for layer in kind.members]
-
-    def _hooked(self) -> list[str]:
-        """Return the hook of each layer that would be compiled without it."""
-        return [found for kind in self.kinds if kind.path != "eager" for found in self._found(kind) if found]
 
 
 @contextlib.contextmanager
@@ -160,16 +86,12 @@ def compiled_layers(
     if not layers:
         raise ValueError(f"{type(model).__name__} has no decoder layers with packed attention: set layer_compile='off'")
     names = {module: name for name, module in model.named_modules() if module in layers}
-    handle = CompiledLayers(names, on_change, ", after the first step" if early is not None else "")
-    options = Options(
-        backend=_backend, left=left, early=early, hooks_outside=hooks_outside,
-        on_change=handle.changed, verbose=verbose,
-    )  # fmt: skip
+    handle = CompiledLayers(names, _backend, left, early, on_change, verbose)
     groups: dict[Any, list[nn.Module]] = {}
     for layer in layers:
         if layer._compiled_call_impl is None:  # else somebody compiled it already
             groups.setdefault(_structure(layer), []).append(layer)
-    handle.kinds = [LayerKind(group, options) for group in groups.values()]
+    handle.kinds = [LayerKind(group, handle) for group in groups.values()]
     with contextlib.ExitStack() as stack:
         # Else torch 2.11 takes a parameter for unchanged while its module has the same one: unfrozen after a graph was
         # traced, it would get no gradient for the rest of the run.
@@ -237,7 +159,8 @@ class _Call:
         checkpoint = stock_checkpoint(self._layer)
         return self._run(checkpoint, lambda *hidden: inner(function, *hidden, *args[1:]), args, keywords)
 
-    def _run(self, checkpoint: Any, stock: LayerRun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._kind.path == "eager" or self._layers.is_hooked(self._layer):
-            return stock(*args[:1])
-        return self._kind.run(self._layer, checkpoint, stock, args, kwargs)
+    def _run(self, checkpoint: Any, eager: LayerRun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = None
+        if self._kind.path != "eager" and not self._layers.is_hooked(self._layer):
+            call = packed_call(self._layer, checkpoint, args, kwargs, hooks_outside=self._hooks_outside)
+        return eager(*args[:1]) if call is None else self._kind.run(call, eager)

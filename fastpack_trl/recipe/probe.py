@@ -74,11 +74,10 @@ def layer_costs(
         stack.enter_context(mode)
         layers = checkpointable_layers(model)
         passes = Passes(model, layers, decode, kinds=[kind_of(layer) for layer in layers])
-        keep, inputs = (passes.for_all(passes.growth(level)) for level in (Level.KEEP, Level.CHECKPOINT))
-        working = passes.working(keep[-1], inputs)
-    growth = {Level.KEEP: keep, Level.CHECKPOINT: inputs, Level.OFFLOAD: [Growth()] * len(inputs)}
+        growth = passes.growth()
+        working = passes.working(growth)
     working = Growth(working.constant + transient, working.per_token, working.per_pair)
-    return LayerCosts(growth, working)
+    return LayerCosts(growth | {Level.OFFLOAD: [Growth()] * len(layers)}, working)
 
 
 def _made_fake(model: nn.Module, mode: Any) -> None:

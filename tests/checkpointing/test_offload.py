@@ -22,13 +22,8 @@ from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl import AsyncCheckpointCallback, FastSFTConfig, FastSFTTrainer
 from fastpack_trl.checkpointing import checkpoint_offload as feature
-from fastpack_trl.checkpointing.offload import (
-    Offload,
-    checkpointed_layers,
-    offload_conflict,
-    offload_unavailable,
-    why_not_offloadable,
-)
+from fastpack_trl.checkpointing.checkpoint_offload import offload_conflict
+from fastpack_trl.checkpointing.offload import Offload, checkpointed_layers, why_not_offloadable
 from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.testing import gradients, tiny_model
 
@@ -51,15 +46,6 @@ def compare(model: nn.Module, run: Callable[..., Result] = step, *args: Any, **o
     return offload
 
 
-@pytest.mark.parametrize("mode", ["double_buffer", "single_buffer"])
-@pytest.mark.parametrize(
-    ("family", "lora"), [("llama", False), ("qwen3", True), ("gpt_oss", False), ("qwen3_moe", False)]
-)
-def test_loss_and_gradients_are_bit_equal(family: str, lora: bool, mode: str) -> None:
-    offload = compare(make(family, lora=lora), mode=mode)
-    assert offload.use.most_held == (LAYERS - 1) * BYTES
-
-
 def selective() -> Any:
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
     from trl.models.selective_activation_checkpointing import _aten_attention_ops, _build_policy_fn
@@ -74,8 +60,11 @@ def four_bit() -> Any:
 
 
 KINDS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: make("llama"),
+    "lora": lambda: make("qwen3", lora=True),
+    "sinks and windows": lambda: make("gpt_oss"),
+    "experts": lambda: make("qwen3_moe"),
     "bfloat16": lambda: make("llama").to(torch.bfloat16),
-    "float64": lambda: make("llama").to(torch.float64),
     "four bits": four_bit,
     "every second layer": lambda: make("llama", every_n_layers=2),
     "selective": lambda: make("llama", context_fn=selective()),
@@ -84,14 +73,17 @@ KINDS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.parametrize("mode", ["double_buffer", "single_buffer"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_inputs_of_any_dtype_and_any_non_reentrant_checkpointing_are_bit_equal(kind: str) -> None:
-    assert compare(KINDS[kind](), keep_last=0).use.most_held
-
-
-def test_inputs_below_the_threshold_stay_on_the_device() -> None:
-    for least, moved in ((BYTES + 1, 0), (BYTES, LAYERS - 1)):
-        assert compare(make("llama"), min_bytes=least).use.most_held == moved * BYTES
+def test_loss_and_gradients_are_bit_equal(kind: str, mode: str) -> None:
+    """Of any family, dtype and non-reentrant checkpointing; smaller inputs than the least stay on the device."""
+    model = KINDS[kind]()
+    for keep in (0, 1):
+        use = compare(model, mode=mode, keep_last=keep).use
+        assert use.most_held
+        if kind in ("llama", "lora", "experts", "selective"):
+            assert use.most_held == (LAYERS - keep) * BYTES
+            assert compare(model, mode=mode, min_bytes=BYTES + 1).use.most_held == 0
 
 
 def test_dropout_sees_the_same_random_numbers() -> None:
@@ -102,19 +94,37 @@ def test_dropout_sees_the_same_random_numbers() -> None:
         return step(model)
 
     assert compare(model, seeded, 5, keep_last=0).use.most_held
-    assert not compare(model, seeded, 5, keep_last=LAYERS).use.most_held
     assert not torch.equal(seeded(model, 6)[0][0], seeded(model, 5)[0][0]), "the dropout draws nothing"
 
 
-def test_a_retained_graph_is_read_again() -> None:
-    def twice(model: nn.Module) -> Result:
-        model.zero_grad()
-        loss = loss_of(model)
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return [loss.detach()], gradients(model)
+def retained(model: nn.Module) -> Result:
+    loss = loss_of(model)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return [loss.detach()], gradients(model)
 
-    assert compare(make("llama"), twice).use.most_held
+
+def nested(model: nn.Module) -> Result:
+    """A checkpoint around the model, whose recompute is a second graph."""
+    loss = checkpoint(loss_of, model, 0, use_reentrant=False)
+    loss.backward()
+    return [loss.detach()], gradients(model)
+
+
+@pytest.mark.parametrize("run", [retained, nested])
+def test_a_retained_graph_and_checkpoints_around_and_inside_of_a_layer(run: Callable[..., Result]) -> None:
+    model = make("llama")
+    original = model.model.layers[1].mlp.forward
+    model.model.layers[1].mlp.forward = lambda x: checkpoint(original, x, use_reentrant=False)
+
+    def from_zero(model: nn.Module) -> Result:
+        model.zero_grad()
+        return run(model)
+
+    stock = from_zero(model)
+    with offloaded(model) as offload:
+        assert_same(from_zero(model), stock)
+        assert offload.use[:2] == (0, (LAYERS - 1) * BYTES)
 
 
 def test_an_older_graph_may_be_differentiated_later_and_one_not_at_all() -> None:
@@ -133,41 +143,6 @@ def test_an_older_graph_may_be_differentiated_later_and_one_not_at_all() -> None
             torch.testing.assert_close(gradient, stock[1][name], rtol=1e-5, atol=1e-7)  # another order of the sum
 
 
-def test_a_checkpoint_around_and_inside_of_a_layer() -> None:
-    model = make("llama")
-    inner = model.model.layers[1].mlp
-    original = inner.forward
-    inner.forward = lambda x: checkpoint(original, x, use_reentrant=False)
-
-    def nested(model: nn.Module) -> Result:
-        model.zero_grad()
-        loss = checkpoint(loss_of, model, 0, use_reentrant=False)
-        loss.backward()
-        return [loss.detach()], gradients(model)
-
-    stock = nested(model)
-    with offloaded(model) as offload:  # the recompute of the whole model is a second graph
-        assert_same(nested(model), stock)
-        assert offload.use.most_held == (LAYERS - 1) * BYTES
-        assert offload.use.held == 0
-
-
-def test_several_models_in_one_process() -> None:
-    models = nn.ModuleList([make("llama"), make("qwen3", lora=True)])
-
-    def both(models: Any) -> Result:
-        models.zero_grad()
-        losses = [loss_of(model) for model in models]
-        (losses[0] + losses[1]).backward()
-        return [loss.detach() for loss in losses], gradients(models)
-
-    stock = both(models)
-    with offloaded(models[0]) as first, offloaded(models[1], "single_buffer") as second:
-        assert_same(both(models), stock)
-        assert first.use.most_held
-        assert second.use.most_held
-
-
 def test_a_layer_compiled_inside_of_its_checkpoint_stays_compiled_and_one_around_runs_eagerly_and_is_named() -> None:
     calls: list[int] = []
 
@@ -181,11 +156,9 @@ def test_a_layer_compiled_inside_of_its_checkpoint_stays_compiled_and_one_around
         layer.mlp.compile(backend=counting)
         other.compile(backend="eager")
     with offloaded(model) as offload:
-        loss = loss_of(model)
-        loss.backward()
+        torch.testing.assert_close(step(model)[0], stock[0])
         assert calls
         assert offload.said == []
-    torch.testing.assert_close(loss.detach(), stock[0][0])
     with offloaded(around) as offload:
         assert_same(step(around), stock)
         assert offload.use.most_held
@@ -211,11 +184,11 @@ def test_evaluation_and_generation_are_not_touched() -> None:
         model.eval()
         loss_of(model).backward()
         model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, do_sample=False)
-        assert not offload.offloaders
+        assert offload.use == (0, 0, 0)
 
 
-def callback(**options: Any) -> AsyncCheckpointCallback:
-    made = AsyncCheckpointCallback(**options)
+def callback() -> AsyncCheckpointCallback:
+    made = AsyncCheckpointCallback()
     made._min_bytes, made._streams = 1, HostStreams
     return made
 
@@ -249,8 +222,13 @@ class StopsError(Exception):
 
 def stop(trainer: SFTTrainer) -> Any:
     """Let training stop by an exception in the second layer, which is returned."""
+
+    def fail(layer: Any, *args: Any) -> None:
+        if hasattr(layer, "_gradient_checkpointing_func"):  # training, not the proof before it
+            raise StopsError
+
     layer = trainer.model.model.layers[1]
-    handle = layer.register_forward_hook(_raise)
+    handle = layer.register_forward_hook(fail)
     with pytest.raises(StopsError):
         trainer.train()
     handle.remove()
@@ -272,9 +250,18 @@ def test_after_an_exception_the_callback_holds_no_memory_and_the_next_run_does_n
     assert isinstance(layer._gradient_checkpointing_func, functools.partial)
 
 
-def _raise(layer: Any, *args: Any) -> None:
-    if hasattr(layer, "_gradient_checkpointing_func"):  # training, not the proof before it
-        raise StopsError
+def test_the_fast_trainer_restores_after_an_exception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feature, "offload_unavailable", lambda device: "")
+    monkeypatch.setattr(feature, "CudaStreams", HostStreams)
+    model, fast = tiny_model("llama", num_hidden_layers=LAYERS), {"checkpoint_offload": "double_buffer"}
+    trainer = build(FastSFTTrainer, tmp_path, model=model, eval_strategy="no", fast=fast)
+    callbacks = list(trainer.callback_handler.callbacks)
+    layer = stop(trainer)
+    assert trainer.callback_handler.callbacks == callbacks
+    assert isinstance(layer._gradient_checkpointing_func, functools.partial)
+    line = trainer.fastpack_report["checkpoint_offload"]
+    assert (line.status, line.path) == ("on", "double_buffer")
+    assert "GiB used" in trainer.fastpack_report.facts["offload, host memory"]
 
 
 CONFLICTS = {
@@ -299,6 +286,29 @@ def test_what_excludes_the_offload_raises_one_line_with_the_remedy(tmp_path: Pat
     assert "\n" not in str(error.value)
 
 
+def test_transformers_own_offload_is_recognised_by_its_function() -> None:
+    model = tiny_model("llama")
+    name = "activation_checkpointing" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing"
+    getattr(model, f"{name}_enable")(**{f"{name}_kwargs": {"use_reentrant": False}, "offload": True})
+    assert "leave out 'offload'" in why_not_offloadable(checkpointed_layers(model))
+
+
+@pytest.mark.parametrize(
+    ("sharding", "said"),
+    [
+        ({"is_fsdp_enabled": True, "accelerator": SimpleNamespace(is_fsdp2=False)}, "set fsdp_version=2"),
+        ({"is_fsdp_enabled": True, "accelerator": SimpleNamespace(is_fsdp2=True)}, ""),
+        ({"is_deepspeed_enabled": True}, "DeepSpeed is not tested with the offload"),
+    ],
+    ids=["fsdp-1", "fsdp-2", "deepspeed"],
+)
+def test_sharding_that_was_not_tested_is_refused_with_the_reason(sharding: Any, said: str, tmp_path: Path) -> None:
+    trainer: Any = SimpleNamespace(**{"is_fsdp_enabled": False, "is_deepspeed_enabled": False} | sharding)
+    reason = offload_conflict(SFTConfig(**settings(tmp_path)), trainer)
+    assert said in reason
+    assert bool(said) == bool(reason)
+
+
 def test_on_the_cpu_both_forms_are_off_with_the_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     mine = AsyncCheckpointCallback()
     run(tmp_path / "callback", mine, max_steps=1)
@@ -310,34 +320,11 @@ def test_on_the_cpu_both_forms_are_off_with_the_reason(tmp_path: Path, caplog: p
     assert "no device memory to spare" in line.reason
 
 
-def test_the_fast_trainer_restores_after_an_exception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feature, "offload_unavailable", lambda device: "")
-    monkeypatch.setattr(feature, "CudaStreams", HostStreams)
-    fast = {"checkpoint_offload": "double_buffer"}
-    model = tiny_model("llama", num_hidden_layers=LAYERS)
-    trainer = build(FastSFTTrainer, tmp_path, model=model, eval_strategy="no", fast=fast)
-    callbacks = list(trainer.callback_handler.callbacks)
-    layer = stop(trainer)
-    assert trainer.callback_handler.callbacks == callbacks
-    assert isinstance(layer._gradient_checkpointing_func, functools.partial)
-    line = trainer.fastpack_report["checkpoint_offload"]
-    assert (line.status, line.path) == ("on", "double_buffer")
-    assert "GiB used" in trainer.fastpack_report.facts["offload, host memory"]
-
-
 @pytest.mark.parametrize("name", ["offload_budget_gib", "keep_last_layers"])
 def test_removed_settings_are_refused_with_what_to_do_instead(tmp_path: Path, name: str) -> None:
     for kind in (AsyncCheckpointCallback, functools.partial(FastSFTConfig, **settings(tmp_path))):
         with pytest.raises(ValueError, match=rf"{name}=?\)? was removed in 0.2.0: leave it out"):
             kind(**{name: 1})
-
-
-def test_transformers_own_offload_is_recognised_by_its_function() -> None:
-    model = tiny_model("llama")
-    name = "activation_checkpointing" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing"
-    getattr(model, f"{name}_enable")(**{f"{name}_kwargs": {"use_reentrant": False}, "offload": True})
-    assert "leave out 'offload'" in why_not_offloadable(checkpointed_layers(model))
-    assert "no copy engine" in offload_unavailable(torch.device("cpu"))
 
 
 TWO_PROCESSES = """
@@ -383,19 +370,3 @@ def test_two_processes_under_distributed_data_parallel_and_fully_shard(tmp_path:
     script = tmp_path / "two.py"
     script.write_text(TWO_PROCESSES, encoding="utf-8")
     fork_ranks(script, imports="torch.distributed.fsdp,fastpack_trl:packed_attention")
-
-
-@pytest.mark.parametrize(
-    ("sharding", "said"),
-    [
-        ({"is_fsdp_enabled": True, "accelerator": SimpleNamespace(is_fsdp2=False)}, "set fsdp_version=2"),
-        ({"is_fsdp_enabled": True, "accelerator": SimpleNamespace(is_fsdp2=True)}, ""),
-        ({"is_deepspeed_enabled": True}, "DeepSpeed is not tested with the offload"),
-    ],
-    ids=["fsdp-1", "fsdp-2", "deepspeed"],
-)
-def test_sharding_that_was_not_tested_is_refused_with_the_reason(sharding: Any, said: str, tmp_path: Path) -> None:
-    trainer: Any = SimpleNamespace(**{"is_fsdp_enabled": False, "is_deepspeed_enabled": False} | sharding)
-    reason = offload_conflict(SFTConfig(**settings(tmp_path)), trainer)
-    assert said in reason
-    assert bool(said) == bool(reason)

@@ -11,8 +11,7 @@ from offload_material import assert_same, enable
 from timed_streams import TimedCudaStreams
 from torch import Tensor, nn
 
-from fastpack_trl.checkpointing.offload import checkpointed_layers, offload_checkpoints
-from fastpack_trl.checkpointing.offloader import Offloader
+from fastpack_trl.checkpointing.offload import Offload, checkpointed_layers, offload_checkpoints
 from fastpack_trl.checkpointing.streams import CudaStreams
 from fastpack_trl.testing import gradients, tiny_model
 
@@ -105,7 +104,7 @@ def test_the_delays_show_each_missing_wait(forgotten: str) -> None:
             super().copy(target, source)
 
     streams = Forgetful(torch.device("cuda", torch.cuda.current_device()))
-    offloader = Offloader(streams, budget_bytes=2**30, min_bytes=1, prefetch=True, say=print)
+    offload = Offload("double_buffer", budget_bytes=2**30, min_bytes=1, streams=lambda device: streams)
     value = torch.randn(512, 512, device="cuda")
     expected = value.clone()
     torch.cuda.synchronize()
@@ -114,7 +113,7 @@ def test_the_delays_show_each_missing_wait(forgotten: str) -> None:
     if forgotten == "input computed":
         torch.cuda._sleep(DELAY)
     source.copy_(value)
-    saved = offloader.pack(0, source, keep=False)
+    saved = offload.pack(0, source, keep=False)
     assert saved.on_host
     torch.cuda.synchronize()
     streams.backward = True
@@ -130,7 +129,7 @@ def test_the_delays_show_each_missing_wait(forgotten: str) -> None:
         return memory
 
     streams.device_memory = poisoned  # type: ignore[method-assign]
-    tensor = offloader.unpack(saved)
+    tensor = offload.unpack(saved)
     found = tensor.clone()
     torch.cuda.synchronize()
     assert not torch.equal(found, expected)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from recording_streams import COMPUTE, RaceError, RecordingStreams
 from torch import Tensor
 
-from fastpack_trl.checkpointing.offloader import Offloader
+from fastpack_trl.checkpointing.offload import Mode, Offload
 
 LAYERS = 5
 
@@ -33,13 +33,13 @@ class Model:
         tight: the device has room for the input in use, and for none ahead of it.
     """
 
-    def __init__(self, mode: str, streams: RecordingStreams, *, keep: int = 1, budget: int = 2**20) -> None:
+    def __init__(self, mode: Mode, streams: RecordingStreams, *, keep: int = 1, budget: int = 2**20) -> None:
         self.streams, self.keep = streams, keep
         self.tight = False
         self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self.said: list[str] = []
-        self.offload = Offloader(
-            streams, budget_bytes=budget, min_bytes=64, prefetch=mode == "double_buffer", say=self.said.append
+        self.offload = Offload(
+            mode, budget_bytes=budget, min_bytes=64, streams=lambda device: streams, tell=self.said.append
         )
 
     def compute(self, tokens: int) -> Tensor:
@@ -107,7 +107,7 @@ steps = st.lists(
 @example([("forward", 2, 2), ("forward", 2, 1), ("drop", 1, 0), ("backward", 0, 1)], "double_buffer", 0, 0, None)
 @example([("forward", 2, 3), ("retained", 0, 1), ("backward", 0, 3)], "double_buffer", 0, 0, 2)
 def test_any_schedule_is_ordered_exact_and_leaves_nothing_behind(
-    schedule: list[tuple[str, int, int]], mode: str, keep: int, budget: int, tight_from: int | None
+    schedule: list[tuple[str, int, int]], mode: Mode, keep: int, budget: int, tight_from: int | None
 ) -> None:
     model = Model(mode, RecordingStreams(), keep=keep, budget=budget)
     graphs: list[Graph] = []

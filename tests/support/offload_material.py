@@ -14,6 +14,7 @@ from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.testing import gradients, tiny_model
 
 LAYERS = 4
+HOST: dict[str, Any] = {"streams": HostStreams, "min_bytes": 1}
 
 
 def enable(model: Any, **keywords: Any) -> Any:
