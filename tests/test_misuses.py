@@ -84,7 +84,7 @@ COMMANDS = [
     Misuse("sft --config {yaml} --layer_compile onn", "'onn' is not available: use one of auto, on, off"),
     Misuse("sft --config {yaml} --max_length", "--max_length: expected one argument"),
     Misuse("sft --config {yaml} data.jsonl", "unexpected argument 'data.jsonl': options start with --"),
-    Misuse("sft --config {yaml} --num_processes", "--num_processes needs a value"),
+    Misuse("sft --config {yaml} --num_processes", "--num_processes: expected one argument"),
     # sft: keys, types, files
     Misuse(
         "sft --config {yaml} --assistant_only_loss true",

@@ -16,7 +16,7 @@ import pytest
 from ranks import fork_ranks, torchrun
 from sft_material import TEXT_ROWS, Material, write_jsonl
 
-from fastpack_trl.cli.doctor import _of_each
+from fastpack_trl.cli.doctor import _compared
 from fastpack_trl.cli.main import main
 from fastpack_trl.cli.train import _what_next
 from fastpack_trl.recipe.arguments import parse
@@ -309,7 +309,7 @@ def test_doctor_in_two_processes_prints_the_plan_of_each_process(material: Mater
     assert len(ranks) == 2
     assert ranks[0]["features"]["packed_attention"] == ranks[1]["features"]["packed_attention"]
     own = {"layer_compile": {"status": "on", "path": "inductor"}}
-    said = _of_each([ranks[0], {"device": "cuda:1", "name": "H200", "free_gib": 9.0, "features": own}])
+    said = _compared([ranks[0], {"device": "cuda:1", "name": "H200", "free_gib": 9.0, "features": own}])
     assert said == {
         "rank 0": f"{ranks[0]['device']}, the plan above",
         "rank 1": "cuda:1, H200, 9.0 GiB free, layer_compile on: inductor",
