@@ -200,6 +200,7 @@ COMMANDS = [
     Misuse("convert", "no file: name a YAML of Axolotl"),
     Misuse("convert absent.yml", "config file 'absent.yml' does not exist"),
     Misuse("convert {yaml}", "this YAML is none of Axolotl, LLaMA-Factory, Unsloth"),
+    Misuse("convert {yaml}", "'ppo' training has no command here: there are sft, dpo", "stage: ppo\ncutoff_len: 64"),
     Misuse("convert {yaml} --output sft.yaml", "--output names another file", "stage: sft\ncutoff_len: 64"),
     Misuse("merge", "no model: name the folder that a run has written"),
     Misuse("merge adapters", "'adapters' has no adapter or model; did you mean 'adapters/checkpoint-10'?"),
