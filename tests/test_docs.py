@@ -275,7 +275,7 @@ def parsed(line: str) -> None:
             launch = parse([*rest, "--use_cpu"]).launch
             assert ("--accelerate_config" in rest) == "".join(launch[:1]).startswith("--config_file=")
         return
-    args, unknown = _parser(command).parse_known_args(words)
+    args, unknown = _parser(command)[0].parse_known_args(words)
     assert args.command == command
     if unknown:
         assert command in ("bench", "doctor")

@@ -84,7 +84,7 @@ COMMANDS = [
     Misuse("sft --config {yaml} --layer_compile onn", "'onn' is not available: use one of auto, on, off"),
     Misuse("sft --config {yaml} --max_length", "--max_length: expected one argument"),
     Misuse("sft --config {yaml} data.jsonl", "unexpected argument 'data.jsonl': options start with --"),
-    Misuse("sft --config {yaml} --num_processes", "--num_processes needs a value"),
+    Misuse("sft --config {yaml} --num_processes", "--num_processes: expected one argument"),
     # sft: keys, types, files
     Misuse(
         "sft --config {yaml} --assistant_only_loss true",
@@ -106,7 +106,6 @@ COMMANDS = [
     Misuse("sft --config {yaml}", "no model: set model_name_or_path", "model_name_or_path:"),
     Misuse("sft --config {yaml}", "has no checkpoint-N folder", "resume_from_checkpoint: true"),
     Misuse("sft --config {yaml}", "in '/proc' (the system says: No such file", "output_dir: /proc/absent/out"),
-    Misuse("sft --config {yaml}", "pip install neptune", "report_to: neptune"),
     Misuse("sft --config {yaml}", "dataset_text_field (now 'body')", "dataset_text_field: body"),
     Misuse("sft --config {yaml}", "set it to one of train", "dataset_train_split: training"),
     Misuse("sft --config {yaml}", "'zero9' is neither a file nor one of", "accelerate_config: zero9"),
@@ -133,6 +132,7 @@ COMMANDS = [
     Misuse("sft --config {yaml}", "accelerator_config: unknown key 'split'", "accelerator_config: {split: true}"),
     Misuse("sft --config {yaml}", "lr_scheduler_kwargs: unknown key 'cycles'", "lr_scheduler_kwargs: {cycles: 2}"),
     Misuse("sft --config {yaml}", "eval_on_start=True evaluates nothing: set", "eval_on_start: true"),
+    Misuse("sft --config {yaml}", "pip install neptune", "report_to: neptune"),
     Misuse("sft --config {yaml}", "num_processes=[2] must be a single value", "num_processes: [2]"),
     Misuse("sft --config {yaml}", "multi_gpu='perhaps' must be true or false", "multi_gpu: perhaps"),
     Misuse("sft --config {yaml}", "sft.yaml: num_processes=0 must be", "num_processes: 0"),
@@ -200,6 +200,7 @@ COMMANDS = [
     Misuse("convert", "no file: name a YAML of Axolotl"),
     Misuse("convert absent.yml", "config file 'absent.yml' does not exist"),
     Misuse("convert {yaml}", "this YAML is none of Axolotl, LLaMA-Factory, Unsloth"),
+    Misuse("convert {yaml}", "'ppo' training has no command here: there are sft, dpo", "stage: ppo\ncutoff_len: 64"),
     Misuse("convert {yaml} --output sft.yaml", "--output names another file", "stage: sft\ncutoff_len: 64"),
     Misuse("merge", "no model: name the folder that a run has written"),
     Misuse("merge adapters", "'adapters' has no adapter or model; did you mean 'adapters/checkpoint-10'?"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, redirect_stdout
 from importlib import metadata
 from importlib.util import find_spec
@@ -15,7 +15,7 @@ from typing import Any
 from fastpack_trl.errors import UserError, describe, preparing
 from fastpack_trl.measure.tables import aligned
 from fastpack_trl.recipe.make_trainer import check_settings
-from fastpack_trl.recipe.paths import add_json, json_file
+from fastpack_trl.recipe.paths import add_json, json_file, titled
 
 EXTRAS = {
     "qlora": ("bitsandbytes", "4-bit and 8-bit base weights (load_in_4bit, load_in_8bit)"),
@@ -35,9 +35,8 @@ _TRANSFER_BYTES, _TRANSFERS = 256 << 20, 5
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of ``fastpack-trl doctor``; imports nothing heavy."""
     add = parser.add_argument
-    add(
-        "--config", metavar="FILE", help="a YAML of `fastpack-trl sft`, whose options override it: shows what would run"
-    )
+    config_help = "a YAML of `fastpack-trl sft`, whose options override it: shows what would run"
+    add("--config", metavar="FILE", help=config_help)
     add("--trainer", metavar="NAME", help="the command that the YAML is for, e.g. dpo (default: as its keys say)")
     gpu_help = "memory of a step on GPUs that are not here: names (4090, H100, ...) or 24GiB,8.9; reads no weights"
     add("--gpu", metavar="GPU", nargs="+", help=gpu_help)
@@ -84,24 +83,21 @@ def _run(record: dict[str, Any], args: Namespace) -> None:
     from fastpack_trl.recipe.yaml import load_config
 
     config = load_config(args.config) if args.config else {}  # refuse a wrong name before looking at the machine
-    if args.gpu:
-        _forecast(record, args)
-        return
-    _machine(record)
-    if not args.config:
-        return
-    if config.get("bf16", True) and not config.get("use_cpu") and not is_torch_bf16_gpu_available():
-        _forecast(record, args)
-        print("there is no GPU here. For which one? --gpu 4090 or 24GiB,8.9; on a CPU: use_cpu: true, bf16: false")
-        return
+    flags = [*([] if args.trainer is None else ["--trainer", args.trainer]), *args.more]
+    if not args.gpu:
+        _machine(record)
     with TemporaryDirectory(prefix="fastpack-doctor-") as folder:
-        _config(record, args, folder)
-        if args.audit:
-            _audit(record, args, folder)
-
-
-def _flags(args: Namespace) -> list[str]:
-    return [*([] if args.trainer is None else ["--trainer", args.trainer]), *getattr(args, "more", [])]
+        lacks_gpu = config.get("bf16", True) and not config.get("use_cpu") and not is_torch_bf16_gpu_available()
+        if args.config and (args.gpu or lacks_gpu):
+            _forecast(record, args, folder, flags)
+            if not args.gpu:
+                print(
+                    "there is no GPU here. For which one? --gpu 4090 or 24GiB,8.9; on a CPU: use_cpu: true, bf16: false"
+                )
+        elif args.config:
+            _config(record, args.config, folder, flags)
+            if args.audit:
+                _audit(record, args, folder, flags)
 
 
 def _ranks() -> int:
@@ -109,34 +105,34 @@ def _ranks() -> int:
 
 
 def _section(title: str, rows: Mapping[str, Any]) -> None:
-    width = max(map(len, rows))
-    print("\n".join([title, *(f"  {name.ljust(width)}  {value}" for name, value in rows.items()), ""]), flush=True)
+    print("\n".join([title, *(f"  {line}" for line in titled(rows)), ""]), flush=True)
 
 
-def _forecast(record: dict[str, Any], args: Namespace) -> None:
+def _forecast(record: dict[str, Any], args: Namespace, folder: str, flags: list[str]) -> None:
     """Show the memory of a step on each GPU, part by part, what is on, and what to change if it does not fit."""
     from fastpack_trl.recipe.forecast import elsewhere, forecast
     from fastpack_trl.recipe.gpus import COMMON, gpu_of
 
     gpus = [gpu_of(text) for text in args.gpu or COMMON]
-    with TemporaryDirectory(prefix="fastpack-doctor-") as folder:
-        arguments, precision = elsewhere(args.config, folder, _flags(args))
+    arguments, precision = elsewhere(args.config, folder, flags)
     with preparing():
         check_settings(arguments, weights=False)
-        found = record["forecast"] = forecast(arguments, gpus, precision)
-    rows = found["gpus"].values()
-    of_rows = f", rows of {found['row_tokens']:,} tokens" if found["row_tokens"] else ""
-    cells = [[f"memory of a step{of_rows}, GiB", *found["gpus"]]]
+        report = record["forecast"] = forecast(arguments, gpus, precision)
+    rows = report["gpus"].values()
+    of_rows = f", rows of {report['row_tokens']:,} tokens" if report["row_tokens"] else ""
+    cells = [[f"memory of a step{of_rows}, GiB", *report["gpus"]]]
     cells += [["GPU memory", *(f"{row['gib']:.1f}" for row in rows)]]
     for part in dict.fromkeys(name for row in rows for name in row["parts_gib"]):
         if any(sizes := [row["parts_gib"].get(part) for row in rows]):
             cells.append([part, *map(_size, sizes)])
-    cells += [["total", *(_size(row["total_gib"]) + "+" * ("unknown" in row) for row in rows)]]
-    cells += [["CUDA graphs, if recorded", *(_size(row.get("graphs_gib")) for row in rows)]]
-    cells += [["fits", *(("yes" if row["fits"] else "NO") for row in rows)]]
-    cells += [["longest row that fits", *(f"{row.get('longest_row', 0):,}" for row in rows)]]
+    cells += [
+        ["total", *(_size(row["total_gib"]) + "+" * ("unknown" in row) for row in rows)],
+        ["CUDA graphs, if recorded", *(_size(row.get("graphs_gib")) for row in rows)],
+        ["fits", *(("yes" if row["fits"] else "NO") for row in rows)],
+        ["longest row that fits", *(f"{row.get('longest_row', 0):,}" for row in rows)],
+    ]
     print("\n".join([*aligned(cells), ""]))
-    for name, row in found["gpus"].items():
+    for name, row in report["gpus"].items():
         shown = {"activations": row.get("levels") or row["unknown"], **row["features"]}
         _section(name, shown | ({"suggestion": row["change"]} if "change" in row else {}))
 
@@ -146,25 +142,35 @@ def _size(gib: float | None) -> str:
 
 
 def _machine(record: dict[str, Any]) -> None:
-    record |= {"versions": _versions(), "device": _device(), "attention": _attention(), "missing": _missing()}
+    from fastpack_trl.model.upstream import look_up
+
+    record |= {"versions": _versions(), "device": _device(), "attention": _attention(), "missing": list(_missing())}
     _section("versions", record["versions"])
     _section("device", record["device"])
     _section("attention, for a plain causal model", record["attention"])
     rows = {row["name"]: f"{row['needed_for']}: {row['install']}" for row in record["missing"]}
     _section("missing", rows or {"nothing": "every extra is installed"})
-    _section("private names of other libraries that features use; a new version may lack some", _upstream(record))
+    names = record["upstream"] = look_up()
+    there = [row["name"].partition(".")[0] for row in names if row["there"]]
+    lacking = {row["name"]: f"missing; needed by {', '.join(row['needed_by'])}" for row in names if not row["there"]}
+    counts = {library: f"{there.count(library)} found" for library in dict.fromkeys(there)}
+    counts |= lacking or {"missing": "none; docs/upstream.md says what each is for"}
+    _section("private names of other libraries that features use; a new version may lack some", counts)
 
 
 def _versions() -> dict[str, str]:
     from fastpack_trl.measure.record import versions
 
-    found = versions()
-    for module in filter(_is_there, _OPTIONAL):
-        try:
-            found[module] = metadata.version(module.replace("_", "-"))
-        except metadata.PackageNotFoundError:  # a module that was not installed as a package
-            found[module] = "unknown"
-    return found
+    # "unknown": a module that was not installed as a package
+    optional = {module: _version(module.replace("_", "-")) or "unknown" for module in _OPTIONAL if _is_there(module)}
+    return versions() | optional
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def _device() -> dict[str, Any]:
@@ -224,16 +230,21 @@ def _attention() -> dict[str, str]:
     return {name: backend.refuses(features) or "available" for name, backend in BACKENDS.items()}
 
 
-def _missing() -> list[dict[str, str]]:
-    """List what could be installed, what needs it, and the command; packages outside of their range come first."""
-    rows = _out_of_range()
-    for extra, (module, needed_for) in EXTRAS.items():
+def _missing() -> Iterator[dict[str, str]]:
+    """Yield what could be installed, what needs it, and the command; packages outside of their range come first."""
+    from packaging.requirements import Requirement
+
+    # Empty when run from a checkout that is not installed.
+    for one in map(Requirement, metadata.requires("fastpack-trl") or () if _version("fastpack-trl") else ()):
+        version = _version(one.name)
+        is_wanted = one.marker is None or one.marker.evaluate({"extra": ""})
+        if is_wanted and not (version and one.specifier.contains(version, prereleases=True)):
+            needed_for = f"fastpack-trl needs {one.name}{one.specifier}, found {version or 'none'}"
+            yield {"name": one.name, "needed_for": needed_for, "install": f"pip install '{one.name}{one.specifier}'"}
+    extras = [(module, needed_for, f"'fastpack-trl[{extra}]'") for extra, (module, needed_for) in EXTRAS.items()]
+    for module, needed_for, package in [*extras, ("triton", "our Triton kernels; without it torch runs", "triton")]:
         if not _is_there(module):
-            rows.append({"name": module, "needed_for": needed_for, "install": f"pip install 'fastpack-trl[{extra}]'"})
-    if not _is_there("triton"):
-        needed_for = "our Triton kernels; without it their torch twins run"
-        rows.append({"name": "triton", "needed_for": needed_for, "install": "pip install triton"})
-    return rows
+            yield {"name": module, "needed_for": needed_for, "install": f"pip install {package}"}
 
 
 def _is_there(module: str) -> bool:
@@ -243,58 +254,28 @@ def _is_there(module: str) -> bool:
         return False
 
 
-def _upstream(record: dict[str, Any]) -> dict[str, str]:
-    """Count the names that features need and each library has; name the features that lack one."""
-    from fastpack_trl.model.upstream import look_up
-
-    rows = record["upstream"] = look_up()
-    there = [row["name"].partition(".")[0] for row in rows if row["there"]]
-    lacking = {row["name"]: f"missing; needed by {', '.join(row['needed_by'])}" for row in rows if not row["there"]}
-    counts = {library: f"{there.count(library)} found" for library in dict.fromkeys(there)}
-    return counts | (lacking or {"missing": "none; docs/upstream.md says what each is for"})
-
-
-def _out_of_range() -> list[dict[str, str]]:
-    from packaging.requirements import Requirement
-
-    try:
-        needed = map(Requirement, metadata.requires("fastpack-trl") or ())
-    except metadata.PackageNotFoundError:  # run from a checkout
-        return []
-    installed = {one.name: one.version for one in metadata.distributions()}
-    rows = []
-    for one in needed:
-        found = installed.get(one.name, "none")
-        wanted = one.marker is None or one.marker.evaluate({"extra": ""})
-        if wanted and (found == "none" or not one.specifier.contains(found, prereleases=True)):
-            needed_for = f"fastpack-trl needs {one.name}{one.specifier}, found {found}"
-            install = f"pip install '{one.name}{one.specifier}'"
-            rows.append({"name": one.name, "needed_for": needed_for, "install": install})
-    return rows
-
-
-def _config(record: dict[str, Any], args: Namespace, folder: str) -> None:
+def _config(record: dict[str, Any], config: str, folder: str, flags: list[str]) -> None:
     from fastpack_trl.recipe.make_trainer import make_trainer, short_run_arguments
 
-    arguments = short_run_arguments(args.config, folder, *_flags(args))
+    arguments = short_run_arguments(config, folder, *flags)
     record["config"] = {"not_used": arguments.launch}
     if arguments.launch and _ranks() == 1:
         print(f"one process; options of `accelerate launch` are not used: {' '.join(arguments.launch)}\n", flush=True)
     # The banner is printed below, also where fastpack is disabled and the trainer prints none.
     with preparing(), redirect_stdout(io.StringIO()):
         trainer = make_trainer(arguments)
-        refused = _why_refused(trainer)
+        refusal = _enter_features(trainer)
     report = trainer.fastpack_report
     record["config"] |= report.to_dict()
     print(f"{report.table()}\n", flush=True)
-    if refused:
-        raise UserError(f"{refused}; above, what runs without it")
+    if refusal:
+        raise UserError(f"{refusal}; above, what runs without it")
     if _ranks() > 1:
         record["ranks"] = _each_rank(trainer)
-        _section(f"{_ranks()} processes, {trainer.accelerator.distributed_type.value}", _of_each(record["ranks"]))
+        _section(f"{_ranks()} processes, {trainer.accelerator.distributed_type.value}", _compared(record["ranks"]))
 
 
-def _why_refused(trainer: Any) -> str:
+def _enter_features(trainer: Any) -> str:
     """Enter a trainer's features, which fills its report; return why its base in FP8 is refused, and left out then."""
     try:
         with trainer._fastpack_features(announce=True):
@@ -302,9 +283,9 @@ def _why_refused(trainer: Any) -> str:
     except ValueError as error:
         if not str(error).startswith("frozen_base="):
             raise
-        refused = describe(error)
+        refusal = describe(error)
     trainer.args.frozen_base = "as_loaded"
-    return _why_refused(trainer) or refused
+    return _enter_features(trainer) or refusal
 
 
 def _each_rank(trainer: Any) -> list[dict[str, Any]]:
@@ -322,24 +303,21 @@ def _each_rank(trainer: Any) -> list[dict[str, Any]]:
     return ranks
 
 
-def _of_each(ranks: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Say of each process what it runs on, and which of its features run otherwise than the first one's."""
-    rows, first = {}, _ways(ranks[0])
-    for number, rank in enumerate(ranks):
-        free = [rank["name"], f"{rank['free_gib']:.1f} GiB free"] if "free_gib" in rank else []
-        other = [way for way in _ways(rank) if way not in first]
-        rows[f"rank {number}"] = ", ".join([rank["device"], *free, *(other or ["the plan above"])])
+def _compared(ranks: list[dict[str, Any]]) -> dict[str, str]:
+    """Return what each process runs on, and which of its features run otherwise than those of the first one."""
+    plans = [[f"{name} {line['status']}: {line['path']}" for name, line in rank["features"].items()] for rank in ranks]
+    rows = {}
+    for number, (rank, plan) in enumerate(zip(ranks, plans, strict=True)):
+        memory = [rank["name"], f"{rank['free_gib']:.1f} GiB free"] if "free_gib" in rank else []
+        others = [line for line in plan if line not in plans[0]] or ["the plan above"]
+        rows[f"rank {number}"] = ", ".join([rank["device"], *memory, *others])
     return rows
 
 
-def _ways(rank: dict[str, Any]) -> list[str]:
-    return [f"{name} {line['status']}: {line['path']}" for name, line in rank["features"].items()]
-
-
-def _audit(record: dict[str, Any], args: Namespace, folder: str) -> None:
+def _audit(record: dict[str, Any], args: Namespace, folder: str, flags: list[str]) -> None:
     from fastpack_trl.cli import doctor_audit
 
-    audit = record["audit"] = doctor_audit.audit(args.config, folder, args.steps, _flags(args))
+    audit = record["audit"] = doctor_audit.audit(args.config, folder, args.steps, flags)
     print(doctor_audit.table(audit), flush=True)
     if failed := [f"{side}: {facts['error']}" for side, facts in audit["sides"].items() if facts["error"]]:
         raise UserError(f"{args.config} cannot be audited: {'; '.join(failed)}")

@@ -66,7 +66,8 @@ class CommandParser(argparse.ArgumentParser):
         raise UserError(f"{message} (see `{self.prog} --help`)")
 
 
-def _parser(chosen: str | None) -> CommandParser:
+def _parser(chosen: str | None) -> tuple[CommandParser, CommandParser]:
+    """Return the parser of all commands, and that of the chosen one, which alone has its options."""
     parser = CommandParser(
         prog=PROG,
         description="Faster fine-tuning for Hugging Face TRL, on packed rows.",
@@ -74,15 +75,17 @@ def _parser(chosen: str | None) -> CommandParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
-    traceback_help = "show the traceback of an error that is otherwise one line (also: FASTPACK_TRACEBACK=1)"
-    parser.add_argument("--traceback", action="store_true", help=traceback_help)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, command in COMMANDS.items():
-        subparser = subparsers.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
-        subparser.add_argument("--traceback", action="store_true", help=traceback_help)
-        if name == chosen:
-            import_module(command.module).add_arguments(subparser)
-    return parser
+    parsers = {
+        name: subparsers.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
+        for name, command in COMMANDS.items()
+    }
+    traceback_help = "show the traceback of an error that is otherwise one line (also: FASTPACK_TRACEBACK=1)"
+    for each in (parser, *parsers.values()):
+        each.add_argument("--traceback", action="store_true", help=traceback_help)
+    if chosen is not None:
+        import_module(COMMANDS[chosen].module).add_arguments(parsers[chosen])
+    return parser, parsers[chosen] if chosen else parser
 
 
 def _dispatch(arguments: list[str], chosen: str | None) -> int:
@@ -92,24 +95,23 @@ def _dispatch(arguments: list[str], chosen: str | None) -> int:
 
         arguments.remove(chosen)
         return train.main(arguments, METHODS[chosen])
-    if chosen is not None and chosen not in COMMANDS:
-        if chosen == "quickstart":
-            from fastpack_trl.config import removal  # which imports torch
+    if chosen == "quickstart":
+        from fastpack_trl.config import removal  # which imports torch
 
-            raise UserError(removal(f"{PROG} {chosen}"))
+        raise UserError(removal(f"{PROG} {chosen}"))
+    if chosen is not None and chosen not in COMMANDS:
         raise UserError(
             f"there is no command {chosen!r}{did_you_mean(chosen, COMMANDS)} (commands: {', '.join(COMMANDS)})"
         )
-    parser = _parser(chosen)
+    parser, of_command = _parser(chosen)
     args, unknown = parser.parse_known_args(arguments)
     if unknown and getattr(args, "config", None) is not None and hasattr(args, "more"):
         args.more, unknown = unknown, []  # `bench --config` and `doctor --config` hand them to the parser of `sft`
     if unknown:
         name, option = unknown[0], COMMANDS[chosen].option if chosen else ""
-        of_command = {} if chosen is None else _subparsers(parser).choices[chosen]._option_string_actions
-        meant = did_you_mean(name.split("=")[0], (word for word in of_command or ("--version",) if word[:2] == "--"))
+        meant = did_you_mean(name.split("=")[0], (word for word in of_command._option_string_actions if word[1] == "-"))
         meant = f"; did you mean {option} {name}?" if option and not name.startswith("-") else meant
-        raise UserError(f"unknown argument {name!r}{meant} (see `{' '.join(filter(None, [PROG, chosen]))} --help`)")
+        raise UserError(f"unknown argument {name!r}{meant} (see `{of_command.prog} --help`)")
     if chosen is None:
         parser.print_help()
         return 0
@@ -117,34 +119,14 @@ def _dispatch(arguments: list[str], chosen: str | None) -> int:
     return code
 
 
-def _subparsers(parser: CommandParser) -> Any:
-    return next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-
-
-@contextmanager
-def _without_kernel_advice() -> Iterator[None]:
-    """Drop the note of bitsandbytes, on import, that a CPU kernel is not on the hub.
-
-    trl and peft import bitsandbytes for commands that quantise nothing.
-    """
-    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
-
-    def others(record: logging.LogRecord) -> bool:
-        return "gemm_4bit_forward" not in str(record.msg)
-
-    logger.addFilter(others)
-    try:
-        yield
-    finally:
-        logger.removeFilter(others)
-
-
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Drop notes that nobody can act on: of bitsandbytes, of a name that PEFT 0.21 reads, and ``[RANK 0]`` of one rank.
+    """Drop notes that nobody can act on, and ``[RANK 0]``, which accelerate puts before each line of a single process.
 
-    transformers 5.23 renamed the property that PEFT reads from every model; accelerate puts the rank before each line.
+    bitsandbytes warns on import that a CPU kernel is not on the hub; trl and peft import it for all commands.
+    transformers 5.23 renamed a property that PEFT 0.21 reads from every model.
     """
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     make = logging.getLogRecordFactory()
 
     def without_rank(*args: Any, **kwargs: Any) -> logging.LogRecord:
@@ -156,7 +138,7 @@ def _quiet() -> Iterator[None]:
     if os.environ.get("WORLD_SIZE", "1") == "1":
         logging.setLogRecordFactory(without_rank)
     try:
-        with _without_kernel_advice(), warnings.catch_warnings():
+        with warnings.catch_warnings():
             renamed = "`is_gradient_checkpointing` is deprecated"
             warnings.filterwarnings("ignore", message=renamed, category=FutureWarning)
             yield

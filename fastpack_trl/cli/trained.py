@@ -1,10 +1,10 @@
-"""``fastpack-trl merge`` and ``generate``: what a run has saved, written with its adapter merged, or asked."""
+"""``fastpack-trl merge`` and ``generate``: write what a run has saved with its adapter merged, or prompt it."""
 
 from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,8 +41,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Merge or generate."""
-    return _merge(args) if args.command == "merge" else _generate(args)
+    """Merge or generate; write the JSON."""
+    from fastpack_trl.measure.record import write_json
+
+    file = json_file(args)
+    record = _merge(args) if args.command == "merge" else _generate(args)
+    if file is not None:
+        write_json(file, record)
+    return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +82,8 @@ class Trained:
 
         options = self.options | ({"num_labels": 1} if self.classifies else {})
         options |= {"quantization_config": self.quantization} if self.quantization is not None else {}
-        for loads in self._classes():
-            model = loads.from_pretrained(self.base or self.folder, **options)
+        for model_class in self._classes():
+            model = model_class.from_pretrained(self.base or self.folder, **options)
             if dequantized and getattr(model, "hf_quantizer", None) is not None:
                 model = model.dequantize()
             if self.base is None:
@@ -99,8 +105,7 @@ class Trained:
 
         if self.classifies:
             return [transformers.AutoModelForSequenceClassification]
-        keywords = {name: self.options.get(name) for name in ("revision", "trust_remote_code")}
-        config = transformers.AutoConfig.from_pretrained(self.base or self.folder, **keywords)
+        config = transformers.AutoConfig.from_pretrained(self.base or self.folder, **_for_config(self.options))
         auto, mapping = transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING
         named = getattr(transformers, config.architectures[0], auto)
         return [named] if named in (auto, mapping.get(type(config), named)) else [named, auto]
@@ -119,40 +124,38 @@ def _find(args: Namespace) -> Trained:
     if args.load_in_4bit:
         from transformers import BitsAndBytesConfig
 
-        quantization = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bfloat16"
-        )
+        types = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"}
+        quantization = BitsAndBytesConfig(load_in_4bit=True, **types)
     if folder.endswith((".yaml", ".yml")):
         raise UserError(f"{folder} is no model; did you mean --config {folder}?")
-    path = Path(folder).expanduser()
+    path, shown = Path(folder).expanduser(), short_repr(folder)
     if not (path / _ADAPTER).is_file():
         inside = sorted(path.glob(f"*/{_ADAPTER}"), key=lambda file: file.stat().st_mtime)
         if inside and not (path / "config.json").is_file():  # of a run that was ended: its newest checkpoint
-            raise UserError(f"{short_repr(folder)} has no adapter or model; did you mean '{inside[-1].parent}'?")
+            raise UserError(f"{shown} has no adapter or model; did you mean '{inside[-1].parent}'?")
         name = model_folder("the model", folder)
-        check_model(name, _code(options), "the model")
+        check_model(name, _for_config(options), "the model")
         return Trained(name, None, options)
     if any(path.glob("model*.safetensors")):
-        raise UserError(f"{short_repr(folder)} holds an adapter and a model, of two runs: move one away")
+        raise UserError(f"{shown} holds an adapter and a model, of two runs: move one away")
     if fault := file_fault(path / _ADAPTER):
-        raise UserError(f"the adapter {short_repr(folder)} cannot be loaded: {fault}; copy or download it again")
+        raise UserError(f"the adapter {shown} cannot be loaded: {fault}; copy or download it again")
     about = json.loads((path / _ADAPTER).read_text(encoding="utf-8"))
     named = about.get("base_model_name_or_path")
     if named and base and not args.base and _are_different(named, base):  # the run's command line had another one
         raise UserError(
-            f"the adapter {short_repr(folder)} is for '{named}', {args.config} names '{base}': say which "
-            "with --base DIR"
+            f"the adapter {shown} is for '{named}', {args.config} names '{base}': say which with --base DIR"
         )
     if not (name := base or named):
-        raise UserError(f"the adapter {short_repr(folder)} names no model: name the one that it is for with --base DIR")
+        raise UserError(f"the adapter {shown} names no model: name the one that it is for with --base DIR")
     option = "--base" if base else "the adapter's model (--base names another)"
     name, classifies = model_folder(option, name), about.get("task_type") == "SEQ_CLS"
-    check_model(name, _code(options), option, METHODS["reward"] if classifies else SFT)
+    check_model(name, _for_config(options), option, METHODS["reward"] if classifies else SFT)
     check_weights(str(path), "the adapter")
     return Trained(str(path), name, options, quantization, classifies)
 
 
-def _code(options: dict[str, Any]) -> dict[str, Any]:
+def _for_config(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name != "dtype"}
 
 
@@ -177,13 +180,11 @@ def _are_different(named: str, other: str) -> bool:
     return not Path(named).samefile(other) if all(exist) else not any(exist) and named != other
 
 
-def _merge(args: Namespace) -> int:
+def _merge(args: Namespace) -> dict[str, Any]:
     """Write a model with the adapter in its weights, and the tokenizer; name what comes next."""
-    from fastpack_trl.measure.record import write_json
     from fastpack_trl.model.preflight import unwritable
     from fastpack_trl.recipe.adapters import merge_adapter
 
-    file = json_file(args)
     with preparing():
         found = _find(args)
     output = Path(args.output or f"{found.folder.rstrip('/')}-merged").expanduser()
@@ -199,8 +200,8 @@ def _merge(args: Namespace) -> int:
         merged.save_pretrained(output)
         tokenizer.save_pretrained(output)
     how = " as it was in training: quantized, then made dense" if found.quantization else ""
-    print("\n".join(filter(None, (f"{found.folder} merged into {found.base}{how}", resized, untied))))
-    print(f"written: {output}")
+    lines = [f"{found.folder} merged into {found.base}{how}", resized, untied, f"written: {output}"]
+    print("\n".join(filter(None, lines)))
     if args.push_to_hub:
         from huggingface_hub import HfApi
 
@@ -208,33 +209,25 @@ def _merge(args: Namespace) -> int:
             repository = HfApi().create_repo(args.push_to_hub, exist_ok=True).repo_id
             HfApi().upload_folder(repo_id=repository, folder_path=output)
         print(f"pushed: https://huggingface.co/{repository}")
-    if file is not None:
-        write_json(file, {"adapter": found.folder, "base": found.base, "merged": str(output)})
     print(f"try it: fastpack-trl generate {output} --prompt 'Hello'")
-    return 0
+    return {"adapter": found.folder, "base": found.base, "merged": str(output)}
 
 
-def _generate(args: Namespace) -> int:
+def _generate(args: Namespace) -> dict[str, Any]:
     """Print each prompt with its answers."""
-    from fastpack_trl.measure.record import write_json
-
     if bool(args.prompt) == bool(args.file):
         raise UserError("give --prompt TEXT or --file FILE")
     if args.max_new_tokens < 1:
         raise UserError(f"--max_new_tokens {args.max_new_tokens} must be >= 1")
     if args.temperature < 0:
         raise UserError(f"--temperature {args.temperature} must be >= 0: 0 takes the likeliest token")
-    prompts = [args.prompt] if args.prompt else _prompts(Path(args.file).expanduser())
-    file, rows = json_file(args), []
+    prompts, rows = [args.prompt] if args.prompt else _prompts(Path(args.file).expanduser()), []
     with preparing():
         found = _find(args)
     for row in _answers(found, prompts, args):
         rows.append(row)
         print("\n".join(f"{name}: {text.strip() or '(no text)'}" for name, text in row.items()), end="\n\n", flush=True)
-    if file is not None:
-        settings = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "seed")}
-        write_json(file, {"rows": rows, **settings})
-    return 0
+    return {"rows": rows} | {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "seed")}
 
 
 def _prompts(file: Path) -> list[str]:
@@ -250,7 +243,7 @@ def _prompts(file: Path) -> list[str]:
     return prompts
 
 
-def _answers(found: Trained, prompts: Sequence[str], args: Namespace) -> Iterator[dict[str, str]]:
+def _answers(found: Trained, prompts: list[str], args: Namespace) -> Iterator[dict[str, str]]:
     """Yield ``{"prompt", "base", "adapter"}`` for each prompt, or ``{"prompt", "model"}`` for a whole model."""
     import torch
     from transformers import set_seed
@@ -269,17 +262,22 @@ def _answers(found: Trained, prompts: Sequence[str], args: Namespace) -> Iterato
     sides = {"model": nullcontext} if found.base is None else {"base": model.disable_adapter, "adapter": nullcontext}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     for prompt in prompts:
-        text: Any = prompt
         if tokenizer.chat_template and not args.raw:
             turns = [{"role": "user", "content": prompt}]
-            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        tokens = tokenizer(text, return_tensors="pt", add_special_tokens=text is prompt).to(model.device)
-        if not tokens["input_ids"].numel():
+            tokens = tokenizer.apply_chat_template(
+                turns, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+            )
+        else:
+            tokens = tokenizer(prompt, return_tensors="pt")
+        start = tokens["input_ids"].shape[1]
+        if not start:
             raise UserError(f"the prompt {short_repr(prompt)} has no tokens: write some text")
         row = {"prompt": prompt}
         for side, around in sides.items():
             set_seed(args.seed)
             with around(), torch.no_grad():
-                out = model.generate(**tokens, max_new_tokens=args.max_new_tokens, pad_token_id=pad, **sampling)
-            row[side] = tokenizer.decode(out[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True)
+                out = model.generate(
+                    **tokens.to(model.device), max_new_tokens=args.max_new_tokens, pad_token_id=pad, **sampling
+                )
+            row[side] = tokenizer.decode(out[0, start:], skip_special_tokens=True)
         yield row

@@ -1,4 +1,6 @@
-"""Arguments of the commands that train: the keys of the YAML and the flags become one command line for TRL's parser."""
+"""Arguments of the commands that train: YAML keys and flags become one command line for the parsers of TRL and
+accelerate.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,6 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
@@ -62,6 +63,19 @@ class Arguments:
     """The command line that was parsed."""
 
 
+class _OneLine(argparse.ArgumentParser):
+    """Raise `UserError` for a wrong argument: ``sft.yaml: max_length: invalid int value: 'abc'``."""
+
+    source = "--"
+
+    def error(self, message: str) -> NoReturn:
+        text = re.sub(r"^argument --(\w+)\S*: ", lambda match: f"{self.source}{match[1]}: ", message)
+        if choices := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", text):
+            near = did_you_mean(choices[1], re.findall(r"[\w.-]+", choices[2]))
+            text = text.replace(" (choose", f"{near} (choose")
+        raise UserError(f"{text} (see `{self.prog} --help-all`)")
+
+
 def parse(argv: Sequence[str], method: Method = SFT, *, may_launch: bool = True) -> Arguments:
     """Read the YAML and the command line.
 
@@ -90,16 +104,14 @@ def parse(argv: Sequence[str], method: Method = SFT, *, may_launch: bool = True)
     with warnings.catch_warnings():
         # transformers 5.23 renames this field; TRL's SFTConfig sets it by default and documents the old name.
         warnings.filterwarnings("ignore", message="`gradient_checkpointing` is deprecated", category=FutureWarning)
-        parser = make_parser(method)
-        words = list(_words_of(config, parser, path))
-        parser.source = f"{path}: "
-        launch = _launch_words(parser.parse_known_args(words)[1], parser)
-        parser.source = "--"
-        launch_flags = _launch_words(parser.parse_known_args(flags)[1], parser)
+        parser, launcher = make_parser(method), _launch_parser(method)
+        words = list(_words_of(config, parser, launcher, path))
+        launch = _launch_options(words, parser, launcher, f"{path}: ")
+        launch_flags = _launch_options(flags, parser, launcher, "--")
         if launch_flags and not may_launch:
             raise UserError(
-                f"{' '.join(launch_flags)}: this process is already running, so options of `accelerate launch` have no "
-                "effect here: give them to the launcher"
+                f"{' '.join(_as_words(launch_flags))}: this process is already running, so options of `accelerate "
+                "launch` have no effect here: give them to the launcher"
             )
         try:
             with naming_keys(config):
@@ -109,18 +121,11 @@ def parse(argv: Sequence[str], method: Method = SFT, *, may_launch: bool = True)
         except ValueError as error:
             if "support bf16/gpu" not in str(error):
                 raise
-            raise UserError(_without_bf16()) from error
-    return Arguments(
-        method, script, training, model, mixture, data, _accelerate_file([*launch, *launch_flags]), [*argv]
-    )
-
-
-def _without_bf16() -> str:
-    import torch
-
-    if torch.cuda.is_available():
-        return "bf16=True, but this GPU has no bf16: set bf16: false and fp16: true"
-    return "bf16=True, but there is no GPU: set use_cpu: true and bf16: false, or run on a GPU"
+            raise UserError(
+                "bf16=True needs a GPU that has bf16: set bf16: false and, on an older GPU, fp16: true; without a GPU "
+                "set use_cpu: true and bf16: false, or run on a GPU"
+            ) from error
+    return Arguments(method, script, training, model, mixture, data, _as_words(launch | launch_flags), [*argv])
 
 
 def as_flags(values: Mapping[str, object]) -> list[str]:
@@ -133,40 +138,36 @@ def split_off(name: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     spellings = {f"--{name}": None, f"--{name.replace('_', '-')}": None}
     parser.add_argument(*spellings, dest="values", action="append", nargs="?", const="", default=[])
-    found, rest = parser.parse_known_args(words)
-    return found.values, rest
+    matches, rest = parser.parse_known_args(words)
+    return matches.values, rest
 
 
 def make_parser(method: Method = SFT, kinds: Sequence[Any] | None = None) -> Any:
     """Return TRL's parser over the dataclasses of a method, or over `kinds` alone."""
     from trl import TrlParser
 
-    class Parser(TrlParser):
-        source = "--"
-
-        def error(self, message: str) -> NoReturn:
-            """Raise `UserError`: ``sft.yaml: max_length: invalid int value: 'abc'``."""
-            said = re.sub(r"^argument --(\w+)\S*: ", lambda found: f"{self.source}{found[1]}: ", message)
-            if choices := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", said):
-                near = did_you_mean(choices[1], re.findall(r"[\w.-]+", choices[2]))
-                said = said.replace(" (choose", f"{near} (choose")
-            raise UserError(f"{said} (see `{self.prog} --help-all`)")
+    class Parser(_OneLine, TrlParser):
+        pass
 
     parser = Parser(kinds or method.dataclasses(), prog=f"fastpack-trl {method.command}", allow_abbrev=False)
+    parser.hints = {name: str(kind) for own in parser.dataclass_types for name, kind in get_type_hints(own).items()}
     for action in parser._actions:
-        if "dict" in _hint(parser, action.dest):
+        if "dict" in parser.hints.get(action.dest, ""):
             action.type = _path_or_mapping if action.dest in _PATH_OR_MAPPING else _mapping
     return parser
 
 
-def _hint(parser: Any, name: str) -> str:
-    hints = {name: hint for kind in parser.dataclass_types for name, hint in _hints(kind).items()}
-    return str(hints.get(name))
+def _launch_parser(method: Method) -> _OneLine:
+    """Return a parser of the options of `accelerate launch` and of ``--accelerate_config``, which TRL adds."""
+    from accelerate.commands.launch import launch_command_parser
 
-
-@cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
+    parser = _OneLine(prog=f"fastpack-trl {method.command}", add_help=False, allow_abbrev=False)
+    parser.add_argument("--accelerate_config", "--accelerate-config", default=argparse.SUPPRESS)
+    for action in launch_command_parser()._actions:
+        if action.option_strings and action.dest not in _RESERVED_LAUNCH_OPTIONS:
+            action.default = argparse.SUPPRESS
+            parser._add_action(action)
+    return parser
 
 
 def _mapping(text: str) -> dict[str, Any]:
@@ -183,7 +184,7 @@ def _path_or_mapping(text: str) -> Any:
     return _mapping(text) if text.startswith("{") else text  # the test that transformers makes
 
 
-def _words_of(config: Mapping[str, Any], parser: Any, path: str) -> Iterator[str]:
+def _words_of(config: Mapping[str, Any], parser: Any, launcher: _OneLine, path: str) -> Iterator[str]:
     """Yield the YAML as words: ``{"packing": True, "lora_target_modules": ["q", "v"]}`` ->
     ``--packing=True --lora_target_modules q v``.
 
@@ -193,10 +194,10 @@ def _words_of(config: Mapping[str, Any], parser: Any, path: str) -> Iterator[str
     # Reversed, so that the first one stays: `--no_x` shares the name of `--x`.
     actions = {action.dest: action for action in reversed(parser._actions)}
     for name in config:
-        if name not in actions and f"--{name}" not in _launch_options():
-            _refuse_unknown(name, config, parser, path)
+        if name not in actions and f"--{name}" not in launcher._option_string_actions:
+            _refuse_unknown(name, config, parser, launcher, path)
     for name, value in config.items():
-        action, hint = actions.get(name), _hint(parser, name)
+        action, hint = actions.get(name), parser.hints.get(name, "")
         if name == "datasets":
             _check_datasets(value, path)
             parser.set_defaults(datasets=value)
@@ -212,6 +213,10 @@ def _words_of(config: Mapping[str, Any], parser: Any, path: str) -> Iterator[str
             parser.set_defaults(**{name: value})
         elif isinstance(value, list | dict):
             raise UserError(f"{path}: {name}={short_repr(value)} must be a single value")
+        elif action is None and launcher._option_string_actions[f"--{name}"].nargs == 0:
+            if not isinstance(value, bool):
+                raise UserError(f"{path}: {name}={short_repr(value)} must be true or false")
+            yield from [f"--{name}"] * value
         else:
             yield f"--{name}={'no' if value is False and action and 'no' in (action.choices or ()) else value}"
 
@@ -220,98 +225,65 @@ def _check_datasets(entries: Any, path: str) -> None:
     from trl.scripts.utils import DatasetConfig
 
     known = [field.name for field in dataclasses.fields(DatasetConfig)]
-    mappings = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
-    for key in (key for entry in entries for key in entry if key not in known) if mappings else ():
-        raise UserError(
-            f"{path}: datasets: unknown key {short_repr(key)}{did_you_mean(key, known)} ({', '.join(known)})"
-        )
-    if not mappings or not all(isinstance(entry.get("path"), str) for entry in entries):
-        raise UserError(
-            f"{path}: datasets={short_repr(entries)} must be a list of entries, each as `- path: data.jsonl`"
-        )
+    for entry in entries if isinstance(entries, list) else [entries]:
+        for key in entry if isinstance(entry, dict) else ():
+            if key not in known:
+                near = did_you_mean(key, known)
+                raise UserError(f"{path}: datasets: unknown key {short_repr(key)}{near} ({', '.join(known)})")
+        if not isinstance(entry, dict) or not isinstance(entry.get("path"), str) or entry is entries:
+            raise UserError(
+                f"{path}: datasets={short_repr(entries)} must be a list of entries, each as `- path: data.jsonl`"
+            )
 
 
-def _refuse_unknown(name: str, config: Mapping[str, Any], parser: Any, path: str) -> NoReturn:
-    """Raise `UserError` for the name of a key, or of an option if it begins with dashes."""
+def _refuse_unknown(name: str, config: Mapping[str, Any], parser: Any, launcher: _OneLine, path: str = "") -> NoReturn:
+    """Raise `UserError` for a key of the YAML `path`, or for a word of the command line."""
     from fastpack_trl.config import removal
 
     if tool := tool_of(config):
         raise UserError(f"{path} is a YAML of {tool}: `fastpack-trl convert {path}` writes it in our names")
-    if not name.startswith("--") and not path:
+    if not path and not name.startswith("-"):
         remedy = f"did you mean --config {name}?" if name.endswith((".yaml", ".yml")) else "options start with --"
         raise UserError(f"unexpected argument {short_repr(name)}: {remedy}")
-    dashes, plain = "--" * (not path), name.removeprefix("--").replace("-", "_")
+    source, dashes, plain = f"{path}: " * bool(path), "--" * (not path), name.lstrip("-").replace("-", "_")
     if gone := removal(plain):
-        raise UserError(f"{path}: {gone}" if path else gone)
-    known = {action.dest for action in parser._actions} | {option[2:] for option in _launch_options()} | {"env"}
+        raise UserError(source + gone)
+    known = {"env", *(action.dest for each in (parser, launcher) for action in each._actions)}
     known |= set() if path else {option[2:] for option in COMMAND_OPTIONS}
-    other = _OTHER_NAMES.get(plain)
-    hint = (
-        f"; did you mean '{dashes}{other}'?"
-        if other in known
-        else did_you_mean(dashes + plain, (dashes + one for one in known))
-    )
+    hint = f"; did you mean '{dashes}{other}'?" if (other := _OTHER_NAMES.get(plain)) in known else ""
+    hint = hint or did_you_mean(dashes + plain, (dashes + one for one in known))
     hint = hint or f"; `{parser.prog} --help-all` lists the names"
-    raise UserError(
-        f"{path}: unknown key {short_repr(name)}{hint}" if path else f"unknown option {short_repr(name)}{hint}"
-    )
+    raise UserError(f"{source}unknown {'key' if path else 'option'} {short_repr(name)}{hint}")
 
 
-@cache
-def _launch_options() -> dict[str, argparse.Action]:
-    """Return the options of `accelerate launch` by name; ``--accelerate_config`` is TRL's addition."""
-    from accelerate.commands.launch import launch_command_parser
-
-    parser = launch_command_parser()
-    parser.add_argument("--accelerate_config", "--accelerate-config")
-    return {
-        name: action
-        for action in parser._actions
-        for name in action.option_strings
-        if name.startswith("--") and action.dest not in _RESERVED_LAUNCH_OPTIONS
-    }
+def _launch_options(words: Sequence[str], parser: Any, launcher: _OneLine, source: str) -> dict[str, Any]:
+    """Return what TRL's parser leaves as options of `accelerate launch`; `source` begins the lines of errors."""
+    parser.source = launcher.source = source
+    options, unknown = launcher.parse_known_args(parser.parse_known_args(words)[1])
+    if unknown:
+        _refuse_unknown(unknown[0].partition("=")[0], {}, parser, launcher)
+    for name in ("num_processes", "num_machines"):
+        if (count := getattr(options, name, 1)) < 1:  # accelerate trains in one process for these, without a word
+            raise UserError(f"{source}{name}={count} must be >= 1")
+    return {name: value for name, value in vars(options).items() if name != "nondefault"}  # which accelerate notes
 
 
-def _launch_words(rest: Sequence[str], parser: Any) -> list[str]:
-    """Return what TRL's parser left as options for `accelerate launch`: ``--num_processes 2 --quiet=False`` ->
-    ``["--num_processes=2"]``.
+def _as_words(options: Mapping[str, Any]) -> list[str]:
+    """Return options of `accelerate launch` as words, TRL's own accelerate configs by their path:
+    ``{"accelerate_config": "zero2", "multi_gpu": True}`` -> ``--config_file=.../zero2.yaml --multi_gpu``.
     """
-    found, words = [], iter(rest)
-    for word in words:
-        name, equals, value = word.partition("=")
-        action = _launch_options().get(name)
-        if action is None:
-            _refuse_unknown(name, {}, parser, "")
-        if action.nargs == 0:
-            # TRL passes "--multi_gpu True", which accelerate reads as the name of the script to launch.
-            if equals and value not in ("True", "False"):
-                raise UserError(f"{parser.source}{name[2:]}={short_repr(value)} must be true or false")
-            found += [name] * (value != "False")
-            continue
-        value = value if equals else next(words, "")
-        if not value:
-            raise UserError(f"{name} needs a value")
-        # accelerate trains in one process for these, without a word.
-        if action.dest in ("num_processes", "num_machines") and re.fullmatch(r"0|-\d+", value):
-            raise UserError(f"{parser.source}{name[2:]}={value} must be >= 1")
-        found.append(f"{name}={value}")
-    return found
-
-
-def _accelerate_file(words: Sequence[str]) -> list[str]:
-    """Turn ``--accelerate_config zero2`` into ``--config_file=.../zero2.yaml``; TRL's own files go by their name."""
-    names, rest = split_off("accelerate_config", words)
-    if not names:
-        return rest
-    name = names[-1]  # a flag comes after the YAML and wins
+    words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
+    if (name := options.get("accelerate_config")) is None:
+        return words
+    shipped = {
+        file.name[:-5]: str(file) for file in files("trl.accelerate_configs").iterdir() if file.name.endswith(".yaml")
+    }
     if Path(name).is_file():
         if not name.endswith(".json"):
             load_config(name)  # accelerate reads it after us, and says less about what is wrong
-        return [f"--config_file={name}", *rest]
-    shipped = {Path(str(file)).stem: str(file) for file in files("trl.accelerate_configs").iterdir()}
-    shipped.pop("__init__", None)
-    if name not in shipped:
+    elif name not in shipped:
         raise UserError(
             f"accelerate_config={short_repr(name)} is neither a file nor one of {', '.join(sorted(shipped))}"
         )
-    return [f"--config_file={shipped[name]}", *rest]
+    words.remove(f"--accelerate_config={name}")
+    return [f"--config_file={name if Path(name).is_file() else shipped[name]}", *words]

@@ -16,7 +16,6 @@ from fastpack_trl.errors import (
     UserError,
     describe,
     did_you_mean,
-    first_reason,
     naming_keys,
     preparing,
     short_repr,
@@ -31,14 +30,8 @@ from fastpack_trl.recipe.yaml import load_config
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
-_REPORTERS = {"clearml", "codecarbon", "comet_ml", "dvclive", "mlflow", "neptune", "swanlab", "trackio", "wandb"}
-"""Targets of `report_to` that are the name of a package; transformers looks for them after loading the model."""
-_REWARDS_OF_TRL = (
-    "accuracy_reward",
-    "reasoning_accuracy_reward",
-    "think_format_reward",
-    "get_soft_overlong_punishment",
-)
+_OVERLONG = "get_soft_overlong_punishment"
+_REWARDS_OF_TRL = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", _OVERLONG)
 _HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
@@ -79,6 +72,7 @@ def make_trainer(
         UserError: a setting, file or model that the user has to change. What the libraries raise for others passes;
             inside `preparing` it becomes a `UserError` too.
     """
+    from transformers.quantizers.auto import AutoQuantizationConfig
     from trl import get_peft_config, get_quantization_config
 
     method, script, training, model = arguments.method, arguments.script, arguments.training, arguments.model
@@ -95,13 +89,16 @@ def make_trainer(
         }
         for role, split in data.items():
             row = _check_columns(split, role, training, method)
-    init = {
+    given = dict(training.model_init_kwargs or {})
+    training.model_init_kwargs = {
         "revision": model.model_revision, "trust_remote_code": training.trust_remote_code,
         "attn_implementation": model.attn_implementation, "dtype": model.dtype,
-    }  # fmt: skip
-    given = {"model_init_kwargs": training.model_init_kwargs}
-    training.model_init_kwargs = init | _init_kwargs(training.model_init_kwargs or {})
-    with naming_data(name), naming_keys(given):
+    } | given  # fmt: skip
+    if isinstance(quantization := given.get("quantization_config"), Mapping):
+        # For a checkpoint that is quantized itself, as gpt-oss is, `from_pretrained` compares classes.
+        quantization = AutoQuantizationConfig.from_dict(dict(quantization))
+        training.model_init_kwargs["quantization_config"] = quantization
+    with naming_data(name), naming_keys({"model_init_kwargs": given}):
         trainer = (trainer_class or method.trainer)(
             model=model.model_name_or_path,
             args=training,
@@ -134,9 +131,19 @@ def check_settings(arguments: Arguments, *, weights: bool = True) -> None:
     Raises:
         UserError: names the setting, its value and the fix.
     """
+    from transformers.integrations import get_available_reporting_integrations
+
     training, model = arguments.training, arguments.model
-    if fault := first_reason(_faults(arguments)):
-        raise UserError(fault)
+    for field in ("load_in_4bit", "load_in_8bit"):
+        if getattr(model, field) and find_spec("bitsandbytes") is None:
+            raise UserError(f"{field}=True needs bitsandbytes: pip install 'fastpack-trl[qlora]'")
+    # The steps would end with these two, after the weights are loaded.
+    for name in {*training.report_to} - {*get_available_reporting_integrations()}:
+        raise UserError(f"report_to={name!r} is not installed: pip install {name}, or set report_to: none")
+    if training.eval_on_start and training.eval_strategy == "no":
+        raise UserError("eval_on_start=True evaluates nothing: set eval_strategy to steps or epoch, or leave it out")
+    if model.use_peft and arguments.method.command == "reward" and model.lora_task_type != "SEQ_CLS":
+        raise UserError(f"lora_task_type={model.lora_task_type!r} is for language models: a reward model needs SEQ_CLS")
     _check_paths(training)
     if weights:
         check_data_exists(arguments.script, arguments.mixture)
@@ -145,20 +152,6 @@ def check_settings(arguments: Arguments, *, weights: bool = True) -> None:
     model.model_name_or_path = model_folder("model_name_or_path", model.model_name_or_path)
     options = {"revision": model.model_revision, "trust_remote_code": training.trust_remote_code}
     check_model(model.model_name_or_path, options, method=arguments.method)
-
-
-def _faults(arguments: Arguments) -> Iterator[str]:
-    training, model = arguments.training, arguments.model
-    for name in training.report_to or ():
-        if name in _REPORTERS and find_spec(name) is None:
-            yield f"report_to={name!r} is not installed: pip install {name}, or set report_to: none"
-    for field in ("load_in_4bit", "load_in_8bit"):
-        if getattr(model, field) and find_spec("bitsandbytes") is None:
-            yield f"{field}=True needs bitsandbytes: pip install 'fastpack-trl[qlora]'"
-    if training.eval_on_start and training.eval_strategy == "no":
-        yield "eval_on_start=True evaluates nothing: set eval_strategy to steps or epoch, or leave it out"
-    if model.use_peft and arguments.method.command == "reward" and model.lora_task_type != "SEQ_CLS":
-        yield f"lora_task_type={model.lora_task_type!r} is for language models: a reward model needs SEQ_CLS"
 
 
 def _check_paths(training: Any) -> None:
@@ -207,19 +200,6 @@ def check_model(
             f"{option} {name!r} is {kind} (model_type {config.model_type!r}): {method.what} needs a causal language "
             "model (...ForCausalLM)"
         )
-
-
-def _init_kwargs(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords of `from_pretrained`, a mapping for ``quantization_config`` as an object of its class.
-
-    For a checkpoint that is quantized itself, as gpt-oss is, `from_pretrained` compares classes and refuses a mapping.
-    """
-    from transformers.quantizers.auto import AutoQuantizationConfig
-
-    quantization = given.get("quantization_config")
-    if not isinstance(quantization, Mapping):
-        return dict(given)
-    return {**given, "quantization_config": AutoQuantizationConfig.from_dict(dict(quantization))}
 
 
 def _take_split(splits: Mapping[str, Any], name: str, field: str) -> Any:
@@ -271,31 +251,26 @@ def _load_rewards(script: Any) -> list[str | Callable[..., Any]]:
     Raises:
         UserError: none is named, or a name that leads to no function.
     """
-    if not script.reward_model_name_or_path and not script.reward_funcs:
+    model = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
+    if not model and not script.reward_funcs:
         raise UserError(
             f"no reward: set reward_funcs to some of {', '.join(_REWARDS_OF_TRL)} or to functions of yours "
             "(my_module.reward), or reward_model_name_or_path to a model"
         )
-    model = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
     folders = [model_folder("reward_model_name_or_path", name) for name in model]
     return [*folders, *map(_reward_function, script.reward_funcs or ())]
 
 
 def _reward_function(name: str) -> Callable[..., Any]:
-    import trl.rewards
-
-    if name in _REWARDS_OF_TRL:
-        reward: Callable[..., Any] = getattr(trl.rewards, name)
-        return reward(max_completion_len=1280, soft_punish_cache=256) if name.startswith("get_") else reward
     module, _, function = name.rpartition(".")
-    if not module:
+    if not module and name not in _REWARDS_OF_TRL:
         meant = did_you_mean(name, _REWARDS_OF_TRL)
         raise UserError(
             f"reward_funcs={name!r} is not one of {', '.join(_REWARDS_OF_TRL)}{meant}; yours: my_module.{name}"
         )
     sys.path.insert(0, str(Path.cwd()))  # as TRL's scripts do
     try:
-        own: Callable[..., Any] = getattr(import_module(module), function)
+        reward: Callable[..., Any] = getattr(import_module(module or "trl.rewards"), function)
     except (ImportError, AttributeError) as error:
         raise UserError(f"reward_funcs={name!r}: {describe(error)}: name a function by its module") from error
-    return own
+    return reward(max_completion_len=1280, soft_punish_cache=256) if name == _OVERLONG else reward

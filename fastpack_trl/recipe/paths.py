@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from pathlib import Path
 
 from fastpack_trl.errors import UserError, nearest, short_repr
@@ -44,6 +45,12 @@ def json_file(args: Namespace) -> Path | None:
     from fastpack_trl.measure.record import check_writable
 
     return check_writable(args.json) if args.json else None
+
+
+def titled(rows: Mapping[str, object]) -> list[str]:
+    """Return the lines of a table of names and values: ``{"a": 1, "bc": 2}`` -> ``["a   1", "bc  2"]``."""
+    width = max(map(len, rows))
+    return [f"{name.ljust(width)}  {value}" for name, value in rows.items()]
 
 
 def looks_local(name: str) -> bool:

@@ -21,6 +21,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("verify")
     for family in ("gpt_oss", "falcon", "qwen3"):
         tiny_model(family).save_pretrained(root / family)
+    (root / "headless").mkdir()
+    headless = '{"model_type": "bert", "architectures": ["BertModel"]}'
+    (root / "headless" / "config.json").write_text(headless, encoding="utf-8")
     lora = get_peft_model(tiny_model("qwen3"), LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False))
     lora.save_pretrained(root / "lora")
     prompt = get_peft_model(
@@ -64,76 +67,50 @@ def test_stock_gpt_oss_leaks_and_auto_does_not(
     assert record["versions"]["torch"] == torch.__version__
 
 
-@pytest.mark.parametrize("name", ["per_document", "sdpa"])
-def test_every_path_by_name(folder: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    assert verify(folder, "gpt_oss", "--attn", name) == 0
-    path = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("path"))
-    assert path.split()[1] == name
-
-
-def test_lengths_decide_what_is_exercised(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert verify(folder, "gpt_oss", "--lengths", "3", "2", "4") == 0
-    out = capsys.readouterr().out
-    assert "3 + 2 + 4 tokens" in out
-    assert "not exercised  window 5 (no document is longer)" in out
-
-
-def test_many_documents_are_listed_by_their_largest_leaks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert verify(folder, "gpt_oss", "--attn", "off", "--lengths", *["2"] * 11) == 1
-    out = capsys.readouterr().out
-    assert "55 of 110 pairs" in out
-    assert out.count("  from document ") == 20
-
-
-def test_an_adapter_is_part_of_the_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert verify(folder, "qwen3", "--adapter", str(folder / "lora")) == 0
-    assert "path           per_document " in capsys.readouterr().out
-    assert verify(folder, "qwen3", "--adapter", str(folder / "prompt")) == 2
-    assert "prompt learning prepends virtual tokens to each row" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("family", "shown"), [("qwen3", "bfloat16 on cpu"), ("gpt_oss", "(reported only below fp32")])
-def test_weights_have_the_dtype_and_experts_below_fp32_no_budget(
-    folder: Path, capsys: pytest.CaptureFixture[str], family: str, shown: str
+@pytest.mark.parametrize(
+    ("family", "words", "code", "shown"),
+    [
+        ("gpt_oss", "--attn per_document", 0, ["path           per_document "]),
+        ("gpt_oss", "--attn sdpa", 0, ["path           sdpa "]),
+        ("gpt_oss", "--lengths 3 2 4", 0, ["3 + 2 + 4 tokens", "not exercised  window 5 (no document is longer)"]),
+        ("gpt_oss", f"--attn off --lengths {'2 ' * 11}", 1, ["55 of 110 pairs"]),
+        ("qwen3", "--adapter {folder}/lora", 0, ["path           per_document "]),
+        ("qwen3", "--dtype bfloat16", 0, ["bfloat16 on cpu"]),
+        ("gpt_oss", "--dtype bfloat16", 0, ["(reported only below fp32"]),
+    ],
+)
+def test_path_lengths_adapter_and_dtype_are_those_that_are_asked_for(
+    folder: Path, capsys: pytest.CaptureFixture[str], family: str, words: str, code: int, shown: list[str]
 ) -> None:
-    assert verify(folder, family, "--dtype", "bfloat16") == 0
-    assert shown in capsys.readouterr().out
-
-
-def test_cuda_that_is_not_there_is_an_error(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert verify(folder, "qwen3", "--device", "cuda") == 2
-    assert "no CUDA device: use --device cpu" in capsys.readouterr().err
+    assert verify(folder, family, *words.format(folder=folder).split()) == code
+    out = capsys.readouterr().out
+    assert all(part in out for part in shown), out
+    assert out.count("  from document ") == 20 * code, "the largest leaks of many documents are listed"
 
 
 @pytest.mark.parametrize(
-    ("model", "arguments", "parts"),
+    ("model", "words", "says"),
     [
-        ("falcon", ["--attn", "per_document"], ["packed_attention='per_document' cannot be used here: falcon"]),
-        ("qwen3", ["--lengths", "9", "x"], ["invalid int value: 'x'"]),
-        ("qwen3", ["--dtype", "int8"], ["--dtype", "int8"]),
-        ("qwen3", ["--adapter", "./absent"], ["--adapter './absent' is not a folder"]),
-        ("lora", [], ["no config.json", "PEFT adapter", "--adapter"]),
-        ("qwen3", ["--json", "absent/proof.json"], ["--json 'absent/proof.json'", "does not exist"]),
+        ("falcon", "--attn per_document", "packed_attention='per_document' cannot be used here: falcon"),
+        ("qwen3", "--lengths 9 x", "invalid int value: 'x'"),
+        ("qwen3", "--dtype int8", "--dtype: invalid choice: 'int8'"),
+        ("qwen3", "--adapter ./absent", "--adapter './absent' is not a folder"),
+        ("qwen3", "--adapter {folder}/prompt", "prompt learning prepends virtual tokens to each row"),
+        ("qwen3", "--device cuda", "no CUDA device: use --device cpu"),
+        ("lora", "", "no config.json: it is a PEFT adapter: name its base model, and give this folder to --adapter"),
+        ("headless", "", "is BertModel"),
+        ("qwen3", "--json absent/proof.json", "--json 'absent/proof.json'"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) and value and value[0].startswith("--") else "",
 )
 def test_a_wrong_argument_is_one_line_and_2(
-    folder: Path, capsys: pytest.CaptureFixture[str], model: str, arguments: list[str], parts: list[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str, words: str, says: str
 ) -> None:
-    assert verify(folder, model, *arguments) == 2
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert verify(folder, model, *words.format(folder=folder).split()) == 2
     captured = capsys.readouterr()
     (line,) = [line for line in captured.err.splitlines() if "verify: error" in line]
-    assert all(part in line for part in parts), line
+    assert says in line
     assert captured.out == ""
-
-
-def test_a_model_without_a_causal_head_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "bert", "architectures": ["BertModel"]}')
-    assert verify(tmp_path, "") == 2
-    assert "BertModel" in capsys.readouterr().err
 
 
 def test_a_model_that_refuses_packed_rows_is_one_line(

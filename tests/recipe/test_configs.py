@@ -17,12 +17,13 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from trainer_material import make_tokenizer, sentences
+from transformers import AutoConfig
 
-from benchmarks.models import MODELS, ModelShape, build_model
+from benchmarks.models import MODELS, ModelShape
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.moe.quantised import has_quantised_experts
-from fastpack_trl.recipe.arguments import Arguments, parse
+from fastpack_trl.recipe.arguments import parse
 from fastpack_trl.recipe.forecast import attention_of, fixed_bytes, model_of
 from fastpack_trl.recipe.gpus import GPUS
 from fastpack_trl.recipe.methods import METHODS, Method
@@ -88,22 +89,17 @@ def rows(dataset: str, count: int, seed: int) -> list[dict[str, Any]]:
     out: list[dict[str, Any]] = []
     for question, answer in zip(sentences(count, seed, 8), sentences(count, seed + 1, 20), strict=True):
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        worse = [turns[0], {**turns[1], "content": "w5"}]
         thinking = [{**turns[0], "thinking": None}, {**turns[1], "thinking": "w1 w2"}]
         columns: dict[str, dict[str, Any]] = {
             "trl-lib/tldr": {"prompt": question, "completion": " " + answer},
             "HuggingFaceH4/ultrachat_200k": {"prompt": question, "prompt_id": str(len(out)), "messages": turns},
-            "HuggingFaceH4/Multilingual-Thinking": {
-                "reasoning_language": "English", "developer": "w3", "user": question, "analysis": "w1 w2",
-                "final": answer, "messages": thinking,
-            },
+            "HuggingFaceH4/Multilingual-Thinking": {"developer": "w3", "user": question, "messages": thinking},
             "open-r1/Mixture-of-Thoughts": {"messages": turns, "num_tokens": len(answer.split()), "source": "w"},
-            "trl-lib/Capybara": {"source": "w", "messages": turns, "num_turns": 1},
-            "trl-lib/ultrafeedback_binarized": {
-                "chosen": turns, "rejected": [turns[0], {**turns[1], "content": "w5"}], "score_chosen": 8.5,
-            },
+            "trl-lib/ultrafeedback_binarized": {"chosen": turns, "rejected": worse, "score_chosen": 8.5},
             "trl-lib/DeepMath-103K": {"prompt": turns[:1], "solution": "w5"},
-        }  # fmt: skip
-        out.append(columns.get(dataset, {"messages": turns}))
+        }
+        out.append(columns.get(dataset, {"messages": turns, "num_turns": 1}))
     return out
 
 
@@ -200,7 +196,6 @@ def test_a_config_trains_what_it_says_with_what_it_asks_for(
 def check_trained(trainer: FastSFTTrainer, config: dict[str, Any]) -> None:
     """The parameters that the file names are trained, and no others; the base has the format that the file asks for."""
     trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-    assert trained
     kinds = {type(module).__name__ for module in trainer.model.modules()}
     assert ("Linear4bit" in kinds) == config.get("load_in_4bit", False)
     assert has_quantised_experts(trainer.model) == (config.get("moe_quantize_experts") == "on")
@@ -216,31 +211,25 @@ def check_trained(trainer: FastSFTTrainer, config: dict[str, Any]) -> None:
     modules = config["lora_target_modules"]
     attention = {name.split(".self_attn.")[1].split(".")[0] for name in trained if ".self_attn." in name}
     assert attention == (set(modules) if isinstance(modules, list) else {"q_proj", "k_proj", "v_proj", "o_proj"})
-    assert {p.shape[0] for name, p in trained.items() if "lora_A" in name and "experts" not in name} == {
-        config["lora_r"]
-    }
-    moved = [name for name, p in trained.items() if "lora_B" in name and torch.any(p != 0)]
-    assert len(moved) == sum("lora_B" in name for name in trained), "an adapter that the loss does not reach"
+    ranks = {p.shape[0] for name, p in trained.items() if "lora_A" in name and "experts" not in name}
+    assert ranks == {config["lora_r"]}
+    assert all(torch.any(p != 0) for name, p in trained.items() if "lora_B" in name), "the loss reaches every adapter"
 
 
 def check_report(trainer: FastSFTTrainer, config: dict[str, Any]) -> None:
     """Features that the file asks for are on; what the CPU lacks is off, with its reason."""
-    report = trainer.fastpack_report
-    assert report["packed_attention"].status == "on", report
-    assert report["batches"].path == ("packed" if config.get("packing") else "padding-free")
+    report, peft, experts = trainer.fastpack_report, bool(config.get("use_peft")), "lora_target_parameters" in config
+    statuses = {"packed_attention": "on", "lora" if peft else "packed_attention": "on"}
+    statuses |= {} if "share_prefixes" in config else {"sync_free": "on"}
+    assert {name: report[name].status for name in statuses} == statuses, report
+    paths = {"batches": "packed" if config.get("packing") else "padding-free"}
+    paths |= {"share_prefixes": "prompts once"} if "share_prefixes" in config else {}
+    paths |= {"moe": "fastpack"} if experts else {}
+    assert {name: report[name].path for name in paths} == paths, report
     assert trainer.fastpack_proof is not None
     assert trainer.fastpack_proof.proven
-    if "share_prefixes" in config:
-        assert report["share_prefixes"].path == "prompts once", report
-    else:
-        assert report["sync_free"].status == "on", report
-    assert ("lora" in report) == bool(config.get("use_peft"))
-    if config.get("use_peft"):
-        assert report["lora"].status == "on", report
-    experts = "lora_target_parameters" in config
-    assert ("moe" in report) == experts
+    assert ("lora" in report, "moe" in report) == (peft, experts)
     if experts:
-        assert report["moe"].path == "fastpack", report
         count = report["moe"].reason.partition(" of ")[0]
         assert report["moe"].reason.startswith(f"{count} of {count} layers; LoRA on the experts of {count}"), report
     assert ("quantised experts" in report.facts) == (config.get("moe_quantize_experts") == "on")
@@ -279,55 +268,42 @@ def test_the_commands_in_a_config_run_this_file_with_accelerate_files_that_trl_s
             assert launch[1:] == [f"--num_processes={rest[-1]}"]
 
 
-def arguments_of(name: str) -> Arguments:
-    return parse(["--config", str(FILES[name]), "--use_cpu"], method(name))
-
-
-def shape_of(name: str) -> ModelShape:
-    return SHAPES[str(FAMILIES[read(name)["model_name_or_path"]][1])]
-
-
-def held(name: str, folder: Path, **changed: Any) -> tuple[dict[str, float], dict[str, str]]:
-    """What a config holds before its activations, by part, and its attention per GPU; by its model's public shape."""
+def held(name: str, folder: Path, **changed: Any) -> tuple[Any, dict[str, float], dict[str, str]]:
+    """Arguments of a config, what it holds before its activations by part, and its attention per GPU."""
     shape = shape_of(name)
-    config = build_model(shape.cut_to(2), positions=4096, seed=0, device="meta").config
-    config.num_hidden_layers = layers = int(shape.fields["num_hidden_layers"])
-    if getattr(config, "layer_types", None):
-        config.layer_types = (config.layer_types * layers)[:layers]
-    config.save_pretrained(folder)
-    arguments = arguments_of(name)
+    AutoConfig.for_model(shape.model_type, **shape.fields).save_pretrained(folder)
+    arguments = parse(["--config", str(FILES[name]), "--use_cpu"], method(name))
     arguments.model.model_name_or_path = str(folder)
     for field, value in changed.items():
         setattr(arguments.training, field, value)
     model = model_of(arguments)
     fixed = {part: size / 2**30 for part, size in fixed_bytes(model, arguments.training).items()}
     dtypes = {"H100": torch.bfloat16, "T4": torch.float16}
-    return fixed, {name: attention_of(model.module, GPUS[name], dtype)[1] for name, dtype in dtypes.items()}
+    attention = {name: attention_of(model.module, GPUS[name], dtype)[1] for name, dtype in dtypes.items()}
+    return arguments.training, fixed, attention
+
+
+def shape_of(name: str) -> ModelShape:
+    return SHAPES[str(FAMILIES[read(name)["model_name_or_path"]][1])]
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if "/" not in name and name != "quickstart.yaml"])
 def test_the_memory_in_the_head_of_a_config_is_the_forecast_of_doctor(name: str, tmp_path: Path) -> None:
     head = FILES[name].read_text(encoding="utf-8").split("\n\n", 1)[0]
-    fixed, attention = held(name, tmp_path)
-    total, frozen = sum(fixed.values()), fixed["frozen weights"]
+    training, fixed, attention = held(name, tmp_path)
+    frozen, fields = fixed["frozen weights"], shape_of(name).fields
     (stated,) = re.findall(r"Memory before activations: ([\d.]+) GiB \((.*)\)", head)
-    assert float(stated[0]) == pytest.approx(total, abs=0.06)
-    parts = re.findall(r"weights ([\d.]+), adapters with gradients and AdamW ([\d.]+)", stated[1])
-    for weights, trained in parts:
-        assert float(weights) == pytest.approx(frozen, abs=0.06)
-        assert float(trained) == pytest.approx(total - frozen, abs=0.06)
-    assert bool(parts) == bool(read(name).get("use_peft"))
+    figures = [(stated[0], sum(fixed.values()))]
+    for weights, trained in re.findall(r"weights ([\d.]+), adapters with gradients and AdamW ([\d.]+)", stated[1]):
+        figures += [(weights, frozen), (trained, sum(fixed.values()) - frozen)]
+    assert (len(figures) == 3) == bool(read(name).get("use_peft"))
     for dense in re.findall(r"([\d.]+) GiB of free host memory while the model is loaded", head):
-        bf16 = held(name, tmp_path, moe_quantize_experts="off")[0]["frozen weights"]
-        assert float(dense) == pytest.approx(bf16, abs=0.06)
+        figures += [(dense, held(name, tmp_path, moe_quantize_experts="off")[1]["frozen weights"])]
     for offloaded in re.findall(r"Host memory of the offload: ([\d.]+) GiB", head):
-        training, fields = (
-            arguments_of(name).training,
-            SHAPES[str(FAMILIES[read(name)["model_name_or_path"]][1])].fields,
-        )
         inputs = fields["num_hidden_layers"] - 1  # the last one's stays on the device
         tokens = training.per_device_train_batch_size * training.max_length
-        assert float(offloaded) == pytest.approx(inputs * tokens * fields["hidden_size"] * 2 / 2**30, abs=0.06)
+        figures += [(offloaded, inputs * tokens * fields["hidden_size"] * 2 / 2**30)]
+    assert [float(text) for text, _ in figures] == pytest.approx([size for _, size in figures], abs=0.06)
     assert attention == {"H100": "varlen", "T4": "per_document"}, "torch's kernel needs sm80"
 
 

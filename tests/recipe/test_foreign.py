@@ -18,134 +18,39 @@ from fastpack_trl.recipe.foreign import convert, tool_of
 from fastpack_trl.recipe.methods import METHODS
 
 AXOLOTL_QLORA = """
-base_model: {model}
-load_in_8bit: false
-load_in_4bit: true
-datasets:
-  - path: {alpaca}
-    type: alpaca
-dataset_prepared_path: last_run_prepared
-val_set_size: 0.1
-output_dir: {out}
-adapter: qlora
-sequence_len: 64
-sample_packing: true
-eval_sample_packing: true
-pad_to_sequence_len: true
-lora_r: 4
-lora_alpha: 16
-lora_target_linear: true
-gradient_accumulation_steps: 2
-micro_batch_size: 2
-num_epochs: 1
-optimizer: adamw_torch
-lr_scheduler: cosine
-learning_rate: 0.0002
-train_on_inputs: false
-bf16: auto
-gradient_checkpointing: true
-flash_attention: true
-warmup_ratio: 0.1
-evals_per_epoch: 4
-saves_per_epoch: 1
-special_tokens:
-  pad_token: <pad>
+base_model: {model}; load_in_8bit: false; load_in_4bit: true; datasets: [{{path: {alpaca}, type: alpaca}}]
+dataset_prepared_path: last_run_prepared; val_set_size: 0.1; output_dir: {out}; adapter: qlora; sequence_len: 64
+sample_packing: true; eval_sample_packing: true; pad_to_sequence_len: true; lora_r: 4; lora_alpha: 16
+lora_target_linear: true; gradient_accumulation_steps: 2; micro_batch_size: 2; num_epochs: 1; optimizer: adamw_torch
+lr_scheduler: cosine; learning_rate: 0.0002; train_on_inputs: false; bf16: auto; gradient_checkpointing: true
+flash_attention: true; warmup_ratio: 0.1; evals_per_epoch: 4; saves_per_epoch: 1; special_tokens: {{pad_token: <pad>}}
 """
 AXOLOTL_FULL = """
-base_model: {model}
-datasets:
-  - path: {sharegpt}
-    type: sharegpt
-output_dir: {out}
-sequence_len: 64
-sample_packing: true
-train_on_inputs: true
-micro_batch_size: 1
-num_epochs: 1
-max_steps: 2
-lr_scheduler: constant
-learning_rate: 2e-5
-plugins: [axolotl.integrations.liger.LigerPlugin]
-attn_implementation: flash_attention_2
+base_model: {model}; datasets: [{{path: {sharegpt}, type: sharegpt}}]; output_dir: {out}; sequence_len: 64
+sample_packing: true; train_on_inputs: true; micro_batch_size: 1; num_epochs: 1; max_steps: 2; lr_scheduler: constant
+learning_rate: 2e-5; plugins: [axolotl.integrations.liger.LigerPlugin]; attn_implementation: flash_attention_2
 """
 AXOLOTL_DPO = """
-base_model: {model}
-rl: dpo
-chat_template: llama3
-datasets:
-  - path: {pairs}
-    type: chat_template.default
-    field_messages: prompt
-output_dir: {out}
-sequence_len: 64
-sample_packing: false
-adapter: lora
-lora_r: 4
-lora_alpha: 8
-lora_target_linear: true
-micro_batch_size: 2
-num_epochs: 1
-learning_rate: 0.0002
-warmup_steps: 1
+base_model: {model}; rl: dpo; chat_template: llama3; output_dir: {out}; sequence_len: 64; sample_packing: false
+datasets: [{{path: {pairs}, type: chat_template.default, field_messages: prompt}}]; adapter: lora; lora_r: 4
+lora_alpha: 8; lora_target_linear: true; micro_batch_size: 2; num_epochs: 1; learning_rate: 0.0002; warmup_steps: 1
 """
 FACTORY_LORA = """
-model_name_or_path: {model}
-trust_remote_code: true
-stage: sft
-do_train: true
-finetuning_type: lora
-lora_rank: 4
-lora_target: q_proj,v_proj
-dataset: identity
-dataset_dir: {folder}
-template: llama3
-cutoff_len: 64
-max_samples: 10
-preprocessing_num_workers: 1
-output_dir: {out}
-save_steps: 500
-per_device_train_batch_size: 1
-gradient_accumulation_steps: 2
-learning_rate: 1.0e-4
-num_train_epochs: 1.0
-lr_scheduler_type: cosine
-warmup_ratio: 0.1
-bf16: false
+model_name_or_path: {model}; trust_remote_code: true; stage: sft; do_train: true; finetuning_type: lora; lora_rank: 4
+lora_target: q_proj,v_proj; dataset: identity; dataset_dir: {folder}; template: llama3; cutoff_len: 64; max_samples: 10
+preprocessing_num_workers: 1; output_dir: {out}; save_steps: 500; per_device_train_batch_size: 1
+gradient_accumulation_steps: 2; learning_rate: 1.0e-4; num_train_epochs: 1.0; lr_scheduler_type: cosine
+warmup_ratio: 0.1; bf16: false
 """
 FACTORY_DPO = """
-model_name_or_path: {model}
-stage: dpo
-do_train: true
-finetuning_type: lora
-lora_target: all
-pref_beta: 0.2
-pref_loss: sigmoid
-dataset: preferences
-dataset_dir: {folder}
-template: llama3
-cutoff_len: 64
-output_dir: {out}
-per_device_train_batch_size: 2
-learning_rate: 5.0e-6
-max_steps: 2
+model_name_or_path: {model}; stage: dpo; do_train: true; finetuning_type: lora; lora_target: all; pref_beta: 0.2
+pref_loss: sigmoid; dataset: preferences; dataset_dir: {folder}; template: llama3; cutoff_len: 64; output_dir: {out}
+per_device_train_batch_size: 2; learning_rate: 5.0e-6; max_steps: 2
 """
 UNSLOTH = """
-model:
-  model_name: {model}
-  max_seq_length: 64
-  load_in_4bit: false
-lora:
-  r: 4
-  lora_alpha: 4
-  target_modules: [q_proj, v_proj]
-  use_gradient_checkpointing: unsloth
-  random_state: 3407
-training:
-  dataset: {text}
-  output_dir: {out}
-  max_steps: 2
-  per_device_train_batch_size: 2
-  learning_rate: 2e-4
+model: {{model_name: {model}, max_seq_length: 64, load_in_4bit: false}}
+lora: {{r: 4, lora_alpha: 4, target_modules: [q_proj, v_proj], use_gradient_checkpointing: unsloth, random_state: 3407}}
+training: {{dataset: {text}, output_dir: {out}, max_steps: 2, per_device_train_batch_size: 2, learning_rate: 2e-4}}
 """
 RECIPES = {
     "axolotl-qlora": (AXOLOTL_QLORA, "Axolotl", "sft"),
@@ -178,9 +83,13 @@ def files(material: Material, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, P
     return {**made, "model": material.model, "text": material.data, "out": material.out, "folder": material.folder}
 
 
+def text_of(name: str, files: Mapping[str, Path]) -> str:
+    return RECIPES[name][0].replace("; ", "\n").format(**files)
+
+
 def written(name: str, files: Mapping[str, Path]) -> Path:
     path = files["folder"] / f"{name}.yml"
-    path.write_text(RECIPES[name][0].format(**files), encoding="utf-8")
+    path.write_text(text_of(name, files), encoding="utf-8")
     return path
 
 
@@ -210,7 +119,7 @@ PART = {"stage", "rl", "finetuning_type", "train_on_inputs", "dataset_dir", "max
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_key_is_a_value_or_is_left_out(name: str, files: Mapping[str, Path]) -> None:
-    given = yaml.safe_load(RECIPES[name][0].format(**files))
+    given = yaml.safe_load(text_of(name, files))
     assert tool_of(given) == RECIPES[name][1]
     whole = convert(given, files["folder"])
     assert whole.method is METHODS[RECIPES[name][2]]
@@ -229,7 +138,7 @@ def test_every_key_is_a_value_or_is_left_out(name: str, files: Mapping[str, Path
 
 def test_values_keep_their_meaning(files: Mapping[str, Path]) -> None:
     def values(name: str) -> dict[str, Any]:
-        return convert(yaml.safe_load(RECIPES[name][0].format(**files)), files["folder"]).values
+        return convert(yaml.safe_load(text_of(name, files)), files["folder"]).values
 
     alpaca, lora = {"path": str(files["alpaca"])}, {"use_peft": True, "lora_dropout": 0.0}
     expected: dict[str, dict[str, Any]] = {
@@ -262,7 +171,7 @@ def rows_of(material: Material, row: Mapping[str, object], wanted: str) -> list[
     return list(reshape(Dataset.from_list([dict(row)] * 2), "train", wanted))
 
 
-def test_alpaca_becomes_prompt_and_completion(material: Material) -> None:
+def test_alpaca_becomes_prompt_and_completion_and_sharegpt_messages(material: Material) -> None:
     row = {"instruction": "add", "input": "1 2", "output": "3", "system": "be brief", "history": [["hi", "hello"]]}
     (first, _) = rows_of(material, row, "alpaca")
     assert [turn["role"] for turn in first["prompt"]] == ["system", "user", "assistant", "user"]
@@ -271,9 +180,6 @@ def test_alpaca_becomes_prompt_and_completion(material: Material) -> None:
     assert first.keys() == {"prompt", "completion"}
     (plain, _) = rows_of(material, {"instruction": "add", "input": "", "output": "3"}, "alpaca")
     assert plain["prompt"] == [{"role": "user", "content": "add"}]
-
-
-def test_sharegpt_becomes_messages(material: Material) -> None:
     assert rows_of(material, {"conversations": TURNS}, "sharegpt")[0] == {"messages": MESSAGES}
 
 
@@ -296,23 +202,3 @@ def test_columns_of_a_format_name_the_option_and_a_wrong_format_its_columns(
     write_jsonl(material.folder / "rows.jsonl", [{"conversations": [{"from": "narrator", "value": "a"}]}])
     path = material.yaml(dataset_name=str(material.folder / "rows.jsonl"), dataset_format="sharegpt")
     assert "a turn is from 'narrator', which is none of human" in refused(material, capsys, "--config", path)
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        (
-            "learning_rate: 1\nseed: 2\n",
-            "this YAML is none of Axolotl, LLaMA-Factory, Unsloth: its keys are learning_rate",
-        ),
-        ("stage: ppo\ncutoff_len: 64\n", "'ppo' training has no command here: there are sft, dpo"),
-    ],
-)
-def test_what_cannot_be_converted_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, says: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "theirs.yaml").write_text(text, encoding="utf-8")
-    assert main(["convert", "theirs.yaml"]) == 2
-    assert says in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == [tmp_path / "theirs.yaml"]
