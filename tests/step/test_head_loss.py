@@ -25,9 +25,15 @@ KINDS = pytest.mark.parametrize(
 
 
 def of_trl(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *,
-    loss_type: str = "nll", logit_scale: float = 1.0, softcap: float | None = None,
-) -> HeadLoss:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    loss_type: str = "nll",
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+) -> HeadLoss:
     """The loss by TRL's own function."""
     log_probs, entropy, _, _, is_top1 = ChunkedLogProbFunction.apply(
         hidden, weight, bias, targets, 1.0, 40, softcap, logit_scale, ("log_probs", "entropy", "is_top1")
