@@ -42,7 +42,7 @@ BUDGETS = {
     "lora": 1300,
     "measure": 850,
     "model": 1450,
-    "moe": 1150,
+    "moe": 1100,
     "packing": 2600,
     "recurrent": 800,
     "recipe": 2200,
