@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -55,14 +54,6 @@ class LowRank(NamedTuple):
     scale: float = 1.0
 
 
-def stock_experts(name: str = STOCK) -> Callable[..., Tensor]:
-    """Return transformers' experts function of that name."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    function: Callable[..., Tensor] = ALL_EXPERTS_FUNCTIONS[name]
-    return function
-
-
 def is_decoding(module: nn.Module, hidden_th: Tensor) -> bool:
     """Return whether this call is a decode step of `generate` rather than training or evaluation."""
     return not torch.is_grad_enabled() and not module.training and hidden_th.shape[0] <= DECODE_TOKENS
@@ -99,7 +90,10 @@ def fastpack_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_
         # `generate` changes grouped_mm for batched_mm by name, off the CPU; under our name it cannot.
         name = STOCK if hidden_states.device.type == "cpu" else "batched_mm"
     if name:
-        return stock_experts(name)(self, hidden_states, top_k_index, top_k_weights)
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        out: Tensor = ALL_EXPERTS_FUNCTIONS[name](self, hidden_states, top_k_index, top_k_weights)
+        return out
     return run_experts(self, hidden_states, top_k_index, top_k_weights)
 
 

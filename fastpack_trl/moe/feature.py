@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.logging import get_logger
@@ -19,16 +18,11 @@ from fastpack_trl.kernels.grouped import reads_offsets
 from fastpack_trl.model.changes import Patch, patch_attribute
 from fastpack_trl.moe.block import NAME, STOCK, ExpertsState, fastpack_experts
 from fastpack_trl.moe.layout import experts_modules, not_covered, read_gate
-from fastpack_trl.moe.lora import expert_lora, has_expert_lora, router_adapters
+from fastpack_trl.moe.lora import expert_lora, router_adapters
 from fastpack_trl.moe.quantised import expert_dtypes, has_quantised_experts
 from fastpack_trl.run import SHARDED, Run
 
 logger = get_logger(__name__)
-
-Training = Literal["lora", "frozen", "full"]
-
-MEASURED: frozenset[tuple[str, Training]] = frozenset({("cpu", "lora"), ("cuda", "lora")})
-"""Device types and trained parts for which ``benchmarks/results/experts.jsonl`` shows that ours is faster."""
 
 
 class LayerPath(NamedTuple):
@@ -74,34 +68,32 @@ class MoeReport(contextlib.AbstractContextManager["MoeReport"]):
 
     def summary(self) -> str:
         """Return the paths on one line, without names of modules: ``2 of 2 layers; LoRA on the experts of 2``."""
-        parts = [f"{self.active} of {len(self.layers)} layers"] * bool(self.active) + _others(self.layers)
+        parts = [f"{self.active} of {len(self.layers)} layers"] * bool(self.active) + _paths(self.layers)
         if self.adapters:
             ours = sum(adapter.path == NAME for adapter in self.adapters)
             parts += [f"LoRA on the experts of {ours}"] * bool(ours)
-            parts += [f"LoRA on experts: {other}" for other in _others(self.adapters)]
+            parts += [f"LoRA on experts: {other}" for other in _paths(self.adapters)]
         return "; ".join([*parts, *self.warnings])
 
     def __str__(self) -> str:
         """Return one line per path and reason, with the number of layers."""
-        lines = _summary(self.layers) + [f"expert LoRA {line}" for line in _summary(self.adapters)] + self.warnings
+        of_lora = [f"expert LoRA {line}" for line in _paths(self.adapters, named=True)]
+        lines = [*_paths(self.layers, named=True), *of_lora, *self.warnings]
         return "\n".join(lines) or "no experts"
 
 
-def _others(layers: list[LayerPath]) -> list[str]:
-    """Return the paths that are not ours: ``["stock: 1 layer (no gate)"]``."""
-    counts = Counter((layer.path, layer.reason) for layer in layers if layer.path != NAME)
-    return [f"{path}: {count} layer{'s' * (count > 1)} ({reason})" for (path, reason), count in counts.items()]
-
-
-def _summary(layers: list[LayerPath]) -> list[str]:
+def _paths(layers: list[LayerPath], *, named: bool = False) -> list[str]:
+    """Return the paths other than ours, ``["stock: 1 layer (no gate)"]``; `named`: all, with the names of layers."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, path, reason in layers:
         groups.setdefault((path, reason), []).append(name)
-    lines = []
-    for (path, reason), names in groups.items():
-        where = names[0] if len(names) == 1 else f"{len(names)} layers, {names[0]} to {names[-1]}"
-        lines.append(f"{path}: {where}" + (f" ({reason})" if reason else ""))
-    return lines
+    return [
+        f"{path}: {len(names)} layer{'s' * (len(names) > 1)}"
+        + (f", {names[0]} to {names[-1]}" if named else "")
+        + (f" ({reason})" if reason else "")
+        for (path, reason), names in groups.items()
+        if named or path != NAME
+    ]
 
 
 @refusing_removed
@@ -169,17 +161,6 @@ def _reason_for_stock(module: Any, force: bool) -> str:
     return not_covered(module)
 
 
-def unmeasured(model: nn.Module, device_type: str) -> str:
-    """Return a remark if our speed was not measured for what trains of the experts; it saves memory all the same."""
-    stacks = (parameter for module in experts_modules(model).values() for parameter in module.parameters())
-    trained: Training = "full" if any(parameter.requires_grad for parameter in stacks) else "frozen"
-    if has_expert_lora(model):
-        trained = "lora"
-    experts = "LoRA on experts" if trained == "lora" else f"{trained} experts"
-    known = (device_type, trained) in MEASURED
-    return "" if known else f"{experts}: speed not measured on {device_type}, moe='off' is stock"
-
-
 def _reading_sizes(run: Run, dtypes: set[torch.dtype]) -> str:
     """Return why experts in one of `dtypes` cannot be part of a CUDA graph."""
     for dtype in dtypes:
@@ -215,7 +196,7 @@ def moe(run: Run) -> Iterator[None]:
         why = SHARDED
     elif asked is not None and setting != "on":
         why = f"experts_implementation={asked!r} was chosen"
-    note = unmeasured(model, run.device.type) if present else ""
+    note = ""
     if present and run.device.type == "cuda" and not is_supported(run.device):
         note = "its kernels need compute capability 8.0; moe='on' runs it in plain torch"
         why = why or (note if setting == "auto" and not quantised else "")

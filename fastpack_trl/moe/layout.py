@@ -32,7 +32,8 @@ def not_covered(module: Any) -> str:
         return "a norm follows each expert"
     if getattr(module, "_is_expert_parallel", False):
         return "expert parallel"
-    if any(True for _ in _gate_parameters(module)):
+    children = (child for child in module.children() if not isinstance(child, nn.ModuleDict))  # parametrized stacks
+    if any(True for child in children for _ in child.parameters()):
         return "the gate has parameters of its own"
     for name in ("gate_up_proj", "down_proj"):
         if name in getattr(module, "parametrizations", ()):
@@ -50,16 +51,9 @@ def not_covered(module: Any) -> str:
     return ""
 
 
-def _gate_parameters(module: nn.Module) -> Any:
-    for child in module.children():
-        if not isinstance(child, nn.ModuleDict):  # parametrizations of the stacks
-            yield from child.parameters()
-
-
 def read_gate(module: Any) -> Gate:
     """Return the formula of the module's gate if one of ours gives the same values, else the module's own function."""
-    alpha = float(_first(module, ("alpha", "swiglu_alpha"), 1.0))
-    limit = float(_first(module, ("limit", "swiglu_limit"), 7.0))
+    alpha, limit = _number(module, "alpha", 1.0), _number(module, "limit", 7.0)
     known = [Gate("silu")]
     known += [Gate("clamped", interleaved=interleaved, alpha=alpha, limit=limit) for interleaved in (True, False)]
     probe = torch.linspace(-3 * limit, 3 * limit, 254).view(2, 127).repeat(1, 2)[:, :252]
@@ -75,9 +69,6 @@ def read_gate(module: Any) -> Gate:
     return Gate("model", function=module._apply_gate)
 
 
-def _first(module: Any, names: tuple[str, ...], default: float) -> float:
-    for name in names:
-        value = getattr(module, name, None)
-        if isinstance(value, int | float):
-            return value
-    return default
+def _number(module: Any, name: str, default: float) -> float:
+    values = (getattr(module, spelling, None) for spelling in (name, f"swiglu_{name}"))
+    return float(next((value for value in values if isinstance(value, int | float)), default))

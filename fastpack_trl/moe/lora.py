@@ -84,11 +84,6 @@ def _adapted(model: nn.Module) -> Iterator[ExpertLora]:
             yield ExpertLora(name, chain, base)
 
 
-def has_expert_lora(model: nn.Module) -> bool:
-    """Return whether LoRA sits on an expert stack of this model."""
-    return any(_is_wrapper(module) and module.parameter_name in STACKS for module in model.modules())
-
-
 def _is_wrapper(module: nn.Module) -> bool:
     return type(module).__name__ == "ParamWrapper" and hasattr(module, "parameter_name")
 

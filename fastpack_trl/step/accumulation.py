@@ -72,11 +72,6 @@ def group_by_tokens(tokens: Sequence[int], limit: float) -> list[range]:
     return [*groups, range(start, len(tokens))] if tokens else []
 
 
-def group_by_count(count: int, size: int) -> list[range]:
-    """Group neighbours `size` at a time: ``5, 2`` -> 0-1, 2-3, 4."""
-    return [range(start, min(start + size, count)) for start in range(0, count, size)]
-
-
 def longest_row(run: Run) -> float:
     """Return the tokens that a micro-batch has at most; infinite where rows may have any length."""
     longest = run.args.max_length
@@ -156,7 +151,7 @@ class Merging:
         limit = min(self.target, fits)
         if self._in_step:
             size = len(batches) if math.isinf(limit) else max(1, int(limit // longest_row(self._run)))
-            groups = group_by_count(len(batches), size)
+            groups = [range(at, min(at + size, len(batches))) for at in range(0, len(batches), size)]
         else:
             groups = group_by_tokens([sum(batch["packed_batch"].seq_lengths) for batch in batches], limit)
         for group in groups:
@@ -204,17 +199,11 @@ class Merging:
             self._ended, self._groups = True, {}
 
     def split(self, group: range) -> None:
-        """Run at most half of a row that ran out of memory from here on; said. The rest of the step is grouped anew."""
-        tokens = [sum(batch["packed_batch"].seq_lengths) for batch in self._step]
-        own = [tokens[place] for place in group]
-        self.target = sum(own) // 2
+        """Halve rows after an out-of-memory, with a warning; the rest of the step runs one by one."""
+        own = [sum(self._step[place]["packed_batch"].seq_lengths) for place in group]
+        self.target, self._groups = sum(own) // 2, {}
         merges = self.target >= min(map(sum, itertools.pairwise(own)))
         after = f"rows of at most {self.target:,} tokens from here on" if merges else "micro-batches run one by one"
         reason = f"out of memory in a merged row of {sum(own):,} tokens: {after}"
         logger.warning(f"merge_accumulation: {reason}")
         self._run.set_status(FEATURE, "on", "split again", reason)
-        rest = group_by_tokens(tokens[group.stop :], self.target)
-        self._groups = {
-            id(self._step[group.stop + each[-1]]): range(group.stop + each[0], group.stop + each[-1] + 1)
-            for each in rest
-        }

@@ -109,7 +109,8 @@ def head_loss(
         ValueError: an unknown `loss_type`.
         RuntimeError: in a second backward pass through the same graph.
     """
-    _check(loss_type)
+    if loss_type not in LOSS_TYPES:
+        raise ValueError(f"loss_type={loss_type!r} is not available: use one of {', '.join(LOSS_TYPES)}")
     differentiable = torch.is_grad_enabled()
     how = _tiling(hidden, weight, logit_scale, softcap, tile_elements, differentiable and weight.requires_grad)
     return HeadLoss(
@@ -140,38 +141,6 @@ def _tiling(
         elements, least_rows = PLAIN_TILE_ELEMENTS, PLAIN_TILE_ROWS
     rows = max(least_rows, elements // vocabulary) if tile_elements is None else max(1, tile_elements // vocabulary)
     return _Tiling(tiles, rows)
-
-
-def reference_head_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    *,
-    mask: Tensor | None = None,
-    weights: Tensor | None = None,
-    loss_type: str = "nll",
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-) -> HeadLoss:
-    """Compute `head_loss` by TRL's own function: the reference, and the path where TRL has other tiles than we know."""
-    _check(loss_type)
-    log_probs, entropy, _, _, is_top1 = ChunkedLogProbFunction.apply(
-        hidden, weight, bias, targets, 1.0, VOCABULARY_SLICE, softcap, logit_scale, ("log_probs", "entropy", "is_top1")
-    )
-    if mask is not None:
-        log_probs, entropy, is_top1 = (x.masked_fill(~mask, 0) for x in (log_probs, entropy, is_top1))
-    losses = -log_probs
-    if loss_type == "dft":
-        losses = losses * log_probs.exp().detach()
-    if weights is not None:
-        losses = losses * weights
-    return HeadLoss(losses.sum(), log_probs.detach(), entropy.detach(), is_top1)
-
-
-def _check(loss_type: str) -> None:
-    if loss_type not in LOSS_TYPES:
-        raise ValueError(f"loss_type={loss_type!r} is not available: use one of {', '.join(LOSS_TYPES)}")
 
 
 class _Pass:

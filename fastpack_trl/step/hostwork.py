@@ -32,8 +32,8 @@ class ModelContents:
 
     Attributes:
         version: grows with each list but the first.
-        modules: of the model, in the order of ``model.modules()``.
-        parameters: of the model, in the order of ``model.parameters()``.
+        modules: modules in the order of ``model.modules()``.
+        parameters: parameters in the order of ``model.parameters()``.
     """
 
     def __init__(self) -> None:
@@ -45,17 +45,17 @@ class ModelContents:
         self.modules: list[nn.Module] = []
         self.parameters: list[nn.Parameter] = []
         self._model: nn.Module | None = None
-        self._held: dict[int, tuple[nn.Module, list[object]]] = {}
-        self._lists: list[nn.ModuleList] = []
-        self._touched: set[int] = set()
+        self._held: set[int] = set()
+        self._lists: list[tuple[nn.ModuleList, int]] = []
+        self._is_stale = False
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """See whatever is put into a module until the context ends; afterwards hold no model."""
+        """Notice registrations until the context ends; afterwards hold no model."""
 
         def registered(module: nn.Module, *_: Any) -> None:
             if id(module) in self._held:  # a forward pass makes lists of its own: ``self.layers[:n]``
-                self._touched.add(id(module))
+                self._is_stale = True
 
         with contextlib.ExitStack() as stack:
             stack.callback(self.clear)
@@ -65,35 +65,18 @@ class ModelContents:
 
     def refresh(self, model: nn.Module) -> int:
         """List `model` if it is another one or has changed; return the version."""
-        if model is not self._model:
-            self._list(model)
         # `ModuleList.insert` writes past registration.
-        self._touched.update(id(held) for held in self._lists if len(held) != len(self._held[id(held)][1]))
-        if not self._touched:
+        if model is self._model and not self._is_stale and all(len(held) == size for held, size in self._lists):
             return self.version
-        touched, self._touched = self._touched, set()
+        modules, parameters = list(model.modules()), list(model.parameters())
         # PEFT's parametrizations of experts come and go in each forward pass: all is as before when it ends.
-        changed = any(_ids(_contents(module)) != _ids(held) for module, held in map(self._held.__getitem__, touched))
-        if changed:
-            self._list(model)
+        if list(map(id, modules + parameters)) != list(map(id, self.modules + self.parameters)):
+            self.version += self._model is not None
+            self.modules, self.parameters = modules, parameters
+        self._model, self._is_stale = model, False
+        self._held = set(map(id, self.modules))
+        self._lists = [(module, len(module)) for module in self.modules if type(module) is nn.ModuleList]
         return self.version
-
-    def _list(self, model: nn.Module) -> None:
-        self.version += self._model is not None
-        self._model = model
-        self.modules, self.parameters = list(model.modules()), list(model.parameters())
-        # The objects, not their ids: that of one that is gone may come again.
-        self._held = {id(module): (module, _contents(module)) for module in self.modules}
-        self._lists = [module for module in self.modules if type(module) is nn.ModuleList]
-        self._touched = set()
-
-
-def _contents(module: nn.Module) -> list[object]:
-    return [*module._modules.values(), *module._parameters.values()]
-
-
-def _ids(objects: list[object]) -> set[int]:
-    return set(map(id, objects))
 
 
 class HostWork:

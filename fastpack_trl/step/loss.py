@@ -22,7 +22,7 @@ from transformers.utils import ModelOutput
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.upstream import missing_reason
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, Part
-from fastpack_trl.step.head import HeadLoss, head_loss, missing_tile_functions, reference_head_loss
+from fastpack_trl.step.head import head_loss, missing_tile_functions
 from fastpack_trl.step.load_balancing import experts_named, load_balancing_losses
 
 _CONSTANTS = (
@@ -68,17 +68,12 @@ class LossForward:
         constants, why_not = read_constants(self._stock)
         if not why_not and (constants["temperature"] != 1.0 or constants["cast_lm_head_to_fp32"]):
             why_not = "trl's fused head was set up with a temperature or in fp32"
-        self.missing = missing_reason("sync_free") or why_not
+        lacks = missing_tile_functions()
+        self.missing = missing_reason("sync_free") or why_not or (f"trl lacks {lacks}" if lacks else "")
         if self.missing:
             return
-        self._lacks_tiles = missing_tile_functions()
-        self._function = _around(self._stock.__func__, constants, self._lacks_tiles)
+        self._function = _around(self._stock.__func__, constants)
         model.forward = types.MethodType(self._function, model)
-
-    @property
-    def products(self) -> str:
-        """Name of the head that runs, for the report."""
-        return f"logits made twice (trl lacks {self._lacks_tiles})" if self._lacks_tiles else "logits made once"
 
     @property
     def in_place(self) -> bool:
@@ -131,14 +126,12 @@ def read_constants(forward: Any) -> tuple[dict[str, Any], str]:
     return found, f"trl's fused head has no {', '.join(lacks)} in its closure" if lacks else ""
 
 
-def _around(stock: Callable[..., Any], constants: dict[str, Any], lacks_tiles: str) -> Callable[..., Any]:
+def _around(stock: Callable[..., Any], constants: dict[str, Any]) -> Callable[..., Any]:
     """Return the forward itself. It holds no model: a deep copy of the model runs its own layers."""
     text_config, backbone_attr = constants["text_config"], constants["backbone_attr"]
     knowing_experts = experts_named(text_config)
-    compute: Callable[..., HeadLoss] = functools.partial(
-        reference_head_loss if lacks_tiles else head_loss,
-        logit_scale=constants["logit_scale"],
-        softcap=constants["final_logit_softcapping"],
+    compute = functools.partial(
+        head_loss, logit_scale=constants["logit_scale"], softcap=constants["final_logit_softcapping"]
     )
 
     @functools.wraps(stock)  # `generate` checks its keywords against the signature of the class
@@ -173,7 +166,9 @@ def _around(stock: Callable[..., Any], constants: dict[str, Any], lacks_tiles: s
             positions, next_tokens = _counted(hidden, labels, shift_labels, loss_batch)
             edited, weights = positions, None
         chosen = hidden.flatten(0, 1).index_select(0, positions)
-        loss = compute(chosen, *map(whole, head), next_tokens, mask=mask, weights=weights, loss_type=loss_type)
+        weight, bias = map(whole, head)
+        assert weight is not None
+        loss = compute(chosen, weight, bias, next_tokens, mask=mask, weights=weights, loss_type=loss_type)
         asked = kwargs.get("output_router_logits")
         aux_loss = _balancing(outputs, text_config.num_experts_per_tok, loss_batch) if asked else None
         return ChosenLoss(*loss, aux_loss=aux_loss, positions=edited, weights=weights)

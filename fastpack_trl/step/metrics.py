@@ -12,8 +12,6 @@ from trl import SFTTrainer
 
 Mode = Literal["train", "eval"]
 
-_ROWS = 256
-
 
 @dataclass(frozen=True, slots=True)
 class _MicroBatch:
@@ -38,48 +36,39 @@ class DeferredMetrics:
     """
 
     def __init__(self) -> None:
-        self._blocks: list[Tensor] = []  # (_ROWS, 3) fp32 each: no tensor per micro-batch stays alive
-        self._batches: list[_MicroBatch] = []
+        self._tables: list[Tensor] = []
+        self._batches: list[list[_MicroBatch]] = []
         self._flushes = 0
 
     def keep(
         self, trainer: SFTTrainer, mode: Mode, table: Tensor, loss_tokens: Sequence[int], tokens: Sequence[int]
     ) -> None:
-        """Keep a copy of the figures of one micro-batch, or of several in one row; asks the device nothing.
+        """Keep a copy of the figures of one micro-batch, or of several in one row, without synchronizing.
 
         Args:
-            trainer: whose accelerator knows the ranks.
+            trainer: its accelerator knows the ranks.
             mode: which of TRL's lists they belong to.
             table: (num_parts, 3) as of `StepLoss`; rows past the counts are left out.
-            loss_tokens: of each part, those that the loss counts.
-            tokens: of each part, those of the row that it was.
+            loss_tokens: tokens of each part that the loss counts.
+            tokens: tokens of the row of each part.
         """
-        count, done = len(loss_tokens), 0
-        while done < count:
-            place = len(self._batches) % _ROWS
-            if not place:
-                self._blocks.append(torch.empty(_ROWS, 3, dtype=torch.float32, device=table.device))
-            now = min(count - done, _ROWS - place)
-            self._blocks[-1][place : place + now].copy_(table[done : done + now])
-            ranks = counted_ranks(trainer.accelerator)
-            self._batches += [
-                _MicroBatch(mode, valid, row, ranks, bool(trainer.aux_loss_enabled))
-                for valid, row in zip(loss_tokens[done : done + now], tokens[done : done + now], strict=True)
-            ]
-            done += now
+        ranks, has_aux = counted_ranks(trainer.accelerator), bool(trainer.aux_loss_enabled)
+        self._tables.append(table[: len(loss_tokens)].clone())
+        self._batches.append(
+            [_MicroBatch(mode, *counts, ranks, has_aux) for counts in zip(loss_tokens, tokens, strict=True)]
+        )
 
     def rollback_point(self) -> tuple[int, int]:
-        """Return what `rollback` goes back to: flushes so far, and micro-batches since."""
-        return self._flushes, len(self._batches)
+        """Return the point for `rollback`: flushes so far, and rows since."""
+        return self._flushes, len(self._tables)
 
     def is_past(self, point: tuple[int, int]) -> bool:
-        """Return whether metrics were flushed since a rollback point: it cannot be gone back to."""
+        """Return whether metrics were flushed since a rollback point, which makes it unreachable."""
         return self._flushes != point[0]
 
     def rollback(self, point: tuple[int, int]) -> None:
-        """Drop the micro-batches since a rollback point: they are run again."""
-        del self._batches[point[1] :]
-        del self._blocks[-(-point[1] // _ROWS) :]
+        """Drop the rows since a rollback point, because they run again."""
+        del self._tables[point[1] :], self._batches[point[1] :]
 
     def flush(self, trainer: SFTTrainer) -> None:
         """Append what was kept to ``trainer._metrics``. A collective: every rank has to call it.
@@ -89,9 +78,8 @@ class DeferredMetrics:
         if not self._batches:
             return
         self._flushes += 1
-        batches, self._batches = self._batches, []
-        sums = torch.cat(self._blocks)[: len(batches)]
-        self._blocks = []
+        batches, sums = [batch for row in self._batches for batch in row], torch.cat(self._tables)
+        self._batches, self._tables = [], []
         counts = torch.tensor([[batch.valid, batch.tokens] for batch in batches], dtype=torch.float32)
         table = torch.cat([sums, counts.to(sums.device, non_blocking=True)], dim=1)
         rows = trainer.accelerator.gather(table).view(-1, *table.shape).transpose(0, 1).tolist()

@@ -233,15 +233,6 @@ def test_a_gate_of_the_models_own_is_called_and_differentiated() -> None:
         assert_as_stock(model, expected)
 
 
-def test_a_dense_model_is_left_alone() -> None:
-    from fastpack_trl.testing import tiny_model
-
-    report = apply_moe(tiny_model("qwen3"))
-    assert not report.layers
-    assert str(report) == "no experts"
-    report.revert()
-
-
 def test_routing_weights_for_every_expert_are_read_at_the_chosen_ones() -> None:
     module, (x, ids, weights, grad) = _case("gpt_oss", torch.float32)
     everywhere = torch.zeros(len(ids), 4).scatter(1, ids, weights)

@@ -13,13 +13,33 @@ from trl.kernels import chunked_logprob
 
 from fastpack_trl.kernels.head_tiles import TorchTiles
 from fastpack_trl.step import head
-from fastpack_trl.step.head import HeadLoss, head_log_probs, head_loss, missing_tile_functions, reference_head_loss
+from fastpack_trl.step.head import ChunkedLogProbFunction, HeadLoss, head_log_probs, head_loss, missing_tile_functions
 
 POSITIONS, HIDDEN, VOCABULARY = 37, 24, 101
 SHAPES = {"plain": {}, "scaled": {"logit_scale": 0.25}, "softcapped": {"softcap": 3.0, "logit_scale": 2.0}}
 
-needs_tiles = pytest.mark.skipif(bool(missing_tile_functions()), reason=f"trl lacks {missing_tile_functions()}")
-HEADS = [pytest.param(head_loss, id="ours", marks=needs_tiles), pytest.param(reference_head_loss, id="of trl")]
+KINDS = pytest.mark.parametrize(
+    ("trained", "loss_type", "shape"),
+    [(t, kind, shape) for t in (False, True) for kind in ("nll", "dft") for shape in SHAPES],
+)
+
+
+def of_trl(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    loss_type: str = "nll",
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+) -> HeadLoss:
+    """The loss by TRL's own function."""
+    log_probs, entropy, _, _, is_top1 = ChunkedLogProbFunction.apply(
+        hidden, weight, bias, targets, 1.0, 40, softcap, logit_scale, ("log_probs", "entropy", "is_top1")
+    )
+    losses = -log_probs * log_probs.exp().detach() if loss_type == "dft" else -log_probs
+    return HeadLoss(losses.sum(), log_probs.detach(), entropy.detach(), is_top1)
 
 
 def operations(name: str, args: Any) -> int:
@@ -80,7 +100,7 @@ def doubled(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 def assert_within_twice_of_stock(inputs: tuple[Any, ...], autocast: bool = False, **options: Any) -> None:
     exact = run(truth, doubled(inputs), **options)
     with torch.autocast(inputs[0].device.type, torch.bfloat16, enabled=autocast):
-        stock = run(reference_head_loss, inputs, **options)
+        stock = run(of_trl, inputs, **options)
         for tile_elements in (None, 5 * VOCABULARY):
             assert_within_twice(run(head_loss, inputs, **options, tile_elements=tile_elements), stock, exact)
 
@@ -94,29 +114,12 @@ def assert_within_twice(ours: list[Tensor], stock: list[Tensor], exact: list[Ten
         assert (mine - right).norm() <= 2 * (theirs - right).norm() + floor
 
 
-@needs_tiles
-@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+@KINDS
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("loss_type", ["nll", "dft"])
-@pytest.mark.parametrize("shape", SHAPES)
 def test_loss_and_gradients_have_at_most_twice_the_error_of_trl(
     trained: bool, bias: bool, loss_type: str, shape: str
 ) -> None:
     assert_within_twice_of_stock(material(trained, bias), loss_type=loss_type, **SHAPES[shape])
-
-
-@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
-@pytest.mark.parametrize("loss_type", ["nll", "dft"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_path_without_tiles_has_at_most_twice_the_error_of_full_logits(
-    trained: bool, loss_type: str, shape: str
-) -> None:
-    inputs, options = material(trained, bias=True), {"loss_type": loss_type, **SHAPES[shape]}
-    exact, full = run(truth, doubled(inputs), **options), run(truth, inputs, **options)
-    of_trl = run(reference_head_loss, inputs, **options)
-    for results in (of_trl, full, exact):
-        del results[2]  # the entropy is TRL's own figure, a difference of larger ones; nothing is trained on it
-    assert_within_twice(of_trl, full, exact)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +148,6 @@ def with_parameters(names: tuple[str, ...]) -> Any:
     return tile
 
 
-@needs_tiles
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32 weights", "bf16 weights"])
 def test_bf16_has_at_most_twice_the_error_of_trl(
@@ -155,11 +157,10 @@ def test_bf16_has_at_most_twice_the_error_of_trl(
     assert_within_twice_of_stock(material(trained, bias=True, dtype=dtype), autocast=dtype == torch.float32)
 
 
-@needs_tiles
-@pytest.mark.parametrize(("trained", "products", "of_trl"), [(False, 2, 3), (True, 3, 4)], ids=["frozen", "trained"])
-def test_products_of_the_head(trained: bool, products: int, of_trl: int) -> None:
+@pytest.mark.parametrize(("trained", "products", "stock"), [(False, 2, 3), (True, 3, 4)], ids=["frozen", "trained"])
+def test_products_of_the_head(trained: bool, products: int, stock: int) -> None:
     inputs = material(trained)
-    for compute, expected in ((head_loss, products), (reference_head_loss, of_trl)):
+    for compute, expected in ((head_loss, products), (of_trl, stock)):
         with Counted(operations) as seen:
             run(compute, inputs)
         assert seen.count == expected * 2 * POSITIONS * HIDDEN * VOCABULARY
@@ -168,16 +169,14 @@ def test_products_of_the_head(trained: bool, products: int, of_trl: int) -> None
     assert seen.count == 2 * POSITIONS * HIDDEN * VOCABULARY
 
 
-@pytest.mark.parametrize("compute", HEADS)
-def test_ties_count_for_the_first_token_as_argmax_does(compute: Any) -> None:
+def test_ties_count_for_the_first_token_as_argmax_does() -> None:
     weight = torch.zeros(5, HIDDEN)
     weight[1] = weight[3] = 1.0
     hidden = torch.ones(5, HIDDEN)
-    is_top1 = compute(hidden, weight, None, torch.arange(5)).is_top1
+    is_top1 = head_loss(hidden, weight, None, torch.arange(5)).is_top1
     assert is_top1.tolist() == [False, True, False, False, False]
 
 
-@needs_tiles
 @pytest.mark.parametrize("shape", SHAPES)
 def test_nan_rows_and_tokens_that_cannot_be_are_as_in_trl(shape: str) -> None:
     hidden, weight, bias, targets = material(False, bias=True)
@@ -188,27 +187,25 @@ def test_nan_rows_and_tokens_that_cannot_be_are_as_in_trl(shape: str) -> None:
     if "softcap" not in SHAPES[shape]:
         bias[excluded] = -torch.inf
     inputs = (hidden.requires_grad_(), weight, bias, targets)
-    ours, theirs = (run(compute, inputs, **SHAPES[shape]) for compute in (head_loss, reference_head_loss))
+    ours, theirs = (run(compute, inputs, **SHAPES[shape]) for compute in (head_loss, of_trl))
     for mine, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, expected, equal_nan=True, rtol=1e-4, atol=1e-5)
-    figures, expected_figures = (compute(*inputs, **SHAPES[shape]) for compute in (head_loss, reference_head_loss))
+    figures, expected_figures = (compute(*inputs, **SHAPES[shape]) for compute in (head_loss, of_trl))
     assert torch.equal(figures.is_top1, expected_figures.is_top1)
     assert not figures.is_top1[3]
 
 
 @pytest.mark.parametrize("positions", [0, POSITIONS], ids=["none", "all masked"])
-@pytest.mark.parametrize("compute", HEADS)
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
-def test_no_position_is_a_zero_with_a_gradient(trained: bool, compute: Any, positions: int) -> None:
+def test_no_position_is_a_zero_with_a_gradient(trained: bool, positions: int) -> None:
     inputs = material(trained, positions=positions)
-    total, log_probs, entropy, *gradients = run(compute, inputs, mask=torch.zeros(positions, dtype=torch.bool))
+    total, log_probs, entropy, *gradients = run(head_loss, inputs, mask=torch.zeros(positions, dtype=torch.bool))
     assert total == 0
     assert log_probs.shape == entropy.shape == (positions,)
     assert len(gradients) == 1 + trained
     assert all(not gradient.any() for gradient in gradients)
 
 
-@needs_tiles
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rows_of_a_tile_are_aligned_and_values_stay(
@@ -231,32 +228,29 @@ def test_rows_of_a_tile_are_aligned_and_values_stay(
     assert strides[-1] == (VOCABULARY, 1)
 
 
-@needs_tiles
-@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
-@pytest.mark.parametrize("loss_type", ["nll", "dft"])
-@pytest.mark.parametrize("shape", SHAPES)
+@KINDS
 def test_masked_positions_count_nothing(trained: bool, loss_type: str, shape: str) -> None:
     """Loss, gradients and figures are those of the positions that count, whatever stands at the others."""
     hidden, *head, targets = material(trained, bias=True)
     mask = torch.rand(POSITIONS, generator=torch.Generator().manual_seed(3)) < 0.6
     kept = (hidden.detach()[mask].requires_grad_(), *head, targets[mask])
     options = {"loss_type": loss_type, **SHAPES[shape]}
-    exact, stock = run(truth, doubled(kept), **options), run(reference_head_loss, kept, **options)
-    for compute, more in ((head_loss, {"tile_elements": 5 * VOCABULARY}), (head_loss, {}), (reference_head_loss, {})):
+    exact, stock = run(truth, doubled(kept), **options), run(of_trl, kept, **options)
+    for more in ({"tile_elements": 5 * VOCABULARY}, {}):
         results = []
         for other in (1.0, -30.0):
             changed, others = hidden.detach().clone(), targets.clone()
             changed[~mask] *= other
             others[~mask] = (others[~mask] + int(other < 0)) % VOCABULARY
             inputs = (changed.requires_grad_(), *head, others)
-            total, log_probs, entropy, grad_hidden, *grads = run(compute, inputs, mask=mask, **options, **more)
+            total, log_probs, entropy, grad_hidden, *grads = run(head_loss, inputs, mask=mask, **options, **more)
             assert not log_probs[~mask].any()
             assert not entropy[~mask].any()
             assert not grad_hidden[~mask].any()
             results.append([total, log_probs[mask], entropy[mask], grad_hidden[mask], *grads])
         assert all(torch.equal(one, same) for one, same in zip(*results, strict=True))
         assert_within_twice(results[0], stock, exact)
-        is_top1 = compute(*inputs, mask=mask, **options, **more).is_top1
+        is_top1 = head_loss(*inputs, mask=mask, **options, **more).is_top1
         assert not is_top1[~mask].any()
         assert torch.equal(is_top1[mask], truth(*doubled(kept), **options).is_top1)
 
@@ -269,12 +263,10 @@ def test_a_second_backward_is_refused_by_name() -> None:
 
 
 def test_an_unknown_loss_type_is_named() -> None:
-    for compute in (head_loss, reference_head_loss):
-        with pytest.raises(ValueError, match="loss_type='mse' is not available: use one of nll, dft"):
-            compute(*material(False), loss_type="mse")
+    with pytest.raises(ValueError, match="loss_type='mse' is not available: use one of nll, dft"):
+        head_loss(*material(False), loss_type="mse")
 
 
-@needs_tiles
 def test_compiled_code_takes_it_as_one_operation() -> None:
     inputs = material(False)
 
@@ -287,10 +279,7 @@ def test_compiled_code_takes_it_as_one_operation() -> None:
 
 
 @pytest.mark.cuda
-@needs_tiles
-@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
-@pytest.mark.parametrize("loss_type", ["nll", "dft"])
-@pytest.mark.parametrize("shape", SHAPES)
+@KINDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_on_cuda_at_most_twice_the_error_of_trl_and_no_sync(
     trained: bool, loss_type: str, shape: str, dtype: torch.dtype
@@ -306,7 +295,6 @@ def test_on_cuda_at_most_twice_the_error_of_trl_and_no_sync(
             torch.cuda.set_sync_debug_mode("default")
 
 
-@needs_tiles
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_log_probs_and_gradients_by_row_have_at_most_twice_the_error_of_trl(bias: bool, shape: str) -> None:

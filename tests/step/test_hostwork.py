@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.step.hostwork import LossFilter
 from fastpack_trl.step.sync_free import SyncFreeStep
 from fastpack_trl.testing import tiny_model
 
@@ -84,24 +81,14 @@ def test_a_loss_that_is_not_finite_is_logged_as_in_stock(filters: bool, tmp_path
     assert losses.isfinite().all().item() is filters
 
 
-def test_a_loss_that_is_not_finite_is_the_mean_since_the_last_log() -> None:
-    for loss in (1.0, float("nan"), float("inf"), -float("inf")):
-        state = SimpleNamespace(global_step=6)
-        trainer = SimpleNamespace(
-            args=SimpleNamespace(logging_nan_inf_filter=True), state=state, _globalstep_last_logged=4,
-            _tr_loss=torch.tensor(5.0),
-        )  # fmt: skip
-        host = LossFilter()
-        added = host.apply(trainer, torch.tensor(loss))
-        assert trainer.args.logging_nan_inf_filter is False
-        assert float(added) == pytest.approx(loss if math.isfinite(loss) else 5.0 / 3, rel=1e-6)
-        host.restore()
-        assert trainer.args.logging_nan_inf_filter is True
+def test_what_is_installed_for_a_run_is_gone_after_an_exception(tmp_path: Path) -> None:
+    modules = nn.modules.module
+    hooks = (modules._global_parameter_registration_hooks, modules._global_module_registration_hooks)
+    before, during = list(map(dict, hooks)), []
 
-
-def test_the_filter_is_the_users_again_after_an_exception(tmp_path: Path) -> None:
     class Fails(TrainerCallback):
         def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
+            during.append(sum(map(len, hooks)) - sum(map(len, before)))
             raise KeyboardInterrupt
 
     seen: list[Any] = []
@@ -116,6 +103,8 @@ def test_the_filter_is_the_users_again_after_an_exception(tmp_path: Path) -> Non
 
     with pytest.raises(KeyboardInterrupt):
         train(Keeps, tmp_path, packing=True, gradient_accumulation_steps=2, trainer={"callbacks": [Fails()]})
+    assert during == [2]
+    assert list(map(dict, hooks)) == before
     assert seen[0].args.logging_nan_inf_filter is True
     assert not seen[0].fastpack_run.get_state(SyncFreeStep).host.active
     assert not {"train", "zero_grad"} & set(vars(seen[0].model))
@@ -373,22 +362,3 @@ def test_a_model_that_a_callback_changes_trains_as_in_stock(change: str, tmp_pat
         assert all(callback.beside)
         logs.append(figures(trainer))
     assert_equal(*logs, nan_ok=True)
-
-
-def test_registrations_are_watched_while_a_run_lasts(tmp_path: Path) -> None:
-    hooks = (
-        torch.nn.modules.module._global_parameter_registration_hooks,
-        torch.nn.modules.module._global_module_registration_hooks,
-    )
-    before = [dict(found) for found in hooks]
-    during: list[int] = []
-
-    class Looks(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            during.append(sum(map(len, hooks)) - sum(map(len, before)))
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train(FastSFTTrainer, tmp_path, packing=True, trainer={"callbacks": [Looks()]})
-    assert during == [2]
-    assert [dict(found) for found in hooks] == before

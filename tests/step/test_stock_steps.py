@@ -65,13 +65,15 @@ def test_rows_that_got_an_attention_mask_are_named(tmp_path: Path, caplog: pytes
     assert said(caplog.messages, text) == 1
 
 
-def test_evaluation_with_predictions_is_named_once_whether_it_was_known_or_not(
+def test_what_still_asks_the_device_and_evaluation_with_predictions_are_named_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     metrics = {"compute_metrics": lambda prediction: {"rows": len(prediction.predictions)}}
-    ours, _ = both(tmp_path, packing=True, trainer=metrics)
+    ours, stock = both(tmp_path, packing=True, include_num_input_tokens_seen="all", trainer=metrics)
+    assert_same_log(ours, stock)
     reason = ours.fastpack_report["sync_free"].reason
     assert reason.count("evaluation with compute_metrics runs as stock") == 1
+    assert "include_num_input_tokens_seen asks the device" in reason
     assert PADDED not in reason
     trainer = build(FastSFTTrainer, tmp_path, eval_strategy="no")
     with caplog.at_level(logging.WARNING):

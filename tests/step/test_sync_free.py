@@ -20,7 +20,6 @@ from trainer_material import assert_same_log, both, build, figures, train
 from transformers import TrainerCallback
 from transformers.trainer_pt_utils import LabelSmoother
 from trl import SFTTrainer
-from trl.kernels import chunked_logprob
 from trl.trainer.utils import add_fused_lm_head
 
 from fastpack_trl import FastSFTTrainer, PackedBatch
@@ -81,17 +80,6 @@ def test_log_equals_that_of_stock(options: dict[str, Any], tmp_path: Path) -> No
     assert_same_log(ours, stock)
     line = ours.fastpack_report["sync_free"]
     assert line.path == ("host work only" if options.get("fast", {}).get("packed_attention") == "off" else LOSS), line
-
-
-@pytest.mark.parametrize(
-    ("method", "checkpointing"), [(FULL, True), (LORA, False)], ids=["full, checkpointing", "lora"]
-)
-def test_losses_over_20_steps_equal_those_of_stock(method: Any, checkpointing: bool, tmp_path: Path) -> None:
-    options = {"max_steps": 20, "packing": True, "gradient_checkpointing": checkpointing, "eval_strategy": "no"}
-    ours, stock = both(tmp_path, trainer=method, **options)
-    mine, theirs = ([row["loss"] for row in figures(run) if "loss" in row] for run in (ours, stock))
-    assert len(mine) == 20
-    assert mine == pytest.approx(theirs, rel=1e-5)
 
 
 @pytest.mark.parametrize("method", [FULL, LORA], ids=["full", "lora"])
@@ -309,27 +297,6 @@ def test_fp16_scales_its_loss_as_in_stock_and_says_that_it_asks(tmp_path: Path) 
     assert "the loss scaler of fp16 asks the device once per optimizer step" in (
         ours.fastpack_report["sync_free"].reason
     )
-
-
-def test_remarks_name_what_still_asks_the_device(tmp_path: Path) -> None:
-    metrics = {"compute_metrics": lambda prediction: {"rows": len(prediction.predictions)}}
-    ours, stock = both(tmp_path, packing=True, include_num_input_tokens_seen="all", trainer=metrics)
-    assert_same_log(ours, stock)
-    reason = ours.fastpack_report["sync_free"].reason
-    assert "evaluation with compute_metrics runs as stock" in reason
-    assert "include_num_input_tokens_seen asks the device" in reason
-
-
-def test_where_trl_has_other_tiles_its_own_head_runs_and_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known = chunked_logprob._backward_tile
-    monkeypatch.setattr(chunked_logprob, "_backward_tile", lambda *args, **kwargs: known(*args, **kwargs))
-    ours, stock = both(tmp_path, packing=True, trainer=LORA)
-    assert_same_log(ours, stock, rtol=5e-5)
-    line = ours.fastpack_report["sync_free"]
-    assert line.path == LOSS
-    assert line.reason == "logits made twice (trl lacks trl.kernels.chunked_logprob._backward_tile)"
 
 
 @pytest.mark.cuda

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from preference_material import assert_same, both, build
+from preference_material import assert_same, both
 
 from fastpack_trl.step.hostwork import HostWork
 from fastpack_trl.testing import tiny_model
@@ -88,12 +88,3 @@ def test_an_error_leaves_adapters_on() -> None:
         with pytest.raises(KeyError), model.disable_adapter():
             raise KeyError
         assert not any(layer.disable_adapters for layer in model.modules() if hasattr(layer, "lora_A"))
-
-
-def test_clipping_and_operations_are_stocks(tmp_path: Path) -> None:
-    ours, stock = both("Reward", tmp_path, max_steps=3, max_grad_norm=0.05)
-    assert_same(ours, stock)
-    assert ours.state.total_flos == stock.state.total_flos > 0
-    trainer = build("Reward", tmp_path / "again", fast=True, max_steps=1)
-    trainer.train()
-    assert not trainer._fastpack_host.active

@@ -140,24 +140,6 @@ def test_metrics_of_a_batch_that_failed_after_its_loss_count_once(training: bool
     assert_same_log(ours, stock[0])
 
 
-def test_a_step_whose_metrics_were_read_is_not_run_again(tmp_path: Path) -> None:
-    """They are in TRL's lists together with those of the steps before it."""
-    full = Full(8)
-
-    class Reads(FastSFTTrainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            loss = super().compute_loss(*args, **kwargs)
-            assert self._metrics["train"]["entropy"]
-            full()
-            return loss
-
-    options = OPTIONS | {"logging_steps": 4, "eval_strategy": "no"}
-    trainer = build(Reads, tmp_path, fast={"verify_packing": "off", "merge_accumulation": "off"}, **options)
-    with pytest.raises(torch.OutOfMemoryError) as error:
-        trainer.train()
-    assert "metrics of the step" in error.value.__notes__[0]
-
-
 def test_an_optimizer_step_is_not_applied_twice(tmp_path: Path) -> None:
     """Part of it may have been applied: the error is the device's."""
     full, applied = Full(2), []
@@ -186,36 +168,44 @@ class Halves(TrainerCallback):
                 parameter.grad.mul_(0.5)
 
 
-def test_a_step_that_a_callback_has_looked_into_is_not_run_again(tmp_path: Path) -> None:
-    with pytest.raises(torch.OutOfMemoryError) as error:
-        run(FastSFTTrainer, tmp_path, Full(2), "forward", callbacks=[Halves()])
-    (note,) = error.value.__notes__
-    assert "on_substep_end of Halves" in note
-    assert "lower " in note
-    assert "\n" not in note
-
-
 def test_without_end_the_error_is_the_devices(tmp_path: Path) -> None:
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
         run(FastSFTTrainer, tmp_path, Full(*range(1, 100)), "backward")
 
 
+class Reads(FastSFTTrainer):
+    """Reads metrics in each micro-batch: they are in TRL's lists together with those of the steps before it."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        assert self._metrics["train"]["entropy"]
+        return loss
+
+
 @pytest.mark.parametrize(
-    ("why", "number"), [("a hook on the gradient of", 2), ("gradients of micro-batches before it are still there", 6)]
+    ("why", "number"),
+    [
+        ("metrics of the step", 8),
+        ("on_substep_end of Halves", 2),
+        ("a hook on the gradient of", 2),  # weights may be stepped in the backward pass
+        ("gradients of micro-batches before it are still there", 6),  # a stream whose epoch ended within a step
+    ],
 )
 def test_a_step_that_cannot_be_taken_back_is_not_run_again(why: str, number: int, tmp_path: Path) -> None:
-    """Weights that are stepped in the backward pass; a stream whose epoch ended within a step."""
-    full = Full(number)
-    model: Any = model_that_fills(full, "backward")
-    options = OPTIONS | {"packing": False, "gradient_accumulation_steps": 2, "eval_strategy": "no"}
-    del options["eval_steps"]
-    data = make_dataset("text", 5)
+    model: Any = model_that_fills(Full(number), "backward")
+    fast = {"merge_accumulation": "off", "verify_packing": "off"}
+    options = OPTIONS | {"logging_steps": 4, "eval_strategy": "no", "model": model, "fast": fast}
+    cls = Reads if "metrics" in why else FastSFTTrainer
     if "hook" in why:
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda each: None)
-    else:
-        data = data.to_iterable_dataset()
-    trainer = build(FastSFTTrainer, tmp_path, model=model, data=data, fast={"merge_accumulation": "off"}, **options)
+    elif "before" in why:
+        data = make_dataset("text", 5).to_iterable_dataset()
+        options |= {"packing": False, "gradient_accumulation_steps": 2, "data": data}
+    trainer = build(cls, tmp_path, trainer={"callbacks": [Halves()] if "Halves" in why else []}, **options)
     with pytest.raises(torch.OutOfMemoryError) as error:
         trainer.train()
-    assert why in error.value.__notes__[0]
+    (note,) = error.value.__notes__
+    assert why in note
+    assert "lower " in note
+    assert "\n" not in note

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from datasets import Dataset, arrow_dataset, fingerprint
-from preference_material import assert_same, build, judged, pairs
+from preference_material import build, judged, pairs
 
 SHORT = {"max_steps": 2, "eval_steps": 2, "precompute_ref_log_probs": True}
 ALONE: dict[str, Any] = {"eval_strategy": "no", "trainer": {"eval_dataset": None}}
@@ -43,22 +43,3 @@ def test_the_other_trainer_reads_the_cache_of_the_first(
         mine, theirs = (np.array(made[fast].train_dataset[column][:]) for fast in (True, False))
         assert (mine == theirs).all()
         assert len(mine) == 20
-
-
-@pytest.mark.parametrize("name", ["DPO", "KTO"])
-def test_precomputed_log_probabilities_and_logs_are_those_of_stock(name: str, tmp_path: Path) -> None:
-    """Each has its own file, since the cached one would be found."""
-    made = []
-    for fast in (True, False):
-        data = {"DPO": pairs, "KTO": judged}[name](24)
-        runner = build(
-            name, tmp_path / str(fast), fast=fast, data=data, max_length=40, precompute_ref_batch_size=3, **SHORT
-        )
-        runner.train()
-        made.append(runner)
-    ours, stock = made
-    for column in COLUMNS[name]:
-        mine, theirs = (np.array(each.train_dataset[column][:]) for each in made)
-        np.testing.assert_allclose(mine, theirs, rtol=1e-5)
-    assert_same(ours, stock)
-    assert ours._fastpack_rows.ran > 0

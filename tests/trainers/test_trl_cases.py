@@ -28,7 +28,7 @@ from preference_material import (
     pairs,
     prompts,
 )  # fmt: skip
-from trainer_material import TEMPLATE, make_tokenizer
+from trainer_material import TEMPLATE, make_tokenizer, sentences
 from trl_examples import _gemma3, _gemma3_processor
 
 from fastpack_trl.testing import tiny_model
@@ -81,6 +81,12 @@ def templated() -> Any:
     return tokenizer
 
 
+def padding_at_the_end() -> Any:
+    tokenizer = make_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
 def adapted(name: str, family: str = "qwen3") -> Options:
     """A model with adapters on it before the trainer has it."""
     torch.manual_seed(0)
@@ -126,6 +132,7 @@ def every(name: str) -> dict[str, Case]:
         "no checkpoints": {"gradient_checkpointing": False},
         "two workers": {"dataloader_num_workers": 2},
         "padded to a multiple": {"pad_to_multiple_of": 8},
+        "padding that ends a text": lambda: {"trainer": {"processing_class": padding_at_the_end()}},
         "gpt_oss": {"family": "gpt_oss"},
     }  # fmt: skip
 
@@ -228,10 +235,56 @@ def paired(name: str) -> dict[str, Case]:
     }
 
 
+LOSSES = (
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+    "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
+)  # fmt: skip
+
+
+def answers(rejected: list[str]) -> Options:
+    """Pairs of which the rejected answers are given; gradients may cancel."""
+    asked = [f"{text} " for text in sentences(20, 0, 40)]
+    data = Dataset.from_dict({"prompt": asked, "chosen": sentences(20, 1, 9), "rejected": rejected})
+    return {"data": data, "eval_strategy": "no", "_unmoved": True}
+
+
+def width(prediction: Any) -> dict[str, float]:
+    return {"width": float(prediction.predictions.shape[1])}
+
+
+METRICS: Options = {"eval_steps": 2, "trainer": {"compute_metrics": width}}
+BY_NAME: Case = lambda: {"lora": False, "trainer": {"ref_model": None}, "model": on_disk()}  # noqa: E731
+FULL: Options = {"lora": False}
+
 CASES: dict[str, dict[str, Case]] = {
     "DPO": {
         **every("DPO"),
         **paired("DPO"),
+        **{
+            f"loss {loss}": {
+                "loss_type": [loss],
+                **({"label_smoothing": 0.1} if loss in ("exo_pair", "robust") else {}),
+            }
+            for loss in LOSSES
+        },
+        "two losses": {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
+        **{
+            f"divergence {kind}": {"f_divergence_type": kind}
+            for kind in ("forward_kl", "js_divergence", "alpha_divergence")
+        },
+        "length": {"ld_alpha": 0.5},
+        "weighting": {"use_weighting": True},
+        "precomputed, full": {"precompute_ref_log_probs": True, **FULL},
+        "synced reference": {"sync_ref_model": True, "ref_model_sync_steps": 1, **FULL},
+        "cut at the end": {"max_length": 24},
+        "cut at the beginning": {"max_length": 24, "truncation_mode": "keep_end"},
+        "softcap": {"family": "gemma2"},
+        "equal completions": lambda: answers(sentences(20, 1, 9)),
+        "a beginning": lambda: answers([f"{text} w1 w2" for text in sentences(20, 1, 9)]),
+        "empty completions": lambda: answers([""] * 20),
+        "short prompts": {"data": pairs(prompt=4)},
+        "metrics": METRICS,
+        "reference by name": BY_NAME,
         "completions cut off whole": {"max_length": 20},
         "precomputed, evaluated": {"precompute_ref_log_probs": True, "eval_steps": 2},
         "accumulation": {"gradient_accumulation_steps": 2},
@@ -244,7 +297,8 @@ CASES: dict[str, dict[str, Case]] = {
         "completions cut off whole": {"max_length": 20},
         "precomputed, evaluated": {"precompute_ref_log_probs": True, "eval_steps": 2},
         "synced reference": {"sync_ref_model": True, "ref_model_sync_steps": 1, "lora": False},
-        "no reference given": lambda: {"lora": False, "trainer": {"ref_model": None}, "model": on_disk()},
+        "reference by name": BY_NAME,
+        "metrics": METRICS,
         "apo_zero_unpaired": {"loss_type": "apo_zero_unpaired"},
         "auxiliary loss": {"family": "qwen3_moe", "router_aux_loss_coef": 0.1},
         "weights": {"desirable_weight": 1.5, "undesirable_weight": 0.5},
@@ -277,6 +331,7 @@ CASES: dict[str, dict[str, Case]] = {
         "delta": grpo(delta=2.0, num_iterations=2),
         "no bias of the divergence": grpo(beta=0.1, use_bias_correction_kl=True, num_iterations=2),
         "off-policy mask": grpo(off_policy_mask_threshold=0.5, num_iterations=2),
+        "temperature": grpo(temperature=0.7),
         "entropy, static": grpo(entropy_coef=0.01),
         "entropy, adaptive": grpo(entropy_coef=0.01, use_adaptive_entropy=True),
         "entropy, the highest": grpo(top_entropy_quantile=0.2),
@@ -314,6 +369,9 @@ def test_what_trl_tries_logs_and_learns_what_stock_does(name: str, key: str, tmp
     ours, stock = both(name, tmp_path, lambda: {k: v for k, v in make().items() if k != "_unmoved"}, **given)
     assert ours.fastpack_report["batches"].status == "on", ours.fastpack_report
     assert ours._fastpack_rows.ran > 0
+    if name in CLOSE:
+        merges = "off" if getattr(ours, "aux_loss_enabled", False) else "on"
+        assert ours.fastpack_report["merge_accumulation"].status == merges, ours.fastpack_report
     assert_same(ours, stock, **CLOSE.get(name, {}))
     if not unmoved:
         assert_changed_alike(ours, stock)
