@@ -55,7 +55,7 @@ FUNCTIONS = {
 
 CONSTANTS = {
     "run/run.py": ["SHARDED"],
-    "attention/batch_check.py": ["_READ_AGAIN", "_STOCK"],
+    "attention/install.py": ["EDITED"],
     "model/facts.py": ["ALORA"],
     "step/sync_free.py": ["_EVALUATION", "_REENTRANT"],
 }
