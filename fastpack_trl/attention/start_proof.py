@@ -14,7 +14,7 @@ from torch import nn
 
 from fastpack_trl.attention.dense import stock_error
 from fastpack_trl.attention.install import PackedAttention
-from fastpack_trl.attention.probe import default_lengths, spans
+from fastpack_trl.attention.probe import default_lengths
 from fastpack_trl.attention.proof import PackingProof, verify_packing
 from fastpack_trl.errors import NonFiniteError, PackingError
 from fastpack_trl.model.facts import UNREADABLE, read_features, text_model
@@ -55,7 +55,7 @@ def prove(run: Run, attention: PackedAttention) -> str:
     if run.settings.verify_packing == "off":
         run.set_status("verify_packing", "off", "not run", "switched off")
         return ""
-    if run.settings.verify_packing == "auto" and _documents_are_alone(run) and not spans(attention, run.model):
+    if run.settings.verify_packing == "auto" and _documents_are_alone(run) and not attention.features.windows:
         run.set_status("verify_packing", "off", "not run", "each row is one document")
         return ""
     proof, unproven = _proof(run, attention)
