@@ -135,22 +135,13 @@ def _switch(base: Any, features: ModelFeatures) -> Iterator[None]:
             f"attn_implementation={stock!r} cannot be replaced: load the model with attn_implementation='sdpa', or "
             "set packed_attention='off'"
         )
-    name = OVER[stock]
     text = base.config.get_text_config()
-    key = next((key for key in base.config.sub_configs if getattr(base.config, key, None) is text), None)
-    _register(name, stock)
+    _register(OVER[stock], stock)
     with contextlib.ExitStack() as stack:
-        for config in _configs(base):
-            # Written back directly: the public setter would check, and load kernels, again.
-            stack.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation)
         for module in attention_modules(base):
             stack.enter_context(patch_attribute(module, "_fastpack_window", window_of(module)))
-        # A composite model's vision tower keeps its own implementation.
-        base.set_attn_implementation(name if key is None else {key: name})
-        if text._attn_implementation != name:  # falcon, bloom and xglm only log a warning
-            raise ValueError(
-                f"{features.model_type} ignored the switch of its attention: set packing=False, packed_attention='off'"
-            )
+        # Directly: the public setter would check, and load kernels, again. A vision tower keeps its own implementation.
+        stack.enter_context(patch_attribute(text, "_attn_implementation_internal", OVER[stock]))
         yield
 
 
@@ -345,16 +336,3 @@ def _compute_dtype(value: Tensor) -> torch.dtype:
     """
     device = value.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
-
-
-def _configs(model: Any) -> Iterator[Any]:
-    """Yield the config of every sub-model, and the sub-configs that no sub-model owns."""
-    pending = [model.config, *(module.config for module in model.modules() if hasattr(module, "config"))]
-    seen: set[int] = set()
-    while pending:
-        config = pending.pop()
-        if id(config) in seen or not hasattr(config, "_attn_implementation"):
-            continue
-        seen.add(id(config))
-        yield config
-        pending += [sub for key in config.sub_configs if (sub := getattr(config, key, None)) is not None]
