@@ -271,7 +271,7 @@ def test_methods_that_see_batches_get_one_document_per_row(tmp_path: Path, monke
         with monkeypatch.context() as patch:
             patch.setattr(trainer, name, lambda *args: None)
             reason = plan_batches(trainer, "per_document", flattens=True).reason
-            assert reason == f"{name} of FastSFTTrainer may expect one document per row"
+            assert reason == f"{name} of FastSFTTrainer may expect the rows that TRL makes"
     compute_loss = trainer.compute_loss
 
     def own(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -281,7 +281,7 @@ def test_methods_that_see_batches_get_one_document_per_row(tmp_path: Path, monke
     trainer.compute_loss = own  # seen when training begins
     trainer.train()
     assert shapes == [4, 4]
-    assert "may expect one document per row" in trainer.fastpack_report["batches"].reason
+    assert "may expect the rows that TRL makes" in trainer.fastpack_report["batches"].reason
 
 
 @pytest.mark.parametrize("merged", [False, True], ids=["", "merged"])

@@ -21,7 +21,7 @@ FUNCTIONS = {
     "attention/share_prefixes.py": ["_reasons", "_failed_check"],
     "model/preflight.py": ["against_plan"],
     "model/facts.py": ["_gaps", "read_features"],
-    "packing/batching.py": ["_only_stock", "_in_any_trainer", "_padded", "_padded_in_sft"],
+    "packing/batching.py": ["_only_stock", "_in_any_trainer", "_padded", "_padded_in_sft", "reads_rows"],
     "model/hooks.py": ["callback_between", "hook_on_a_gradient", "needs_logits"],
     "trainer.py": ["_fastpack_collates"],
     "lora/feature.py": ["lora"],
