@@ -20,7 +20,6 @@ VALUES = {"grad", "data"}
 """What a training step writes into a tensor: a value, no patch."""
 ALLOWED: dict[str, dict[str, str]] = {
     "attention": {
-        "_attn_implementation_internal": "put back after the public setter, which would load kernels again",
         **dict.fromkeys(("*", "num_hidden_layers", "pad_token_id", "quantization_config"), "of a config of our own"),
     },
     "bench": dict.fromkeys(("should_log", "should_training_stop"), "how a callback speaks to its trainer"),

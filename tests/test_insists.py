@@ -74,7 +74,7 @@ CASES: dict[tuple[str, str], Case] = {
     ("merge_accumulation", "on"): Case(
         "on_substep_end of Substep", options={"gradient_accumulation_steps": 2}, given={"callbacks": [Substep()]}
     ),
-    ("share_prefixes", "on"): Case("NEFTune would add", options={"neftune_noise_alpha": 5.0}),
+    ("share_prefixes", "on"): Case("NEFTune's noise", options={"neftune_noise_alpha": 5.0}),
     ("activation_memory", "keep"): Case(reason="keeps all activations", options=KEEPS_ALL),
     **{("activation_memory", level): CONTRADICTED for level in ("checkpoint", "offload")},
     **{("checkpoint_offload", mode): CONTRADICTED for mode in ("double_buffer", "single_buffer")},

@@ -80,7 +80,7 @@ def test_log_is_that_of_stock(tmp_path: Path, options: dict[str, Any], batches: 
     ("options", "reason"),
     [
         ({"neftune_noise_alpha": 5.0}, "NEFTune's noise"),
-        ({"include_num_input_tokens_seen": "all"}, "counts padding"),
+        ({"include_num_input_tokens_seen": "all"}, "counts the tokens of rows"),
         ({"pad_to_multiple_of": 8}, "asks for padded shapes"),
     ],
     ids=str,

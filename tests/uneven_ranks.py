@@ -76,7 +76,7 @@ def one_reason() -> None:
         model.forward = Replaced(model)
 
     for rank, add, feature, why, options in (
-        (0, hook, "batches", "may expect one document per row", {"packing": False}),
+        (0, hook, "batches", "may expect the rows that TRL makes", {"packing": False}),
         (1, replace, "sync_free", "the model's forward was replaced", {}),
     ):
         trainers = [make(cls, gradient_accumulation_steps=2, **options) for cls in (FastSFTTrainer, SFTTrainer)]

@@ -179,7 +179,7 @@ def _install(run: Run, stack: ExitStack) -> None:
 @contextmanager
 def _installed(run: Run) -> Iterator[PackedAttention]:
     with install.packed_attention(run.model, run.choice.path, compute_dtype=run.compute_dtype) as attention:
-        attention.batch_check.tell = partial(run.report.remark, "packed_attention")
+        attention.remark = partial(run.report.remark, "packed_attention")
         backend = BACKENDS[attention.path]
         before, run.refuses_static = run.refuses_static, partial(backend.refuses_static, features=attention.features)
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
+from itertools import chain
 from typing import Any
 
 import torch
@@ -74,22 +75,9 @@ class FlashAttention4(Backend):
     flattens = True
 
     def refuses(self, features: ModelFeatures) -> str:
-        return first_reason(self._lacks(features))
-
-    def _lacks(self, features: ModelFeatures) -> Iterator[object]:
-        yield features.device_type != "cuda" and f"{NAME} needs CUDA, the model is on {features.device_type}"
-        if not has_device(features):
-            has = ".".join(map(str, features.capability or ()))
-            yield f"{NAME} needs compute capability 9.0 or higher, below 13, this device has {has}"
-        yield (
-            features.compute_dtype not in common.FLASH_DTYPES
-            and f"{NAME} needs bf16 or fp16, this run computes in {str(features.compute_dtype).removeprefix('torch.')}"
-        )
-        too_wide = features.head_dim > common.MAX_HEAD_DIM
-        yield too_wide and f"head_dim {features.head_dim} is over {NAME}'s limit of {common.MAX_HEAD_DIM}"
-        yield from _lacks_on_generation(features)
-        yield features.dropout and f"{NAME} has no dropout, the model's is {features.dropout}"
-        yield _why_absent()
+        unsupported = not has_device(features) and "9.0 or higher, below 13"
+        lacks = chain(common.lacks(NAME, features, unsupported), _lacks_on_generation(features))
+        return first_reason(lacks) or _why_absent()
 
     def considered(self, features: ModelFeatures) -> bool:
         return has_device(features)

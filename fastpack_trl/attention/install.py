@@ -7,8 +7,10 @@ bit for bit while the seam is in place.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,7 +19,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from fastpack_trl.attention.backends import BACKENDS, choose, failure
-from fastpack_trl.attention.batch_check import BatchCheck
 from fastpack_trl.attention.interface import AttentionCall, Backend, PackedLayer, shared_refusal
 from fastpack_trl.config import refusing_removed
 from fastpack_trl.errors import PackingError
@@ -37,32 +38,34 @@ from fastpack_trl.model.facts import (
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.chunks import chunks_of
 from fastpack_trl.packing.documents import PADDED_DOCUMENTS
+from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.recurrent import fla
 from fastpack_trl.recurrent.seams import KEYWORD, recurrent_layers
 from fastpack_trl.run import Choice
 
+logger = logging.getLogger(__name__)
 
+EDITED = "position_ids were edited after collation: such rows run the attention of the model"
+
+
+@dataclass(eq=False)
 class PackedAttention:
     """The attention that `packed_attention` has installed.
 
     Attributes:
         choice: the path and its reason.
         features: what was read from the model.
-        batch_check: compares each batch with its row, where a path of ours runs.
+        remark: called once, if the rows of a batch cannot run on the path.
     """
 
-    def __init__(self, choice: Choice, features: ModelFeatures) -> None:
-        self.choice = choice
-        self.features = features
-        self.batch_check = BatchCheck()
+    choice: Choice
+    features: ModelFeatures = field(repr=False)
+    remark: Callable[[str], object] = field(default=partial(logger.warning, "packed_attention: %s"), repr=False)
 
     @property
     def path(self) -> str:
         """The path's name, e.g. ``per_document``."""
         return self.choice.path
-
-    def __repr__(self) -> str:
-        return f"PackedAttention(path={self.path!r}, reason={self.choice.reason!r})"
 
 
 @refusing_removed
@@ -113,7 +116,7 @@ def packed_attention(
 def backend_installed(model: nn.Module, handle: PackedAttention) -> Iterator[None]:
     """Run packed rows of `model` on the backend that a handle names, for the features that it has."""
     backend = BACKENDS[handle.path]
-    fed = _fed(model, backend, handle.features, handle.batch_check)
+    fed = _fed(model, backend, handle)
     with switched(model, handle.features), recurrent_layers(model), fed:
         yield
 
@@ -132,22 +135,13 @@ def _switch(base: Any, features: ModelFeatures) -> Iterator[None]:
             f"attn_implementation={stock!r} cannot be replaced: load the model with attn_implementation='sdpa', or "
             "set packed_attention='off'"
         )
-    name = OVER[stock]
     text = base.config.get_text_config()
-    key = next((key for key in base.config.sub_configs if getattr(base.config, key, None) is text), None)
-    _register(name, stock)
+    _register(OVER[stock], stock)
     with contextlib.ExitStack() as stack:
-        for config in _configs(base):
-            # Written back directly: the public setter would check, and load kernels, again.
-            stack.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation)
         for module in attention_modules(base):
             stack.enter_context(patch_attribute(module, "_fastpack_window", window_of(module)))
-        # A composite model's vision tower keeps its own implementation.
-        base.set_attn_implementation(name if key is None else {key: name})
-        if text._attn_implementation != name:  # falcon, bloom and xglm only log a warning
-            raise ValueError(
-                f"{features.model_type} ignored the switch of its attention: set packing=False, packed_attention='off'"
-            )
+        # Directly: the public setter would check, and load kernels, again. A vision tower keeps its own implementation.
+        stack.enter_context(patch_attribute(text, "_attn_implementation_internal", OVER[stock]))
         yield
 
 
@@ -165,21 +159,21 @@ def _register(name: str, stock: str) -> None:
 
 
 @contextlib.contextmanager
-def _fed(model: nn.Module, backend: Backend, features: ModelFeatures, batch_check: BatchCheck) -> Iterator[None]:
+def _fed(model: nn.Module, backend: Backend, handle: PackedAttention) -> Iterator[None]:
     """Hook the backbone, so that the keyword `packed_batch` becomes what its layers read.
 
     Of several `packed_attention` on one model (a trainer made during the run of another) the latest prepares.
     """
     base = text_model(model)
-    text, by_fla, by_kind = base.config.get_text_config(), fla.is_chosen(features), masks_by_kind(base)
-    prepare = _Prepare(backend, features, text, batch_check, by_fla, by_kind)
+    config, by_fla = base.config.get_text_config(), fla.is_chosen(handle.features)
+    prepare = _Prepare(backend, handle, config, by_fla, masks_by_kind(base))
     with shared(base, "_fastpack_feed", lambda: _hooked(base)) as prepares:
         prepares.append(prepare)
         try:
             yield
         finally:
             prepares.remove(prepare)
-            batch_check.close()
+            prepare.clear_last()
 
 
 @contextlib.contextmanager
@@ -206,19 +200,64 @@ class _Prepare:
     """The preparation of a batch for one `packed_attention`; an object that a model can be pickled and copied with."""
 
     backend: Backend
-    features: ModelFeatures
+    handle: PackedAttention
     config: Any
-    batch_check: BatchCheck
     by_fla: bool
     by_kind: bool
+    last: weakref.ref[PackedBatch] | None = None
+
+    @property
+    def features(self) -> ModelFeatures:
+        return self.handle.features
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy of the model has seen no batch, and belongs to no run
+        handle = PackedAttention(self.handle.choice, self.features)
+        return _Prepare, (self.backend, handle, self.config, self.by_fla, self.by_kind)
+
+    def clear_last(self) -> None:
+        """Drop what was derived from the last batch: TRL's own trainer does not, and keeps all of an accumulation."""
+        if self.last is not None and (last := self.last()) is not None:
+            last.clear_derived()
+        self.last = None
+
+    def _is_as_collated(self, batch: PackedBatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether the documents of a batch are those of its row; without the device if nobody replaced them.
+
+        Raises:
+            ValueError: the row does not have the tokens of `batch`, or shares prefixes and has edited position ids.
+        """
+        rows = (kwargs.get("inputs_embeds"), kwargs.get("input_ids"), *args[:1])
+        row = next((given for given in rows if given is not None), None)
+        positions: Any = kwargs.get("position_ids")
+        positions = batch.position_ids if positions is None else positions  # not every backbone gets them
+        if row is None or batch.describes(row, positions):
+            return True
+        if not row.shape[:2] == positions.shape[-2:] == (1, batch.total_tokens):
+            raise ValueError(
+                f"packed_batch has documents of {batch.total_tokens} tokens for a row of {row.shape[1]} (batch of "
+                f"{row.shape[0]}, position_ids of shape {tuple(positions.shape)}): give one row, uncut, and the "
+                "PackedBatch that was collated with it"
+            )
+        # Position ids of several sections locate tokens in an image too; others may be an equal copy (synchronizes).
+        made = batch.position_ids
+        if positions.dim() > 2 or (batch.describes(row, made) and torch.equal(positions, made)):
+            return True
+        if batch.shared is not None:
+            raise ValueError(
+                "position_ids of a row whose documents share a prefix were edited after collation: they alone do not "
+                "tell the documents; set share_prefixes='off'"
+            )
+        self.handle.remark(EDITED)
+        self.handle.remark = str  # once
+        return False
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        batch = kwargs.pop("packed_batch", None)
-        if batch is None:
+        batch: PackedBatch | None = kwargs.pop("packed_batch", None)
+        if batch is None or not self._is_as_collated(batch, args, kwargs):
             return args, kwargs
-        batch = self.batch_check.accept(batch, args, kwargs)
-        if batch is None:
-            return args, kwargs
+        if self.last is None or self.last() is not batch:
+            self.clear_last()
+            self.last = weakref.ref(batch)
         if self.config._attn_implementation != OVER[self.features.implementation]:
             # Stock would read the mask below as full attention.
             raise PackingError(
@@ -297,16 +336,3 @@ def _compute_dtype(value: Tensor) -> torch.dtype:
     """
     device = value.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
-
-
-def _configs(model: Any) -> Iterator[Any]:
-    """Yield the config of every sub-model, and the sub-configs that no sub-model owns."""
-    pending = [model.config, *(module.config for module in model.modules() if hasattr(module, "config"))]
-    seen: set[int] = set()
-    while pending:
-        config = pending.pop()
-        if id(config) in seen or not hasattr(config, "_attn_implementation"):
-            continue
-        seen.add(id(config))
-        yield config
-        pending += [sub for key in config.sub_configs if (sub := getattr(config, key, None)) is not None]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,27 +26,11 @@ SHARED_LENGTHS = (7, 6, 1, 5, 4, 9)
 SHARED_PARENTS = (-1, 0, 0, 0, 3, -1)
 """A prefix with three branches, one of them a single token and one that goes on, and a document beside them."""
 LARGEST_WINDOW = {"cpu": 512, "cuda": 1024}
-"""Per device: the largest window or chunk, in tokens, that a document of the probe exceeds."""
+"""Per device: the largest window, in tokens, that a document of the probe exceeds."""
 PAST = 16
 """Tokens of that document past the window."""
-
-_OVER_CHUNKS = 2 * CHUNK + PAST  # tokens of a document whose state goes through a chunk
-_NEIGHBOURS = (9, 6)  # documents before and after it
-_LAST_PREDICTS_NOTHING = 1
 _MOST_OPERATIONS = {"cpu": 5e12, "cuda": 5e14}
 """Cost of a probe past a window above which the window stays unexercised."""
-
-Reach = dict[tuple[str, int], int]
-"""Tokens that a query sees, itself included, by the name of the layer and the index of the query."""
-
-
-class Passed(NamedTuple):
-    """A forward pass of a model: the embeddings that it began with, and the hidden states of its backbone."""
-
-    embeddings: Tensor
-    """(1, tokens, hidden), a leaf with a gradient."""
-    hidden: Tensor
-    """(tokens, hidden), or the logits of a model without a backbone inside."""
 
 
 class Probe:
@@ -73,8 +57,7 @@ class Probe:
         padding = getattr(facts.token_table(model), "padding_idx", None)
         if padding is not None:
             ids[ids == padding] = (padding + 1) % vocabulary
-        self.ids = ids.to(device)
-        own = torch.arange(sum(lengths)).split(self.lengths)
+        self.ids, own = ids.to(device), torch.arange(sum(lengths)).split(self.lengths)
         self.parents = tuple(parents or (-1,) * len(own))
         self.paths: list[Tensor] = []
         """For each segment the tokens of the row from the beginning of its document to its own end."""
@@ -90,8 +73,11 @@ class Probe:
         before = np.array([len(path) for path in self.paths]) - lengths
         return packed_batch(SharedRow(lengths, before, torch.cat(self.paths).numpy(), tokens, tokens))
 
-    def packed(self) -> Passed:
-        """Run the packed row."""
+    def packed(self) -> tuple[Tensor, Tensor]:
+        """Run the packed row; return its embeddings, (1, tokens, hidden), a leaf, and hidden states, (tokens, hidden).
+
+        Hidden states are the logits of a model without a backbone inside.
+        """
         try:
             return self._run(self.ids, **self.packed_keywords)
         finally:
@@ -100,7 +86,7 @@ class Probe:
     def separate(self, segment: int) -> Tensor:
         """Return the hidden states of one document by itself, (tokens, hidden): without `packed_batch`, TRL's way."""
         with self._right_stock():
-            return self._run(self.ids[:, self.paths[segment].to(self.ids.device)]).hidden.detach()
+            return self._run(self.ids[:, self.paths[segment].to(self.ids.device)])[1].detach()
 
     def _right_stock(self) -> AbstractContextManager[None]:
         """Compare with the model's own function if stock's attention computes another one."""
@@ -108,7 +94,7 @@ class Probe:
             return nullcontext()
         return patch_attribute(text_config(self.model), "_attn_implementation_internal", "eager")
 
-    def _run(self, ids: Tensor, **kwargs: Any) -> Passed:
+    def _run(self, ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
         found: dict[str, Tensor] = {}
 
         def begin(_module: Any, _args: Any, output: Tensor) -> Tensor:
@@ -128,37 +114,24 @@ class Probe:
             for module, hook in ((base.get_input_embeddings(), begin), (backbone, end)):
                 stack.callback(module.register_forward_hook(hook).remove)
             model(input_ids=ids, use_cache=False, **kwargs)
-        return Passed(found["embeddings"], found["hidden"][0, -ids.shape[1] :])
+        return found["embeddings"], found["hidden"][0, -ids.shape[1] :]
 
-    def reach(self) -> tuple[Reach, Reach, float]:
-        """Return what the last token of each document sees, packed and separate, by layer and document.
-
-        And the largest relative difference of a document's hidden states.
-        """
-        ends = torch.tensor(self.lengths).cumsum(0).tolist()
-
-        def packed_queries(hidden: Tensor) -> list[tuple[int, int]]:
-            return [(0, hidden.shape[1] - ends[-1] + end - 1) for end in ends]
-
-        with measured_reach(self.model, packed_queries) as packed:
-            hidden = self.packed().hidden.detach()
-        separate: Reach = {}
-        differences = []
-        for document, path in enumerate(self.paths):
-            with measured_reach(self.model, lambda hidden: [(0, hidden.shape[1] - 1)]) as found:
-                alone = self.separate(document)
-            separate |= {(layer, document): tokens for (layer, _), tokens in found.items()}
-            differences.append(relative(hidden[path.to(hidden.device)], alone))
-        return packed, separate, max(differences)
-
-
-def relative(found: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference over that of `expected`."""
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
+    def wrong_windows(self) -> tuple[tuple[str, int, int], ...]:
+        """Return layer, reach in the packed row, and by itself, where the last token of a document sees otherwise."""
+        ends = torch.tensor(self.lengths).cumsum(0) - sum(self.lengths) - 1
+        with measured_reach(self.model, ends.tolist()) as packed:
+            self.packed()
+        wrong = []
+        for document, end in enumerate(ends.tolist()):
+            with measured_reach(self.model, [-1]) as separate:
+                self.separate(document)
+            pairs = ((layer, packed.get((layer, end)), reach) for (layer, _), reach in separate.items())
+            wrong += [(layer, seen, right) for layer, seen, right in pairs if seen is not None and seen != right]
+        return tuple(wrong)
 
 
 @contextmanager
-def measured_reach(model: nn.Module, queries: Callable[[Tensor], Sequence[tuple[int, int]]]) -> Iterator[Reach]:
+def measured_reach(model: nn.Module, queries: Sequence[int]) -> Iterator[dict[tuple[str, int], int]]:
     """Measure how far back each attention layer that runs inside looks: exact in every dtype, unlike a loss.
 
     A key that a query does not see has a gradient of exactly zero, one that it sees has not. So the first position with
@@ -166,10 +139,13 @@ def measured_reach(model: nn.Module, queries: Callable[[Tensor], Sequence[tuple[
     measured: what runs inside cannot be differentiated afterwards. Layers of another form are left out.
 
     Args:
-        model: a transformers causal language model, to be run on embeddings that take a gradient.
-        queries: given the input of a layer, (rows, tokens, hidden), the row and the position of each query.
+        model: a transformers causal language model, to be run on one row of embeddings that take a gradient.
+        queries: positions of tokens, counted from the end of the row: -1 is the last.
+
+    Yields:
+        Tokens that a query sees, itself included, by the name of the layer and the position of the query.
     """
-    found: Reach = {}
+    found: dict[tuple[str, int], int] = {}
     base = facts.text_model(model)
     names = {module: name for name, module in base.named_modules()}
     kept = ExitStack()
@@ -183,13 +159,11 @@ def measured_reach(model: nn.Module, queries: Callable[[Tensor], Sequence[tuple[
         out = output[0] if isinstance(output, tuple) else output
         if not all(isinstance(t, Tensor) and t.dim() == 3 and t.requires_grad for t in (hidden, out)):
             return
-        asked = queries(hidden)
-        for index, (row, position) in enumerate(asked):
-            more = index + 1 < len(asked)
-            (gradient,) = torch.autograd.grad(out[row, position].sum(), hidden, retain_graph=more, allow_unused=True)
-            seen = [] if gradient is None else gradient[row].abs().amax(-1).nonzero()
+        for position in queries:
+            (gradient,) = torch.autograd.grad(out[0, position].sum(), hidden, retain_graph=True, allow_unused=True)
+            seen = [] if gradient is None else gradient[0].abs().amax(-1).nonzero()
             if len(seen):
-                found[names[module], index] = position - int(seen[0]) + 1
+                found[names[module], position] = hidden.shape[1] + position - int(seen[0]) + 1
 
     with ExitStack() as stack, saved_tensors_hooks(lambda _tensor: None, _never), kept:
         for module in facts.attention_modules(base):
@@ -202,6 +176,11 @@ def _never(_packed: None) -> Tensor:
     raise RuntimeError("what runs while its reach is measured keeps nothing for a backward pass")
 
 
+def text_config(model: nn.Module) -> Any:
+    """Return the config of the language model in `model`."""
+    return facts.text_model(model).config.get_text_config()
+
+
 def default_lengths(model: nn.Module) -> tuple[int, ...]:
     """Return the tokens per document of a probe: `DEFAULT_LENGTHS`, one of them longer where layers carry a state.
 
@@ -209,29 +188,13 @@ def default_lengths(model: nn.Module) -> tuple[int, ...]:
     """
     if not facts.state_modules(facts.text_model(model)):
         return DEFAULT_LENGTHS
-    longest = min(_OVER_CHUNKS, getattr(text_config(model), "max_position_embeddings", None) or _OVER_CHUNKS)
+    over_chunks = 2 * CHUNK + PAST
+    longest = min(over_chunks, getattr(text_config(model), "max_position_embeddings", None) or over_chunks)
     return tuple(longest if length == max(DEFAULT_LENGTHS) else length for length in DEFAULT_LENGTHS)
 
 
-def text_config(model: nn.Module) -> Any:
-    """Return the config of the language model in `model`."""
-    return facts.text_model(model).config.get_text_config()
-
-
-def spans(attention: PackedAttention, model: nn.Module) -> dict[str, int]:
-    """Return the windows and chunks of a model in tokens, by their name in the report."""
-    chunk = getattr(text_config(model), "attention_chunk_size", None)
-    found = {f"window {size}": size for size in sorted(attention.features.windows)}
-    return found | ({f"chunk {chunk}": int(chunk)} if chunk is not None else {})
-
-
-def exceeds(length: int, span: int) -> bool:
-    """Return whether a document has a prediction that sees less than all before it."""
-    return length > span + _LAST_PREDICTS_NOTHING
-
-
-def lengths_past(model: nn.Module, sizes: list[int]) -> tuple[int, ...]:
-    """Return tokens per document of a probe that exceeds the largest affordable one of `sizes`; empty if none is.
+def lengths_past(model: nn.Module, windows: frozenset[int]) -> tuple[int, ...]:
+    """Return tokens per document of a probe that exceeds the largest affordable one of `windows`; empty if none is.
 
     A window may be too large for the model's positions, for `LARGEST_WINDOW`, or for the start of a run.
     """
@@ -239,7 +202,7 @@ def lengths_past(model: nn.Module, sizes: list[int]) -> tuple[int, ...]:
     device = device if device in LARGEST_WINDOW else "cpu"
     positions = getattr(text_config(model), "max_position_embeddings", None) or 2**62
     most = min(LARGEST_WINDOW[device], positions - PAST)
-    size = max((size for size in sizes if size <= most), default=0)
-    lengths = (_NEIGHBOURS[0], size + PAST, _NEIGHBOURS[1])
+    size = max((size for size in windows if size <= most), default=0)
+    lengths = (DEFAULT_LENGTHS[0], size + PAST, DEFAULT_LENGTHS[-1])
     operations = 2 * sum(p.numel() for p in model.parameters()) * 2 * sum(lengths)  # packed and separate
     return lengths if size and operations <= _MOST_OPERATIONS[device] else ()

@@ -11,18 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastpack_trl.attention import probe
 from fastpack_trl.attention.install import PackedAttention, packed_attention
-from fastpack_trl.attention.probe import (
-    SHARED_LENGTHS,
-    SHARED_PARENTS,
-    Passed,
-    Probe,
-    default_lengths,
-    exceeds,
-    lengths_past,
-    relative,
-    spans,
-)
+from fastpack_trl.attention.probe import Probe
 from fastpack_trl.config import refusing_removed
 from fastpack_trl.errors import NonFiniteError, PackingError
 from fastpack_trl.model.changes import isolated_run
@@ -32,7 +23,6 @@ BUDGET = 2.0**-12
 
 Pairs = tuple[tuple[int, int], ...]
 Leaks = tuple[tuple[int, int, float], ...]
-Windows = tuple[tuple[str, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +37,7 @@ class PackingProof:
         difference: the largest relative difference of a document's hidden states, packed and by itself under stock
             attention: the norm of the difference over the norm.
         budget: how large it may be; None where it is reported only (below fp32, and in TF32).
-        not_exercised: windows and chunks that no document of the probe exceeds.
-        past_window: tokens of each document of a second row, with one that exceeds the model's windows; empty where
-            none was needed or affordable.
+        not_exercised: windows that no document of the probe exceeds.
         windows: ``(layer, packed, separate)`` for every attention layer whose last token of a document sees another
             number of tokens in the packed row than in the document by itself. Empty is right.
         unseen: ``(i, j)`` for every segment j of a row with shared prefixes that goes on from segment i and does not
@@ -62,8 +50,7 @@ class PackingProof:
     difference: float
     budget: float | None
     not_exercised: tuple[str, ...] = ()
-    past_window: tuple[int, ...] = ()
-    windows: Windows = ()
+    windows: tuple[tuple[str, int, int], ...] = ()
     unseen: Pairs = ()
 
     @property
@@ -147,20 +134,21 @@ def verify_packing(
         if attention is None:
             attention = stack.enter_context(packed_attention(model, implementation))
         stack.enter_context(isolated_run(model, training=False))
-        probe = Probe(model, attention, lengths or default_lengths(model), seed)
-        leaks, _, difference = _examine(probe, seed + 1)
-        past, windows, past_difference = _past_windows(probe, seed, fixed=lengths is not None)
-    exercised = max(probe.lengths + past)
-    return PackingProof(
-        path=attention.path if attention.path != "off" else "stock",
-        lengths=probe.lengths,
-        leaks=leaks,
-        difference=max(difference, past_difference),
-        budget=_budget(model),
-        not_exercised=tuple(name for name, size in spans(attention, model).items() if not exceeds(exercised, size)),
-        past_window=past,
-        windows=windows,
-    )
+        row = Probe(model, attention, lengths or probe.default_lengths(model), seed)
+        leaks, _, difference = _examine(row, seed + 1)
+        sizes = attention.features.windows
+        past = row.lengths if lengths else probe.lengths_past(model, sizes)
+        windows: tuple[tuple[str, int, int], ...] = ()
+        # In fp16 the softmax rounds weights to zero of keys that are seen, but hardly.
+        if _compute_dtype(model) == torch.float16:
+            past = ()
+        if sizes and past:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                windows = Probe(model, attention, past, seed).wrong_windows()
+    # The last token of a document predicts nothing.
+    skipped = tuple(f"window {size}" for size in sorted(sizes) if max(past, default=0) <= size + 1)
+    path = attention.path if attention.path != "off" else "stock"
+    return PackingProof(path, row.lengths, leaks, difference, _budget(model), skipped, windows)
 
 
 def verify_shared(model: nn.Module, attention: PackedAttention, *, seed: int = 0) -> PackingProof:
@@ -175,69 +163,39 @@ def verify_shared(model: nn.Module, attention: PackedAttention, *, seed: int = 0
         seed: of the probe's tokens.
     """
     with isolated_run(model, training=False):
-        leaks, unseen, difference = _examine(Probe(model, attention, SHARED_LENGTHS, seed, SHARED_PARENTS), seed + 1)
-    return PackingProof(attention.path, SHARED_LENGTHS, leaks, difference, _budget(model), unseen=unseen)
+        row = Probe(model, attention, probe.SHARED_LENGTHS, seed, probe.SHARED_PARENTS)
+        leaks, unseen, difference = _examine(row, seed + 1)
+    return PackingProof(attention.path, row.lengths, leaks, difference, _budget(model), unseen=unseen)
 
 
-def _examine(probe: Probe, seed: int) -> tuple[Leaks, Pairs, float]:
+def _examine(row: Probe, seed: int) -> tuple[Leaks, Pairs, float]:
     """Return dependences of segments on others, prefixes that have none, and the largest difference of a document."""
-    run = probe.packed()
-    leaks, unseen = _dependences(probe, run, seed)
-    hidden = run.hidden.detach()
-    del run  # and its activations
-    separate = [probe.separate(segment) for segment in range(len(probe.lengths))]
-    if not all(bool(torch.isfinite(one).all()) for one in separate):
-        _name_non_finite(probe.model)
-    differences = [relative(hidden[path.to(hidden.device)], alone)
-                   for path, alone in zip(probe.paths, separate, strict=True)]  # fmt: skip
-    # No comparison with NaN holds: it must not hide behind `max`.
-    return leaks, unseen, max(differences) if all(map(math.isfinite, differences)) else math.inf
-
-
-def _dependences(probe: Probe, run: Passed, seed: int) -> tuple[Leaks, Pairs]:
+    embeddings, hidden = row.packed()
     directions = torch.Generator().manual_seed(seed)
     leaks: list[tuple[int, int, float]] = []
     unseen: list[tuple[int, int]] = []
-    tokens = torch.arange(sum(probe.lengths)).split(probe.lengths)
-    for target, segment in enumerate(run.hidden.split(probe.lengths)):
+    tokens = torch.arange(len(hidden)).split(row.lengths)
+    for target, segment in enumerate(hidden.split(row.lengths)):
         direction = torch.randn(segment.shape, generator=directions).to(segment)
-        (gradient,) = torch.autograd.grad((segment * direction).sum(), run.embeddings, retain_graph=True)
-        sizes = [float(part.abs().max()) for part in gradient[0, -len(run.hidden) :].split(probe.lengths)]
-        before = set(probe.paths[target].tolist())
+        (gradient,) = torch.autograd.grad((segment * direction).sum(), embeddings, retain_graph=True)
+        sizes = [float(part.abs().max()) for part in gradient[0, -len(hidden) :].split(row.lengths)]
+        before, parent = set(row.paths[target].tolist()), row.parents[target]
         for source, size in enumerate(sizes):
             if size != 0.0 and not before.issuperset(tokens[source].tolist()):  # a NaN is a leak too
                 leaks.append((source, target, size))
         # Of a parent the last tokens may be all that a window leaves.
-        parent = probe.parents[target]
         if parent >= 0 and sizes[parent] == 0.0:
             unseen.append((parent, target))
-    return tuple(leaks), tuple(unseen)
-
-
-def _past_windows(probe: Probe, seed: int, *, fixed: bool) -> tuple[tuple[int, ...], Windows, float]:
-    """Compare what layers see in a row that exceeds the model's windows: `probe`, or if not `fixed` a longer one.
-
-    Returns:
-        The documents of that row where it is another than `probe`, `PackingProof.windows`, and the difference.
-    """
-    model, attention = probe.model, probe.attention
-    sizes = list(spans(attention, model).values())
-    larger = [size for size in sizes if not exceeds(max(probe.lengths), size)]
-    past = lengths_past(model, larger) if larger and not fixed else ()
-    # In fp16 the softmax rounds weights to zero of keys that are seen, but hardly.
-    rounds = _compute_dtype(model) == torch.float16
-    if not sizes or (not past and rounds):
-        return (), (), 0.0
-    try:
-        packed, separate, difference = (Probe(model, attention, past, seed) if past else probe).reach()
-    except torch.OutOfMemoryError:
-        return (), (), 0.0
-    wrong = tuple(
-        (layer, seen, separate[layer, document])
-        for (layer, document), seen in packed.items()
-        if separate.get((layer, document), seen) != seen
-    )
-    return past, () if rounds else wrong, difference
+    hidden = hidden.detach()
+    del embeddings, segment, gradient  # and the activations
+    differences = []
+    for segment_index, path in enumerate(row.paths):
+        alone = row.separate(segment_index).double()
+        if not torch.isfinite(alone).all():
+            _name_non_finite(row.model)
+        differences.append(float((hidden[path.to(hidden.device)].double() - alone).norm() / alone.norm()))
+    # No comparison with NaN holds: it must not hide behind `max`.
+    return tuple(leaks), tuple(unseen), max(differences) if all(map(math.isfinite, differences)) else math.inf
 
 
 def _budget(model: nn.Module) -> float | None:

@@ -12,12 +12,13 @@ from trl import SFTTrainer
 
 from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.attention.install import PackedAttention
+from fastpack_trl.attention.interface import shared_refusal
 from fastpack_trl.attention.proof import verify_shared
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model import facts
 from fastpack_trl.model.changes import patch_attribute
-from fastpack_trl.model.hooks import BATCH_METHODS, hook_inside, replaced_methods
-from fastpack_trl.packing.batching import fast_view, packing_collator
+from fastpack_trl.model.hooks import BATCH_METHODS
+from fastpack_trl.packing.batching import fast_view, packing_collator, reads_rows
 from fastpack_trl.run import Run
 
 FEATURE = "share_prefixes"
@@ -50,44 +51,34 @@ def share_prefixes(run: Run) -> Iterator[None]:
 
 
 def _reasons(run: Run, little: bool, share: str) -> Iterator[object]:
-    trainer, args, model = run.trainer, run.args, run.model
-    config, setting = args.accelerator_config, run.settings.share_prefixes
+    trainer, model, setting = run.trainer, run.model, run.settings.share_prefixes
     yield setting == "off" and "switched off"
     yield not run.packs and run.plan.reason
-    yield trainer.compute_loss_func is not None and "compute_loss_func expects whole documents"
+    yield from reads_rows(trainer, *BATCH_METHODS, "_get_num_items_in_batch", "_track_num_input_tokens")
     yield not run.loss_is_ours and "the loss of shared positions needs sync_free"
-    methods = (*BATCH_METHODS, "_get_num_items_in_batch", "_track_num_input_tokens")
-    yield (own := replaced_methods(trainer, methods)) and f"{own} may expect whole documents"
-    yield (hook := hook_inside(model)) and f"{hook} may expect whole documents"
-    yield args.neftune_noise_alpha and "NEFTune would add the same noise to a prefix for all documents"
-    counts = str(args.include_num_input_tokens_seen).lower() not in ("no", "false")
-    yield counts and "include_num_input_tokens_seen counts the tokens of rows"
-    yield (config.split_batches or config.dispatch_batches) and "split_batches cuts a batch by rows"
     streamed = setting == "auto" and not isinstance(trainer.train_dataset, Dataset)
     yield streamed and "a stream has no sample that would say what it saves: share_prefixes='on' shares"
     yield little and setting != "on" and f"little to share, {share}"
     attention, backend = run.get_state(PackedAttention), BACKENDS.get(run.choice.path)
     assert attention is not None
     assert backend is not None
-    yield backend.refuses_shared(attention.features)
+    yield shared_refusal(backend, attention.features)
     yield run.is_sharded and "parameters are sharded: the check of shared prefixes needs them whole"
     states = facts.state_modules(model)
     yield states and f"{type(states[-1]).__name__} carries state along the row"
-    yield facts.is_invoked_once_per_row(model) and facts.ALORA
-    dropout = max(_dropouts(model), default=attention.features.dropout)
-    yield dropout and f"dropout {dropout:g} would drop the same of a prefix for all documents: 0 shares them"
-    noise = getattr(facts.text_model(model).config.get_text_config(), "router_jitter_noise", 0.0)
-    yield noise and f"router_jitter_noise {noise:g} would be the same on a prefix for all documents"
+    noise = max((attention.features.dropout, *_noises(model)))
+    yield noise and f"dropout or noise of {noise:g} would be the same on a prefix for all documents: 0 shares them"
     if run.settings.verify_packing != "off":  # last: it runs the model
         yield _failed_check(run, attention)
 
 
-def _dropouts(model: nn.Module) -> Iterator[float]:
-    """Yield the rates above 0 of modules that drop, and of those that call a function for it."""
+def _noises(model: nn.Module) -> Iterator[float]:
+    """Yield the rates of modules that drop, of those that call a function for it, and of the noise of a router."""
+    yield getattr(facts.text_model(model).config.get_text_config(), "router_jitter_noise", None) or 0.0
     for module in model.modules():
-        rates = [module.p] if isinstance(module, nn.modules.dropout._DropoutNd) else []
-        rates += [value for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]
-        yield from (rate for rate in rates if rate > 0)
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            yield module.p
+        yield from (value for name, value in vars(module).items() if "dropout" in name and isinstance(value, float))
 
 
 def _failed_check(run: Run, attention: PackedAttention) -> str:

@@ -14,7 +14,7 @@ from torch import nn
 
 from fastpack_trl.attention.dense import stock_error
 from fastpack_trl.attention.install import PackedAttention
-from fastpack_trl.attention.probe import default_lengths, spans
+from fastpack_trl.attention.probe import default_lengths
 from fastpack_trl.attention.proof import PackingProof, verify_packing
 from fastpack_trl.errors import NonFiniteError, PackingError
 from fastpack_trl.model.facts import UNREADABLE, read_features, text_model
@@ -52,10 +52,9 @@ def prove(run: Run, attention: PackedAttention) -> str:
         PackingError: the check failed; names the remedy.
         ValueError: it cannot run, and ``verify_packing="on"`` insists.
     """
-    if run.settings.verify_packing == "off":
-        run.set_status("verify_packing", "off", "not run", "switched off")
+    if _is_off(run):
         return ""
-    if run.settings.verify_packing == "auto" and _documents_are_alone(run) and not spans(attention, run.model):
+    if run.settings.verify_packing == "auto" and _documents_are_alone(run) and not attention.features.windows:
         run.set_status("verify_packing", "off", "not run", "each row is one document")
         return ""
     proof, unproven = _proof(run, attention)
@@ -72,23 +71,37 @@ def prove_stock(run: Run) -> None:
         PackingError: documents see each other; names the path, the leak and the remedy.
         ValueError: the check cannot run, and ``verify_packing="on"`` insists.
     """
-    remedy = _remedy(run)
-    if run.settings.verify_packing == "off":
-        run.set_status("verify_packing", "off", "not run", "switched off")
+    if _is_off(run):
         return
     if joins_documents(run.trainer):
-        raise PackingError(f"packed rows under stock: LEAK: every row is one document to the model; {remedy}")
+        raise PackingError(f"packed rows under stock: LEAK: every row is one document to the model; {_remedy(run)}")
     proof, _ = _proof(run, None)
     if proof is None:
         return
     run.set_status("verify_packing", "on", "proof of stock", str(proof))
-    if proof.proven:
-        return
     collator = run.trainer.data_collator
     if isinstance(collator, DataCollatorForLanguageModeling) or run.settings.verify_packing == "on":
-        proof.raise_if_failed(remedy)
-    # A collator of the user's own may tell the model what stock's does not.
-    logger.warning(f"rows as stock packs them: {proof}; what {type(collator).__name__} makes of them is not examined")
+        proof.raise_if_failed(_remedy(run))
+    elif not proof.proven:  # the collator may tell the model what stock's does not
+        logger.warning(
+            f"rows as stock packs them: {proof}; what {type(collator).__name__} makes of them is not examined"
+        )
+
+
+def _remedy(run: Run) -> str:
+    """Return how to undo what chose stock's rows, for the message that they leak."""
+    if run.choice.path != "off":
+        return f"rows are stock's here ({run.plan.reason}): leave that out, or set packing=False; {INSIST}"
+    if run.settings.packed_attention == "auto":
+        return f"{run.choice.reason}: leave it out, or set packing=False; {INSIST}"
+    return f"set packed_attention='auto'; {INSIST}"
+
+
+def _is_off(run: Run) -> bool:
+    is_off = run.settings.verify_packing == "off"
+    if is_off:
+        run.set_status("verify_packing", "off", "not run", "switched off")
+    return is_off
 
 
 def tell_stock_error(run: Run) -> None:
@@ -103,15 +116,6 @@ def tell_stock_error(run: Run) -> None:
             return
     if why:
         run.report.facts["stock loss"] = f"differs from the loss of this run, which is right: {why}"
-
-
-def _remedy(run: Run) -> str:
-    """Return how to undo what chose stock's rows, for the message that they leak."""
-    if run.choice.path != "off":
-        return f"rows are stock's here ({run.plan.reason}): leave that out, or set packing=False; {INSIST}"
-    if run.settings.packed_attention == "auto":
-        return f"{run.choice.reason}: leave it out, or set packing=False; {INSIST}"
-    return f"set packed_attention='auto'; {INSIST}"
 
 
 def _documents_are_alone(run: Run) -> bool:
@@ -131,34 +135,29 @@ def _proof(run: Run, attention: PackedAttention | None) -> tuple[PackingProof | 
 
     Parameters that other processes hold, or will, are those of a small copy.
     """
-    insists = run.settings.verify_packing == "on" and run.training
+    insists, unproven = run.settings.verify_packing == "on" and run.training, ""
+    cause: Exception | None = None
     try:
         with run.autocast():
             proof = _checked(run, attention)
+        run.set_state(proof)
+        return proof, ""
     except PackingError:
         raise
     except NonFiniteError as error:
-        reason = str(error)
-        if insists:
-            raise ValueError(
-                f"verify_packing='on': {reason}; load finite weights, or set verify_packing='off'"
-            ) from error
+        reason, cause = str(error), error
         logger.warning(f"verify_packing: not run: {reason}; training goes on with them, as stock does")
-        run.set_status("verify_packing", "off", "not run", reason)
-        return None, ""
     except torch.OutOfMemoryError:
         if insists or attention is not None:
             raise  # callers that try smaller batches look for its type
         reason = "no memory for the proof"
     except _CANNOT_RUN as error:
-        reason = f"the proof cannot run on this model: {type(error).__name__}: {error}"
-        if insists:
-            raise ValueError(f"verify_packing='on': {reason}; set verify_packing='auto' or 'off'") from error
-    else:
-        run.set_state(proof)
-        return proof, ""
+        reason, cause = f"the proof cannot run on this model: {type(error).__name__}: {error}", error
+        unproven = reason
+    if insists:
+        raise ValueError(f"verify_packing='on': {reason}; set verify_packing='auto' or 'off'") from cause
     run.set_status("verify_packing", "off", "not run", reason)
-    return None, reason
+    return None, unproven
 
 
 def _checked(run: Run, attention: PackedAttention | None) -> PackingProof:

@@ -6,7 +6,6 @@ heads only from torch 2.12 on and passes no gradient through a corrected log-sum
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,11 +19,6 @@ from fastpack_trl.model.upstream import missing_reason
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.packed_batch import PackedBatch
 
-# The varlen backward of FlashAttention-2 indexes a buffer of (total_q + 128 * num_seqs) * heads * round32(head_dim)
-# elements with an int32.
-_INT32 = 2**31
-_BUFFER_ROWS_PER_SEGMENT = 128
-
 
 class Varlen(Backend):
     """The backend ``varlen``: CUDA from compute capability 8.0 on, bf16 or fp16, windows and sinks."""
@@ -33,31 +27,15 @@ class Varlen(Backend):
     flattens = True
 
     def refuses(self, features: ModelFeatures) -> str:
-        if missing := missing_reason("varlen"):
-            return missing
-        reason = first_reason(self._lacks(features))
-        return reason and f"varlen {reason}"
-
-    def _lacks(self, features: ModelFeatures) -> Iterator[object]:
-        needed, capability = _dotted(common.FLASH_CAPABILITY), features.capability
-        dtype = str(features.compute_dtype).removeprefix("torch.")
-        yield features.device_type != "cuda" and f"needs CUDA, the model is on {features.device_type}"
-        low = capability is not None and capability < common.FLASH_CAPABILITY
-        yield low and f"needs compute capability {needed}, this device has {_dotted(capability)}"
-        yield (
-            features.compute_dtype not in common.FLASH_DTYPES
-            and f"needs bf16 or fp16, this run computes in {dtype} (bf16=False?)"
-        )
-        too_wide = features.head_dim > common.MAX_HEAD_DIM
-        yield too_wide and f"head_dim {features.head_dim} is over its limit of {common.MAX_HEAD_DIM}"
-        yield features.dropout and f"has no dropout, the model's is {features.dropout}"
-        yield features.softcap and "has no softcap"
+        is_old = features.capability is not None and features.capability < common.FLASH_CAPABILITY
+        lacks = common.lacks(self.name, features, is_old and "8.0")
+        return missing_reason(self.name) or first_reason(lacks) or ("varlen has no softcap" if features.softcap else "")
 
     def reason(self, features: ModelFeatures) -> str:
         return common.reason_for("torch's flash kernel", features)
 
     def refuses_static(self, bucket: Bucket, features: ModelFeatures) -> str:
-        if can_index(bucket.tokens, elements_per_token(features), bucket.segments):
+        if can_index(bucket.tokens, features, bucket.segments):
             return ""
         return f"varlen's int32 backward cannot index {bucket.tokens} tokens in {bucket.segments} segments at once"
 
@@ -71,7 +49,7 @@ class Varlen(Backend):
             ValueError: the row is too long for the kernel's backward; names the fix.
         """
         segments = len(batch.cu_seqlens) - 1
-        if not can_index(batch.total_tokens, elements_per_token(features), segments):
+        if not can_index(batch.total_tokens, features, segments):
             raise ValueError(
                 f"a row of {batch.total_tokens:,} tokens in {segments:,} segments is too long for varlen's int32 "
                 "backward: set packed_attention='per_document', or a smaller max_length"
@@ -84,25 +62,25 @@ def elements_per_token(features: ModelFeatures) -> int:
     return features.num_heads * (-(-features.head_dim // 32) * 32)
 
 
-def _dotted(capability: tuple[int, int] | None) -> str:
-    return ".".join(map(str, capability or ()))
+def can_index(tokens: int, features: ModelFeatures, segments: int) -> bool:
+    """Return whether the kernel's backward can index so many tokens and segments, empty ones too, with an int32.
+
+    FlashAttention-2 has a buffer of (total_q + 128 * num_seqs) * heads * round32(head_dim) elements.
+    """
+    return (tokens + 128 * segments) * features.num_heads * (-(-features.head_dim // 32) * 32) < 2**31
 
 
-def can_index(tokens: int, elements_per_token: int, segments: int = 1) -> bool:
-    """Return whether the kernel's backward can index so many tokens and segments, empty ones too, with an int32."""
-    return (tokens + _BUFFER_ROWS_PER_SEGMENT * segments) * elements_per_token < _INT32
-
-
-def _in_kernel(row: common.RowInputs) -> dict[str, Any]:
-    """Return scale and window as torch's operators take them: flash kernels do not count the token itself."""
-    return {"scale": row.scale, "window_size_left": row.window - 1 if row.window else -1, "window_size_right": 0}
+def _in_kernel(row: common.RowInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return segments, and scale and window, as torch's operators take them: the window without the token itself."""
+    segments = (row.cu_seqlens, row.cu_seqlens_k, row.max_seqlen, row.max_seqlen_k, 0.0, True)
+    window = {"window_size_left": row.window - 1 if row.window else -1, "window_size_right": 0}
+    return segments, {"scale": row.scale, **window}
 
 
 def varlen_attention(row: common.RowInputs) -> tuple[Tensor, Tensor]:
     """Compute causal attention inside each segment on CUDA; see `row_operator`."""
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        row.query, row.key, row.value, *row.segments, 0.0, True, False, **_in_kernel(row)
-    )
+    segments, keywords = _in_kernel(row)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(*row[:3], *segments, False, **keywords)
     return common.fold_sinks(out, lse, row.sinks)
 
 
@@ -110,11 +88,11 @@ def varlen_attention_backward(
     row: common.RowInputs, grad_out: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return its gradients."""
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=row.query.device)
+    segments, keywords = _in_kernel(row)
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=out.device), out.new_empty(0)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        grad_out, row.query, row.key, row.value, out, lse, *row.segments, 0.0, True, no_dropout,
-        row.query.new_empty(0), **_in_kernel(row),
-    )  # fmt: skip
+        grad_out, *row[:3], out, lse, *segments, *no_dropout, **keywords
+    )
     return dq, dk, dv, common.sink_gradient(grad_out, out, lse, row.sinks)
 
 

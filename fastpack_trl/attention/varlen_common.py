@@ -10,10 +10,10 @@ denominator of each row and nothing to the sum, so with ``lse' = logaddexp(lse, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from itertools import pairwise
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -43,32 +43,25 @@ class RowInputs(NamedTuple):
     """(total_keys, num_kv_heads, head_dim)."""
     value: Tensor
     """(total_keys, num_kv_heads, head_dim)."""
-    cu_seqlens: Tensor
-    """(num_segments + 1,) int32, on the device of the query."""
     sinks: Tensor | None
     """(num_heads,)."""
-    window: int
-    """Tokens that a query sees, itself included; 0: all before it."""
-    scale: float
-    max_seqlen: int
-    """At least the longest segment."""
+    cu_seqlens: Tensor
+    """(num_segments + 1,) int32, on the device of the query."""
     cu_seqlens_k: Tensor
     """(num_segments + 1,) int32, on the device of the query: segments of the keys, aligned bottom-right with those of
     the queries."""
+    max_seqlen: int
+    """At least the longest segment."""
     max_seqlen_k: int
     """At least the most keys of a segment."""
+    scale: float
+    window: int = NO_WINDOW
+    """Tokens that a query sees, itself included; 0: all before it."""
     softcap: float = NO_SOFTCAP
 
-    @property
-    def segments(self) -> tuple[Tensor, Tensor, int, int]:
-        """Return segments of queries and keys, and the longest of each, as torch's operators take them."""
-        return self.cu_seqlens, self.cu_seqlens_k, self.max_seqlen, self.max_seqlen_k
 
-
-_NAMES = RowInputs._fields
-_HINTS = get_type_hints(RowInputs)
-_SAVED = [name for name in _NAMES if _HINTS[name] in (Tensor, Tensor | None)]
-_GRADIENTS = ("query", "key", "value", "sinks")
+_TENSORS = 6
+"""First fields of `RowInputs`; the first four have gradients."""
 
 Forward = Callable[[RowInputs], tuple[Tensor, Tensor]]
 Backward = Callable[[RowInputs, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
@@ -105,9 +98,8 @@ def row_operator(forward: Forward, backward: Backward) -> Any:
         @staticmethod
         def forward(ctx: Any, *fields: Any) -> tuple[Tensor, Tensor]:
             out, lse = inner(*fields)
-            row = RowInputs(*fields)
-            ctx.constants = {name: getattr(row, name) for name in _NAMES if name not in _SAVED}
-            ctx.save_for_backward(out, lse, *(getattr(row, name) for name in _SAVED))
+            ctx.save_for_backward(out, lse, *fields[:_TENSORS])
+            ctx.constants = fields[_TENSORS:]
             ctx.mark_non_differentiable(lse)
             ctx.set_materialize_grads(False)  # no zeros for `lse` in backward
             return out, lse
@@ -116,33 +108,26 @@ def row_operator(forward: Forward, backward: Backward) -> Any:
         @once_differentiable
         def backward(ctx: Any, grad_out: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
             out, lse, *tensors = ctx.saved_tensors
-            row = RowInputs(**dict(zip(_SAVED, tensors, strict=True)), **ctx.constants)
-            found = inner_backward(grad_out.contiguous(), out, lse, *row)
-            gradients = dict(zip(_GRADIENTS, found, strict=True))
-            return tuple(gradients.get(name) if getattr(row, name) is not None else None for name in _NAMES)
+            *gradients, sinks = inner_backward(grad_out.contiguous(), out, lse, *tensors, *ctx.constants)
+            nothing = [None] * (len(RowInputs._fields) - 4)
+            return *gradients, None if tensors[3] is None else sinks, *nothing
 
-    name = f"{forward.__name__}_with_gradient"
-    return differentiable(name, f"({arguments}) -> (Tensor, Tensor)", Attention)
+    return differentiable(f"{forward.__name__}_with_gradient", f"({arguments}) -> (Tensor, Tensor)", Attention)
 
 
 def _twin(row: RowInputs) -> tuple[Tensor, Tensor]:
     """Compute a row segment by segment; what a kernel leaves uninitialized is NaN.
 
-    That is: tokens of no segment, and those of a segment beyond `max_seqlen`, by which kernels size their grid.
+    That is: tokens of no segment, and of a segment longer than `max_seqlen`, by which kernels size their grid.
     """
-    heads = row.query.shape[1]
-    out = row.query.new_full((*row.query.shape[:2], row.value.shape[2]), torch.nan)
-    dtype = torch.promote_types(row.query.dtype, torch.float32)
-    lse = row.query.new_full((heads, row.query.shape[0]), torch.nan, dtype=dtype)
-    with torch.autocast(row.query.device.type, enabled=False):
+    total, heads, _ = row.query.shape
+    out = row.query.new_full((total, heads, row.value.shape[2]), torch.nan)
+    lse = out.new_full((heads, total), torch.nan, dtype=torch.promote_types(out.dtype, torch.float32))
+    with torch.autocast(out.device.type, enabled=False):
         for start, stop, first, last in _segments(row):
-            beyond = max(0, stop - start - row.max_seqlen)
-            stop, last = stop - beyond, last - beyond
-            mask = band_mask(last - first, row.window or last - first)[start - stop :] if stop > start else None
-            if mask is None:
-                continue
             tensors = (row.query[start:stop], row.key[first:last], row.value[first:last])
             query, key, value = (tensor.transpose(0, 1)[None] for tensor in tensors)
+            mask = band_mask(last - first, row.window or last - first)[start - stop :]
             found = document_attention(query, key, value, mask, row.scale, row.sinks, row.softcap)
             out[start:stop], lse[:, start:stop] = found[0][0].transpose(0, 1), found[1][0]
     return out, lse
@@ -151,29 +136,25 @@ def _twin(row: RowInputs) -> tuple[Tensor, Tensor]:
 def _twin_backward(
     row: RowInputs, grad_out: Tensor, _out: Tensor, _lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Differentiate `_twin`; NaN for tokens that no segment has, and for all of a segment longer than `max_seqlen`."""
+    """Differentiate `_twin`; NaN where that leaves NaN."""
     # Hooks on the tensors that the step saves are not for those of this twin.
     with recording(), saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-        given = {name: getattr(row, name) for name in _GRADIENTS if getattr(row, name) is not None}
-        leaves = {name: tensor.detach().contiguous().requires_grad_() for name, tensor in given.items()}
-        out, _ = _twin(row._replace(**leaves))
-        gradients = dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), grad_out), strict=True))
-    written = [torch.zeros(len(tensor), dtype=torch.bool) for tensor in (row.query, row.key)]
+        leaves = [tensor.detach().contiguous().requires_grad_() for tensor in row[:4] if tensor is not None]
+        out, _ = _twin(RowInputs(*leaves, *row[len(leaves) :]))
+        query, key, value, *sinks = torch.autograd.grad(out, leaves, grad_out)
+    is_query, is_key = (torch.zeros(len(tensor), dtype=torch.bool) for tensor in (query, key))
     for start, stop, first, last in _segments(row):
-        if stop - start <= row.max_seqlen:
-            written[0][start:stop] = written[1][first:last] = True
-    for name, has in zip(_GRADIENTS[:3], (written[0], written[1], written[1]), strict=True):
-        gradients[name][~has] = torch.nan
-    sinks = gradients.get("sinks", row.query.new_empty(0))
-    if not written[0].all():
-        sinks.fill_(torch.nan)  # a sum over all tokens
-    return gradients["query"], gradients["key"], gradients["value"], sinks
+        is_query[start:stop] = is_key[first:last] = True
+    query[~is_query] = key[~is_key] = value[~is_key] = torch.nan
+    # The gradient of a sink is a sum over all tokens.
+    return query, key, value, sinks[0] + (0.0 if is_query.all() else torch.nan) if sinks else query.new_empty(0)
 
 
 def _segments(row: RowInputs) -> list[tuple[int, int, int, int]]:
-    """Return the bounds of the queries and of the keys of each segment of a row on the host."""
-    ends = (pairwise(bounds.tolist()) for bounds in (row.cu_seqlens, row.cu_seqlens_k))
-    return [(*queries, *keys) for queries, keys in zip(*ends, strict=True)]
+    """Return the bounds of queries and keys of each segment on the host: not empty, within `max_seqlen`."""
+    queries, keys = (pairwise(bounds.tolist()) for bounds in (row.cu_seqlens, row.cu_seqlens_k))
+    bounds = ((*own, *keyed) for own, keyed in zip(queries, keys, strict=True))
+    return [each for each in bounds if 0 < each[1] - each[0] <= row.max_seqlen]
 
 
 def _fake(*fields: Any) -> tuple[Tensor, Tensor]:
@@ -243,8 +224,8 @@ class RowLayer(NamedTuple):
         if self.key_index is not None:
             keyed = [gather_keys(tensor, self.key_index) for tensor in keyed]
         out, _ = attention(
-            query, *keyed, self.cu_seqlens, call.sinks, call.window or NO_WINDOW, call.scale, self.max_seqlen,
-            self.cu_seqlens_k, self.max_seqlen_k, call.softcap or NO_SOFTCAP,
+            query, *keyed, call.sinks, self.cu_seqlens, self.cu_seqlens_k, self.max_seqlen, self.max_seqlen_k,
+            call.scale, call.window or NO_WINDOW, call.softcap or NO_SOFTCAP,
         )  # fmt: skip
         return out[None, ..., : call.value.shape[-1]].contiguous()
 
@@ -258,7 +239,7 @@ def _check_call(name: str, call: AttentionCall, has_softcap: bool) -> None:
     # The message is made only when it is needed: inside a graph its parts are symbols.
     if wrong_dtype or call.dropout or (call.softcap is not None and not has_softcap):
         what = f"dropout {call.dropout}" if call.dropout else f"softcap {call.softcap}"
-        what = str(call.query.dtype).replace("torch.", "dtype ") if wrong_dtype else what
+        what = f"dtype {_short(call.query.dtype)}" if wrong_dtype else what
         raise ValueError(f"{name} has no {what}: set packed_attention='per_document' or 'sdpa'")
 
 
@@ -303,5 +284,26 @@ def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | No
 
 def reason_for(kernel: str, features: ModelFeatures) -> str:
     """Return what the report says: ``flash-attn-4, bfloat16, sm90; plain causal``."""
-    dtype = str(features.compute_dtype).removeprefix("torch.")
-    return f"{kernel}, {dtype}, sm{''.join(map(str, features.capability or ()))}; {described(features)}"
+    return f"{kernel}, {_short(features.compute_dtype)}, sm{dotted(features, '')}; {described(features)}"
+
+
+def lacks(name: str, features: ModelFeatures, device: object) -> Iterator[object]:
+    """Yield what a flash kernel lacks for a model; `device`: why its device is not supported, or False."""
+    yield features.device_type != "cuda" and f"{name} needs CUDA, the model is on {features.device_type}"
+    yield device and f"{name} needs compute capability {device}, this device has {dotted(features)}"
+    dtype = features.compute_dtype
+    yield (
+        dtype not in FLASH_DTYPES and f"{name} needs bf16 or fp16, this run computes in {_short(dtype)} (bf16=False?)"
+    )
+    too_wide = features.head_dim > MAX_HEAD_DIM
+    yield too_wide and f"head_dim {features.head_dim} is over {name}'s limit of {MAX_HEAD_DIM}"
+    yield features.dropout and f"{name} has no dropout, the model's is {features.dropout}"
+
+
+def dotted(features: ModelFeatures, dot: str = ".") -> str:
+    """Return the compute capability of a model's device: ``9.0``."""
+    return dot.join(map(str, features.capability or ()))
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

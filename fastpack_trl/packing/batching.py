@@ -111,22 +111,27 @@ def _padded(trainer: Any, path: str, flattens: bool, *methods: str) -> Iterator[
 
     `methods`: further ones that see batches.
     """
-    config = trainer.args.accelerator_config
     yield path == PADDED_DOCUMENTS and "no packed attention keeps this model's documents apart"
     yield not flattens and f"{path} gains nothing from one long row"
-    yield (own := replaced_methods(trainer, (*_SEE_BATCHES, *methods))) and f"{own} may expect one document per row"
-    yield (hook := hook_inside(trainer.model)) and f"{hook} may expect one document per row"
+    yield from reads_rows(trainer, *_SEE_BATCHES, *methods)
+
+
+def reads_rows(trainer: Any, *methods: str) -> Iterator[object]:
+    """Yield what reads rows, or draws numbers for them, and gets them as TRL makes them: one of `methods`, say."""
+    args, config = trainer.args, trainer.args.accelerator_config
+    yield trainer.compute_loss_func is not None and "compute_loss_func may expect the rows that TRL makes"
+    yield (own := replaced_methods(trainer, methods)) and f"{own} may expect the rows that TRL makes"
+    yield (hook := hook_inside(trainer.model)) and f"{hook} may expect the rows that TRL makes"
     yield is_invoked_once_per_row(trainer.model) and ALORA
-    yield trainer.args.neftune_noise_alpha and "NEFTune's noise depends on the length of a row"
+    yield args.neftune_noise_alpha and "NEFTune's noise depends on the length of a row"
     yield (config.split_batches or config.dispatch_batches) and "split_batches cuts a batch by rows"
+    counts = str(args.include_num_input_tokens_seen).lower() not in ("no", "false")
+    yield counts and "include_num_input_tokens_seen counts the tokens of rows"
 
 
 def _padded_in_sft(trainer: SFTTrainer) -> Iterator[object]:
-    args, multiple = trainer.args, trainer.data_collator.pad_to_multiple_of
+    multiple = trainer.data_collator.pad_to_multiple_of
     yield multiple and f"pad_to_multiple_of={multiple} asks for padded shapes"
-    yield trainer.compute_loss_func is not None and "compute_loss_func expects one document per row"
-    counts = str(args.include_num_input_tokens_seen).lower() not in ("no", "false")
-    yield counts and "include_num_input_tokens_seen counts padding"
     shifts = getattr(trainer, "_loss_shifts_labels", False)
     yield not shifts and "this model's loss counts the first label of each padded row"
 

@@ -16,14 +16,14 @@ from attention_material import LENGTHS, snapshot
 from torch import Tensor
 
 from fastpack_trl.attention.backends import BACKENDS
-from fastpack_trl.attention.batch_check import BatchCheck
-from fastpack_trl.attention.install import _fed, packed_attention, switched
+from fastpack_trl.attention.install import PackedAttention, _fed, packed_attention, switched
 from fastpack_trl.attention.interface import AttentionCall
 from fastpack_trl.attention.per_document import PerDocumentLayer
 from fastpack_trl.attention.proof import verify_packing
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.facts import read_features
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
+from fastpack_trl.run import Choice
 from fastpack_trl.testing import tiny_model
 
 IDS = torch.randint(3, 96, (1, 30), generator=torch.Generator().manual_seed(1))
@@ -121,7 +121,8 @@ def test_metadata_that_does_not_describe_its_row_or_does_not_arrive_is_named() -
     # The guard behind the reading of the source.
     model = tiny_model("stablelm")
     features = replace(read_features(model), gap="")
-    with switched(model, features), _fed(model, BACKENDS["per_document"], features, BatchCheck()):
+    handle = PackedAttention(Choice("per_document", ""), features)
+    with switched(model, features), _fed(model, BACKENDS["per_document"], handle):
         with pytest.raises(PackingError, match="drop keywords; set packing=False"):
             forward(model)
 

@@ -68,9 +68,6 @@ def test_window_that_is_one_off_fails_the_check(
         assert not proof.proven
         assert {(seen, right) for _, seen, right in proof.windows} == {(window + by, window)}
         assert f"sees {window + by}, not {window}" in str(proof)
-        if dtype == torch.float32:  # below, rounding is larger than what one token more or less changes
-            assert proof.budget is not None
-            assert proof.difference > 10 * proof.budget
 
 
 def test_windows_up_to_512_tokens_are_exercised_on_the_cpu_where_they_are_affordable(
@@ -79,9 +76,8 @@ def test_windows_up_to_512_tokens_are_exercised_on_the_cpu_where_they_are_afford
     for family, window in (("gpt_oss", 128), ("gemma3_text", 512)):
         proof = verify_packing(tiny_model(family, sliding_window=window, max_position_embeddings=1024))
         assert (proof.proven, proof.not_exercised) == (True, ())
-        assert max(proof.past_window) > window + 1
     proof = verify_packing(tiny_model("mistral", sliding_window=513, max_position_embeddings=1024))
-    assert (proof.proven, proof.not_exercised, proof.past_window) == (True, ("window 513",), ())
+    assert (proof.proven, proof.not_exercised) == (True, ("window 513",))
     # A document of the model's own positions never exceeds this one.
     assert verify_packing(tiny_model("mistral", sliding_window=120)).not_exercised == ("window 120",)
     # The last token of 6 predicts nothing: none of those that do sees less than all before it.

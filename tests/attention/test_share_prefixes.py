@@ -150,10 +150,10 @@ def dropping(rate: float) -> dict[str, Any]:
         ({"include_num_input_tokens_seen": "all"}, "include_num_input_tokens_seen"),
         ({"data": prefixed().to_iterable_dataset()}, "a stream has no sample"),
         ({"trainer": {"compute_loss_func": lambda outputs, labels, **_: outputs.logits.mean()}}, "compute_loss_func"),
-        ({"model": hooked()}, "may expect whole documents"),
+        ({"model": hooked()}, "may expect the rows that TRL makes"),
         ({"family": "granitemoehybrid"}, ""),
         ({"data": "ids"}, "little to share, tokens computed: 100% of the documents' tokens"),
-        (dropping(0.05), "dropout 0.05 would drop the same"),
+        (dropping(0.05), "dropout or noise of 0.05 would be the same"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

@@ -70,7 +70,7 @@ joined_documents = sets("position_ids", lambda positions: torch.arange(positions
 shorter_documents = sets("position_ids", lambda positions: positions.remainder_(7))
 shifted_documents = sets("position_ids", lambda positions: positions + 3)
 OURS = ("packed_batch", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-EDITED, READ = "or edited after collation: their positions", "documents are read from"
+EDITED, MOVED = "or edited after collation: their positions", "such rows run the attention of the model"
 EDITS: dict[str, tuple[Edit, str]] = {
     "labels": (replaced, EDITED),
     "labels in place": (in_place, EDITED),
@@ -78,9 +78,9 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "ids": (sets("input_ids", lambda ids: ids.clamp(max=70)), ""),
     "ids in place": (sets("input_ids", lambda ids: ids.clamp_(max=70)), ""),
     "positions copied": (sets("position_ids", torch.clone), ""),
-    "documents joined": (joined_documents, READ),
-    "documents cut in place": (shorter_documents, READ),
-    "documents shifted": (shifted_documents, "such rows run the attention of the model"),
+    "documents joined": (joined_documents, MOVED),
+    "documents cut in place": (shorter_documents, MOVED),
+    "documents shifted": (shifted_documents, MOVED),
     "no packed_batch": (without("packed_batch"), "a batch without packed_batch"),
     "no metadata": (without(*OURS), "a batch without packed_batch"),
     "no position_ids": (without("position_ids"), ""),
@@ -131,7 +131,7 @@ def test_edits_count_as_in_stock_and_are_reported(rows: str, edit: str, place: P
         torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=1e-6)
     report = ours.fastpack_report
     text = str(report.to_dict())
-    assert reason or "synchronizes" not in text
+    assert reason or MOVED not in text
     padded = rows == "padding_free" and place is not at.in_the_outputs
     assert (report["batches"].status == "stock") == padded, report
     assert (reason in text) != padded, report
@@ -254,7 +254,7 @@ def test_edited_positions_are_named_once_under_the_stock_trainer(caplog: pytest.
             actual = model(**{name: value for name, value in inputs.items() if name != "labels"}).logits
     expected = model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-    assert sum(READ in record.getMessage() for record in caplog.records) == 1
+    assert sum(MOVED in record.getMessage() for record in caplog.records) == 1
 
 
 SEE_BATCHES = [
@@ -271,7 +271,7 @@ def test_methods_that_see_batches_get_one_document_per_row(tmp_path: Path, monke
         with monkeypatch.context() as patch:
             patch.setattr(trainer, name, lambda *args: None)
             reason = plan_batches(trainer, "per_document", flattens=True).reason
-            assert reason == f"{name} of FastSFTTrainer may expect one document per row"
+            assert reason == f"{name} of FastSFTTrainer may expect the rows that TRL makes"
     compute_loss = trainer.compute_loss
 
     def own(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -281,7 +281,7 @@ def test_methods_that_see_batches_get_one_document_per_row(tmp_path: Path, monke
     trainer.compute_loss = own  # seen when training begins
     trainer.train()
     assert shapes == [4, 4]
-    assert "may expect one document per row" in trainer.fastpack_report["batches"].reason
+    assert "may expect the rows that TRL makes" in trainer.fastpack_report["batches"].reason
 
 
 @pytest.mark.parametrize("merged", [False, True], ids=["", "merged"])

@@ -13,14 +13,15 @@ FUNCTIONS = {
     "attention/backends.py": ["choose", "_failure"],
     "attention/xformers.py": ["refuses"],
     "attention/dense.py": ["refuses"],
-    "attention/varlen.py": ["_lacks"],
+    "attention/varlen.py": ["refuses"],
+    "attention/varlen_common.py": ["lacks"],
     "attention/per_document.py": ["refuses", "refuses_compile"],
     "attention/feature.py": ["plan_rows", "install_attention", "_install"],
     "attention/start_proof.py": ["prove", "prove_stock", "_proof"],
     "attention/share_prefixes.py": ["_reasons", "_failed_check"],
     "model/preflight.py": ["against_plan"],
     "model/facts.py": ["_gaps", "read_features"],
-    "packing/batching.py": ["_only_stock", "_in_any_trainer", "_padded", "_padded_in_sft"],
+    "packing/batching.py": ["_only_stock", "_in_any_trainer", "_padded", "_padded_in_sft", "reads_rows"],
     "model/hooks.py": ["callback_between", "hook_on_a_gradient", "needs_logits"],
     "trainer.py": ["_fastpack_collates"],
     "lora/feature.py": ["lora"],
@@ -53,7 +54,7 @@ FUNCTIONS = {
 
 CONSTANTS = {
     "run/run.py": ["SHARDED"],
-    "attention/batch_check.py": ["_READ_AGAIN", "_STOCK"],
+    "attention/install.py": ["EDITED"],
     "model/facts.py": ["ALORA"],
     "step/sync_free.py": ["_EVALUATION", "_REENTRANT"],
 }

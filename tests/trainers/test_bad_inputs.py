@@ -78,7 +78,7 @@ def test_a_subclass_with_a_loss_of_its_own_is_stocks(tmp_path: Path) -> None:
         processing_class=make_tokenizer(), ref_model=tiny_model("qwen3"),
     )  # fmt: skip
     ours.train()
-    assert "_compute_loss of Doubled may expect one document per row" in ours.fastpack_report["batches"].reason
+    assert "_compute_loss of Doubled may expect the rows that TRL makes" in ours.fastpack_report["batches"].reason
     assert ours.state.log_history[0]["loss"] == pytest.approx(2 * 0.6931472, abs=1e-5)
 
 
@@ -100,7 +100,7 @@ def test_a_hook_of_the_user_sees_padded_rows(tmp_path: Path) -> None:
         lambda module, args, output: shapes.append(args[0].shape[0])
     )
     ours.train()
-    assert "may expect one document per row" in ours.fastpack_report["batches"].reason
+    assert "may expect the rows that TRL makes" in ours.fastpack_report["batches"].reason
     assert set(shapes) == {4, 6, 8}
 
 
