@@ -32,7 +32,7 @@ TABLE = re.findall(r"^\| *(\d*) *\| `(\w+)` \|", ARCHITECTURE, re.MULTILINE)
 
 BUDGETS = {
     "attention": 2650,
-    "bench": 1600,
+    "bench": 1450,
     "callbacks": 300,
     "capture": 1800,
     "checkpointing": 1600,

@@ -11,8 +11,7 @@ import torch
 from preference_material import build
 from trainer_material import make_tokenizer
 
-from fastpack_trl.bench.compare import losses_line, train_side
-from fastpack_trl.bench.engine import compare_sides
+from fastpack_trl.bench.compare import compare_sides, losses_line, train_side
 from fastpack_trl.bench.gate import LossParityError
 from fastpack_trl.bench.learner import learner_alone
 from fastpack_trl.bench.sides import side_of
@@ -58,10 +57,10 @@ def test_the_gate_stops_a_learner_with_another_model(tmp_path: Path, beta: float
     steps: Any = {"warmup": 1, "timed": 1, "gate": 1, "seed": 0}
     runs = {name: partial(train_side, make, side_of(name, METHODS["grpo"]), **steps) for name in ("stock", "fastpack")}
     wrong = False
-    row = compare_sides(runs, subject="fastpack", rounds=1, gate=1, progress=False)
+    row = compare_sides(runs, rounds=1, gate=1, progress=False)
     assert row["complete"]
     assert row["gate"]["figure"] == "gradient norm"
     assert losses_line(row).startswith("completions and rewards are made up; gradient norms agree")
     wrong = True
     with pytest.raises(LossParityError, match="the gradient norm of step 1"):
-        compare_sides(runs, subject="fastpack", rounds=1, gate=1, progress=False)
+        compare_sides(runs, rounds=1, gate=1, progress=False)
