@@ -181,7 +181,7 @@ COMMANDS = [
     Misuse("bench --list", "in a checkout"),
     Misuse("bench --config {yaml} --isolate", "bench --isolate was removed in 0.2.0"),
     Misuse("bench --config {yaml} --baseline stok", "did you mean 'stock'?"),
-    Misuse("bench --config {yaml} --rounds 0", "--rounds must be >= 1, got 0"),
+    Misuse("bench --config {yaml} --rounds 0", "--rounds: must be >= 1, got 0"),
     Misuse("bench --config {yaml} --rouds 6", "did you mean '--rounds'?"),
     Misuse("bench --config {yaml} --plot a.png", "pip install 'fastpack-trl[plots]'", missing="matplotlib"),
     Misuse("quickstart", "quickstart was removed in 0.2.0: run `make quickstart`"),
