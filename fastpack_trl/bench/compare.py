@@ -24,21 +24,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import datasets
 import torch
 from tqdm.auto import tqdm
 
-from fastpack_trl.bench.gate import GRADIENT_NORM, LossParityError, check_losses, tolerance
+from fastpack_trl.bench.gate import GRADIENT_NORM, LossParityError, tolerance
 from fastpack_trl.bench.sides import OURS, SIDES, STOCK, Side, side_of
 from fastpack_trl.bench.watch import SETTLING, TIMED, WARMUP, SideResult, Watch, run_side
 from fastpack_trl.errors import UserError, did_you_mean
 from fastpack_trl.measure.code_hash import code_hashes
 from fastpack_trl.measure.device_memory import free_memory
 from fastpack_trl.measure.failures import FAILURES, describe_failure
-from fastpack_trl.measure.intervals import quartiles
 from fastpack_trl.measure.payback import LONG_RUN
 from fastpack_trl.measure.record import date_now, machine, source, versions
 from fastpack_trl.measure.tables import aligned
@@ -169,8 +168,8 @@ def compare_sides(
                 try:
                     results[name].append(runs[name]())
                     order.append(name)
-                    if gate and name != reference and results[reference]:
-                        _check_losses(reference, results[reference][0], name, results[name][-1], gate)
+                    if results[reference]:
+                        check_losses(reference, results[reference][0], name, results[name][-1])
                 except LossParityError as error:
                     if name in (reference, subject):
                         raise
@@ -205,12 +204,28 @@ def compare_sides(
     }
 
 
-def _check_losses(reference: str, first: SideResult, name: str, own: SideResult, gate: int) -> None:
-    steps = {
-        side: list(zip(result.digests, result.compared, strict=False))[:gate]
-        for side, result in ((reference, first), (name, own))
-    }
-    check_losses(steps, first.dtype, first.compares)
+def check_losses(reference: str, first: SideResult, name: str, own: SideResult) -> None:
+    """Check that a side got the tokens of the reference in the steps of the gate, and computes the same losses.
+
+    Raises:
+        LossParityError: other tokens; a loss further apart than `tolerance`, or not finite. It names both and the step.
+    """
+    allowed = tolerance(first.dtype, first.compares)
+    steps = zip(first.digests, own.digests, first.compared, own.compared, strict=False)
+    for step, (expected_tokens, tokens, expected, value) in enumerate(steps, 1):
+        if tokens != expected_tokens:
+            raise LossParityError(
+                f"{reference} and {name} were given different tokens in step {step}: `build` must use the same data "
+                "set, seed and batch size for each trainer, and no random shuffle of its own"
+            )
+        difference = abs(value - expected) / (abs(expected) or 1.0)
+        if not difference <= allowed:  # a NaN is over every bound
+            raise LossParityError(
+                f"the {first.compares} of step {step} is {value!r} with {name} and {expected!r} with {reference}: "
+                f"{difference:.1e} apart, allowed are {allowed:.0e} in {first.dtype}; no times are compared. "
+                "`fastpack-trl verify --model ... --attn off` tells whether TRL keeps this model's documents apart;"
+                " without the gate (gate_steps=0) the differences are only recorded"
+            )
 
 
 def _side_figures(results: Sequence[SideResult]) -> dict[str, Any]:
@@ -230,6 +245,12 @@ def _seconds(results: Sequence[SideResult]) -> list[float]:
     return [step for result in results for step in result.seconds]
 
 
+def quartiles(values: Sequence[float]) -> dict[str, Any]:
+    """Return median and quartiles as plain data: ``{"median": 2, "q1": 1.5, "q3": 2.5, "values": [1, 2, 3]}``."""
+    q1, middle, q3 = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    return {"median": middle, "q1": q1, "q3": q3, "values": list(values)}
+
+
 def _ratio(others: Sequence[SideResult], ours: Sequence[SideResult]) -> dict[str, Any]:
     by_round = [median(a.seconds) / median(b.seconds) for a, b in zip(others, ours, strict=False)]
     return {"median": median(_seconds(others)) / median(_seconds(ours)), "rounds": by_round}
@@ -243,7 +264,6 @@ def _gate_of(good: Mapping[str, Sequence[SideResult]], gate: int) -> dict[str, A
         "dtype": first.dtype,
         "tolerance": tolerance(first.dtype, first.compares),
         "steps": [{name: done[0].compared[step] for name, done in good.items()} for step in range(gate)],
-        "dropout": "off in these steps" if first.dropout else "none",
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -34,48 +34,13 @@ def tolerance(dtype: str, figure: str = LOSS) -> float:
     return of_loss if figure == LOSS else 10 * of_loss
 
 
-def check_losses(steps: Mapping[str, Sequence[tuple[int | None, float]]], dtype: str, figure: str = LOSS) -> None:
-    """Check that two sides got the same tokens in their first steps, and compute the same loss.
-
-    Args:
-        steps: per side the digest of the tokens and the loss of each step, the reference first.
-        dtype: in which they compute, e.g. ``bfloat16``.
-        figure: `LOSS`, or the figure that is compared in its place.
-
-    Raises:
-        LossParityError: other tokens; a loss further apart than `tolerance`, or not finite. It names both and the step.
-    """
-    (first, expected), (name, own) = steps.items()
-    allowed = tolerance(dtype, figure)
-    for step, ((tokens, value), (own_tokens, own_value)) in enumerate(zip(expected, own, strict=False), 1):
-        if own_tokens != tokens:
-            raise LossParityError(
-                f"{first} and {name} were given different tokens in step {step}: `build` must use the same data "
-                "set, seed and batch size for each trainer, and no random shuffle of its own"
-            )
-        difference = abs(own_value - value) / (abs(value) or 1.0)
-        if not difference <= allowed:  # a NaN is over every bound
-            raise LossParityError(
-                f"the {figure} of step {step} is {own_value!r} with {name} and {value!r} with {first}: "
-                f"{difference:.1e} apart, allowed are {allowed:.0e} in {dtype}; no times are compared. "
-                "`fastpack-trl verify --model ... --attn off` tells whether TRL keeps this model's documents apart;"
-                " without the gate (gate_steps=0) the differences are only recorded"
-            )
-
-
 @contextlib.contextmanager
-def without_dropout(model: nn.Module) -> Iterator[bool]:
-    """Drop nothing inside: sides that draw other random numbers would differ in their losses.
-
-    Yields:
-        Whether there was any dropout.
-    """
-    found = False
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Drop nothing inside: sides that draw other random numbers would differ in their losses."""
     with contextlib.ExitStack() as stack:
         for module in model.modules():
             for name in ("p",) if isinstance(module, nn.modules.dropout._DropoutNd) else _DROPOUT_FIELDS:
                 value = getattr(module, name, None)
                 if isinstance(value, float) and value > 0:
                     stack.enter_context(patch_attribute(module, name, 0.0))
-                    found = True
-        yield found
+        yield

@@ -51,7 +51,7 @@ class SideResult:
         first_step_seconds, warmup_seconds: from the start of `train()` to the end of the first step and of the warm-up.
         peak_gib, reserved_gib: peak device memory that was allocated, and that torch held: the card must have the
             latter. None on the CPU.
-        profile: launches, kernels, waits and busy seconds per step under the profiler; empty without one.
+        profile: launches and busy seconds per step under the profiler; empty without one.
         host_syncs: operations in one step for which the host waits for the device; None if they were not counted.
         compares: the figure that the gate compares, `LOSS` or `GRADIENT_NORM`.
         setting, path: the model and data, and the implementations that ran, for people.
@@ -72,7 +72,6 @@ class SideResult:
     host_syncs: int | None = None
     device: str = "cpu"
     dtype: str = "float32"
-    dropout: bool = False
     compares: str = LOSS
     setting: str = ""
     path: str = ""
@@ -166,7 +165,7 @@ class Watch(TrainerCallback):
         self._begin = time.perf_counter()
         with ExitStack() as gate:
             if self._gate:
-                result.dropout = gate.enter_context(without_dropout(trainer.model))
+                gate.enter_context(without_dropout(trainer.model))
             while (done := len(result.losses)) < self._warmup or (unsettled > 0 and done < self._longest_warmup):
                 yield from self._step()
                 if len(result.losses) == self._gate:
@@ -295,16 +294,14 @@ def device_events(events: Iterable[Any]) -> list[Any]:
 
 
 def profile_figures(events: Sequence[Any], steps: int) -> dict[str, float]:
-    """Return launches, kernels, waits of the host and busy seconds of the device, each per step of `steps`.
+    """Return launches and busy seconds of the device, each per step of `steps`.
 
     The idle share of a step is 1 - ``busy_seconds`` / its seconds, timed without the profiler.
     """
     kernels = device_events(events)
-    calls = [event.name for event in events if event.device_type == DeviceType.CPU]
+    launches = [event for event in events if event.device_type == DeviceType.CPU and event.name.startswith(_LAUNCHES)]
     return {
-        "launches": sum(name.startswith(_LAUNCHES) for name in calls) / steps,
-        "kernels": len(kernels) / steps,
-        "waits": sum(name.endswith("Synchronize") for name in calls) / steps,
+        "launches": len(launches) / steps,
         "busy_seconds": covered((event.time_range.start, event.time_range.end) for event in kernels) / 1e6 / steps,
     }
 

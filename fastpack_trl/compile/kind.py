@@ -28,7 +28,7 @@ from fastpack_trl.compile.graph import (
 from fastpack_trl.errors import close_frames, first_cause
 from fastpack_trl.measure.failures import FAILURES
 from fastpack_trl.measure.payback import StartUpCost, StepsLeft
-from fastpack_trl.measure.timing import Clock, clock_of, timed
+from fastpack_trl.measure.timing import clock_of, timed
 from fastpack_trl.model.changes import restore_buffers
 from fastpack_trl.model.checkpoint_seam import is_reentrant
 
@@ -201,7 +201,7 @@ def _first_lines(error: BaseException) -> str:
     return said
 
 
-def _clock(call: LayerCall) -> Clock:
+def _clock(call: LayerCall) -> Any:
     return clock_of(call.hidden.device.type, call.hidden.device)
 
 

@@ -17,8 +17,8 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
-from fastpack_trl.bench.compare import compare_sides
-from fastpack_trl.bench.gate import GRADIENT_NORM, LOSS, LossParityError, check_losses, tolerance, without_dropout
+from fastpack_trl.bench.compare import check_losses, compare_sides, quartiles
+from fastpack_trl.bench.gate import GRADIENT_NORM, LOSS, LossParityError, tolerance, without_dropout
 from fastpack_trl.bench.watch import SideResult, Watch, covered, is_warmed_up, run_side
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.payback import LONG_RUN
@@ -60,7 +60,7 @@ def test_a_watch_records_each_step_as_the_log_has_it_and_ends_the_run(tmp_path: 
         assert figures[:7] == pytest.approx([entry[name] for entry in logs[:7]], rel=1e-5)
     assert found.tokens == logs[6]["num_tokens"] - logs[3]["num_tokens"] > 0
     assert 0 < found.first_step_seconds < found.warmup_seconds
-    assert found.profile["kernels"] == found.host_syncs == 0  # on the CPU, and of our trainer
+    assert found.profile["launches"] == found.host_syncs == 0  # on the CPU, and of our trainer
     assert "traceEvents" in (tmp_path / "trace.json").read_text()
     assert found.peak_gib is found.reserved_gib is None
     assert set(vars(trainer)) & attributes == attributes
@@ -82,7 +82,6 @@ def test_sides_are_compared_after_their_losses(tmp_path: Path) -> None:
     assert found["order"] == ["stock", "fastpack", "fastpack", "stock"]
     stock, ours = found["sides"].values()
     assert len(stock["seconds"]["values"]) == 4  # of two rounds
-    assert stock["seconds"]["q1"] <= stock["seconds"]["median"] <= stock["seconds"]["q3"]
     assert found["ratios"].keys() == {"stock"}
     assert found["ratios"]["stock"]["median"] == stock["seconds"]["median"] / ours["seconds"]["median"]
     assert len(found["ratios"]["stock"]["rounds"]) == 2
@@ -164,24 +163,30 @@ def test_a_side_without_memory_is_named_and_an_interrupt_keeps_what_was_measured
 )  # fmt: skip
 def test_the_tolerance_is_that_of_the_dtype(dtype: str, apart: float, passes: bool) -> None:
     for figure, more in ((LOSS, 1), (GRADIENT_NORM, 10)):
-        steps = {"stock": [(1, 4.0)], "fastpack": [(1, 4.0 * (1 + more * apart))]}
+        values = [[4.0], [4.0 * (1 + more * apart)]]
+        first, own = (
+            SideResult(digests=[1], losses=value, grad_norms=list(value), dtype=dtype, compares=figure)
+            for value in values
+        )
         if passes:
-            check_losses(steps, dtype, figure)
+            check_losses("stock", first, "fastpack", own)
             continue
         message = f"the {figure} of step 1 .* allowed are {tolerance(dtype, figure):.0e}"
         with pytest.raises(LossParityError, match=message):
-            check_losses(steps, dtype, figure)
+            check_losses("stock", first, "fastpack", own)
 
 
 def test_dropout_is_off_inside_and_back_outside() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.3), nn.Dropout(0.0))
     model[0].attention_dropout = 0.1
-    with without_dropout(model) as any_dropout:
-        assert any_dropout
+    with without_dropout(model):
         assert (model[1].p, model[0].attention_dropout) == (0.0, 0.0)
     assert (model[1].p, model[2].p, model[0].attention_dropout) == (0.3, 0.0, 0.1)
-    with without_dropout(nn.Linear(2, 2)) as any_dropout:
-        assert not any_dropout
+
+
+def test_quartiles_are_between_the_values_and_one_value_is_all_three() -> None:
+    assert quartiles([3, 1, 2]) == {"median": 2, "q1": 1.5, "q3": 2.5, "values": [3, 1, 2]}
+    assert quartiles([4.0])["q1"] == quartiles([4.0])["q3"] == 4.0
 
 
 def test_a_moment_in_which_several_kernels_run_counts_once() -> None:
