@@ -32,12 +32,11 @@ from benchmarks.models import PAD
 from benchmarks.records import append, facts_of, read
 from benchmarks.rows import METHODS, ROWS, Row
 from benchmarks.tables import shown
-from fastpack_trl.bench.engine import run_side
 from fastpack_trl.bench.learner import learner_alone
 from fastpack_trl.bench.process import OwnProcess, accelerate_launch, torchrun
 from fastpack_trl.bench.rebuild import rebuild_per_layer
 from fastpack_trl.bench.sides import compiled_regions
-from fastpack_trl.bench.watch import Watch, has_settled
+from fastpack_trl.bench.watch import SETTLING, Watch, run_side
 from fastpack_trl.errors import UserError
 
 LARGE = ("qwen3-8b", "qwen3-14b", "qwen3-30b-a3b", "qwen3-32b")
@@ -159,12 +158,12 @@ def watch_of(row: Row, steps: int, profile: str) -> Watch:
     """Return the watch of a run: all steps of a whole run, or `steps` after those that decide and settle."""
     if row.run:
         first = row.run // 2
-        return Watch(warmup=first, timed=row.run - first, settled=lambda _: True)
+        return Watch(warmup=first, timed=row.run - first, longest_warmup=0)
     cuda = torch.cuda.is_available()
     least, profiled = (6, 2) if cuda else (2, 2 * bool(profile))
     return Watch(
-        warmup=least, timed=steps, settled=has_settled if cuda else lambda _: True, settling=least * cuda,
-        profiled=profiled, trace=f"{profile}.json" if profile else None,
+        warmup=least, timed=steps, settling=SETTLING * cuda, profiled=profiled,
+        trace=f"{profile}.json" if profile else None,
     )  # fmt: skip
 
 

@@ -33,20 +33,12 @@ _BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")  # fields of a st
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 # ChatML. The generation markers enclose the answer and its end-of-turn token: under `assistant_only_loss` the model
 # also learns to stop.
-CHAT_TEMPLATE = """\
-{%- for message in messages %}
-{%- if message['role'] == 'assistant' %}
-{{- '<|im_start|>assistant\\n' }}
-{%- generation %}{{- message['content'] + '<|im_end|>' }}{%- endgeneration %}
-{{- '\\n' }}
-{%- else %}
-{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}{%- if message['role'] == 'assistant' %}{{- '<|im_start|>assistant\\n' }}"
+    "{%- generation %}{{- message['content'] + '<|im_end|>' }}{%- endgeneration %}{{- '\\n' }}{%- else %}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
 
 
 def make_inputs(folder: str | Path = FOLDER, family: str = "qwen3") -> str:
@@ -70,20 +62,19 @@ def make_inputs(folder: str | Path = FOLDER, family: str = "qwen3") -> str:
     tokenizer = train_tokenizer(text for question, answer in documents for text in (question, answer))
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     (partial / "data").mkdir(parents=True)
-    for split, held_out in (("train", False), ("test", True)):  # every 40th document is held out
-        rows = [
-            json.dumps({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]})
-            for index, (question, answer) in enumerate(documents)
-            if (index % 40 == 39) == held_out
-        ]
-        (partial / "data" / f"{split}.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    rows: dict[str, list[str]] = {"train": [], "test": []}
+    for index, (question, answer) in enumerate(documents):  # every 40th document is held out
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        rows["test" if index % 40 == 39 else "train"].append(json.dumps({"messages": turns}) + "\n")
+    for split, lines in rows.items():
+        (partial / "data" / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
     build_model(tokenizer, family).save_pretrained(partial / "model")
     tokenizer.save_pretrained(partial / "model")
     partial.rename(folder)
     return f"made {folder}/: {len(documents):,} docstrings of the standard library and a small model of random weights"
 
 
-def collect(folder: Path | None = None, *, progress: bool = True) -> list[tuple[str, str]]:
+def collect(folder: Path | None = None) -> list[tuple[str, str]]:
     """Return a question and the docstring that answers it for all that is documented under `folder`, each text once.
 
     Default: the standard library of this interpreter. The order is that of files and lines, the same everywhere.
@@ -93,10 +84,10 @@ def collect(folder: Path | None = None, *, progress: bool = True) -> list[tuple[
     """
     from tqdm.auto import tqdm
 
-    folder = Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder
+    folder = folder or Path(sysconfig.get_paths()["stdlib"])
     answers: dict[str, str] = {}  # by name: one question has one answer, and one answer one question
     seen: set[str] = set()
-    for path in tqdm(source_files(folder), desc="Reading docstrings", unit="file", disable=None if progress else True):
+    for path in tqdm(_source_files(folder), desc="Reading docstrings", unit="file", disable=None):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # invalid escape sequences in files of the library
@@ -119,7 +110,7 @@ def collect(folder: Path | None = None, *, progress: bool = True) -> list[tuple[
     ]
 
 
-def source_files(folder: Path) -> list[Path]:
+def _source_files(folder: Path) -> list[Path]:
     """Return the Python files under `folder` in order, without those in `EXCLUDED` folders, which are not entered."""
     found: list[Path] = []
     for place, folders, files in os.walk(folder):
@@ -138,7 +129,7 @@ def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
         yield from _docstrings(child, f"{name}.{child.name}" if named else name)
 
 
-def train_tokenizer(texts: Iterable[str], *, vocabulary: int = VOCABULARY, progress: bool = True) -> Any:
+def train_tokenizer(texts: Iterable[str]) -> Any:
     """Return a `PreTrainedTokenizerFast`, byte-level BPE with a chat template, that can encode every text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -147,9 +138,9 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary: int = VOCABULARY, progr
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=[PAD, TURN_START, TURN_END],
+        vocab_size=VOCABULARY, special_tokens=[PAD, TURN_START, TURN_END],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # all 256 bytes: every text can be encoded
-        show_progress=progress and sys.stderr.isatty(),  # elsewhere it writes empty lines
+        show_progress=sys.stderr.isatty(),  # elsewhere it writes empty lines
     )  # fmt: skip
     tokenizer.train_from_iterator(texts, trainer=trainer)
     return PreTrainedTokenizerFast(
@@ -163,18 +154,16 @@ def build_model(tokenizer: Any, family: str = "qwen3") -> Any:
     """Return a model of 4 layers with random weights for the tokenizer; the same in every process."""
     from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
-    windows: dict[str, Any] = {}
+    more: dict[str, Any] = {}
     if family == "gpt_oss":
-        rope = {"rope_type": "default", "rope_theta": 150_000.0}
-        windows = {
-            "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 32, "num_local_experts": 4,
-            "num_experts_per_tok": 2, "rope_parameters": rope,
-        }  # fmt: skip
+        more = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 32}
+        more |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+        more["rope_parameters"] = {"rope_type": "default", "rope_theta": 150_000.0}
     config = AutoConfig.for_model(
         family, vocab_size=len(tokenizer), hidden_size=192, intermediate_size=512, num_hidden_layers=4,
         num_attention_heads=6, num_key_value_heads=2, head_dim=32, max_position_embeddings=MAX_LENGTH,
         tie_word_embeddings=True, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None, **windows,
+        bos_token_id=None, **more,
     )  # fmt: skip
     set_seed(0)
     return AutoModelForCausalLM.from_config(config)

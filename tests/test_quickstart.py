@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from inspect import getdoc
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,17 @@ REPOSITORY = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def text() -> list[tuple[str, str]]:
-    return collect(progress=False)
+    return collect()
 
 
 @pytest.fixture(scope="module")
 def tokenizer(text: list[tuple[str, str]]) -> Any:
-    return train_tokenizer((answer for _, answer in text), progress=False)
+    return train_tokenizer((answer for _, answer in text))
 
 
-def test_the_text_is_large_and_has_the_docstrings_that_python_shows_once_each(text: list[tuple[str, str]]) -> None:
-    from inspect import getdoc
-
+def test_the_text_is_large_has_each_docstring_once_and_is_the_same_in_another_process(
+    tmp_path: Path, text: list[tuple[str, str]]
+) -> None:
     questions, answers = zip(*text, strict=True)
     assert len(answers) > 5_000
     assert all(len(answer) in quickstart.LENGTHS for answer in answers)
@@ -40,13 +41,23 @@ def test_the_text_is_large_and_has_the_docstrings_that_python_shows_once_each(te
     assert getdoc(os.path.join) in answers
     found = {answer for question, answer in text if "`argparse.ArgumentParser`" in question}
     assert found == {getdoc(argparse.ArgumentParser)}
+    code = (  # the bar and `sysconfig` import late: not what is documented
+        "import sys, json, ast, inspect, sysconfig, tqdm.auto; from fastpack_trl import quickstart;"
+        "list(tqdm.auto.tqdm([0], disable=None)); sysconfig.get_paths(); before = set(sys.modules);"
+        "found = quickstart.collect(); assert set(sys.modules) == before, 'no module is imported for its text';"
+        "open(sys.argv[1], 'w', encoding='utf-8').write(json.dumps(found))"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}  # and this process has imported half of the library already
+    file = tmp_path / "text.json"
+    subprocess.run([sys.executable, "-c", code, str(file)], check=True, cwd=REPOSITORY, env=environment)
+    assert json.loads(file.read_text(encoding="utf-8")) == [list(pair) for pair in text]
 
 
 def test_files_that_do_not_parse_tests_and_repeated_texts_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UserError, match="only 0 docstrings"):
-        collect(tmp_path, progress=False)
+        collect(tmp_path)
     monkeypatch.setattr(quickstart, "LEAST", 1)
     package = tmp_path / "package"
     (tmp_path / "test").mkdir()
@@ -65,26 +76,10 @@ def test_files_that_do_not_parse_tests_and_repeated_texts_are_left_out(
         '    def copied(self):\n        """A module documented in more than thirty characters."""\n'
     )
     (tmp_path / "test" / "test_it.py").write_text('"""A test module is not reference documentation."""\n')
-    assert [answer for _, answer in collect(tmp_path, progress=False)] == [
+    assert [answer for _, answer in collect(tmp_path)] == [
         "A module documented in more than thirty characters.",
         "Documented inside a branch, with a lone surrogate: .",
     ]
-
-
-def test_the_text_is_the_same_in_another_process_and_no_module_is_imported_for_it(
-    tmp_path: Path, text: list[tuple[str, str]]
-) -> None:
-    code = (
-        # What the code itself imports late: a bar multiprocessing, `sysconfig` its own data.
-        "import sys, json, ast, inspect, sysconfig, tqdm.auto; from fastpack_trl import quickstart;"
-        "list(tqdm.auto.tqdm([0], disable=True)); sysconfig.get_paths(); before = set(sys.modules);"
-        "found = quickstart.collect(progress=False); assert set(sys.modules) == before;"
-        "open(sys.argv[1], 'w', encoding='utf-8').write(json.dumps(found))"
-    )
-    environment = {**os.environ, "PYTHONHASHSEED": "7"}  # and this process has imported half of the library already
-    file = tmp_path / "text.json"
-    subprocess.run([sys.executable, "-c", code, str(file)], check=True, cwd=REPOSITORY, env=environment)
-    assert json.loads(file.read_text(encoding="utf-8")) == [list(pair) for pair in text]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
@@ -106,7 +101,7 @@ def test_the_tokenizer_gives_every_text_back_also_when_it_is_loaded_beside_a_mod
         assert loaded.decode(ids) == sample
     assert len(tokenizer) == quickstart.VOCABULARY == model.config.vocab_size
     assert (loaded.pad_token, loaded.eos_token) == (quickstart.PAD, quickstart.TURN_END)
-    again = build_model(train_tokenizer((answer for _, answer in text), progress=False), family).state_dict()
+    again = build_model(train_tokenizer((answer for _, answer in text)), family).state_dict()
     assert all(torch.equal(value, again[name]) for name, value in model.state_dict().items())
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.model_type == family
 

@@ -9,6 +9,9 @@ def build(trainer_class, config_class, **changes):
 record = compare(build)
 print(table(record))
 ```
+
+Each side trains to its end and is freed, then the next one trains. The losses of the first steps are compared before
+the times.
 """
 
 from __future__ import annotations
@@ -18,42 +21,38 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from statistics import median, quantiles
 from typing import Any
 
 import datasets
 import torch
+from tqdm.auto import tqdm
 
-from fastpack_trl.bench.engine import GATE, ROUNDS, compare_sides, run_side
-from fastpack_trl.bench.gate import GRADIENT_NORM
+from fastpack_trl.bench.gate import GRADIENT_NORM, LossParityError, tolerance
 from fastpack_trl.bench.sides import OURS, SIDES, STOCK, Side, side_of
-from fastpack_trl.bench.watch import TIMED, WARMUP, SideResult, Watch
+from fastpack_trl.bench.watch import SETTLING, TIMED, WARMUP, SideResult, Watch, run_side
 from fastpack_trl.errors import UserError, did_you_mean
 from fastpack_trl.measure.code_hash import code_hashes
+from fastpack_trl.measure.device_memory import free_memory
+from fastpack_trl.measure.failures import FAILURES, describe_failure
 from fastpack_trl.measure.payback import LONG_RUN
 from fastpack_trl.measure.record import date_now, machine, source, versions
 from fastpack_trl.measure.tables import aligned
 
 Build = Callable[..., Any]
 """``build(trainer_class, config_class, **changes)`` returns a new trainer; see `compare`."""
-SETTLING = 6
-"""Steps of the warm-up after all features are decided, on CUDA: graphs are recorded for rows of other lengths."""
+GATE, ROUNDS = 2, 2
 LONG = {"max_steps": LONG_RUN, "report_to": "none", "save_strategy": "no", "eval_strategy": "no", "disable_tqdm": True}
 """Fields of every side: the watch ends the run; nothing is written."""
 
 
 def compare(
-    build: Build,
-    *,
-    sides: Sequence[str] = (STOCK, OURS),
-    warmup: int = WARMUP,
-    timed: int = TIMED,
-    rounds: int = ROUNDS,
-    gate_steps: int = GATE,
-    seed: int = 0,
-    progress: bool = True,
-) -> dict[str, Any]:
+    build: Build, *, sides: Sequence[str] = (STOCK, OURS), warmup: int = WARMUP, timed: int = TIMED,
+    rounds: int = ROUNDS, gate_steps: int = GATE, seed: int = 0, progress: bool = True,
+) -> dict[str, Any]:  # fmt: skip
     """Train each side to its end, then the next one, in alternating rounds; compare losses, then times and memory.
 
     Every side starts from the same weights, data and random numbers. In the first steps, with dropout off, all must
@@ -64,7 +63,7 @@ def compare(
             ``config_class(**(settings | changes))``, with a model that no other trainer has.
         sides: two or more of ``stock``, ``stock_compiled``, ``rebuild``, ``fastpack`` and ``fastpack_plan``
             (`side_of`).
-        warmup: least number of steps before the timed ones; it lasts until all features of a side have settled.
+        warmup: minimum number of steps before the timed ones; it lasts until all features of a side are decided.
         timed: steps of each side and round that are timed.
         rounds: how often each side trains.
         gate_steps: first steps in which losses must agree; 0 for no check.
@@ -84,35 +83,28 @@ def compare(
     steps: dict[str, Any] = {"warmup": max(warmup, gate_steps), "timed": timed, "gate": gate_steps, "seed": seed}
     runs = {name: partial(train_side, build, side_of(name), **steps) for name in SIDES if name in sides}
     with quiet():
-        row = compare_sides(runs, subject=subject_of(sides), rounds=rounds, gate=gate_steps, progress=progress)
+        row = compare_sides(runs, rounds=rounds, gate=gate_steps, progress=progress)
     return record_of(row, steps | {"rounds": rounds})
-
-
-def subject_of(sides: Sequence[str]) -> str:
-    """Return the side that the others are compared with: ``fastpack``, or the last one."""
-    return OURS if OURS in sides else sides[-1]
 
 
 def train_side(
     build: Build, side: Side, *, warmup: int, timed: int, gate: int, seed: int, trace: str | Path | None = None
 ) -> SideResult:
     """Build the trainer of a side and train it under a `Watch`."""
-    watch = Watch(
-        warmup=warmup, timed=timed, gate=gate, settling=SETTLING if torch.cuda.is_available() else 0, profiled=2,
-        trace=trace, count_syncs=True,
-    )  # fmt: skip
+    settling = SETTLING if torch.cuda.is_available() else 0
+    watch = Watch(warmup=warmup, timed=timed, gate=gate, settling=settling, profiled=2, trace=trace, count_syncs=True)
 
-    def built() -> Any:
-        asked = {**LONG, **side.changes}
-        trainer = build(side.trainer_class, side.config_class, **asked)
+    def checked() -> Any:
+        requested = {**LONG, **side.changes}
+        trainer = build(side.trainer_class, side.config_class, **requested)
         if not isinstance(trainer, side.trainer_class):
             wanted, got = side.trainer_class.__name__, type(trainer).__name__
             raise UserError(f"build returned a {got}: it must return a {wanted}, its first argument")
         for name in ("max_steps", *side.changes):
             value = getattr(trainer.args, name, None)
-            if value != asked[name]:
+            if value != requested[name]:
                 raise UserError(
-                    f"build ignored {name}={asked[name]!r} (its trainer has {value!r}): make the configuration by "
+                    f"build ignored {name}={requested[name]!r} (its trainer has {value!r}): make the configuration by "
                     "config_class(**(settings | changes))"
                 )
         if trainer.args.world_size > 1 or trainer.args.n_gpu > 1:
@@ -120,23 +112,159 @@ def train_side(
         watch.result.setting = setting_of(trainer)
         return trainer
 
-    return run_side(built, watch, around=side.around, compares=side.compares, seed=seed)
+    return run_side(checked, watch, around=side.around, compares=side.compares, seed=seed)
 
 
 def setting_of(trainer: Any) -> str:
-    """Return the run in a line, without names of paths: ``qwen3, 4 layers of 192, LoRA r=16, checkpointing, ...``."""
+    """Return the run in a line, without names of paths: ``qwen3, 4 layers of 192, LoRA, checkpointing, ...``."""
     args, model = trainer.args, trainer.model
     config = model.config.get_text_config()
-    lora = next(iter((getattr(model, "peft_config", None) or {}).values()), None)
+    adapters = [
+        str(getattr(one.peft_type, "value", one.peft_type)) for one in getattr(model, "peft_config", {}).values()
+    ]
     parts = [
         f"{config.model_type}, {config.num_hidden_layers} layers of {config.hidden_size}",
         "4-bit" if getattr(model, "is_loaded_in_4bit", False) else "",
-        "" if lora is None else f"{str(getattr(lora.peft_type, 'value', lora.peft_type)).replace('LORA', 'LoRA')}",
+        *(kind.replace("LORA", "LoRA") for kind in adapters[:1]),
         "checkpointing" if args.gradient_checkpointing else "no checkpointing",
         f"{args.per_device_train_batch_size} x {args.gradient_accumulation_steps} rows per step",
         f"max_length {args.max_length}" if getattr(args, "max_length", None) else "",
     ]
     return ", ".join(filter(None, parts))
+
+
+def compare_sides(
+    runs: Mapping[str, Callable[[], SideResult]], *, rounds: int = ROUNDS, gate: int = GATE, progress: bool = True
+) -> dict[str, Any]:
+    """Run each side to its end, then the next, `rounds` times in alternating order; compare losses, then times.
+
+    Args:
+        runs: by name, each trains its side and returns the result. The first one is the reference of the gate;
+            ``fastpack``, or the last one, is the subject that the others are compared with.
+        gate: first steps whose losses must agree; 0 for no gate.
+
+    Returns:
+        ``sides``: per side the figures, or ``failed`` with the reason; ``ratios``: per other side its seconds per step
+        / those of the subject (above 1 the subject is faster), over all steps and per round; ``gate``, the losses that
+        agreed; ``loss_difference``, the largest relative one in later steps; ``order``; ``complete``, False after an
+        interrupt.
+
+    Raises:
+        LossParityError: the subject has other losses than the reference, or got other tokens: nothing is compared.
+        UserError: the reference or the subject cannot be trained, or a setting is wrong.
+    """
+    if rounds < 1 or gate < 0:
+        raise UserError(f"rounds={rounds}, gate_steps={gate}: give rounds >= 1 and gate_steps >= 0")
+    reference, subject = next(iter(runs)), OURS if OURS in runs else list(runs)[-1]
+    results: dict[str, list[SideResult]] = {name: [] for name in runs}
+    failed, order, is_complete = dict[str, str](), list[str](), True
+    turns = [name for number in range(rounds) for name in [*runs][:: -1 if number % 2 else 1]]
+    with tqdm(turns, unit="run", disable=None if progress else True, dynamic_ncols=True) as bar:
+        try:
+            for name in bar:
+                bar.set_description(name)
+                if name in failed:
+                    continue
+                try:
+                    results[name].append(runs[name]())
+                    order.append(name)
+                    if results[reference]:
+                        check_losses(reference, results[reference][0], name, results[name][-1])
+                except LossParityError as error:
+                    if name in (reference, subject):
+                        raise
+                    failed[name] = str(error)
+                except UserError:
+                    raise
+                except FAILURES as error:
+                    failed[name] = describe_failure(error)
+                    if name in (reference, subject) and not isinstance(error, torch.OutOfMemoryError):
+                        raise UserError(f"{name} cannot be trained: {failed[name]}") from error
+                free_memory("cuda" if torch.cuda.is_available() else "cpu")  # after the handler, which holds tensors
+        except KeyboardInterrupt:
+            is_complete = False
+    good = {name: done for name, done in results.items() if done and name not in failed}
+    if not good:
+        if not is_complete:
+            raise KeyboardInterrupt
+        raise UserError("no side could be measured: " + "; ".join(f"{name}: {why}" for name, why in failed.items()))
+    first, *others = [done[0] for done in good.values()]
+    later = [pair for other in others for pair in zip(other.compared[gate:], first.compared[gate:], strict=False)]
+    return {
+        "subject": subject,
+        "sides": {
+            **{name: _side_figures(done) for name, done in good.items()},
+            **{name: {"failed": reason} for name, reason in failed.items()},
+        },
+        "ratios": {name: _ratio(good[name], good[subject]) for name in good if name != subject and subject in good},
+        "gate": _gate_of(good, gate) if gate and others else None,
+        "loss_difference": max((abs(own - value) / (abs(value) or 1.0) for own, value in later), default=0.0),
+        "order": order,
+        "complete": is_complete,
+    }
+
+
+def check_losses(reference: str, first: SideResult, name: str, own: SideResult) -> None:
+    """Check that a side got the tokens of the reference in the steps of the gate, and computes the same losses.
+
+    Raises:
+        LossParityError: other tokens; a loss further apart than `tolerance`, or not finite. It names both and the step.
+    """
+    allowed = tolerance(first.dtype, first.compares)
+    steps = zip(first.digests, own.digests, first.compared, own.compared, strict=False)
+    for step, (expected_tokens, tokens, expected, value) in enumerate(steps, 1):
+        if tokens != expected_tokens:
+            raise LossParityError(
+                f"{reference} and {name} were given different tokens in step {step}: `build` must use the same data "
+                "set, seed and batch size for each trainer, and no random shuffle of its own"
+            )
+        difference = abs(value - expected) / (abs(expected) or 1.0)
+        if not difference <= allowed:  # a NaN is over every bound
+            raise LossParityError(
+                f"the {first.compares} of step {step} is {value!r} with {name} and {expected!r} with {reference}: "
+                f"{difference:.1e} apart, allowed are {allowed:.0e} in {first.dtype}; no times are compared. "
+                "`fastpack-trl verify --model ... --attn off` tells whether TRL keeps this model's documents apart;"
+                " without the gate (gate_steps=0) the differences are only recorded"
+            )
+
+
+def _side_figures(results: Sequence[SideResult]) -> dict[str, Any]:
+    """Return the figures of one side over its rounds: quartiles of steps, most memory; the rest of the first round."""
+    rates = [result.tokens / sum(result.seconds) for result in results if result.tokens]
+    figures = asdict(results[0]) | {
+        "seconds": quartiles(_seconds(results)),
+        "tokens_per_second": median(rates) if rates else None,
+        "peak_gib": max(result.peak_gib or 0.0 for result in results) or None,
+        "reserved_gib": max(result.reserved_gib or 0.0 for result in results) or None,
+    }
+    del figures["digests"]
+    return figures
+
+
+def _seconds(results: Sequence[SideResult]) -> list[float]:
+    return [step for result in results for step in result.seconds]
+
+
+def quartiles(values: Sequence[float]) -> dict[str, Any]:
+    """Return median and quartiles as plain data: ``{"median": 2, "q1": 1.5, "q3": 2.5, "values": [1, 2, 3]}``."""
+    q1, middle, q3 = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    return {"median": middle, "q1": q1, "q3": q3, "values": list(values)}
+
+
+def _ratio(others: Sequence[SideResult], ours: Sequence[SideResult]) -> dict[str, Any]:
+    by_round = [median(a.seconds) / median(b.seconds) for a, b in zip(others, ours, strict=False)]
+    return {"median": median(_seconds(others)) / median(_seconds(ours)), "rounds": by_round}
+
+
+def _gate_of(good: Mapping[str, Sequence[SideResult]], gate: int) -> dict[str, Any]:
+    """Return the figures that agreed before times were compared."""
+    first = next(iter(good.values()))[0]
+    return {
+        "figure": first.compares,
+        "dtype": first.dtype,
+        "tolerance": tolerance(first.dtype, first.compares),
+        "steps": [{name: done[0].compared[step] for name, done in good.items()} for step in range(gate)],
+    }
 
 
 def record_of(row: Mapping[str, Any], settings: Mapping[str, Any], case: str = "config") -> dict[str, Any]:
@@ -176,10 +304,14 @@ def table(record: Mapping[str, Any]) -> str:
             f"{profile['launches']:,.0f}" if busy else "-",
             "-" if side["host_syncs"] is None else str(side["host_syncs"]),
         ])  # fmt: skip
-    out = [] if row["complete"] else ["INCOMPLETE: interrupted"]
-    out += [first["setting"], losses_line(row), *aligned(cells)]
-    out += [f"{name}: {side['path']}" for name, side in sides.items() if side["path"]]
-    return "\n".join([*out, *(f"{n}: {side['failed']}" for n, side in row["sides"].items() if "failed" in side)])
+    return "\n".join([
+        *(() if row["complete"] else ["INCOMPLETE: interrupted"]),
+        first["setting"],
+        losses_line(row),
+        *aligned(cells),
+        *(f"{name}: {side['path']}" for name, side in sides.items() if side["path"]),
+        *(f"{name}: {side['failed']}" for name, side in row["sides"].items() if "failed" in side),
+    ])  # fmt: skip
 
 
 def losses_line(row: Mapping[str, Any]) -> str:
@@ -187,17 +319,15 @@ def losses_line(row: Mapping[str, Any]) -> str:
     gate, later = row["gate"], f"largest difference in later steps {row['loss_difference']:.1e}"
     if gate is None:
         return f"losses were not compared; {later}"
-    learner = gate["figure"] == GRADIENT_NORM
-    figures = "completions and rewards are made up; gradient norms" if learner else "losses"
-    return (
-        f"{figures} agree within {gate['tolerance']:.0e} ({gate['dtype']}) in the first {len(gate['steps'])} steps; "
-        f"{later}"
-    )
+    is_learner = gate["figure"] == GRADIENT_NORM
+    figures = "completions and rewards are made up; gradient norms" if is_learner else "losses"
+    agree = f"agree within {gate['tolerance']:.0e} ({gate['dtype']}) in the first {len(gate['steps'])} steps"
+    return f"{figures} {agree}; {later}"
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Show no banner, log or bar of the sides beside the one bar over all of them."""
+    """Show no banner, log or bar of the sides: one bar goes over all of them."""
     bars, level = datasets.are_progress_bars_disabled(), logging.root.manager.disable
     datasets.disable_progress_bars()
     logging.disable(logging.WARNING)

@@ -75,7 +75,7 @@ def require_matplotlib() -> Any:
 
 def _bars(axes: Any, title: str, sides: Mapping[str, Any], colors: Any, values: Any, labels: list[str]) -> None:
     bars = axes.bar(list(range(len(sides))), values, color=colors, width=0.62)
-    axes.bar_label(bars, labels, label_type="center", color="white", fontweight="bold")
+    axes.bar_label(bars, labels, label_type="center", color="white", fontsize=8, fontweight="bold")
     axes.set_xticks(range(len(sides)), [name.replace("_", "\n") for name in sides])
     axes.set_ylim(0, 1.1 * max(values))
     axes.grid(visible=False, axis="x")

@@ -72,7 +72,7 @@ class OwnProcess:
         """
         with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder:
             task, answer, log = (Path(folder, name) for name in ("task.json", "answer.json", "log"))
-            write_json(task, {"function": self.function, "row": row, "side": side, "options": self.options})
+            write_json(task, {"function": self.function, "arguments": [row, side], "options": self.options})
             failed = self._wait([*self.command, "-m", __name__, str(task), str(answer)], log)
             result: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else {}
             lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -86,20 +86,22 @@ class OwnProcess:
 
     def _wait(self, command: Sequence[str], log: Path) -> str | None:
         """Run a command to its end, its output into `log`; return why it has no answer, None if it may have one."""
-        try:
-            with log.open("w", encoding="utf-8") as stream:
-                process = subprocess.Popen(  # noqa: S603 - ourselves
-                    command, stdout=stream, stderr=subprocess.STDOUT, env={**os.environ, **self.environment},
-                    start_new_session=True,
-                )  # fmt: skip
-        except OSError as error:
-            return f"{command[0]} does not run: {error}"
+        env = {**os.environ, **self.environment}
+        with log.open("w", encoding="utf-8") as out:
+            try:
+                process = subprocess.Popen(command, stdout=out, stderr=out, env=env, start_new_session=True)  # noqa: S603
+            except OSError as error:
+                return f"{command[0]} does not run: {error}"
         try:
             process.wait(self.timeout)
         except subprocess.TimeoutExpired:
             return f"not done within {self.timeout:g} s"
         finally:  # also after an interrupt, which reaches this process only
-            _end(process)
+            for request in (signal.SIGTERM, signal.SIGKILL):  # to all that it has started
+                if process.poll() is None:
+                    os.killpg(process.pid, request)
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(_ENDS_WITHIN)
         # One process that has answered may still fail at its end; of several another one has failed.
         return f"ended with {process.returncode}" if process.returncode and len(self.command) > 1 else None
 
@@ -115,26 +117,17 @@ def torchrun(processes: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it has started; a moment after the first request by force."""
-    for request in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is None:
-            os.killpg(process.pid, request)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_ENDS_WITHIN)
-
-
-def _answer(task_file: Path, answer_file: Path) -> None:
+def _answer(task_file: str, answer_file: str) -> None:
     """Do what `OwnProcess` asks for, in its process."""
-    task = json.loads(task_file.read_text(encoding="utf-8"))
+    task = json.loads(Path(task_file).read_text(encoding="utf-8"))
     module, _, name = task["function"].partition(":")
 
     def write(result: Mapping[str, Any]) -> None:
-        if int(os.environ.get("RANK", "0")) == 0:
-            write_json(answer_file, result)
+        if os.environ.get("RANK", "0") == "0":
+            write_json(Path(answer_file), result)
 
     try:
-        write({"done": getattr(import_module(module), name)(task["row"], task["side"], **task["options"])})
+        write({"done": getattr(import_module(module), name)(*task["arguments"], **task["options"])})
     except UserError as error:
         write({"error": describe(error)})
     except FAILURES as error:
@@ -143,4 +136,4 @@ def _answer(task_file: Path, answer_file: Path) -> None:
 
 
 if __name__ == "__main__":
-    _answer(*map(Path, sys.argv[1:]))
+    _answer(*sys.argv[1:])

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import transformers.utils
-from transformers.utils import is_liger_kernel_available
 
 from fastpack_trl.bench.gate import GRADIENT_NORM, LOSS
 from fastpack_trl.bench.learner import learner_alone
@@ -20,7 +19,6 @@ from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.recipe.methods import SFT, Method
 
 STOCK, COMPILED, REBUILD, OURS, PLANNED = SIDES = "stock", "stock_compiled", "rebuild", "fastpack", "fastpack_plan"
-BASELINES = SIDES[:3]
 SAME_CHECKPOINTS = {"activation_memory": "off", "checkpoint_offload": "off"}
 """Fields with which a side recomputes as `gradient_checkpointing` says, as TRL does."""
 NO_FEATURES = "verify_packing", "moe_quantize_experts"
@@ -31,7 +29,7 @@ NEEDS = {
     "layer_compile": ("packed_attention",),
     "cuda_graph": ("packed_attention", "sync_free"),
 }
-"""Fields that a feature cannot run without: they are on beside it."""
+"""Fields that a feature cannot run without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +37,8 @@ class Side:
     """One side: its classes, its fields over those of the run, and a context around its training.
 
     Attributes:
-        around: given the trainer; may yield a text that says what runs.
-        compares: what the gate compares, `LOSS` or `GRADIENT_NORM`.
+        around: given the trainer; may yield a text that names the implementations that run.
+        compares: the figure that the gate compares, `LOSS` or `GRADIENT_NORM`.
     """
 
     trainer_class: Any
@@ -61,17 +59,16 @@ def side_of(name: str, method: Method = SFT, configured: Mapping[str, str] | Non
     - ``fastpack_plan``: ours as configured, which recomputes only what the memory requires.
     - ``off``, or features such as ``packed_attention + sync_free``: ours with these features only, as `configured`.
     """
-    stock, ours = method.of_trl, method.classes
-    on_cuda = torch.cuda.is_available()
-    liger = {"use_liger_kernel": True} if on_cuda and is_liger_kernel_available() else {}
+    stock, ours = Side(*method.of_trl), Side(*method.classes)
+    has_liger = torch.cuda.is_available() and transformers.utils.is_liger_kernel_available()
     sides = {
-        STOCK: Side(*stock),
-        COMPILED: Side(*stock, liger, _tuned),
-        REBUILD: Side(*stock, {}, lambda trainer: rebuild_per_layer(trainer.model)),
-        OURS: Side(*ours, SAME_CHECKPOINTS),
-        PLANNED: Side(*ours),
+        STOCK: stock,
+        COMPILED: replace(stock, changes={"use_liger_kernel": True} if has_liger else {}, around=_tuned),
+        REBUILD: replace(stock, around=lambda trainer: rebuild_per_layer(trainer.model)),
+        OURS: replace(ours, changes=SAME_CHECKPOINTS),
+        PLANNED: ours,
     }
-    side = sides.get(name) or Side(*ours, _only(name.split(" + "), configured or {}))
+    side = sides.get(name) or replace(ours, changes=_only(name.split(" + "), configured or {}))
     if not method.scores_rewards:
         return side
 
@@ -80,7 +77,7 @@ def side_of(name: str, method: Method = SFT, configured: Mapping[str, str] | Non
         with learner_alone(trainer), side.around(trainer) as path:
             yield path
 
-    return Side(side.trainer_class, side.config_class, side.changes, around, GRADIENT_NORM)
+    return replace(side, around=around, compares=GRADIENT_NORM)
 
 
 def features() -> tuple[str, ...]:
@@ -95,27 +92,22 @@ def ablations() -> list[str]:
 
 def _only(names: list[str], configured: Mapping[str, str]) -> dict[str, str]:
     """Return fields with only some features on, at their configured value, or ``auto`` if that is ``off``."""
-    on = {name: configured.get(name, "auto") for name in names if name != "off"}
-    on = {name: "auto" if value == "off" else value for name, value in on.items()}
+    values = {name: configured.get(name, "auto") for name in names if name != "off"}
+    on = {name: "auto" if value == "off" else value for name, value in values.items()}
     return {**dict.fromkeys(features(), "off"), **on, "verify_packing": "off"}
 
 
 @contextlib.contextmanager
 def _tuned(trainer: Any) -> Iterator[str]:
-    best = next((name for name in ("flash_attention_3", "flash_attention_2") if _is_installed(name)), "")
-    half = torch.device(trainer.args.device).type == "cuda" and (trainer.args.bf16 or trainer.args.fp16)
     attention = str(trainer.model.config.get_text_config()._attn_implementation)
-    if half and best and not attention.startswith("flash"):
-        trainer.model.set_attn_implementation(best)
-        attention = best
+    is_half = torch.cuda.is_available() and (trainer.args.bf16 or trainer.args.fp16)
+    for version in (3, 2) if is_half and not attention.startswith("flash") else ():
+        if getattr(transformers.utils, f"is_flash_attn_{version}_available", bool)():
+            attention = f"flash_attention_{version}"
+            trainer.model.set_attn_implementation(attention)
+            break
     with compiled_regions(trainer):
-        liger = "Liger" if trainer.args.use_liger_kernel else "no Liger"
-        yield f"{attention}, {liger}, layers compiled by accelerate"
-
-
-def _is_installed(attention: str) -> bool:
-    available = getattr(transformers.utils, f"is_flash_attn_{attention[-1]}_available", None)
-    return available is not None and bool(available())
+        yield f"{attention}, {'Liger' if trainer.args.use_liger_kernel else 'no Liger'}, layers compiled by accelerate"
 
 
 @contextlib.contextmanager
@@ -126,12 +118,12 @@ def compiled_regions(trainer: Any, backend: str = "inductor") -> Iterator[None]:
     """
     from accelerate.utils import TorchDynamoPlugin
 
-    accelerator, state = trainer.accelerator, trainer.accelerator.state
+    accelerator = trainer.accelerator
     prepare = accelerator.prepare_model
 
     def compiling(*args: Any, **kwargs: Any) -> Any:
         plugin = TorchDynamoPlugin(backend=backend, use_regional_compilation=True)
-        with patch_attribute(state, "dynamo_plugin", plugin):
+        with patch_attribute(accelerator.state, "dynamo_plugin", plugin):
             return prepare(*args, **kwargs)
 
     with patch_attribute(accelerator, "prepare_model", compiling):

@@ -22,7 +22,67 @@ _SAMPLE = 1_000
 """Rows of the data set whose lengths are read for the attention's part of MFU."""
 
 
-class ThroughputCallback(TrainerCallback):
+class MeasuredRate(TrainerCallback):
+    """Steps, seconds and tokens between the logs of training, without the time of evaluation and saving.
+
+    Nothing is read from the device: a log has the counts already.
+
+    Attributes:
+        steps, seconds, tokens: since the log before. Tokens are those of all processes, as TRL's ``num_tokens`` counts
+            them; None if it does not, or if the count before is unknown.
+    """
+
+    def __init__(self) -> None:
+        self.steps, self.seconds = 0, 0.0
+        self.tokens: float | None = None
+        self._total_tokens = self._total_seconds = 0.0  # without those of the first log, which has the start-up in it
+        self._since: float | None = None
+
+    @property
+    def per_second(self) -> float | None:
+        """Return the tokens per second after the first log; None before the second."""
+        return self._total_tokens / self._total_seconds if self._total_seconds else None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin to count."""
+        self._step, self._is_first = state.global_step, True
+        # A resumed run may go on with its count: its first log tells.
+        self._counted: float | None = None if state.global_step else 0.0
+        self._since = self._event = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note the time: an evaluation or a save may follow."""
+        self._event = time.perf_counter()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave out the time since the last step or log: it was not training."""
+        now = time.perf_counter()
+        if self._since is not None:
+            self._since += now - self._event
+        self._event = now
+
+    on_predict = on_save = on_evaluate
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Count from the log of training before, and begin anew."""
+        if logs is None or "loss" not in logs or self._since is None:
+            return
+        now = time.perf_counter()  # the trainer has just read its loss: the device is done with these steps
+        counted = float(logs["num_tokens"]) if "num_tokens" in logs else None
+        self.seconds, self.steps = now - self._since, state.global_step - self._step
+        self.tokens = None if counted is None or self._counted is None else counted - self._counted
+        if self.tokens is not None and not self._is_first:
+            self._total_tokens += self.tokens
+            self._total_seconds += self.seconds
+        self._step, self._since, self._event, self._counted = state.global_step, now, now, counted
+        self._is_first = False
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop counting."""
+        self._since = None
+
+
+class ThroughputCallback(MeasuredRate):
     """Throughput, utilization and memory in the training log, for the trainers of this package and TRL's own.
 
     ``SFTTrainer(..., callbacks=[ThroughputCallback()])``. The figures are added to the trainer's own log call, so that
@@ -34,14 +94,14 @@ class ThroughputCallback(TrainerCallback):
     - ``step_time_ms``: per optimizer step.
     - ``mfu``: per cent of the peak of one device: operations that these tokens need (`ModelFlops`), without padding and
       recompute. Attention is counted within documents by the lengths in the data set, and left out if it has none.
-    - ``memory/peak_gib``, ``memory/reserved_gib``: most memory that was allocated on the device, and that torch held of
+    - ``memory/peak_gib``, ``memory/reserved_gib``: peak memory that was allocated on the device, and that torch held of
       it, CUDA graphs and caches included: the card must have the latter. CUDA only.
     - ``packing/fill``: share of rows x `max_length` that holds tokens; ``packing/truncated_tokens``: tokens that
       `max_length` cut off. Both of the whole training set, if `FastSFTTrainer` prepared it.
 
     Args:
         peak_flops: operations per second of one device at the run's precision, for `mfu`; default:
-            `trl.trainer.utils.get_peak_flops`. If it knows none (a CPU, fp32), `mfu` is left out, which is said once.
+            `trl.trainer.utils.get_peak_flops`. If it knows none (a CPU, fp32), `mfu` is left out with one warning.
 
     Raises:
         ValueError: `peak_flops` is not positive.
@@ -50,12 +110,13 @@ class ThroughputCallback(TrainerCallback):
     def __init__(self, peak_flops: float | None = None) -> None:
         if peak_flops is not None and not peak_flops > 0:
             raise ValueError(f"peak_flops={peak_flops} is not positive: give FLOP/s of one device, e.g. 989e12")
+        super().__init__()
         self.peak_flops = peak_flops
         self._said: set[str] = set()
-        self._started = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Read the shapes of model and data; move before the reporters, who log what they find."""
+        """Read the shapes of model and data; move before the reporters, who log what they are given."""
+        super().on_train_begin(args, state, control)
         owners = list(callers())
         for handler in owners:
             if isinstance(handler, CallbackHandler) and self in handler.callbacks:
@@ -64,50 +125,30 @@ class ThroughputCallback(TrainerCallback):
         trainer = next((owner for owner in owners if isinstance(owner, Trainer)), None)
         run = None if trainer is None else vars(trainer).get("fastpack_run")
         self._facts = run.facts if isinstance(run, Run) else None
-        self._flops, self._peak = self._read_flops(model, state), None
-        if self._flops is not None:
-            self._peak = self._find_peak(args, model, state)
+        self._flops = self._read_flops(model, state)
+        self._peak = None if self._flops is None else self._find_peak(args, model, state)
         self._pairs = self._read_pairs(getattr(trainer, "train_dataset", None), state) if self._peak else {}
         self._devices = max(1, args.n_gpu) * args.world_size
         self._cuda = args.device if args.device.type == "cuda" else None
-        self._step = state.global_step
-        # A resumed run may go on with its count: its first log tells.
-        self._tokens: float | None = None if state.global_step else 0.0
-        self._since = self._event = time.perf_counter()
-        self._started = True
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Start with this step if the callback was added while training runs."""
-        if not self._started:
+        if self._since is None:
             self.on_train_begin(args, state, control, model, **kwargs)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note the time: an evaluation or a save may follow."""
-        self._event = time.perf_counter()
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave out the time since the last step or log: it was not training."""
-        now = time.perf_counter()
-        self._since += now - self._event
-        self._event = now
-
-    on_predict = on_save = on_evaluate
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Add the figures to a log of training; others pass."""
-        if logs is None or "loss" not in logs or not self._started:
+        if logs is None or "loss" not in logs or self._since is None:
             return
-        now = time.perf_counter()  # the trainer has just read its loss: the device is done with these steps
-        seconds, steps = now - self._since, state.global_step - self._step
+        super().on_log(args, state, control, logs)
         figures: dict[str, float] = {}
-        if steps > 0 and seconds > 0:
-            figures["step_time_ms"] = 1e3 * seconds / steps
-            if self._tokens is not None and "num_tokens" in logs:
-                tokens = float(logs["num_tokens"]) - self._tokens
-                figures["tokens_per_second"] = tokens / seconds
+        if self.steps > 0 and self.seconds > 0:
+            figures["step_time_ms"] = 1e3 * self.seconds / self.steps
+            if (tokens := self.tokens) is not None:
+                figures["tokens_per_second"] = tokens / self.seconds
                 if self._flops is not None and self._peak:
                     needed = self._flops.count(tokens, {window: tokens * mean for window, mean in self._pairs.items()})
-                    figures["mfu"] = 100 * needed / (seconds * self._peak * self._devices)
+                    figures["mfu"] = 100 * needed / (self.seconds * self._peak * self._devices)
         if self._cuda is not None:
             figures["memory/peak_gib"] = torch.cuda.max_memory_allocated(self._cuda) / 2**30
             figures["memory/reserved_gib"] = torch.cuda.max_memory_reserved(self._cuda) / 2**30
@@ -118,12 +159,6 @@ class ThroughputCallback(TrainerCallback):
         logs.update(figures)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(figures)  # written before callbacks are called
-        self._tokens = float(logs["num_tokens"]) if "num_tokens" in logs else None
-        self._step, self._since, self._event = state.global_step, now, now
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End the run."""
-        self._started = False
 
     def _read_flops(self, model: nn.Module, state: Any) -> ModelFlops | None:
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from transformers import TrainerCallback
 
 from fastpack_trl._version import REPOSITORY, __version__
 from fastpack_trl.attention.proof import PackingProof
+from fastpack_trl.callbacks import MeasuredRate
 from fastpack_trl.model.changes import callbacks_added
 from fastpack_trl.run import Run
 
@@ -24,39 +24,6 @@ _CHANGING = ("frozen_base",)
 """Features that change what is computed; each has a line only where it is on."""
 _CARD = "README.md"
 _TITLE = "### fastpack-trl"
-
-
-class MeasuredRate(TrainerCallback):
-    """Tokens per second between logs, as TRL's ``num_tokens`` counts them: of all processes.
-
-    What lies before the first log (compiling, warming up) is left out, and so is the time between two logs in which the
-    trainer evaluated or saved. Nothing is read from the device: a log has both numbers already.
-    """
-
-    def __init__(self) -> None:
-        self.tokens = self.seconds = 0.0
-        self._mark: tuple[float, float] | None = None
-
-    @property
-    def per_second(self) -> float | None:
-        """Return tokens per second; None where fewer than two logs were made."""
-        return self.tokens / self.seconds if self.seconds else None
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Count from the log before, and begin anew."""
-        if logs is None or "loss" not in logs or "num_tokens" not in logs:
-            return
-        now = time.perf_counter(), float(logs["num_tokens"])
-        if self._mark is not None:
-            self.seconds += now[0] - self._mark[0]
-            self.tokens += now[1] - self._mark[1]
-        self._mark = now
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave out what goes on until the next log."""
-        self._mark = None
-
-    on_save = on_evaluate
 
 
 class _Saves(TrainerCallback):

@@ -197,9 +197,9 @@ def _transfer_rates() -> dict[str, str]:
     """
     import torch
 
-    from fastpack_trl.measure.timing import CudaClock, timed
+    from fastpack_trl.measure.timing import timed
 
-    block, clock = torch.empty(_TRANSFER_BYTES, dtype=torch.uint8), CudaClock()
+    block = torch.empty(_TRANSFER_BYTES, dtype=torch.uint8)
     on_device, hosts, rates = block.cuda(), {"pageable": block}, dict[str, str]()
     try:
         hosts["pinned"] = block.pin_memory()
@@ -208,7 +208,7 @@ def _transfer_rates() -> dict[str, str]:
     for name, host in hosts.items():
         for way, target, source in ((f"{name} to device", on_device, host), (f"device to {name}", host, on_device)):
             copies = [lambda to=target, of=source: to.copy_(of, non_blocking=True)] * (1 + _TRANSFERS)
-            _, *seconds = (timed(copy, clock)[1] for copy in copies)  # the first is not counted
+            _, *seconds = (timed(copy, "cuda")[1] for copy in copies)  # the first is not counted
             rates[way] = f"{_TRANSFER_BYTES / sorted(seconds)[_TRANSFERS // 2] / 1e9:.1f} GB/s"
     return rates
 

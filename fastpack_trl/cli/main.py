@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -15,7 +16,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from fastpack_trl._version import __version__
-from fastpack_trl.errors import TerminatedError, UserError, describe, did_you_mean
+from fastpack_trl.errors import TerminatedError, UserError, describe, did_you_mean, first_reason
 from fastpack_trl.recipe.methods import METHODS
 
 PROG = "fastpack-trl"
@@ -62,7 +63,9 @@ class CommandParser(argparse.ArgumentParser):
     """Reports a wrong argument as `UserError` (one line) where argparse prints its usage and exits."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise `UserError` with the message."""
+        """Raise `UserError` with the message, and with the choice that a wrong one is near to."""
+        if choices := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            message += did_you_mean(choices[1], re.findall(r"[\w.-]+", choices[2]))
         raise UserError(f"{message} (see `{self.prog} --help`)")
 
 
@@ -105,6 +108,11 @@ def _dispatch(arguments: list[str], chosen: str | None) -> int:
         )
     parser, of_command = _parser(chosen)
     args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        from fastpack_trl.config import removal  # which imports torch
+
+        if reason := first_reason(removal(f"{PROG} {chosen} {word.partition('=')[0]}") for word in unknown):
+            raise UserError(reason)
     if unknown and getattr(args, "config", None) is not None and hasattr(args, "more"):
         args.more, unknown = unknown, []  # `bench --config` and `doctor --config` hand them to the parser of `sft`
     if unknown:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median, quantiles
-from typing import Any
+from statistics import median
 
 _CONFIDENCE = 0.95
 
@@ -47,9 +46,3 @@ def median_interval(values: Sequence[float]) -> Interval:
             break
         tail, cut = wider, cut + 1
     return Interval(median(ordered), ordered[cut], ordered[count - 1 - cut], max(0.0, 1 - 2 * tail))
-
-
-def quartiles(values: Sequence[float]) -> dict[str, Any]:
-    """Return median and quartiles as plain data: ``{"median": 2, "q1": 1.5, "q3": 2.5, "values": [1, 2, 3]}``."""
-    q1, middle, q3 = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
-    return {"median": middle, "q1": q1, "q3": q3, "values": list(values)}

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -26,45 +27,36 @@ def date_now() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, of this package and of those that it builds on."""
-    from fastpack_trl import __version__
-
-    return {
-        "python": platform.python_version(),
-        "fastpack_trl": __version__,
-        **{package: version_of(package) for package in PACKAGES},
-    }
-
-
-def version_of(package: str) -> str:
-    """Return the installed version; torch's names its build (``2.15.0+cu132``), which the package's own does not."""
+    """Return the versions of Python, of this package and of its dependencies; torch's names its build too."""
     import torch
 
-    return str(torch.__version__) if package == "torch" else version(package)
+    from fastpack_trl import __version__
+
+    found = {"python": platform.python_version(), "fastpack_trl": __version__}
+    return found | {package: version(package) for package in PACKAGES} | {"torch": str(torch.__version__)}
 
 
 def source() -> dict[str, Any]:
-    """Return ``{"commit", "modified"}`` of the checkout that the package runs from; both None where it was installed.
+    """Return ``{"commit", "modified"}`` of the checkout that the package runs from; both None if it was installed.
 
-    `modified`: tracked files of the package, or of the benchmarks beside it (not their results), differ from
-    the commit; ``changes``, only there where they do, is a hash of how.
+    `modified`: tracked files of the package, or of the benchmarks in the checkout (not their results), differ from
+    the commit; ``changes``, a hash of the difference, is only there if they do.
     """
     package = Path(__file__).resolve().parents[1]
-    top = _output("git", "-C", str(package), "rev-parse", "--show-toplevel")
+    git = ("git", "-C", str(package.parent))
+    top = _output(*git, "rev-parse", "--show-toplevel").strip()
     # A package installed inside of somebody's repository is not a checkout of it.
-    if top is None or Path(top).resolve() != package.parent:
+    if not top or Path(top).resolve() != package.parent:
         return {"commit": None, "modified": None}
-    commit = _output("git", "-C", str(package), "rev-parse", "HEAD")
-    measured = (package.name, "benchmarks", ":(exclude)benchmarks/results")
-    changes = _whole_output("git", "-C", str(package.parent), "diff", "HEAD", "--", *measured)
-    if not changes:
-        return {"commit": commit, "modified": False}
-    return {"commit": commit, "modified": True, "changes": hashlib.sha256(changes.encode()).hexdigest()[:16]}
+    commit = _output(*git, "rev-parse", "HEAD").strip() or None
+    changes = _output(*git, "diff", "HEAD", "--", package.name, "benchmarks", ":(exclude)benchmarks/results")
+    digest = {"changes": hashlib.sha256(changes.encode()).hexdigest()[:16]} if changes else {}
+    return {"commit": commit, "modified": bool(changes), **digest}
 
 
 def machine(device: str) -> dict[str, Any]:
     """Return the system, processor and device, without the host's name."""
-    facts: dict[str, Any] = {
+    facts = {
         "system": platform.system(),
         "architecture": platform.machine(),
         "processor": _processor(),
@@ -74,36 +66,26 @@ def machine(device: str) -> dict[str, Any]:
     if device.startswith("cuda"):
         import torch
 
-        facts["gpu"] = torch.cuda.get_device_name(device)
-        facts["cuda"] = torch.version.cuda
-        facts["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0].strip()
+        facts |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda, "driver": driver or None}
     return facts
 
 
 def _processor() -> str:
     # `platform.processor()` is empty or only the architecture on Linux.
     listing = Path("/proc/cpuinfo")
-    if listing.is_file():
-        for line in listing.read_text(encoding="utf-8", errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() in {"model name", "Model"}:
-                return value.strip()
-    return platform.processor() or platform.machine()
+    text = listing.read_text(encoding="utf-8", errors="replace") if listing.is_file() else ""
+    name = re.search(r"^(?:model name|Model)\s*:(.*)", text, re.MULTILINE)
+    return name[1].strip() if name else platform.processor() or platform.machine()
 
 
-def _output(program: str, *arguments: str) -> str | None:
-    """Return the first line of what `program` prints; None where it is missing or fails."""
-    whole = _whole_output(program, *arguments)
-    return None if whole is None else whole.partition("\n")[0].strip()
-
-
-def _whole_output(program: str, *arguments: str) -> str | None:
-    found = shutil.which(program)
-    if found is None:
-        return None
-    command = [found, *arguments]
-    ran = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)  # noqa: S603 - fixed
-    return ran.stdout if ran.returncode == 0 else None
+def _output(*command: str) -> str:
+    """Return what a program prints; empty if it is missing or fails."""
+    program = shutil.which(command[0])
+    if program is None:
+        return ""
+    ran = subprocess.run([program, *command[1:]], capture_output=True, text=True, errors="replace", check=False)  # noqa: S603 - fixed
+    return ran.stdout if ran.returncode == 0 else ""
 
 
 def check_writable(path: str | Path, option: str = "--json") -> Path:

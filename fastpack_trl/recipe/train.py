@@ -117,7 +117,8 @@ def _last_line(trainer: Any) -> str:
     """Return what a run ends with: losses, tokens per second, peak memory, what TRL ran, and where the report is."""
     import torch
 
-    from fastpack_trl.callbacks.save_report import FILE, MeasuredRate
+    from fastpack_trl.callbacks import MeasuredRate
+    from fastpack_trl.callbacks.save_report import FILE
 
     run, rate = trainer.fastpack_run, trainer.fastpack_run.get_state(MeasuredRate)
     logged = {name: value for row in trainer.state.log_history for name, value in row.items()}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,22 @@ import pytest
 from fastpack_trl.bench.process import OwnProcess, torchrun
 from fastpack_trl.errors import UserError
 
-ROW = {"row": "tiny", "tokens": 24}
+
+def answering(row: dict[str, Any], side: str, *, says: str) -> Any:
+    """Called in the process of a run, by name."""
+    match side:
+        case "breaks":
+            raise RuntimeError("no kernel")
+        case "misses":
+            raise UserError("no such model")
+        case "dies":
+            print("killed by hand")
+            sys.exit(3)
+        case "another rank fails" if os.environ["RANK"] == "1":
+            sys.exit(4)
+        case "hangs":
+            time.sleep(60)
+    return {"said": says, "tokens": row["tokens"], "ranks": os.environ.get("WORLD_SIZE", "1")}
 
 
 @pytest.fixture(autouse=True)
@@ -18,27 +36,22 @@ def found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
 
 
-def _process(**changes: Any) -> OwnProcess:
-    return OwnProcess("sides_by_name:answering", options={"says": "done"}, **changes)
+def _run(side: str, **changes: Any) -> dict[str, Any]:
+    return OwnProcess("test_process:answering", options={"says": "done"}, **changes)({"tokens": 24}, side)
 
 
 def test_a_process_of_its_own_answers_or_says_why_not() -> None:
-    found = _process()(ROW, "stock")
-    assert found == {"said": "done", "tokens_seen": 24, "ranks": "1"}
-    failed = _process()(ROW, "breaks")
+    assert _run("stock") == {"said": "done", "tokens": 24, "ranks": "1"}
+    failed = _run("breaks")
     assert failed["failed"] == "RuntimeError: no kernel"
     assert any("in answering" in line for line in failed["last_lines"])
-    assert _process()(ROW, "dies")["failed"] == "its process ended: killed by hand"
+    assert _run("dies")["failed"] == "its process ended: killed by hand"
     with pytest.raises(UserError, match=r"^misses: no such model$"):
-        _process()(ROW, "misses")
-    assert "absent does not run" in _process(command=("/absent",))(ROW, "stock")["failed"]
-
-
-def test_a_run_that_takes_too_long_is_ended() -> None:
-    assert _process(timeout=2.0)(ROW, "hangs")["failed"] == "not done within 2 s"
+        _run("misses")
+    assert "absent does not run" in _run("stock", command=("/absent",))["failed"]
+    assert _run("hangs", timeout=4.0)["failed"] == "not done within 4 s"
 
 
 def test_of_several_processes_the_first_answers() -> None:
-    several = _process(command=torchrun(2))
-    assert several(ROW, "stock")["ranks"] == "2"
-    assert several(ROW, "fails beside")["failed"] == "ended with 1"
+    assert _run("stock", command=torchrun(2))["ranks"] == "2"
+    assert _run("another rank fails", command=torchrun(2))["failed"] == "ended with 1"

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import micro
 from benchmarks.__main__ import main
-from benchmarks.micro import CASES, Case, measure
+from benchmarks.micro import CASES, Case, measure, seconds_of
 from fastpack_trl.errors import UserError
 
 SMALL = {
@@ -52,12 +52,9 @@ def test_a_side_that_computes_something_else_is_not_timed(monkeypatch: pytest.Mo
 
 def test_records_of_all_rows_are_appended(small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "micro.jsonl"
+    assert 0 < seconds_of(lambda: torch.ones(8).sum(), "cpu") < 0.1
     assert main(["micro", "--rows", "metadata", "dispatch", "--rounds", "2", "--json", str(file)]) == 0
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(run["row"], run["steps"]) for run in records] == [("metadata", 2)] * 2 + [("dispatch", 2)] * 2
     assert all(run["command"].startswith("python -m benchmarks micro --rows metadata") for run in records)
     assert "| one sort | 500.0 |" in capsys.readouterr().out
-
-
-def test_a_call_is_timed_on_a_cpu() -> None:
-    assert 0 < micro.seconds_of(lambda: torch.ones(8).sum(), "cpu") < 0.1

@@ -63,16 +63,16 @@ def test_every_record_says_what_measured_it_and_is_the_newest_of_its_row() -> No
         assert re.fullmatch(r"[0-9a-f]{40}", run["commit"])
         assert "/" not in str(run["machine"].values()), "no folder, no name of a host"
     assert {run["case"] for run in records} == {file.stem for file in RESULTS.glob("*.jsonl")}
-    assert sum(file.stat().st_size for file in RESULTS.iterdir()) <= 500_000
 
 
-@pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="no checkout")
 def test_every_record_is_of_a_commit_in_the_history() -> None:
-    if (ROOT / ".git" / "shallow").exists():
-        pytest.skip("a clone without its history")
+    git = ["git", "-C", str(ROOT)]
+    if not (ROOT / ".git").exists() or (ROOT / ".git" / "shallow").exists():
+        pytest.skip("no checkout with its history")
     for commit in {run["commit"] for run in read()}:
-        asked = ["git", "-C", str(ROOT), "merge-base", "--is-ancestor", commit, "HEAD"]
-        assert subprocess.run(asked, check=False).returncode == 0, commit
+        assert subprocess.run([*git, "merge-base", "--is-ancestor", commit, "HEAD"], check=False).returncode == 0, (
+            commit
+        )
 
 
 def test_rows_of_the_readme_and_sides_of_rows_can_be_measured() -> None:
@@ -93,30 +93,31 @@ def test_a_whole_run_has_its_first_steps_and_the_mean_of_the_timed_ones_for_the_
     assert half.times(side) == pytest.approx(2.0), "half of the tokens in a quarter of the time"
 
 
-def test_no_speed_is_shown_if_losses_differ_but_where_documents_leak() -> None:
-    wrong = {"losses": {"1": 2.0, "2": 2.5}}
-    text = tables.table("sft", [run_of("trl"), run_of("fastpack", 0.5, **wrong)])
+def test_no_speed_is_shown_if_losses_differ_early_unless_documents_leak() -> None:
+    def pair(wrong: dict[str, float], losses: dict[str, float], **more: Any) -> list[dict[str, Any]]:
+        return [run_of("trl", losses=losses, **more), run_of("fastpack", 0.5, losses=wrong, **more)]
+
+    wrong = pair({"1": 2.0, "2": 2.5}, {"1": 2.0, "2": 1.9})
+    text = tables.table("sft", wrong)
     assert "| losses differ |" in text
     assert "2.00" not in text
-    assert "losses differ" in tables.readme([run_of("trl"), run_of("fastpack", 0.5, **wrong)])
-    late = {"losses": {"1": 2.0, "30": 9.0}}
-    assert "| 2.00 |" in tables.table(
-        "sft", [run_of("trl", **late), run_of("fastpack", 0.5, losses={"1": 2.0, "30": 1.0})]
-    )
-    leaking = [run_of(side, seconds, row="gpt-oss-20b experts 4096", **losses)
-               for side, seconds, losses in (("trl", 1.0, {}), ("fastpack", 0.5, wrong))]  # fmt: skip
-    assert "| 2.00 |" in tables.table("sft", leaking)
+    assert "losses differ" in tables.readme(wrong)
+    assert "| 2.00 |" in tables.table("sft", pair({"1": 2.0, "30": 1.0}, {"1": 2.0, "30": 9.0}))
+    assert "| 2.00 |" in tables.table("sft", pair({"1": 2.5}, {"1": 2.0}, row="gpt-oss-20b experts 4096"))
 
 
-def test_what_was_not_measured_is_not_shown() -> None:
+def test_what_was_not_measured_or_failed_is_not_shown() -> None:
     assert tables.readme([]) == "Nothing is measured."
     assert "##" not in tables.page([])
-    text = tables.table("sft", [run_of("trl", peak_gib=None), run_of("fastpack", peak_gib=None)])
+    text = tables.table("sft", [run_of("fastpack", peak_gib=None), run_of("trl", peak_gib=None)])
+    assert [line.split(" | ")[1] for line in text.splitlines()[2:]] == ["trl", "fastpack"], "in one order"
     assert "peak" not in text
     assert "kept" not in text
     none = run_of("trl", case="memory_caps") | {"seconds": [], "largest": 0}
     assert "| trl | no row fits |" in tables.table("memory_caps", [none, run_of("fastpack", case="memory_caps")])
     assert [*tables.little([none, run_of("fastpack", case="memory_caps")])] == []
+    failed = {key: value for key, value in run_of("trl").items() if key != "seconds"} | {"failed": "x"}
+    assert sides_of([failed]) == {}
     with pytest.raises(ValueError, match="the page has no"):
         tables.between("no marks", MARKS, "")
 
@@ -163,11 +164,3 @@ def test_a_row_is_marked_as_of_other_code_by_one_hash(
     assert "1 of 2 rows were measured on other code of the package" in capsys.readouterr().out
     assert "| Qwen3-8B LoRA, rows of 4,096 tokens | **1.9x** |" in (tmp_path / "README.md").read_text()
     assert "## SFT, X" in (tmp_path / "benchmarks/RESULTS.md").read_text()
-
-
-def test_sides_of_a_row_stand_in_one_order_and_failed_runs_in_none() -> None:
-    runs = [run_of("fastpack"), run_of("fastpack same memory"), run_of("trl compiled"), run_of("trl")]
-    lines = tables.table("sft", runs).splitlines()[2:]
-    assert [line.split(" | ")[1] for line in lines] == ["trl", "trl compiled", "fastpack same memory", "fastpack"]
-    failed = {key: value for key, value in run_of("trl").items() if key != "seconds"} | {"failed": "x"}
-    assert sides_of([failed]) == {}

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from trainer_material import train
 from trl import SFTTrainer
 
-from fastpack_trl.testing import HostSyncs, count_host_syncs
+from fastpack_trl.testing import count_host_syncs
 
 X = torch.arange(6.0)
 MASK = X > 2
@@ -87,28 +87,19 @@ class _ReadsInBackward(torch.autograd.Function):
         return grad * float(grad.sum())
 
 
-def test_a_wait_in_the_backward_pass_is_counted() -> None:
+def test_counts_add_up_per_call_site_can_be_read_inside_and_include_the_backward_pass() -> None:
     loss = _ReadsInBackward.apply(X.clone().requires_grad_()).sum()
-    with count_host_syncs(device="cpu") as syncs:
-        loss.backward()
-    assert [entry.code for entry in syncs.entries] == ["return grad * float(grad.sum())"]
-
-
-def test_counts_add_up_per_call_site_and_can_be_read_inside() -> None:
     with count_host_syncs(device="cpu") as syncs:
         for expected in range(1, 4):
             X.sum().item()
             assert syncs.total == expected
-        bool(MASK.any())
-    assert [(entry.op, entry.count) for entry in syncs.entries] == [
-        ("_local_scalar_dense", 3),
-        ("_local_scalar_dense", 1),
+        loss.backward()
+    assert [(entry.code, entry.count) for entry in syncs.entries] == [
+        ("X.sum().item()", 3),
+        ("return grad * float(grad.sum())", 1),
     ]
-    assert syncs.entries[0].line + 2 == syncs.entries[1].line
     figures = syncs.to_dict()
-    assert figures["total"] == 4
-    assert figures["entries"][0]["count"] == 3
-    assert figures["entries"][0]["kind"] == "sync"
+    assert (figures["total"], figures["entries"][0]["count"], figures["entries"][0]["kind"]) == (4, 3, "sync")
 
 
 def _collate(rows: list[Tensor]) -> Tensor:
@@ -142,28 +133,21 @@ def test_an_error_is_raised_by_the_operation_and_nothing_stays_installed() -> No
     assert syncs.total == 0
 
 
-def _trained(tmp_path: Path, steps: int) -> HostSyncs:
-    with count_host_syncs(device="cpu") as syncs:
-        train(
-            SFTTrainer, tmp_path / str(steps), packing=True, eval_strategy="no", logging_steps=100, max_steps=steps,
-            per_device_train_batch_size=1, optim="adamw_torch",
-        )  # fmt: skip
-    return syncs
-
-
 def test_the_stock_step_reads_eight_numbers_and_copies_each_tensor_of_its_batch(tmp_path: Path) -> None:
-    short, long = _trained(tmp_path, 2), _trained(tmp_path, 4)
-
-    def reads(syncs: HostSyncs) -> int:
-        return sum(entry.count for entry in syncs.of("sync"))
-
+    counts = []
+    for steps in (2, 4):
+        with count_host_syncs(device="cpu") as syncs:
+            train(
+                SFTTrainer, tmp_path / str(steps), packing=True, eval_strategy="no", logging_steps=100,
+                max_steps=steps, per_device_train_batch_size=1, optim="adamw_torch",
+            )  # fmt: skip
+        counts.append(sum(entry.count for entry in syncs.of("sync")))
     # entropy 2, accuracy 2, number of tokens 1, NaN filter 2, packed mask 1
-    assert reads(long) - reads(short) == 2 * 8
-    per_file = {Path(entry.file).name for entry in long.of("sync")}
-    assert per_file == {"sft_trainer.py", "trainer.py", "masking_utils.py"}
-    batch = {entry.op: entry.count for entry in long.of("copy") if entry.file.endswith("operations.py")}
+    assert counts[1] - counts[0] == 2 * 8
+    assert {Path(entry.file).name for entry in syncs.of("sync")} == {"sft_trainer.py", "trainer.py", "masking_utils.py"}
+    batch = {entry.op: entry.count for entry in syncs.of("copy") if entry.file.endswith("operations.py")}
     assert batch == {"to": 4 * 6}
-    assert any(entry.file.endswith("sft_trainer.py") for entry in long.of("host"))
+    assert any(entry.file.endswith("sft_trainer.py") for entry in syncs.of("host"))
 
 
 @pytest.mark.cuda
@@ -185,18 +169,13 @@ def test_cuda_reports_read_backs_and_blocking_copies_at_their_line() -> None:
 
 
 @pytest.mark.cuda
-def test_cuda_attributes_a_wait_in_backward_to_the_line_that_started_it() -> None:
-    loss = _ReadsInBackward.apply(X.cuda().requires_grad_()).sum()
+def test_cuda_attributes_a_wait_in_backward_and_raises_at_the_operation() -> None:
+    x = X.cuda()
+    loss = _ReadsInBackward.apply(x.clone().requires_grad_()).sum()
     with count_host_syncs() as syncs:
         loss.backward()
     assert syncs.total >= 1
     assert {entry.code for entry in syncs.entries} <= {"loss.backward()", "return grad * float(grad.sum())"}
-
-
-@pytest.mark.cuda
-def test_cuda_raises_at_the_operation_and_restores_the_mode() -> None:
-    x = X.cuda()
     with pytest.raises(RuntimeError, match="synchronizing CUDA operation"), count_host_syncs(error=True):
         x.sum().item()
     assert torch.cuda.get_sync_debug_mode() == 0
-    x.sum().item()

@@ -1,4 +1,4 @@
-"""Medians with intervals and quartiles."""
+"""Medians with intervals."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from fastpack_trl.measure.intervals import median_interval, quartiles
+from fastpack_trl.measure.intervals import median_interval
 
 
 @pytest.mark.parametrize(("count", "cut"), [(1, 0), (5, 0), (6, 0), (9, 1), (20, 5), (100, 39)])
@@ -32,8 +32,3 @@ def test_the_interval_covers_the_median_as_often_as_it_says() -> None:
 def test_no_value_has_no_median() -> None:
     with pytest.raises(ValueError, match="at least one pair"):
         median_interval([])
-
-
-def test_quartiles_are_between_the_values_and_one_value_is_all_three() -> None:
-    assert quartiles([3, 1, 2]) == {"median": 2, "q1": 1.5, "q3": 2.5, "values": [3, 1, 2]}
-    assert quartiles([4.0])["q1"] == quartiles([4.0])["q3"] == 4.0

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from fastpack_trl.bench.profiles import device_events
+from fastpack_trl.bench.watch import device_events
 
 
 def kernels_of(call: Callable[[], object]) -> int:

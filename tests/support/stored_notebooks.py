@@ -39,26 +39,20 @@ def sources(notebook: dict[str, Any]) -> str:
 
 def text(output: dict[str, Any]) -> str:
     """Return what an output shows as text, however it is stored."""
-    shown = output.get("text") or [
-        line for kind, lines in output.get("data", {}).items() if kind.startswith("text/") for line in lines
-    ]
-    return "".join(shown)
+    data = output.get("data", {}).items()
+    return "".join(output.get("text") or [line for kind, lines in data if kind.startswith("text/") for line in lines])
 
 
 def stored(notebook: dict[str, Any]) -> dict[str, Any]:
-    """Return a notebook that was run as it is stored.
-
-    What is written to stderr is left out: progress bars, and warnings of libraries with paths of this machine.
+    """Return a notebook that was run, as it is stored: without stderr, which has progress bars and paths.
 
     Raises:
         SystemExit: an output is an exception, or names an absolute path.
     """
-    cells = []
-    for cell in notebook["cells"]:
-        kept = cell | {"metadata": {}}
-        if cell["cell_type"] == "code":
-            kept["outputs"] = _outputs(cell)
-        cells.append(kept)
+    cells = [
+        cell | {"metadata": {}, **({"outputs": _outputs(cell)} if "outputs" in cell else {})}
+        for cell in notebook["cells"]
+    ]
     metadata = METADATA | {"fastpack_trl": {"sources": sources(notebook)}}
     return {"cells": cells, "metadata": metadata, "nbformat": notebook["nbformat"], "nbformat_minor": 5}
 
@@ -69,22 +63,15 @@ def _outputs(cell: dict[str, Any]) -> list[dict[str, Any]]:
         if output["output_type"] != "stream":
             outputs.append(output | {"metadata": {}})
         elif output["name"] == "stdout":  # in pieces of any length
-            if outputs and outputs[-1].get("name") == "stdout":
-                output = output | {"text": [text(outputs.pop()) + text(output)]}
-            outputs.append(output | {"text": text(output).splitlines(keepends=True)})
+            before = text(outputs.pop()) if outputs and outputs[-1].get("name") == "stdout" else ""
+            outputs.append(output | {"text": (before + text(output)).splitlines(keepends=True)})
     for output in outputs:
         if output["output_type"] == "error" or PATH.search(text(output)):
             raise SystemExit(f"cell {cell['id']}: not stored, an exception or an absolute path: {text(output)!r}")
     return outputs
 
 
-def main(run: Path, target: Path) -> None:
-    """Store every notebook of `run` in `target`, as nbformat writes them."""
-    for file in sorted(run.glob("*.ipynb")):
-        notebook = stored(json.loads(file.read_text(encoding="utf-8")))
-        written = json.dumps(notebook, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
-        (target / file.name).write_text(written, encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    for file in sorted(Path(sys.argv[1]).glob("*.ipynb")):
+        written = json.dumps(stored(json.loads(file.read_text("utf-8"))), indent=1, sort_keys=True, ensure_ascii=False)
+        Path(sys.argv[2], file.name).write_text(f"{written}\n", encoding="utf-8")
