@@ -18,15 +18,11 @@ from typing import Any
 
 import forks
 import pytest
-from cpu_time import pytest_runtest_logstart, pytest_runtest_makereport, pytest_terminal_summary  # noqa: F401  # hooks
 from sft_material import Material, save_model, write_jsonl
 
-# Read when huggingface_hub is imported, which is later than this file.
-os.environ["HF_HUB_OFFLINE"] = "1"
-# Read when `datasets` is imported: to draw them takes longer than to map a few rows.
-os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
-# Read when torch is loaded: threads that wait for work sleep instead of spinning, which on a busy machine of two cores
-# makes small steps several times faster.
+# Read when libraries are imported. To draw progress bars of `datasets` takes longer than to map a few rows; threads of
+# torch that wait for work sleep instead of spinning, which makes small steps on a busy machine several times faster.
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
     # torch's attention asks oneDNN for vectors: else "pack_vnni2 is only supported when avx512 is supported" in bf16.
@@ -74,10 +70,10 @@ _SLOW = 0.02
 
 
 class _Collections:
-    """Times the full collections of the garbage collector, and takes what lives on out of its sight.
+    """Times the full collections of the garbage collector, and hides long-lived objects from it.
 
-    Every training collects when it starts and when it ends: each time a walk over all objects of torch and transformers
-    that are imported, and of what compiled graphs leave in caches, which would be most of the time of a test.
+    Every training collects when it starts and when it ends: each time a walk over all of torch and transformers, and
+    over what compiled graphs leave in caches, which would be most of the time of a test.
     """
 
     def __init__(self) -> None:
@@ -85,13 +81,11 @@ class _Collections:
 
     def __call__(self, phase: str, info: dict[str, int]) -> None:
         if info["generation"] == 2:
-            if phase == "start":
-                self._began = process_time()
-            else:
-                self.slowest = max(self.slowest, process_time() - self._began)
+            self.slowest = max(self.slowest, process_time() - self._began if phase == "stop" else 0.0)
+            self._began = process_time()
 
     def freeze(self) -> None:
-        """Freeze what is there where a collection was slow since the last time."""
+        """Freeze what is there if a collection was slow since the last time."""
         if self.slowest >= _SLOW:
             gc.collect()
             gc.freeze()
@@ -102,14 +96,10 @@ _COLLECTIONS = pytest.StashKey[_Collections]()
 
 
 def _leave_out(patch: pytest.MonkeyPatch) -> None:
-    """Leave out what libraries do in every test for nobody: a third of the time of a trainer's construction.
+    """Leave out work of libraries that no test reads, a third of the time of a trainer's construction.
 
-    - A data set is named by chance, as `datasets` names what it cannot hash. The name is that of its file in a cache on
-      disk, where each test has its own folder.
-    - accelerate looks once for a package that is there, not in each call.
-    - No traceback is kept of a seed for a device that was never used.
-
-    None of it is part of what a trainer computes, and no test reads it. Commands in processes of their own do all.
+    A data set's fingerprint is random, as that of one that cannot be hashed: it names a file in a cache that is of one
+    test alone. accelerate looks for a package once. No traceback is kept for the seed of a device that is not used.
     """
     if "datasets" in sys.modules:
         from datasets import arrow_dataset, fingerprint
@@ -124,17 +114,14 @@ def _leave_out(patch: pytest.MonkeyPatch) -> None:
         from accelerate.utils import imports
 
         patch.setattr(imports, "_is_package_available", cache(imports._is_package_available))
-    if "torch" in sys.modules:
-        import torch
-
-        for device in (torch.cuda, torch.xpu, torch.mtia):
-            patch.setattr(device, "traceback", SimpleNamespace(format_stack=list))
+    for device in (torch.cuda, torch.xpu, torch.mtia):
+        patch.setattr(device, "traceback", SimpleNamespace(format_stack=list))
 
 
 _FIRST = (
     "test_inductor", "test_notebooks", "test_compile_parity", "test_compile", "test_users_hooks",
-    "test_capture_changes", "test_quickstart", "test_sft_command", "test_everyday", "test_nested",
-    "test_capture", "test_beside_others", "test_step_metrics", "test_capture_limits", "test_one_graph",
+    "test_capture_changes", "test_quickstart", "test_sft_command", "test_nested",
+    "test_capture", "test_step_metrics", "test_capture_limits", "test_one_graph",
     "test_trl_examples", "test_activation_memory", "test_without_bf16", "test_moved_names",
     "test_unreadable_models", "test_pays", "test_packed_inputs", "test_lora_copies", "test_quantised_experts",
     "test_moe_compile", "test_case_activation_memory", "test_case_moe", "test_ranks",

@@ -1,10 +1,10 @@
-"""Trains stock and ours under FSDP 2 on two ranks, for `test_ranks.py`: whole runs of `train`."""
+"""Models that two ranks shard, for `test_ranks.py`: whole runs of `train` under FSDP 2, and torch's `fully_shard`."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,245 +18,245 @@ from gemma4_uses import STEPS, gemma4
 from peft import LoraConfig
 from ranks import leave
 from replayed_graphs import TapeDevice
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from trainer_material import assert_same_log, build
-from transformers import TrainerCallback
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from trainer_material import assert_same_log, build, callback
 from trl import SFTTrainer
 
-from fastpack_trl import FastSFTTrainer
+from fastpack_trl import FastSFTTrainer, PackedBatch, packed_attention
 from fastpack_trl.attention.varlen import Varlen
 from fastpack_trl.capture import feature as capture
 from fastpack_trl.checkpointing import checkpoint_offload as feature
 from fastpack_trl.checkpointing.activation_memory import ActivationMemory
-from fastpack_trl.checkpointing.plan import Level
 from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.compile.layers import compiled_layers
 from fastpack_trl.config import Settings
 from fastpack_trl.errors import PackingError, RankFailedError
-from fastpack_trl.model.sharded import Ranks
+from fastpack_trl.model.sharded import Ranks, keep_unsharded, layer_units, whole_bytes
 from fastpack_trl.step import merge_accumulation as merging
 from fastpack_trl.testing import tiny_model
 
-FOLDER = sys.argv[1] if len(sys.argv) > 1 else "/tmp"
+FOLDER = Path(sys.argv[1] if len(sys.argv) > 1 else "/tmp")
 LINEAR = {"target_modules": "all-linear"}
-STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 GRAPHS = Counting(differentiate=True)
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True)
+LENGTHS = (7, 1, 12)
+
+Options = dict[str, Any]
+CASES: dict[str, Callable[[], None]] = {}
+
+
+def case(function: Callable[[], None]) -> Callable[[], None]:
+    CASES[function.__name__] = function
+    return function
 
 
 def make(
-    cls: Any, *, family: str = "qwen3", lora: dict[str, Any] | None = None, tied: bool = False,
-    callbacks: Sequence[Any] = (), fast: dict[str, Any], **more: Any,
+    cls: Any, *, family: str = "qwen3", lora: Options | None = None, tied: bool = False, callbacks: Sequence[Any] = (),
+    fast: Options, **more: Any,
 ) -> Any:  # fmt: skip
-    base = {"packing": True, "per_device_train_batch_size": 1, "eval_strategy": "no", "max_steps": 3}
+    """A trainer of three packed steps; `callbacks` are made anew for each."""
+    base: Options = {"packing": True, "per_device_train_batch_size": 1, "eval_strategy": "no", "max_steps": 3}
     base |= {"gradient_checkpointing": False}
     torch.manual_seed(0)
     adapters = None if lora is None else LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, **lora)
     given = {"peft_config": adapters, "callbacks": [one() for one in callbacks]}
     model = tiny_model(family, tie_word_embeddings=tied)
-    return build(
-        cls, Path(FOLDER), model=model, trainer=given, fast=fast if cls is FastSFTTrainer else None, **base | more
-    )
+    return build(cls, FOLDER, model=model, trainer=given, fast=fast if cls is FastSFTTrainer else None, **base | more)
 
 
-def both(*, plugin: dict[str, Any] | None = None, again: bool = False, rtol: float = 1e-5, **options: Any) -> Any:
+def trained(trainer: Any, **plugin: Any) -> Any:
+    with fsdp2(trainer, **plugin):
+        trainer.train()
+    return trainer
+
+
+def both(*, plugin: Options | None = None, again: bool = False, rtol: float = 1e-5, **options: Any) -> Any:
+    """Ours after one training or two, of which the second begins with sharded weights; the log is that of stock."""
     trainers = []
     for cls in (FastSFTTrainer, SFTTrainer):
         with fsdp2(make(cls, **options), **plugin or {}) as trainer:
-            trainer.train()
-            if again:  # begins with weights that are parted
+            for _ in range(1 + again):
                 trainer.train()
         trainers.append(trainer)
-    ours, stock = trainers
+    ours = trainers[0]
     assert type(ours.model).__name__.startswith("FSDP"), type(ours.model)
-    assert_same_log(ours, stock, rtol=rtol, atol=rtol / 10)
-    return ours, stock
+    assert_same_log(*trainers, rtol=rtol, atol=rtol / 10)
+    return ours
 
 
+@case
 def steps() -> None:
-    """Loss, metrics and LoRA of ours in steps of two micro-batches, with evaluations, in a first and a second run."""
+    """Loss, metrics and LoRA in steps of two micro-batches, with evaluations, in a first and a second run."""
     # FSDP casts the sum of the losses to `output_dtype` here, each of them in stock: two steps of bf16, which
     # weights must not learn from, since Adam divides what is rounded by itself.
     cast = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True, output_dtype=torch.bfloat16)
-    low: dict[str, Any] = {"plugin": {"mixed_precision_policy": cast}, "learning_rate": 0.0, "rtol": 2**-6}
-    full: dict[str, Any] = {"again": True, "eval_strategy": "steps", "eval_steps": 2}
+    low: Options = {"plugin": {"mixed_precision_policy": cast}, "learning_rate": 0.0, "rtol": 2**-6}
+    full: Options = {"again": True, "eval_strategy": "steps", "eval_steps": 2, "family": "llama"}
     for options in (
-        full | {"family": "llama"}, full | {"family": "llama", "tied": True},
-        full | {"family": "llama", "lora": LINEAR},
-        full | {"family": "qwen3_moe"}, low, low | {"family": "llama", "lora": LINEAR},
+        full, full | {"tied": True}, full | {"lora": LINEAR}, full | {"family": "qwen3_moe"},
+        low, low | {"family": "llama", "lora": LINEAR},
     ):  # fmt: skip
-        ours, _ = both(gradient_accumulation_steps=2, fast={"verify_packing": "off"}, **options)
-        report = ours.fastpack_report
+        report = both(gradient_accumulation_steps=2, fast={"verify_packing": "off"}, **options).fastpack_report
         assert "loss" in report["sync_free"].path, report.table()
         assert "lora" not in options or report["lora"].path == "fast", report.table()
 
 
+@case
 def compiled() -> None:
     """Differentiated by AOT, whose graphs keep the gathered parameters; traced only, with LoRA and checkpoints."""
     compiled_layers.__wrapped__.__kwdefaults__["_backend"] = GRAPHS  # type: ignore[attr-defined]
     for options in ({}, {"gradient_checkpointing": True, "lora": LINEAR}):
         GRAPHS.graphs, GRAPHS.differentiate = 0, not options
         # One mask: a kernel per document would make graphs that take a minute here.
-        ours, _ = both(fast={"layer_compile": "on", "packed_attention": "sdpa"}, **options)
-        report = ours.fastpack_report
-        assert (report["layer_compile"].status, report["layer_compile"].path) == ("on", "compiled"), report.table()
+        ours = both(fast={"layer_compile": "on", "packed_attention": "sdpa"}, **options)
+        line = ours.fastpack_report["layer_compile"]
+        assert (line.status, line.path) == ("on", "compiled"), line
         assert GRAPHS.graphs, options
         for layer in ours.accelerator.unwrap_model(ours.model).get_decoder().layers:
             assert "forward" not in layer.__dict__
             assert type(layer).__name__.startswith("FSDP"), type(layer)
 
 
-class LooksBeforeTheStep(TrainerCallback):
-    """Runs the model between the backward pass and the step, whose weights the next pass must have."""
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        with torch.no_grad():
-            model.eval()(input_ids=torch.arange(8)[None], use_cache=False)
+def look(state: Any, model: Any) -> None:
+    with torch.no_grad():
+        model.eval()(input_ids=torch.arange(8)[None], use_cache=False)
 
 
+@case
 def memory() -> None:
     """Levels by name, by a budget that one process has less of, and offloaded layer inputs."""
-    for options, fast, levels in (
-        ({}, {"activation_memory": "checkpoint"}, {Level.CHECKPOINT}),
-        ({"lora": LINEAR}, {"activation_memory": "keep"}, {Level.KEEP}),
-        ({}, {"activation_memory_gib": 1.0 if dist.get_rank() else 2e-4}, {Level.CHECKPOINT}),
+    gathered = "weights gathered once a step"
+    for options, fast, level in (
+        ({}, {"activation_memory": "checkpoint"}, "checkpoint"),
+        ({"lora": LINEAR}, {"activation_memory": "keep"}, "keep"),
+        ({}, {"activation_memory_gib": 1.0 if dist.get_rank() else 2e-4}, "checkpoint"),
     ):
-        ours, _ = both(gradient_checkpointing=True, gradient_accumulation_steps=2, fast=fast, **options)
-        plan = ours.fastpack_run.get_state(ActivationMemory)
-        assert plan is None, "kept after the run"
+        ours = both(gradient_checkpointing=True, gradient_accumulation_steps=2, fast=fast, **options)
+        assert ours.fastpack_run.get_state(ActivationMemory) is None, "kept after the run"
         line = ours.fastpack_report["activation_memory"]
-        assert line.status == "on", line
-        assert line.path == " + ".join(map(str, sorted(levels))), line
-        assert ("weights gathered once a step" in line.reason) == (levels == {Level.KEEP}), line
-    # A look is beside stock's for the head, which FSDP keeps whole by itself: so ours with and without.
-    looked = []
-    for fast in ({"activation_memory_gib": 1.0}, {"activation_memory": "off"}):
-        trainer = make(FastSFTTrainer, gradient_checkpointing=True, callbacks=[LooksBeforeTheStep], fast=fast)
-        with fsdp2(trainer):
-            trainer.train()
-        looked.append(trainer)
-    assert "weights gathered once a step" in looked[0].fastpack_report["activation_memory"].reason
+        assert (line.status, line.path, gathered in line.reason) == ("on", level, level == "keep"), line
+    # Between the backward pass and the step, whose weights the next pass must have. FSDP keeps the head whole by itself
+    # for a look under stock: so ours with and without.
+    looks = callback("on_pre_optimizer_step", look)
+    looked = [
+        trained(make(FastSFTTrainer, gradient_checkpointing=True, callbacks=[looks], fast=fast))
+        for fast in ({"activation_memory_gib": 1.0}, {"activation_memory": "off"})
+    ]
+    assert gathered in looked[0].fastpack_report["activation_memory"].reason
     assert_same_log(looked[0], looked[1], rtol=1e-6, atol=1e-7)
     both(gradient_checkpointing=True, max_grad_norm=0.05, fast={"activation_memory_gib": 1.0})
     feature.offload_unavailable = lambda device: ""  # type: ignore[assignment]
     feature.CudaStreams = HostStreams  # type: ignore[misc,assignment]
     feature.MIN_BYTES = 1  # type: ignore[misc]
-    ours, _ = both(gradient_checkpointing=True, fast={"checkpoint_offload": "double_buffer"})
+    ours = both(gradient_checkpointing=True, fast={"checkpoint_offload": "double_buffer"})
     assert ours.fastpack_report["checkpoint_offload"].status == "on"
     assert "offload, host memory" in ours.fastpack_report.facts, ours.fastpack_report.table()
 
 
+@case
 def shared_keys() -> None:
     """Gemma 4, whose last layers take the keys of earlier ones: proof and plan run the whole row in each of them."""
-    logs = []
-    options = {"packing": True, "gradient_checkpointing": True, **STEPS}
-    for cls, fast in ((FastSFTTrainer, {"activation_memory_gib": 1.0, "verify_packing": "on"}), (SFTTrainer, None)):
-        trainer = build(cls, Path(FOLDER), model=gemma4("text", 2, "full"), fast=fast, **options)
-        with fsdp2(trainer, transformer_cls_names_to_wrap=["Gemma4TextDecoderLayer"]):
-            trainer.train()
-        logs.append(trainer)
-    ours, stock = logs
-    assert ours.fastpack_report["activation_memory"].status == "on"
-    assert "proven" in ours.fastpack_report["verify_packing"].reason
-    losses = [[row["loss"] for row in each.state.log_history if "loss" in row] for each in (ours, stock)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    losses = []
+    for cls, fast in ((SFTTrainer, None), (FastSFTTrainer, {"activation_memory_gib": 1.0, "verify_packing": "on"})):
+        model = gemma4("text", 2, "full")
+        trainer = build(cls, FOLDER, model=model, fast=fast, packing=True, gradient_checkpointing=True, **STEPS)
+        trained(trainer, transformer_cls_names_to_wrap=["Gemma4TextDecoderLayer"])
+        losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
+    assert trainer.fastpack_report["activation_memory"].status == "on"
+    assert "proven" in trainer.fastpack_report["verify_packing"].reason
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
+@case
 def proof() -> None:
     """With windows and without; tied embeddings, which are in one unit with the head; a leak of stock's stops all."""
-    ours, _ = both(fast={"verify_packing": "on"}, tied=True)
+    ours = both(fast={"verify_packing": "on"}, tied=True)
     assert ours.fastpack_report["verify_packing"].path == "proof", ours.fastpack_report.table()
     assert ours.fastpack_proof.proven
-    with fsdp2(make(FastSFTTrainer, family="gpt_oss", lora=LINEAR, fast={"verify_packing": "on"})) as trainer:
-        trainer.train()
-    assert trainer.fastpack_proof.proven
-    assert trainer.fastpack_proof.not_exercised == ()
-    unpacked: dict[str, Any] = {"packing": False, "per_device_train_batch_size": 2, "fast": {"layer_compile": "off"}}
-    with fsdp2(make(FastSFTTrainer, **unpacked)) as trainer:
-        with trainer._fastpack_features():  # accelerate prepares no sharded model for an evaluation before training
-            assert trainer.fastpack_run.plan.kind == "padding_free"
-        trainer.train()
-        assert trainer.fastpack_proof.proven
-        trainer.evaluate(trainer.train_dataset)
-        assert trainer.fastpack_run.plan.kind == "padding_free"
-    leaky = make(FastSFTTrainer, family="gpt_oss", fast={"packed_attention": "off"})
-    with fsdp2(leaky) as trainer, pytest.raises(PackingError, match="packed_attention='auto'"):
-        trainer.train()
+    ours = trained(make(FastSFTTrainer, family="gpt_oss", lora=LINEAR, fast={"verify_packing": "on"}))
+    assert ours.fastpack_proof.proven
+    assert ours.fastpack_proof.not_exercised == ()
+    unpacked: Options = {"packing": False, "per_device_train_batch_size": 2, "fast": {"layer_compile": "off"}}
+    with fsdp2(make(FastSFTTrainer, **unpacked)) as ours:
+        with ours._fastpack_features():  # accelerate prepares no sharded model for an evaluation before training
+            assert ours.fastpack_run.plan.kind == "padding_free"
+        ours.train()
+        assert ours.fastpack_proof.proven
+        ours.evaluate(ours.train_dataset)
+        assert ours.fastpack_run.plan.kind == "padding_free"
+    with pytest.raises(PackingError, match="packed_attention='auto'"):
+        trained(make(FastSFTTrainer, family="gpt_oss", fast={"packed_attention": "off"}))
 
 
+@case
 def experts() -> None:
     """Trained, frozen beside LoRA on the attention, and with LoRA on their stacks."""
-    for targets in (None, {"target_modules": ["q_proj", "v_proj"]}, {"target_parameters": STACKS}):
-        options = {"gradient_checkpointing": targets is not None}
-        ours, _ = both(family="qwen3_moe", lora=targets, fast={"moe": "on", "verify_packing": "off"}, **options)
-        assert ours.fastpack_report["moe"].status == "on", ours.fastpack_report.table()
-        assert ours.fastpack_report["moe"].path == "fastpack", ours.fastpack_report.table()
+    stacks = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    for lora in (None, {"target_modules": ["q_proj", "v_proj"]}, stacks):
+        options = {"family": "qwen3_moe", "lora": lora, "gradient_checkpointing": lora is not None}
+        line = both(fast={"moe": "on", "verify_packing": "off"}, **options).fastpack_report["moe"]
+        assert (line.status, line.path) == ("on", "fastpack"), line
 
 
-class HooksOneRank(TrainerCallback):
-    """Hooks the model of one process when the second step begins: its micro-batches must run one by one."""
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if state.global_step == 1 and dist.get_rank() == 0:
-            model.register_forward_hook(lambda *_: None)
-
-
-class Forwards(TrainerCallback):
+class Counts:
     """Counts the forward passes of each step."""
 
-    def __init__(self) -> None:
-        self.counts: list[int] = []
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if not self.counts:
-            model.get_input_embeddings().register_forward_pre_hook(_Counts(self.counts))
-        self.counts.append(0)
-
-
-class _Counts:
     __module__ = "transformers.test"  # no hook of the user
 
-    def __init__(self, counts: list[int]) -> None:
-        self._counts = counts
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def begin(self, state: Any, model: Any) -> None:
+        if not self.steps:
+            model.get_input_embeddings().register_forward_pre_hook(self)
+        self.steps.append(0)
 
     def __call__(self, *_: Any) -> None:
-        self._counts[-1] += 1
+        self.steps[-1] += 1
 
 
+def hook_one_rank(state: Any, model: Any) -> None:
+    if state.global_step == 1 and dist.get_rank() == 0:
+        model.register_forward_hook(lambda *_: None)
+
+
+@case
 def merged() -> None:
     """Four micro-batches (three at the end of an epoch) as one row, as two where that has room, or one by one."""
-    more = {"gradient_accumulation_steps": 4, "max_steps": 4}
+    hooks = callback("on_step_begin", hook_one_rank)
     for fast, callbacks, expected in (
         ({"merge_accumulation": "on"}, [], [1, 1, 1, 1]),
         ({}, [], [2, 2, 2, 2]),
-        ({"merge_accumulation": "on"}, [HooksOneRank], [1, 4, 3, 4]),
+        ({"merge_accumulation": "on"}, [hooks], [1, 4, 3, 4]),
     ):
         merging.CPU_ROW_NUMBERS = 2 * 48 * 32  # type: ignore[misc]
-        ours, _ = both(callbacks=[Forwards, *callbacks], fast=fast, lora=LINEAR, **more)
-        counted = next(one for one in ours.callback_handler.callbacks if isinstance(one, Forwards))
-        assert counted.counts == expected, (counted.counts, ours.fastpack_report.table())
+        counts: list[Counts] = []
+
+        def counting(counts: list[Counts] = counts) -> Any:
+            counts.append(Counts())
+            return callback("on_step_begin", counts[-1].begin)()
+
+        options: Options = {"lora": LINEAR, "gradient_accumulation_steps": 4, "max_steps": 4}
+        ours = both(callbacks=[counting, *callbacks], fast=fast, **options)
+        assert counts[0].steps == expected, (counts[0].steps, ours.fastpack_report.table())
 
 
-class Substep(TrainerCallback):
-    """Needs each micro-batch to have run."""
-
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        pass
-
-
+@case
 def one_rank() -> None:
     """One process has a callback or a hook before training, or cannot plan: the others do as it does."""
+    substep = callback("on_substep_end", lambda *_: None, "Substep")
     for add, why in (
-        (lambda trainer: trainer.add_callback(Substep()), "on_substep_end of Substep"),
+        (lambda trainer: trainer.add_callback(substep()), "on_substep_end of Substep"),
         (lambda trainer: trainer.model.register_forward_pre_hook(lambda *_: None), "runs once per micro-batch"),
     ):
         trainer = make(FastSFTTrainer, fast={}, gradient_accumulation_steps=2, max_steps=1)
         if dist.get_rank() == 0:
             add(trainer)
-        with fsdp2(trainer):
-            trainer.train()
-        line = trainer.fastpack_report["merge_accumulation"]
-        assert line.path == "stock", line
-        assert why in line.reason, line
+        line = trained(trainer).fastpack_report["merge_accumulation"]
+        assert (line.path, why in line.reason) == ("stock", True), line
         assert line.reason.startswith("rank 0: ") == bool(dist.get_rank()), line
     options = {"gradient_checkpointing": True, "max_steps": 1, "max_length": None, "packing": False}
     for engine in (contextlib.nullcontext, fsdp2):
@@ -267,41 +267,30 @@ def one_rank() -> None:
         with engine(trainer):
             trainer.train()
         line = trainer.fastpack_report["activation_memory"]
-        assert line.path == "stock", line
-        assert "rows may have any length" in line.reason, line
+        assert (line.path, "rows may have any length" in line.reason) == ("stock", True), line
         assert ("rank 0: ValueError" in line.reason) == bool(dist.get_rank()), line
 
 
-class Fails:
-    """The forward of a module, of which the first calls fail."""
-
-    def __init__(self, module: Any, calls: int) -> None:
-        self.forward, self.calls = module.forward, calls
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls -= 1
-        if self.calls >= 0:
-            raise RuntimeError("the kernel failed")
-        return self.forward(*args, **kwargs)
-
-
+@case
 def stepped_down() -> None:
     """What no process can run, inside of the plan's passes, is left out by all: the run goes on."""
-    trainers = []
-    for cls in (FastSFTTrainer, SFTTrainer):
-        fast = {"activation_memory_gib": 1.0, "verify_packing": "off"}
-        trainer = make(cls, fast=fast, gradient_checkpointing=True)
-        mlp = trainer.model.model.layers[1].mlp
-        mlp.forward = Fails(mlp, int(cls is FastSFTTrainer))
-        with fsdp2(trainer):
-            trainer.train()
-        trainers.append(trainer)
-    ours, stock = trainers
+    fast = {"activation_memory_gib": 1.0, "verify_packing": "off"}
+    ours, stock = (make(cls, fast=fast, gradient_checkpointing=True) for cls in (FastSFTTrainer, SFTTrainer))
+    mlp = ours.model.model.layers[1].mlp
+    forward, failures = mlp.forward, iter([RuntimeError("the kernel failed")])
+
+    def fail_once(*args: Any) -> Any:
+        for error in failures:
+            raise error
+        return forward(*args)
+
+    mlp.forward = fail_once
+    assert_same_log(trained(ours), trained(stock), rtol=1e-5, atol=1e-6)
     line = ours.fastpack_report["activation_memory"]
     assert (line.path, "the kernel failed" in line.reason) == ("stock", True), line
-    assert_same_log(ours, stock, rtol=1e-5, atol=1e-6)
 
 
+@case
 def left_alike() -> None:
     """A process that fails takes the others along, also where a question of theirs was another; one alone ends."""
     ranks, rank = Ranks(2), dist.get_rank()
@@ -326,6 +315,7 @@ def left_alike() -> None:
         dist.barrier()  # where the other has waited
 
 
+@case
 def engines() -> None:
     """The table in docs/several-gpus.md: the features that are entered under each engine."""
     page = (Path(__file__).parents[1] / "docs/several-gpus.md").read_text(encoding="utf-8")
@@ -338,18 +328,17 @@ def engines() -> None:
     patch.setattr(Settings, "is_explicit", lambda *_: False)  # what an engine lacks is said, and stops nothing
     patch.setattr(Varlen, "refuses", lambda self, features: "")
     patch.setattr(capture, "unavailable", lambda device: "")
-    patch.setattr(capture, "CudaGraphs", lambda device: TapeDevice(torch.nn.Module()))
+    patch.setattr(capture, "CudaGraphs", lambda device: TapeDevice(nn.Module()))
     base = {"packed_attention": "varlen", "verify_packing": "on", "moe": "on", "layer_compile": "on"}
     more = {"gradient_checkpointing": True, "gradient_accumulation_steps": 2, "family": "qwen3_moe"}
     flags = {"DDP": "", "FSDP 2": "", "FSDP 1": "is_fsdp_enabled"}
     flags |= dict.fromkeys(("ZeRO 1, 2", "ZeRO 3"), "is_deepspeed_enabled")
     pending = ("layer_compile", "cuda_graph")  # decided in the first steps
-    planned = {"merge_accumulation": "on", "activation_memory_gib": 1.0}
-    offloaded = {"checkpoint_offload": "double_buffer"}
     for engine, flag in flags.items():
         transformers.integrations.is_deepspeed_zero3_enabled = lambda engine=engine: engine == "ZeRO 3"
         found: dict[str, str] = {}
-        for fast in (planned, offloaded):
+        offloaded = {"checkpoint_offload": "double_buffer"}
+        for fast in ({"merge_accumulation": "on", "activation_memory_gib": 1.0}, offloaded):
             trainer = make(FastSFTTrainer, lora={"target_modules": ["q_proj"]}, fast=base | fast, **more)
             with fsdp2(trainer) if engine == "FSDP 2" else contextlib.nullcontext():
                 if flag:
@@ -362,8 +351,7 @@ def engines() -> None:
                         raise
                     found["checkpoint_offload"] = "stock"  # an error, since it was asked for by name
                     continue
-            for name in table:
-                line = report[name]
+            for name, line in report.items():
                 assert line.path != "pending" or "when train() begins" in line.reason or name in pending, line
                 on = line.status == "on" and line.path != "host work only"
                 found[name] = "on" if on else found.get(name, "stock")
@@ -371,19 +359,69 @@ def engines() -> None:
     patch.undo()
 
 
-CASES = {
-    "steps": steps,
-    "engines": engines,
-    "one_rank": one_rank,
-    "left_alike": left_alike,
-    "stepped_down": stepped_down,
-    "merged": merged,
-    "experts": experts,
-    "proof": proof,
-    "shared_keys": shared_keys,
-    "memory": memory,
-    "compiled": compiled,
-}
+def sharded(model: nn.Module, layers_too: bool = True, **policy: Any) -> nn.Module:
+    """A model in the units that accelerate makes, which starts no FSDP on a CPU by itself."""
+    mesh = init_device_mesh("cpu", (2,))
+    for module in (*(model.model.layers if layers_too else ()), model):
+        fully_shard(module, mesh=mesh, **policy)
+    return model
+
+
+@case
+def gathered() -> None:
+    """Weights stay whole from forward to backward, not longer; an exception shards them; gradients are the same."""
+    ids = (torch.arange(24).view(1, 24) * 7 + dist.get_rank()) % 60
+
+    def whole() -> set[bool]:
+        return {not isinstance(p, DTensor) for layer in layers for p in layer.parameters()}
+
+    gradients = []
+    for keep in (False, True):
+        model = sharded(tiny_model("qwen3"))
+        layers = layer_units(model)
+        assert layers == list(model.model.layers)
+        assert whole_bytes(layers, 2) == 2 * sum(p.numel() for layer in layers for p in layer.parameters())
+        with keep_unsharded(layers if keep else []):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            assert whole() == {keep}
+            loss.backward()
+            assert whole() == {False}
+        gradients.append([p.grad.full_tensor() for p in model.parameters()])
+    assert all(map(torch.equal, *gradients))
+    with pytest.raises(ValueError, match="stopped"), keep_unsharded(layers):
+        model(input_ids=ids, use_cache=False)
+        raise ValueError("stopped")
+    assert whole() == {False}
+    with keep_unsharded(layers):  # a batch that is replaced by a zero has no backward pass
+        model(input_ids=ids, use_cache=False)
+    assert whole() == {False}
+
+
+@case
+def packed() -> None:
+    """Through FSDP's hooks, which rebuild every argument of a forward, documents stay apart and masks are made once."""
+    ids = torch.randint(3, 90, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(dist.get_rank()))
+    for family, path, layers_too in (
+        ("llama", "per_document", True), ("llama", "per_document", False), ("llama", "sdpa", True),
+        ("gpt_oss", "per_document", True),
+    ):  # fmt: skip
+        model = sharded(tiny_model(family), layers_too, mp_policy=BF16)
+        batch = PackedBatch.from_lengths(LENGTHS)
+        with packed_attention(model, path, compute_dtype=torch.bfloat16):
+            logits = model(input_ids=ids, position_ids=batch.position_ids, packed_batch=batch, use_cache=False).logits
+            logits.float().square().mean().backward()
+        norms: Tensor = torch.stack([parameter.grad.to_local().norm() for parameter in model.parameters()])
+        assert torch.isfinite(norms).all()
+        assert norms.sum() > 0
+        assert set(batch.build_counts.values()) == {1}, batch.build_counts
+        batch.clear_derived()
+        assert not batch.derived.values
+        alone = [model(input_ids=part, use_cache=False).logits for part in ids.split(LENGTHS, dim=1)]
+        expected = torch.cat(alone, dim=1)
+        assert logits.dtype == torch.bfloat16
+        budget = 4 * torch.finfo(torch.bfloat16).eps * float(expected.abs().max())
+        torch.testing.assert_close(logits, expected, rtol=0, atol=budget)
+
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")

@@ -9,7 +9,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -52,11 +52,8 @@ SMALLER = {
 }
 """Text of a Python block -> what runs in its place."""
 
-RUN_ELSEWHERE = {
-    '"""The feature `deterministic`': "tests/test_pages.py",
-    '"""Packed attention in plain torch': "tests/attention/test_toy_backend.py",
-}
-"""How a Python block begins -> the test that runs it."""
+RUN_ELSEWHERE = ('"""The feature `deterministic`', '"""Packed attention in plain torch')
+"""How Python blocks begin that tests/test_pages.py and tests/attention/test_toy_backend.py run."""
 
 ALONE = "# In a process of its own.\n"
 """How a Python block begins that changes its process."""
@@ -72,39 +69,29 @@ RUN: dict[str, str] = {
 }
 """Commands that run here, with what makes them small."""
 
-PARSED: dict[str, str] = {
-    r"fastpack-trl sft .*--(accelerate_config|num_processes) .*": "several processes",
-    r"fastpack-trl sft --config configs/.*": "needs a GPU: tests/recipe/test_configs.py trains these files in small",
-    r"fastpack-trl (sft|dpo|reward|kto|grpo|rloo)": "an option of a file: tests/cli/test_method_commands.py",
-    r"fastpack-trl sft --help": "tests/cli/test_method_commands.py reads it",
-    r"fastpack-trl doctor --config \S+ --audit": "trains two trainers: tests/cli/test_doctor.py",
-    r"fastpack-trl doctor --config \S+ --gpu .*": "tests/cli/test_doctor.py",
-    r"fastpack-trl doctor": "reads the machine: tests/cli/test_doctor.py",
-    r"fastpack-trl verify.*": "as the one with a model that runs here",
-    r"fastpack-trl bench.* --(baseline|ablate|profile)\b.*": "more sides: tests/bench/test_compare.py",
-    r"fastpack-trl bench( --config \S+)?": "as the one with a file that runs here",
-    r"fastpack-trl init": "tests/cli/test_init.py",
-    r"fastpack-trl (merge|generate)( .*)?": "needs a run: tests/recipe/test_trained.py and tests/cli/test_init.py",
-    r"fastpack-trl convert theirs\.yaml": "tests/recipe/test_foreign.py",
-    r"python -m benchmarks (run|micro|memory_caps|tables) ?.*": "minutes: tests/benchmarks/ runs each in small",
-}
-"""Commands of ours that are parsed, and the reason why they do not run here."""
+PARSED = (
+    r"fastpack-trl sft .*--(accelerate_config|num_processes) .*",  # several processes
+    r"fastpack-trl sft --config configs/.*",  # need a GPU: tests/recipe/test_configs.py trains these files in small
+    r"fastpack-trl (sft|dpo|reward|kto|grpo|rloo)",  # an option of a file
+    r"fastpack-trl (sft --help|doctor|doctor --config \S+ (--audit|--gpu .*)|init|convert theirs\.yaml)",  # tests/cli
+    r"fastpack-trl verify.*",
+    r"fastpack-trl bench( --config \S+|.* --(baseline|ablate|profile)\b.*)?",
+    r"fastpack-trl (merge|generate)( .*)?",  # need a run: tests/recipe/test_trained.py
+    r"python -m benchmarks (run|micro|memory_caps|tables) ?.*",  # minutes: tests/benchmarks/ runs each in small
+)
+"""Commands of ours that are parsed here and run elsewhere."""
 
-LISTED: dict[str, str] = {
-    r"make [\w-]+( ARGS=.*)?": "installs",
-    r"(\S*/)?(python3? -m )?pip install .*": "installs",
-    r"(\S*/)?python3? -m (venv|build|twine) .*|(\S*/)?python3? -m build": "makes an environment, or needs the network",
-    r"accelerate launch .*": "several processes: tests/recipe/test_configs.py parses it",
-    r"torchrun .*": "several processes",
-    r"git (tag|push|clone) .*": "needs a repository",
-    r"(cd|rm -rf) .*": "a place of the shell",
-}
-"""Commands of others."""
+LISTED = (
+    r"make [\w-]+( ARGS=.*)?|(\S*/)?(python3? -m )?pip install .*",  # install
+    r"(\S*/)?python3? -m (venv|build|twine)( .*)?",  # make an environment, or need the network
+    r"(accelerate launch|torchrun) .*",  # several processes
+    r"git (tag|push|clone) .*|(cd|rm -rf) .*",
+)
+"""Commands of others, which do not run."""
 
 
-def matching(table: dict[str, str], line: str) -> str | None:
-    """Return the value of the first pattern that is the whole line."""
-    return next((value for pattern, value in table.items() if re.fullmatch(pattern, line)), None)
+def is_in(patterns: Iterable[str], line: str) -> bool:
+    return any(re.fullmatch(pattern, line) for pattern in patterns)
 
 
 def ours(line: str) -> str:
@@ -146,18 +133,12 @@ def here(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def _trainer() -> Any:
-    return SFTTrainer(
-        PRELUDE["model"](), args=PRELUDE["args"](), train_dataset=make_dataset("text"),
-        peft_config=LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"]),
-    )  # fmt: skip
-
-
 def _preferences() -> Any:
     texts = make_dataset("prompt_completion", 8)
     return Dataset.from_dict({"prompt": texts["prompt"], "chosen": texts["completion"], "rejected": texts["prompt"]})
 
 
+ADAPTER = LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
 PRELUDE: dict[str, Callable[[], Any]] = {
     "args": lambda: SFTConfig(output_dir="out", max_length=64, **TINY),
     "dataset": lambda: make_dataset("text"),
@@ -166,16 +147,13 @@ PRELUDE: dict[str, Callable[[], Any]] = {
     "step": lambda: lambda: None,
     "tiny": lambda: TINY,
     "tokenizer": make_tokenizer,
-    "trainer": _trainer,
-    **{
-        name: lambda value=value: value
-        for name, value in {
-            "torch": torch,
-            "SFTConfig": SFTConfig,
-            "SFTTrainer": SFTTrainer,
-            "LoraConfig": LoraConfig,
-        }.items()
-    },
+    "trainer": lambda: SFTTrainer(
+        PRELUDE["model"](), args=PRELUDE["args"](), train_dataset=make_dataset("text"), peft_config=ADAPTER
+    ),
+    "torch": lambda: torch,
+    "SFTConfig": lambda: SFTConfig,
+    "SFTTrainer": lambda: SFTTrainer,
+    "LoraConfig": lambda: LoraConfig,
 }
 """Names that a page takes for granted; the model is a mixture of experts."""
 
@@ -199,16 +177,13 @@ def test_every_block_is_of_a_kind_that_is_run_or_listed() -> None:
 @pytest.mark.parametrize("block", all_blocks("python"), ids=lambda block: block.name)
 def test_a_python_block_runs(block: Block, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     compile(block.text, block.name, "exec")
-    elsewhere = next((file for start, file in RUN_ELSEWHERE.items() if block.text.startswith(start)), None)
     if "bitsandbytes" in block.text:
         pytest.importorskip("bitsandbytes")
     if block.text.startswith(ALONE):
         subprocess.run([forks.python(), "-c", block.text], check=True, timeout=120)
-    elif elsewhere is None:
+    elif not block.text.startswith(RUN_ELSEWHERE):
         with torch.compiler.set_stance("force_eager"):  # bitsandbytes compiles its operators for a minute
             run_python(block.text, block.name)
-    else:
-        assert Path(block.page).name in (ROOT / elsewhere).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("block", all_blocks("diff"), ids=lambda block: block.name)
@@ -238,40 +213,36 @@ def test_options_of_the_migration_tables_exist() -> None:
     assert named <= known, named - known
 
 
-def test_every_command_is_run_parsed_or_listed_with_a_reason_that_exists() -> None:
-    unknown = [line for line in commands() if matching(RUN | PARSED | LISTED, ours(line)) is None]
-    unknown += [line for line in inline_commands() if matching(RUN | PARSED, line) is None]
-    assert not unknown, "add each to RUN, or to PARSED or LISTED with the reason"
+def test_every_command_is_run_parsed_or_listed() -> None:
+    unknown = [line for line in commands() if not is_in((*RUN, *PARSED, *LISTED), ours(line))]
+    unknown += [line for line in inline_commands() if not is_in((*RUN, *PARSED), line)]
+    assert not unknown, "add each to RUN, PARSED or LISTED"
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for line in commands():
         if target := re.fullmatch(r"make ([\w-]+).*", line):
             assert re.search(rf"^{target[1]}:", makefile, re.MULTILINE), line
-    for reason in [*PARSED.values(), *LISTED.values(), *RUN_ELSEWHERE.values()]:
-        assert all((ROOT / path).exists() for path in re.findall(r"tests/[\w/]+(?:\.py)?", reason)), reason
 
 
-RUNNING = [line for line in commands() if matching(RUN, line) is not None]
-
-
-@pytest.mark.parametrize("line", RUNNING)
+@pytest.mark.parametrize("line", [line for line in commands() if is_in(RUN, line)])
 def test_a_command_runs(line: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    more = matching(RUN, line)
-    assert more is not None
-    code = main([*shlex.split(line)[1:], *shlex.split(more)])
-    assert code == 0, capsys.readouterr().err
+    more = next(more for pattern, more in RUN.items() if re.fullmatch(pattern, line))
+    assert main([*shlex.split(line)[1:], *shlex.split(more)]) == 0, capsys.readouterr().err
 
 
-def parsed(line: str) -> None:
-    """Parse a command of ours as its own parser does."""
+WORDS = dict.fromkeys([*(ours(line) for line in commands()), *inline_commands()])
+
+
+@pytest.mark.parametrize("line", [line for line in WORDS if is_in(PARSED, line)])
+def test_a_command_that_is_not_run_is_parsed(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
     program, *words = shlex.split(line)
     if program == "python":
         assert words[:2] == ["-m", "benchmarks"]
-        command = import_module(f"benchmarks.{words[2]}")
-        command.parse(words[3:])
+        import_module(f"benchmarks.{words[2]}").parse(words[3:])
         return
     command, *rest = words
     if command in METHODS:
-        if rest and "--help" not in rest and (ROOT / rest[rest.index("--config") + 1]).is_file():
+        if "--config" in rest and (ROOT / rest[rest.index("--config") + 1]).is_file():
             launch = parse([*rest, "--use_cpu"]).launch
             assert ("--accelerate_config" in rest) == "".join(launch[:1]).startswith("--config_file=")
         return
@@ -281,12 +252,3 @@ def parsed(line: str) -> None:
         assert command in ("bench", "doctor")
         config = ["--config", args.config] if (ROOT / args.config).is_file() else ["--output_dir", "out"]
         parse([*config, *unknown, "--use_cpu", "--bf16", "False"])
-
-
-WORDS = [*(ours(line) for line in commands()), *inline_commands()]
-
-
-@pytest.mark.parametrize("line", [line for line in dict.fromkeys(WORDS) if matching(PARSED, line) is not None])
-def test_a_command_that_is_not_run_is_parsed(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    parsed(line)

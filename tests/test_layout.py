@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
-from importlib.util import resolve_name
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,36 +82,26 @@ LAZY = tuple(f"fastpack_trl.{module}" for module in fastpack_trl._HOME.values())
 """Within reach of whoever has the package itself."""
 
 
-def imports(name: str, path: Path) -> Iterator[str]:
+def imports(path: Path) -> Iterator[str]:
     """Yield the modules that a module imports: at its top, in functions, for types, and by name. ruff bans dots."""
     nodes = nodes_of(path)
     docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     for node in nodes:
         match node:
-            case ast.Import(names=names):
-                for alias in names:
-                    if alias.name.partition(".")[0] == "fastpack_trl":
-                        yield home(alias.name)
-                        yield from LAZY if alias.name == "fastpack_trl" or alias.asname is None else ()
+            case ast.Import(names=names) if any(alias.name.partition(".")[0] == "fastpack_trl" for alias in names):
+                yield from (*LAZY, *(home(alias.name) for alias in names if alias.name.startswith("fastpack_trl.")))
             case ast.ImportFrom(module=str() as module, names=names) if module.partition(".")[0] == "fastpack_trl":
-                for alias in names:
-                    every = (module, alias.name) == ("fastpack_trl", "*")
-                    yield from LAZY if every else [home(f"{module}.{alias.name}")]
+                assert names[0].name != "*"
+                yield from (home(f"{module}.{alias.name}") for alias in names)
             case ast.Constant(value=str() as text) if id(node) not in docstrings:
                 # `COMMANDS`, and what is started as a process of its own.
                 yield from map(home, re.findall(r"\bfastpack_trl(?:\.\w+)+", text))
-            case ast.JoinedStr(values=[ast.Constant(value=str() as start), *_]) if start.startswith("fastpack_trl."):
-                yield from (module for module in modules() if module.startswith(start))
-            case ast.Call(args=[ast.Constant(value=str() as dots), *rest]) if re.match(r"\.\w", dots):
-                package = rest[0].value if rest and isinstance(rest[0], ast.Constant) else name.rpartition(".")[0]
-                if "import_module" in ast.unparse(node.func):
-                    yield home(resolve_name(dots, str(package)))
 
 
 @cache
 def graph() -> dict[str, frozenset[str]]:
     """Return the modules that each module imports; the lazy names of the package's `__init__` left out."""
-    return {name: frozenset(imports(name, path)) - {name} for name, path in modules().items() if name != "fastpack_trl"}
+    return {name: frozenset(imports(path)) - {name} for name, path in modules().items() if name != "fastpack_trl"}
 
 
 @cache
@@ -145,13 +134,9 @@ def test_rooms_import_only_from_floors_below() -> None:
 
 def benchmarks() -> dict[str, set[str]]:
     """Return the benchmarks that each benchmark imports."""
-    folder, needs = ROOT / "benchmarks", dict[str, set[str]]()
-    for path in folder.glob("*.py"):
-        froms = [node for node in nodes_of(path) if isinstance(node, ast.ImportFrom)]
-        words = [f"{node.module}.{alias.name}".split(".") for node in froms for alias in node.names]
-        names = {name for package, name, *_ in words if package == "benchmarks" and (folder / f"{name}.py").exists()}
-        needs[path.stem] = names - {path.stem}
-    return needs
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").glob("*.py")}
+    lines = {name: re.findall(r"^\s*from (benchmarks[. ].*)", text, re.MULTILINE) for name, text in texts.items()}
+    return {name: set(re.findall(r"\w+", " ".join(lines[name]))) & texts.keys() - {name} for name in texts}
 
 
 @pytest.mark.parametrize("needs", [graph, benchmarks])
@@ -190,15 +175,11 @@ def test_the_graph_knows_the_commands_and_the_top_level_has_ten_files_each_of_on
     assert not {name: count for name, count in long.items() if count > 400}
 
 
-RUNNING = (
-    "attention", "lora", "moe", "checkpointing", "compile", "step", "capture",
-    "features", "callbacks", "trainer", "run",
-)  # fmt: skip
+RUNNING = {"attention", "lora", "moe", "checkpointing", "compile", "step", "capture", "features", "callbacks"}
+RUNNING |= {"trainer", "run"}
 """Rooms and files that serve features."""
 SHOWING = ("fastpack_trl.trainer", "fastpack_trl.callbacks.save_report")
 """Those that hand the report on to people; nothing is decided there."""
-
-
 WRITES = ("add", "remark", "facts")
 """What a feature asks of a report."""
 
@@ -207,22 +188,19 @@ def is_settings(owner: ast.expr) -> bool:
     return ast.unparse(owner).split(".")[-1] in ("settings", "self", "install")  # the last is a module
 
 
-def assigned(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield owner and name of each attribute that a module assigns, also through `patch_attribute`."""
-    for node in nodes_of(path):
-        match node:
-            case ast.Attribute(value=owner, attr=name, ctx=ast.Store() | ast.Del()):
-                yield ast.unparse(owner), name
-            case ast.Call(func=ast.Name("patch_attribute" | "setattr"), args=[owner, ast.Constant(str() as name), *_]):
-                yield ast.unparse(owner), name
-
-
 def test_each_decision_of_a_run_has_one_writer() -> None:
     writers: dict[str, set[str]] = {name: set() for name in DECIDED}
     for module, path in modules().items():
-        for owner, name in assigned(path):
-            if name in DECIDED and owner.split(".")[-1].removeprefix("_") in ("run", "fastpack_run"):
-                writers[name].add(module)
+        for node in nodes_of(path):
+            match node:
+                case (
+                    ast.Attribute(value=owner, attr=name, ctx=ast.Store() | ast.Del())
+                    | ast.Call(
+                        func=ast.Name("patch_attribute" | "setattr"),
+                        args=[owner, ast.Constant(value=str() as name), *_],
+                    )
+                ) if ast.unparse(owner).split(".")[-1].removeprefix("_") in ("run", "fastpack_run"):
+                    writers.get(name, set()).add(module)
     assert {name: sorted(found) for name, found in writers.items() if len(found) != 1} == {}
 
 
@@ -235,21 +213,16 @@ def test_what_is_decided_cannot_be_decided_again_while_steps_run() -> None:
 
 
 def test_one_training_step_is_overridden() -> None:
-    found = [
-        f"{module}.{kind.name}"
-        for module, path in modules().items()
-        for kind in nodes_of(path)
-        if isinstance(kind, ast.ClassDef)
-        and any(isinstance(method, ast.FunctionDef) and method.name == "training_step" for method in kind.body)
-    ]
-    assert found == ["fastpack_trl.trainer.FastSFTTrainer"]
+    places = [(module, node) for module, path in modules().items() for node in nodes_of(path)]
+    defined = [module for module, node in places if isinstance(node, ast.FunctionDef) and node.name == "training_step"]
+    assert defined == ["fastpack_trl.trainer"]
 
 
 def test_settings_have_one_default_whoever_reads_them() -> None:
     """A plain `SFTConfig` has none of our fields: `Settings.of` reads both, once, and features read the `Run`."""
     own = {field.name: field.default for field in fields(Settings)}
-    assert set(own) == {field.name for field in fields(fastpack_trl.FastSFTConfig)} - {
-        field.name for field in fields(SFTConfig)
+    assert own.keys() == {one.name for one in fields(fastpack_trl.FastSFTConfig)} - {
+        one.name for one in fields(SFTConfig)
     }
     assert vars(Settings.of(SFTConfig(use_cpu=True))) == own
     for name, default in own.items():

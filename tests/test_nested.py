@@ -1,17 +1,19 @@
-"""A trainer made in the middle of another's training of the same model: a callback that evaluates, probes or tunes."""
+"""Trainers in the same process: inside of each other's training, and other code, which sees nothing of ours."""
 
 from __future__ import annotations
 
-import contextlib
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from moe_material import moe_model
+from peft import LoraConfig
 from side_by_side import assert_equal
 from torch import Tensor
-from trainer_material import build, figures, make_dataset, train
-from transformers import TrainerCallback
+from trainer_material import assert_same_log, build, callback, figures, make_dataset, train
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
@@ -20,39 +22,39 @@ from fastpack_trl.errors import PackingError
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.testing import tiny_model
 
+LIBRARIES = ("accelerate", "bitsandbytes", "datasets", "peft", "torch", "transformers", "trl")
+ALL = ("evaluate", "train", "evaluate")
 
-class Nest(TrainerCallback):
-    """After the second step makes a trainer on the same model, and calls it."""
 
-    def __init__(self, cls: type[SFTTrainer], folder: Path, calls: tuple[str, ...], **options: Any) -> None:
-        self.cls, self.calls = cls, calls
-        self.folder, self.options = folder / "inner", {"packing": True, "max_steps": 2, "eval_strategy": "no"} | options
-        self.inner: Any = None
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if self.inner is not None:
-            return
-        data = {"train_dataset": make_dataset("text", seed=3)}
-        self.inner = build(self.cls, self.folder, model=model, trainer=data, **self.options)
-        for call in self.calls:
-            getattr(self.inner, call)()
+def once(event: str, step: int, run: Any) -> Any:
+    """A callback that runs `run`, given the model, once: in an event of a step."""
+    return callback(event, lambda state, model: run(model) if state.global_step == step else None)()
 
 
 def nested(
     outer: type[SFTTrainer], inner: type[SFTTrainer], folder: Path, calls: tuple[str, ...], **options: Any
 ) -> tuple[Any, Any, list[dict[str, float]]]:
-    """Both trainers, and every figure that they logged: of the first training, the nested calls, a second training."""
-    family = options.pop("family", "qwen3")
-    nest = Nest(inner, folder, calls, **options)
-    trainer = train(
-        outer, folder / "outer", model=tiny_model(family), packing=True, trainer={"callbacks": [nest]}, **options
-    )
-    logs = figures(trainer) + figures(nest.inner)
+    """A trainer, one that is made and called on its model after the second step, and all figures that they logged."""
+    family, made = options.pop("family", "qwen3"), []
+
+    def nest(model: Any) -> None:
+        if not made:
+            data = {"train_dataset": make_dataset("text", seed=3)}
+            settings = {"packing": True, "max_steps": 2, "eval_strategy": "no"} | options
+            made.append(build(inner, folder / "inner", model=model, trainer=data, **settings))
+            for call in calls:
+                getattr(made[0], call)()
+
+    given = {"callbacks": [once("on_step_end", 2, nest)]}
+    trainer = train(outer, folder / "outer", model=tiny_model(family), packing=True, trainer=given, **options)
+    logs = figures(trainer) + figures(made[0])
     trainer.train()
-    return trainer, nest.inner, logs + figures(trainer)
+    return trainer, made[0], logs + figures(trainer)
 
 
-ALL = ("evaluate", "train", "evaluate")
+def assert_restored(model: Any, implementation: str) -> None:
+    assert model.config._attn_implementation == implementation
+    assert not [name for module in model.modules() for name in vars(module) if name.startswith("_fastpack")]
 
 
 @pytest.mark.parametrize(
@@ -76,23 +78,19 @@ def test_a_trainer_made_in_a_callback_of_another_logs_as_stocks_do(
                 assert trainer.fastpack_report["packed_attention"].path == "per_document"
                 if trainer is first or "train" in calls:
                     assert trainer.fastpack_report["sync_free"].path == "loss, metrics, host work"
-        model = first.model
-        assert model.config._attn_implementation == "sdpa"
-        assert not [name for module in model.modules() for name in vars(module) if name.startswith("_fastpack")]
+        assert_restored(first.model, "sdpa")
 
 
 def test_experts_and_a_leaking_family_nest_too(tmp_path: Path) -> None:
-    """Stock's own figures are no reference in gpt_oss: what trains alone is."""
-    first, second, _ = nested(
-        FastSFTTrainer, FastSFTTrainer, tmp_path, ("evaluate", "train"), family="gpt_oss", router_aux_loss_coef=0.1
-    )
+    """Stock's own figures are no reference in gpt_oss."""
+    options: dict[str, Any] = {"family": "gpt_oss", "router_aux_loss_coef": 0.1}
+    first, second, _ = nested(FastSFTTrainer, FastSFTTrainer, tmp_path, ("evaluate", "train"), **options)
     for trainer in (first, second):
         assert trainer.fastpack_report["packed_attention"].path == "per_document"
         assert trainer.fastpack_report["moe"].status == "on"
         assert trainer.fastpack_proof is not None
         assert trainer.fastpack_proof.proven
-    assert first.model.config._attn_implementation == "eager"
-    assert not [name for module in first.model.modules() for name in vars(module) if name.startswith("_fastpack")]
+    assert_restored(first.model, "eager")
 
 
 def packed(model: Any, batch: PackedBatch) -> Tensor:
@@ -101,25 +99,24 @@ def packed(model: Any, batch: PackedBatch) -> Tensor:
     return logits.detach()
 
 
-@pytest.mark.parametrize("first_out", ["outer", "inner"])
+@pytest.mark.parametrize("first_out", [0, 1])
 @pytest.mark.parametrize("inner_path", ["per_document", "sdpa"])
-def test_the_model_is_restored_with_the_last_who_leaves(inner_path: str, first_out: str) -> None:
+def test_the_model_is_restored_with_the_last_who_leaves(inner_path: str, first_out: int) -> None:
     model = tiny_model("gpt_oss").eval()
     before = [sorted(vars(module)) for module in model.modules()]
     batch = PackedBatch.from_lengths((9, 3, 7))
     with packed_attention(model):
         expected = packed(model, batch)
-    stacks = {name: contextlib.ExitStack() for name in ("outer", "inner")}
-    stacks["outer"].enter_context(packed_attention(model))
-    attention = stacks["inner"].enter_context(packed_attention(model, inner_path))
+    stacks = [ExitStack(), ExitStack()]
+    stacks[0].enter_context(packed_attention(model))
+    attention = stacks[1].enter_context(packed_attention(model, inner_path))
     assert attention.features.implementation == "eager"
     torch.testing.assert_close(packed(model, batch), expected)
-    stacks.pop(first_out).close()
+    stacks[first_out].close()
     batch.clear_derived()
     torch.testing.assert_close(packed(model, batch), expected)
-    (last,) = stacks.values()
-    last.close()
-    assert model.config._attn_implementation == "eager"
+    stacks[1 - first_out].close()
+    assert_restored(model, "eager")
     assert [sorted(vars(module)) for module in model.modules()] == before
     assert not any(module._forward_pre_hooks for module in model.modules())
 
@@ -127,9 +124,87 @@ def test_the_model_is_restored_with_the_last_who_leaves(inner_path: str, first_o
 def test_an_attention_that_is_switched_while_packed_rows_run_is_named() -> None:
     """Stock's function would read our mask as no mask at all."""
     model = tiny_model("qwen3")
-    with (
-        packed_attention(model),
-        pytest.raises(PackingError, match="attn_implementation was set to 'eager' in the middle"),
-    ):
+    named = pytest.raises(PackingError, match="attn_implementation was set to 'eager' in the middle")
+    with packed_attention(model), named:
         model.set_attn_implementation("eager")
         packed(model, PackedBatch.from_lengths((3, 4)))
+
+
+def library_state() -> dict[tuple[str, ...], Any]:
+    """Every function and class of the loaded libraries by its place, module or class."""
+    found: dict[tuple[str, ...], Any] = {}
+    for name, module in list(sys.modules.items()):
+        for key, value in list(vars(module).items()) if name.partition(".")[0] in LIBRARIES and module else ():
+            if callable(value):
+                found[name, key] = value
+            if isinstance(value, type) and value.__module__ == name:
+                for inner, member in list(vars(value).items()):
+                    if callable(member) or inner in ("attribute_map", "model_type"):
+                        found[name, key, inner] = dict(member) if isinstance(member, dict) else member
+    return found
+
+
+def changed(before: dict[tuple[str, ...], Any]) -> list[tuple[str, ...]]:
+    """Names whose object is another one now, and new members of a class that was there.
+
+    New names of a module do not count: a library imports most of itself on use.
+    """
+    now, classes = library_state(), {place[:2] for place in before if len(place) == 3}
+
+    def is_same(place: tuple[str, ...], value: Any) -> bool:
+        return place in now and (now[place] is value or (isinstance(value, dict) and now[place] == value))
+
+    added = (place for place in now.keys() - before.keys() if len(place) == 3 and place[:2] in classes)
+    return [*(place for place, value in before.items() if not is_same(place, value)), *added]
+
+
+def make(cls: type[SFTTrainer], folder: Path, family: str, *, lora: bool = False, **more: Any) -> SFTTrainer:
+    # Padded rows: stock counts the padding in its auxiliary loss, ours does not.
+    options = {"packing": True, "pad_to_multiple_of": 64, "gradient_accumulation_steps": 2, "eval_strategy": "no"}
+    adapters = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])} if lora else {}
+    model = moe_model(family, vocab_size=96) if family.endswith("moe") else None
+    return build(cls, folder, family=family, model=model, trainer=adapters, **options, **more)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "granitemoe"])
+def test_training_changes_no_function_or_class_of_a_library(tmp_path: Path, family: str, lora: bool) -> None:
+    make(FastSFTTrainer, tmp_path / "first", family, lora=lora, max_steps=1).train()  # loads what is loaded on use
+    trainer = make(FastSFTTrainer, tmp_path / "second", family, lora=lora, max_steps=2)
+    before, during = library_state(), []
+    trainer.add_callback(once("on_step_begin", 1, lambda _: during.append(changed(before))))
+    trainer.train()
+    assert during == [[]]
+    assert changed(before) == []
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_a_stock_trainer_inside_of_ours_is_stock(tmp_path: Path, family: str, lora: bool) -> None:
+    alone = make(SFTTrainer, tmp_path / "alone", family, lora=lora)
+    alone.train()
+    stock = make(SFTTrainer, tmp_path / "stock", family, lora=lora)
+    ours = make(FastSFTTrainer, tmp_path / "ours", family, lora=lora)
+    ours.add_callback(once("on_step_begin", 1, lambda _: stock.train()))
+    ours.train()
+    assert_same_log(stock, alone, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["outer-first", "inner-first"])
+def test_runs_that_overlap_may_end_in_either_order(tmp_path: Path, first: int) -> None:
+    alone = make(SFTTrainer, tmp_path / "alone", "qwen3_moe", max_steps=3)
+    alone.train()
+    before = library_state()
+    pair = [make(FastSFTTrainer, tmp_path / str(index), "qwen3_moe", max_steps=2) for index in range(2)]
+    stacks = [ExitStack() for _ in pair]
+    for trainer, stack in zip(pair, stacks, strict=True):
+        stack.enter_context(trainer._fastpack_features(announce=True))
+    stacks[first].close()
+    stacks[1 - first].close()
+    assert changed(before) == []
+    for trainer in pair:
+        assert trainer.model.config._attn_implementation in ("sdpa", "eager")
+        assert trainer.model.config._experts_implementation == "grouped_mm"
+    stock = make(SFTTrainer, tmp_path / "stock", "qwen3_moe", max_steps=3)
+    stock.train()
+    assert_same_log(stock, alone, rtol=1e-6, atol=1e-6)

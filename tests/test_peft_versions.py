@@ -31,16 +31,19 @@ def is_shown(caught: Caught) -> bool:
     return any(str(warning.message).startswith("`is_gradient_checkpointing` is deprecated") for warning in caught)
 
 
+def make(name: str, folder: Path, *, lora: bool, **options: Any) -> Any:
+    options = {"max_steps": 2, "eval_strategy": "no"} | options
+    if name != "SFT":
+        return build(name, folder, fast=True, lora=lora, **options)
+    adapter = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])} if lora else {}
+    return build_sft(FastSFTTrainer, folder, trainer=adapter, fast={}, **options)
+
+
 @pytest.mark.parametrize("name", ["SFT", *NAMES])
 def test_training_an_adapter_shows_no_warning_of_the_renamed_property(
     name: str, tmp_path: Path, caught: Caught
 ) -> None:
-    options = {"max_steps": 1, "eval_strategy": "no", "gradient_checkpointing": True}
-    if name == "SFT":
-        adapter = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])}
-        trainer = build_sft(FastSFTTrainer, tmp_path, trainer=adapter, fast={}, **options)
-    else:
-        trainer = build(name, tmp_path, fast=True, **options)
+    trainer = make(name, tmp_path, lora=True, max_steps=1, gradient_checkpointing=True)
     trainer.train()
     assert trainer.state.global_step == 1
     assert not is_shown(caught)
@@ -66,18 +69,11 @@ def test_a_command_that_loads_an_adapter_shows_none(tmp_path: Path, caught: Caug
     not hasattr(PreTrainedModel, "is_activation_checkpointing"), reason="this transformers has the old name alone"
 )
 def test_outside_of_a_trainer_the_property_warns_as_before(tmp_path: Path, caught: Caught) -> None:
-    trainer = build_sft(FastSFTTrainer, tmp_path, max_steps=1, eval_strategy="no")
+    trainer = make("SFT", tmp_path, lora=False, max_steps=1)
     trainer.train()
     assert not is_shown(caught)
     assert trainer.model.is_gradient_checkpointing == trainer.model.is_activation_checkpointing
     assert is_shown(caught)
-
-
-def make(name: str, folder: Path, model: Any, save_strategy: str) -> Any:
-    options = {"max_steps": 2, "save_steps": 1, "eval_strategy": "no", "save_strategy": save_strategy}
-    if name == "SFT":
-        return build_sft(FastSFTTrainer, folder, model=model, fast={}, **options)
-    return build(name, folder, fast=True, lora=False, model=model, **options)
 
 
 @pytest.mark.parametrize("name", ["SFT", "KTO"])
@@ -87,14 +83,15 @@ def test_an_adapter_that_cannot_be_saved_is_refused_before_the_first_step(name: 
         model = AutoModelForCausalLM.from_pretrained(adapter)
     except ImportError:
         pytest.skip("this transformers loads no adapter by this PEFT")
+    saving: dict[str, Any] = {"lora": False, "save_steps": 1, "save_strategy": "steps"}
     try:
         model.active_adapters()
     except ValueError:  # transformers 5.24 and PEFT before 0.22
         with pytest.raises(ValueError, match=r"cannot be saved with the installed .*PeftModel.from_pretrained"):
-            make(name, tmp_path / "run", model, "steps")
+            make(name, tmp_path / "run", model=model, **saving)
     else:
-        make(name, tmp_path / "run", model, "steps")
-    make(name, tmp_path / "unsaved", model, "no")
+        make(name, tmp_path / "run", model=model, **saving)
+    make(name, tmp_path / "unsaved", lora=False, model=model, save_strategy="no")
     wrapped = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter, is_trainable=True)
-    make(name, tmp_path / "wrapped", wrapped, "steps").train()
+    make(name, tmp_path / "wrapped", model=wrapped, **saving).train()
     assert (tmp_path / "wrapped" / "checkpoint-2" / "adapter_model.safetensors").is_file()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,7 @@ import torch
 import torch.distributed as dist
 from fsdp2 import fsdp2
 from ranks import leave
-from trainer_material import assert_same_log, build, make_dataset
-from transformers import TrainerCallback
+from trainer_material import assert_same_log, build, callback, make_dataset
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
@@ -29,10 +26,8 @@ DISPATCHED = {"accelerator_config": {"dispatch_batches": True, "split_batches": 
 def make(cls: Any, *, streamed: int = 0, callbacks: Any = (), fast: Any = None, **more: Any) -> Any:
     base = {"packing": True, "per_device_train_batch_size": 1, "eval_strategy": "no", "max_steps": 4}
     data: Any = make_dataset("text", 40)
-    if streamed:
-        data = data.to_iterable_dataset(num_shards=streamed)
-    given = {"callbacks": list(callbacks)}
-    return build(cls, FOLDER / cls.__name__, data=data, fast=fast, trainer=given, **base | more)
+    data = data.to_iterable_dataset(num_shards=streamed) if streamed else data
+    return build(cls, FOLDER / cls.__name__, data=data, fast=fast, trainer={"callbacks": [*callbacks]}, **base | more)
 
 
 def run(cls: Any, resume: str = "", **options: Any) -> Any:
@@ -56,73 +51,43 @@ def uneven() -> None:
         assert_same_log(run(FastSFTTrainer, **options), run(SFTTrainer, **options))
 
 
-class Replaced:
-    """Another forward for a model: it does the same."""
+def hook(model: Any) -> None:
+    model.register_forward_pre_hook(lambda *_: None)
 
-    def __init__(self, model: Any) -> None:
-        self.stock = model.forward
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.stock(*args, **kwargs)
+def replace(model: Any) -> None:
+    model.forward = partial(_same, model.forward)
+
+
+def _same(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
 
 
 def one_reason() -> None:
     """One process has a reason for stock's batches or for its loss, which gathers in each micro-batch: all have it."""
-
-    def hook(model: Any) -> None:
-        model.register_forward_pre_hook(lambda *_: None)
-
-    def replace(model: Any) -> None:
-        model.forward = Replaced(model)
-
     for rank, add, feature, why, options in (
         (0, hook, "batches", "may expect the rows that TRL makes", {"packing": False}),
         (1, replace, "sync_free", "the model's forward was replaced", {}),
     ):
-        trainers = [make(cls, gradient_accumulation_steps=2, **options) for cls in (FastSFTTrainer, SFTTrainer)]
-        for trainer in trainers:
+        ours, stock = (make(cls, gradient_accumulation_steps=2, **options) for cls in (FastSFTTrainer, SFTTrainer))
+        for trainer in (ours, stock):
             if dist.get_rank() == rank:
                 add(trainer.model)
             trainer.train()
-        ours, stock = trainers
         assert_same_log(ours, stock)
         line = ours.fastpack_report[feature]
         assert why in line.reason, line
         assert (f"rank {rank}: " in line.reason) == (dist.get_rank() != rank), line
 
 
-class NoMemory(TrainerCallback):
-    """Lets one rank run out of memory inside of its second step."""
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if state.global_step == 1 and dist.get_rank() == 1:
-            model.register_forward_pre_hook(self.fail)
-
-    def fail(self, *_: Any) -> None:
-        raise torch.OutOfMemoryError("no memory is left")
+def fail(error: Exception, *_: Any, **__: Any) -> None:
+    raise error
 
 
-@contextmanager
-def saying() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        (FOLDER / f"said{dist.get_rank()}").write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-        raise
-
-
-def dispatched() -> None:
-    with saying():
-        run(FastSFTTrainer, accelerator_config={"dispatch_batches": True})
-
-
-def no_memory() -> None:
-    with saying():
-        run(FastSFTTrainer, callbacks=[NoMemory()])
-
-
-def fail(*_: Any, **__: Any) -> None:
-    raise RuntimeError("the kernel failed")
+def no_memory(state: Any, model: Any) -> None:
+    """Let one rank run out of memory inside of its second step."""
+    if state.global_step == 1 and dist.get_rank() == 1:
+        model.register_forward_pre_hook(partial(fail, torch.OutOfMemoryError("no memory is left")))
 
 
 def inside(**fast: Any) -> None:
@@ -130,20 +95,24 @@ def inside(**fast: Any) -> None:
     runs.FAILURE_GRACE_SECONDS = 0.5  # type: ignore[attr-defined]
     trainer = make(FastSFTTrainer, gradient_checkpointing=True, fast={"verify_packing": "off"} | fast)
     if dist.get_rank():
-        trainer.model.model.layers[0].mlp.forward = fail
-    with saying(), fsdp2(trainer):
+        trainer.model.model.layers[0].mlp.forward = partial(fail, RuntimeError("the kernel failed"))
+    with fsdp2(trainer):
         trainer.train()
 
 
 CASES = {
     "uneven": uneven,
-    "no memory": no_memory,
-    "dispatched": dispatched,
+    "no memory": partial(run, FastSFTTrainer, callbacks=[callback("on_step_begin", no_memory)()]),
+    "dispatched": partial(run, FastSFTTrainer, accelerator_config={"dispatch_batches": True}),
     "one reason": one_reason,
     "plan": partial(inside, activation_memory_gib=1.0),
     "step": inside,
 }
 
 if __name__ == "__main__":
-    CASES[sys.argv[2]]()
+    try:
+        CASES[sys.argv[2]]()
+    except Exception as error:
+        (FOLDER / f"said{dist.get_rank()}").write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        raise
     leave()

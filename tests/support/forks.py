@@ -19,8 +19,6 @@ from typing import Any, NoReturn
 
 FOLDER = "FASTPACK_TESTS_FORKS"
 """Variable with the folder of the parent's socket, of one test run."""
-TIMES = "cpu"
-"""File in that folder with a line per process: the test, as pytest names it to processes, and seconds of CPU time."""
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": "",
     "TORCH_WARM_POOL": "0",
@@ -130,11 +128,11 @@ def _parent(folder: str) -> NoReturn:
         if not os.fork():
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             listening.close()
-            _between(asked, folder)
+            _between(asked)
         asked.close()
 
 
-def _between(asked: socket.socket, folder: str) -> NoReturn:
+def _between(asked: socket.socket) -> NoReturn:
     """Fork the process, pass signals on to it and its exit code back; kill its group once the command has gone."""
     import select
 
@@ -152,9 +150,6 @@ def _between(asked: socket.socket, folder: str) -> NoReturn:
     while True:
         done, status = os.waitpid(process, os.WNOHANG)
         if done:
-            took = sum(os.times()[2:4])
-            with Path(folder, TIMES).open("a", encoding="utf-8") as times:
-                times.write(json.dumps([json.loads(request)[1].get("PYTEST_CURRENT_TEST", ""), took]) + "\n")
             asked.sendall(os.waitstatus_to_exitcode(status).to_bytes(8, "little", signed=True))
             os._exit(0)
         if select.select([asked], [], [], 0.02)[0]:

@@ -25,7 +25,7 @@ def torchrun(*command: str, timeout: float = 400) -> None:
     Launcher and processes are forked. Not `accelerate launch --cpu`: it starts one process.
     """
     launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port(), "--no_python")
-    _run(forks.python(), *launcher, forks.python(), *command, timeout=timeout)
+    run_ranks(forks.python(), *launcher, forks.python(), *command, timeout=timeout)
 
 
 def fork_ranks(script: Path, *arguments: str, imports: str = IMPORTS, timeout: float = 400) -> None:
@@ -33,7 +33,7 @@ def fork_ranks(script: Path, *arguments: str, imports: str = IMPORTS, timeout: f
 
     They take most of the time of a short run; torchrun would import them in each process.
     """
-    _run(forks.python(), str(HERE / "ranks.py"), free_port(), imports, str(script), *arguments, timeout=timeout)
+    run_ranks(forks.python(), str(HERE / "ranks.py"), free_port(), imports, str(script), *arguments, timeout=timeout)
 
 
 def free_port() -> str:
@@ -43,13 +43,14 @@ def free_port() -> str:
         return str(free.getsockname()[1])
 
 
-def _run(*command: str, timeout: float) -> None:
+def run_ranks(*command: str, timeout: float, **more: str) -> None:
+    """Run a launcher with `more` in its environment, which has no rank of another; fail unless it ends well."""
     drop = ("WORLD_SIZE", "LOCAL_RANK", "RANK", "ACCELERATE_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
     path = os.pathsep.join([str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")])
     environment |= {
         "PYTHONPATH": path, "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
+        "CUDA_VISIBLE_DEVICES": "", **more,
     }  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as ran:
         try:

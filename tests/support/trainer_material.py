@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache
@@ -14,11 +14,21 @@ from typing import Any
 import pytest
 from datasets import Dataset, IterableDataset
 from side_by_side import assert_equal
-from transformers import PreTrainedTokenizerFast, TrainingArguments
+from transformers import PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.testing import tiny_model
+
+
+def callback(event: str, act: Callable[[Any, Any], object], name: str = "Calls") -> type[TrainerCallback]:
+    """A class of callbacks whose method `event` calls ``act(state, model)``."""
+
+    def method(self: Any, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        act(state, model)
+
+    return type(name, (TrainerCallback,), {event: method})
+
 
 WORDS = [f"w{index}" for index in range(90)]
 TEMPLATE = (

@@ -1,49 +1,110 @@
-"""TRL's examples of supervised fine-tuning: tiny models of their families, and their rows in `docs/trl-scripts.md`."""
+"""TRL's examples of supervised fine-tuning on tiny models, and their rows in `docs/trl-scripts.md`."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import load_dataset
 from moe_material import model_without_gates
+from peft import LoraConfig, get_peft_model
 from sft_material import TEMPLATE, make_tokenizer, write_jsonl
 from trainer_material import sentences
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig, Gemma3Config
+from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl.report import FeatureReport
 from fastpack_trl.testing import tiny_model
 
-SCRIPTS = Path(__file__).parents[1] / "scripts" / "trl"
 PAGE = Path(__file__).parents[2] / "docs" / "trl-scripts.md"
+Options = dict[str, Any]
 
+
+@dataclass(frozen=True)
+class Example:
+    """A script of TRL's: what it gives its trainer."""
+
+    model: str
+    config: Options
+    load: Options | None = None
+    """Arguments of `from_pretrained`; None where the trainer loads the model."""
+    lora: Options | None = None
+    data: str = "messages"
+    held_out: float = 0.0
+    """Part of the data for evaluation."""
+    is_quantised: bool = False
+
+    def train(self, cls: type[SFTTrainer], material: Path, folder: Path, **lora: Any) -> SFTTrainer:
+        """Train three steps in `folder` on what `save_material` has written, with other fields of the adapter."""
+        torch.manual_seed(0)  # of adapters that a script makes before its trainer
+        model: Any = str(material / "models" / self.model)
+        adapter = None if self.lora is None else LoraConfig(**self.lora | lora)
+        if self.load is not None:
+            auto = AutoModelForImageTextToText if self.model == "gemma3" else AutoModelForCausalLM
+            four_bits = {"quantization_config": BitsAndBytesConfig(**NF4)} if self.is_quantised else {}
+            model = auto.from_pretrained(model, **self.load | four_bits)
+        if self.lora is not None and "target_parameters" in self.lora:
+            model, adapter = get_peft_model(model, adapter), None
+        data = load_dataset("json", data_files=str(material / f"data/{self.data}.jsonl"), split="train")
+        parts = data.train_test_split(self.held_out, seed=0) if self.held_out else {"train": data, "test": None}
+        fixed = {"output_dir": str(folder / "out"), "max_steps": 3, "logging_steps": 1, "use_cpu": True}
+        args = SFTConfig(**fixed | ({} if self.is_quantised else {"bf16": False}) | self.config)
+        trainer = cls(model, args, train_dataset=parts["train"], eval_dataset=parts["test"], peft_config=adapter)
+        trainer.train()
+        trainer.save_model(str(folder / "out"))
+        return trainer
+
+
+NF4 = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float16, "bnb_4bit_use_double_quant": True}
+NF4 |= {"bnb_4bit_quant_type": "nf4"}
+FP32: Options = {"model_init_kwargs": {"dtype": "float32"}}
+PACKED: Options = {"packing": True, "per_device_train_batch_size": 2}
+SCRIPT: Options = FP32 | PACKED | {"max_length": 32, "gradient_accumulation_steps": 8, "eos_token": "<eos>"}
+SCRIPT |= {"eval_strategy": "steps", "eval_steps": 2}
+COSINE: Options = {
+    "warmup_steps": 0.03, "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}
+}  # fmt: skip
+EAGER: Options = {"attn_implementation": "eager", "dtype": "float32", "use_cache": False}
+NON_REENTRANT: Options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+EIGHT_BITS: Options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "learning_rate": 2e-4}
+EIGHT_BITS |= {"optim": "paged_adamw_8bit"}
+NOTEBOOK = EIGHT_BITS | {"warmup_steps": 5, "max_length": 1024, "gradient_checkpointing": True}
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+R32: Options = {"r": 32, "lora_alpha": 32, "target_modules": LINEAR}
+STACKS = [f"1.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+
+ACCUMULATED: Options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
+SDPA: Options = {"attn_implementation": "sdpa"}
+COOKBOOK = COSINE | ACCUMULATED | {"learning_rate": 2e-4, "gradient_checkpointing": True, "max_length": 2048}
+GEMMA = NON_REENTRANT | {"max_length": 8192, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
+NEMOTRON = EIGHT_BITS | {"max_length": 128, "model_init_kwargs": {"attn_implementation": "eager", "dtype": "float32"}}
+TEXT = FP32 | {"report_to": "none", "learning_rate": 1e-4, "lr_scheduler_type": "cosine"}
+EXPERTS = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "target_parameters": STACKS}
+R8 = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.05, "target_modules": LINEAR}
+DEFAULT = {"r": 32, "lora_alpha": 16, "lora_dropout": 0.05}
+SCRIPTS, NOTEBOOKS = "`examples/scripts", "`examples/notebooks"
+
+LEAKS = f"{SCRIPTS}/sft_gpt_oss.py`"
+"""Stock lets the documents of its packed rows see each other on a CPU: there is no log to compare with."""
 EXAMPLES = {
-    "sft_full": ("`trl/scripts/sft.py`, full", "Qwen2; packed; 2 rows, accumulation 8; evaluation"),
-    "sft_lora": ("`trl/scripts/sft.py`, LoRA", "as above; LoRA r 32 on PEFT's default layers, dropout 0.05"),
-    "example_config": ("`examples/cli_configs/example_config.yaml`", "Qwen2; not packed; 8 documents; text"),
-    "sft_gpt_oss": ("`examples/scripts/sft_gpt_oss.py`", "gpt-oss, all weights; packed; 2 rows"),
-    "gpt_oss_lora": (
-        "OpenAI's cookbook for gpt-oss with TRL",
-        "gpt-oss; LoRA r 8 on all linear layers and the experts of some; not packed; 4 documents, accumulation 4",
+    "`trl/scripts/sft.py`, full": Example("qwen2", SCRIPT | {"learning_rate": 2e-5}, held_out=0.2),
+    "`trl/scripts/sft.py`, LoRA": Example("qwen2", SCRIPT | {"learning_rate": 2e-4}, lora=DEFAULT, held_out=0.2),
+    "`examples/cli_configs/example_config.yaml`": Example("qwen2", TEXT, data="text"),
+    LEAKS: Example("gpt_oss", PACKED | COSINE | {"max_length": 160, "seed": 42}, EAGER),
+    "OpenAI's cookbook for gpt-oss with TRL": Example("gpt_oss", COOKBOOK, EAGER, EXPERTS),
+    f"{SCRIPTS}/sft_gemma3.py`": Example("gemma3", GEMMA, {"attn_implementation": "eager"}),
+    f"{SCRIPTS}/sft_nemotron_3.py` and its notebook": Example("nemotron_h", NEMOTRON, None, R8),
+    f"{SCRIPTS}/sft_tiny_aya_tool_calling.py`": Example(
+        "cohere2", NOTEBOOK | NON_REENTRANT, SDPA | {"dtype": torch.float16}, R32, held_out=0.5, is_quantised=True
     ),
-    "sft_gemma3": (
-        "`examples/scripts/sft_gemma3.py`",
-        "Gemma 3 with its vision tower, all weights, `eager`; conversations without images; 1 document, accumulation 8",
+    f"{NOTEBOOKS}/sft_trl_lora_qlora.ipynb`, LoRA": Example("qwen3", NOTEBOOK, SDPA | {"dtype": torch.float32}, R32),
+    f"{NOTEBOOKS}/sft_trl_lora_qlora.ipynb`, QLoRA": Example(
+        "qwen3", NOTEBOOK, SDPA | {"dtype": torch.bfloat16}, R32, is_quantised=True
     ),
-    "sft_nemotron_3": (
-        "`examples/scripts/sft_nemotron_3.py` and its notebook",
-        "Nemotron-H: Mamba, attention, experts; LoRA r 8, dropout 0.05; 1 document, accumulation 4; 8-bit AdamW",
-    ),
-    "sft_tiny_aya_tool_calling": (
-        "`examples/scripts/sft_tiny_aya_tool_calling.py`",
-        "Cohere 2 in NF4; LoRA r 32 on all linear layers; 1 document, accumulation 4; 8-bit AdamW",
-    ),
-    "lora_notebook": (
-        "`examples/notebooks/sft_trl_lora_qlora.ipynb`, LoRA",
-        "Qwen3; LoRA r 32 on all linear layers; 1 document, accumulation 4; 8-bit AdamW",
-    ),
-    "qlora_notebook": ("`examples/notebooks/sft_trl_lora_qlora.ipynb`, QLoRA", "as above, in NF4"),
 }
-"""Script -> its name at its source, and the settings that matter."""
+"""The name of each at its source."""
 
 OFF_ON_A_CPU = {
     "activation_memory": "cpu has no memory of its own: activation_memory_gib=... plans for a budget",
@@ -54,11 +115,9 @@ OFF_ON_A_CPU = {
 }
 """Feature -> the reason for which it is off on a CPU in any of the scripts."""
 
-HEADING = "| script | settings | on | off or as stock, and why |\n| --- | --- | --- | --- |\n"
 
-
-def row(name: str, report: FeatureReport) -> str:
-    """Return the line of the table for a script that ran on a CPU."""
+def cells(report: FeatureReport) -> str:
+    """Return the last two cells of the row of a script that ran on a CPU."""
     on, others = [], []
     for line in report:
         if line.status == "on":
@@ -66,14 +125,7 @@ def row(name: str, report: FeatureReport) -> str:
             on.append(f"`{line.feature}`" + (f" ({part})" if part else ""))
         elif OFF_ON_A_CPU.get(line.feature) != line.reason:
             others.append(f"`{line.feature}`: {line.reason}")
-    source, settings = EXAMPLES[name]
-    return f"| {source} | {settings} | {', '.join(sorted(on))} | {'; '.join(sorted(others)) or 'nothing'} |\n"
-
-
-def off_on_a_cpu() -> str:
-    """Return the table of what is off on a CPU in every script."""
-    rows = [f"| `{feature}` | {reason} |\n" for feature, reason in OFF_ON_A_CPU.items()]
-    return "| feature | reason on a CPU |\n| --- | --- |\n" + "".join(rows)
+    return f"{', '.join(sorted(on))} | {'; '.join(sorted(others)) or 'nothing'} |"
 
 
 def save_material(folder: Path) -> Path:
@@ -103,8 +155,6 @@ def save_material(folder: Path) -> Path:
 
 
 def _gemma3() -> Any:
-    from transformers import AutoModelForImageTextToText, Gemma3Config
-
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = Gemma3Config(
         text_config=tiny_model("gemma3_text", vocab_size=304).config.to_dict(),
