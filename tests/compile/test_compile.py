@@ -18,7 +18,6 @@ from compile_material import (
     attributes,
     cast_adapters,
     checkpoint,
-    compile_with,
     compiled,
     cuda_model,
     cuda_row,
@@ -29,7 +28,7 @@ from compile_material import (
     stop,
 )
 from torch import Tensor, nn
-from trainer_material import assert_same_log, both, train
+from trainer_material import train
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention.install import packed_attention
@@ -47,7 +46,7 @@ from fastpack_trl.testing import gradients, tiny_model
     [
         ("llama", False, False, "sdpa", 1), ("llama", True, False, "varlen", 1),
         ("llama", True, True, "varlen", 1), ("gemma3_text", True, False, None, 2),
-        ("gpt_oss", False, False, None, 2),
+        ("gpt_oss", False, False, None, 2), ("qwen3_moe", True, False, "varlen", 1),
     ],
 )  # fmt: skip
 def test_one_graph_per_window_for_thirty_rows(
@@ -58,11 +57,13 @@ def test_one_graph_per_window_for_thirty_rows(
     Also where no document of a row is longer than the window, and the other way round.
     """
     backend = Counting(differentiate=checkpointing)  # also then no size becomes a constant
-    model = make(family, lora=lora, checkpointing=checkpointing)
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2} if graphs > 1 else {}
+    model = make(family, lora=lora, checkpointing=checkpointing, num_hidden_layers=4, **kinds)
     with compiled(model, backend, attention=attention) as layers:
         for seed in range(30):
             one_step(model, *row(seed, longest=4 if graphs > 1 and seed % 2 else 30))
     assert (backend.graphs, layers.path, len(layers.kinds)) == (graphs, "compiled", graphs), layers.reason
+    assert sum(len(kind.members) for kind in layers.kinds) == 4
 
 
 def test_layers_are_as_before_afterwards_also_after_an_exception() -> None:
@@ -292,37 +293,15 @@ def test_checkpointed_layers_are_compiled_whoever_wraps_them_first(family: str, 
     assert attributes(model) == before
 
 
-def test_the_trainer_compiles_checkpointed_experts_and_trains_as_stock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    graphs = Counting(differentiate=True)
-    compile_with(graphs, monkeypatch)
-    ours, stock = both(
-        tmp_path, family="qwen3_moe", packing=True, gradient_checkpointing=True, learning_rate=1e-4,
-        fast={"layer_compile": "on"},
-    )  # fmt: skip
-    assert_same_log(ours, stock, rtol=5e-5, atol=1e-5)
-    report = ours.fastpack_report
-    assert (report["layer_compile"].status, report["layer_compile"].path) == ("on", "compiled"), report.table()
-    assert graphs.graphs, "nothing was compiled"
-    assert report["moe"].status == "on"
-
-
 @pytest.mark.parametrize(
-    ("options", "why"),
+    ("fast", "why"),
     [
-        ({"fast": {"layer_compile": "off"}}, "switched off"),
-        ({"fast": {"packed_attention": "off"}}, "no packed metadata"),
+        ({"layer_compile": "off"}, "switched off"),
+        ({"packed_attention": "off"}, "no packed metadata"),
+        ({}, "the model has no list of decoder layers with packed attention"),
     ],
 )
-def test_the_report_says_why_nothing_is_compiled(tmp_path: Path, options: dict[str, Any], why: str) -> None:
-    trainer = train(FastSFTTrainer, tmp_path, packing=True, max_steps=1, eval_strategy="no", **options)
-    line = trainer.fastpack_report["layer_compile"]
-    assert line.status == "off"
-    assert why in line.reason
-
-
-def test_a_model_without_a_list_of_layers_trains_uncompiled(tmp_path: Path) -> None:
+def test_the_report_says_why_nothing_is_compiled(tmp_path: Path, fast: dict[str, Any], why: str) -> None:
     class Stack(nn.Module):
         """As a list of modules, and none."""
 
@@ -335,11 +314,13 @@ def test_a_model_without_a_list_of_layers_trains_uncompiled(tmp_path: Path) -> N
             return list(self.children())[place]
 
     model = tiny_model("llama")
-    model.model.layers = Stack(model.model.layers)
-    assert not decoder_layers(model)
-    trainer = train(FastSFTTrainer, tmp_path, model=model, packing=True, max_steps=1)
+    if not fast:
+        model.model.layers = Stack(model.model.layers)
+    assert bool(decoder_layers(model)) == bool(fast)
+    trainer = train(FastSFTTrainer, tmp_path, model=model, packing=True, max_steps=1, eval_strategy="no", fast=fast)
     line = trainer.fastpack_report["layer_compile"]
-    assert (line.status, line.reason) == ("off", "the model has no list of decoder layers with packed attention")
+    assert line.status == "off"
+    assert why in line.reason
 
 
 @pytest.mark.cuda

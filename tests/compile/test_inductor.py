@@ -105,13 +105,11 @@ def test_what_inductor_lacks_is_named_once_and_the_run_is_the_same(
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="no limit on the size of files")
 def test_a_full_disk_is_named_and_the_run_is_the_same(tmp_path: Path) -> None:
-    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCH_WARM_POOL": "0"}
-    support = str(Path(__file__).parents[1] / "support")
-    paths = os.pathsep.join([support, str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [forks.python(), "-c", FULL, str(tmp_path), json.dumps(OPTIONS)], capture_output=True, text=True, timeout=300,
-        env=os.environ | cache | {"PYTHONPATH": paths},
-    )  # fmt: skip
+    support, root = Path(__file__).parents[1] / "support", Path(__file__).parents[2]
+    paths = os.pathsep.join([str(support), str(root), os.environ.get("PYTHONPATH", "")])
+    own = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCH_WARM_POOL": "0", "PYTHONPATH": paths}
+    command = [forks.python(), "-c", FULL, str(tmp_path), json.dumps(OPTIONS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | own)
     assert done.returncode == 0, done.stderr[-2000:]
     path, reason, same = json.loads(done.stdout.splitlines()[-1])
     assert (path, same) == ("eager", True), reason

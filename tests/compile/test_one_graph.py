@@ -45,17 +45,6 @@ def run(model: Any, inputs: Any) -> None:
     model.zero_grad()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", *EXPERTS])
-def test_every_layer_of_a_kind_runs_the_graph_of_the_first(family: str) -> None:
-    model = adapted(family)
-    with compiled(model, "varlen") as (graphs, layers):
-        for lengths in ([[7, 9]], [[5, 8, 11]]):
-            run(model, make_rows(lengths))
-        assert sum(len(kind.members) for kind in layers.kinds) == 4
-        assert graphs.graphs == len(layers.kinds) < 4
-        assert layers.path == "compiled", layers.reason
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_merged_and_static_rows_run_the_graph_of_the_plain_ones(family: str) -> None:
     model = adapted(family)

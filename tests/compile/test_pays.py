@@ -15,23 +15,30 @@ from transformers import TrainerCallback
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.compile import kind as kinds
 from fastpack_trl.compile.layer_compile import start_workers
-from fastpack_trl.compile.layers import CompiledLayers, compiled_layers
 from fastpack_trl.measure.payback import StepsLeft
 from fastpack_trl.run import Run
 
+OPTIONS: dict[str, Any] = {"family": "llama", "packing": True, "gradient_checkpointing": False, "eval_strategy": "no"}
 
-def after_two_steps(family: str, left: StepsLeft | None, backend: Counting) -> CompiledLayers:
-    model = make(family)
+
+@pytest.mark.parametrize(
+    ("family", "left"),
+    [("llama", StepsLeft(50, 1)), ("gpt_oss", StepsLeft(50, 1)), ("llama", StepsLeft(10**7, 1)),
+     ("llama", StepsLeft(1000, 10**4)), ("llama", None)],
+    ids=str,
+)  # fmt: skip
+def test_a_long_run_is_compiled_and_a_short_one_told_from_when_on_it_would_pay(
+    family: str, left: StepsLeft | None
+) -> None:
+    """Many steps, or many rows in each; without a limit whatever is left."""
+    backend, model = Counting(), make(family)
     with compiled(model, backend, left=None if left is None else lambda: left) as layers:
         for seed in range(2):
             one_step(model, *row(seed))
-    return layers
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
-def test_a_short_run_is_not_compiled_and_told_from_when_on_it_would_pay(family: str) -> None:
-    backend = Counting()
-    layers = after_two_steps(family, StepsLeft(50, 1), backend)
+    if left != StepsLeft(50, 1):
+        assert (backend.graphs, layers.path, layers.unpaid) == (1, "compiled", False), layers.reason
+        assert sum(kind.seconds for kind in layers.kinds) > 0
+        return
     assert (backend.graphs, layers.path, layers.unpaid) == (0, "eager", True)
     found = re.findall(
         r"x (\d+) not compiled: 50 steps left, 8 s would pay from ([\d,]+) on; eager ([\d.]+) ms", layers.reason
@@ -42,106 +49,75 @@ def test_a_short_run_is_not_compiled_and_told_from_when_on_it_would_pay(family: 
         assert int(steps.replace(",", "")) == pytest.approx(kinds.COMPILE_SECONDS / saving, rel=0.02)
 
 
-@pytest.mark.parametrize("left", [StepsLeft(10**7, 1), StepsLeft(1000, 10**4), None])
-def test_a_long_run_is_compiled(left: StepsLeft | None) -> None:
-    """Many steps, or many rows in each; without a limit whatever is left."""
-    backend = Counting()
-    layers = after_two_steps("llama", left, backend)
-    assert (backend.graphs, layers.path, layers.unpaid) == (1, "compiled", False), layers.reason
-    assert sum(kind.seconds for kind in layers.kinds) > 0
+class Noted(TrainerCallback):
+    """Notes what is left, and how many graphs there are, at the end of each step."""
 
-
-class Left(TrainerCallback):
-    """Notes what is left at each step, asked as the layers do, in the step's first forward pass."""
-
-    def __init__(self) -> None:
+    def __init__(self, backend: Counting | None = None) -> None:
         self.trainer: Any = None
-        self.found: list[StepsLeft] = []
+        self.left: list[StepsLeft] = []
+        self.backend, self.graphs = backend or Counting(), list[int]()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.found.append(self.trainer.fastpack_run.steps_left())
+        self.left.append(self.trainer.fastpack_run.steps_left())
+        self.graphs.append(self.backend.graphs)
 
 
-def left_of(folder: Path, resume: str | None = None, **more: Any) -> list[StepsLeft]:
-    watch = Left()
-    fast = {name: more.pop(name) for name in ("merge_accumulation",) if name in more}
-    watch.trainer = build(
-        FastSFTTrainer, folder, family="llama", fast=fast, trainer={"callbacks": [watch]}, eval_strategy="no",
-        packing=True, **more,
-    )  # fmt: skip
-    watch.trainer.train(resume_from_checkpoint=resume)
-    return watch.found
+def noted(folder: Path, resume: str | None = None, backend: Counting | None = None, **more: Any) -> Noted:
+    note = Noted(backend)
+    fast = {name: more.pop(name) for name in ("merge_accumulation", "layer_compile") if name in more}
+    note.trainer = build(FastSFTTrainer, folder, fast=fast, trainer={"callbacks": [note]}, **OPTIONS | more)
+    note.trainer.train(resume_from_checkpoint=resume)
+    return note
 
 
 def test_steps_left_are_those_of_this_run_and_rows_those_that_run(tmp_path: Path) -> None:
     saved = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "per_device_train_batch_size": 1}
-    assert left_of(tmp_path, **saved) == [StepsLeft(steps, 1) for steps in (3, 2, 1, 0)]
-    assert left_of(tmp_path, str(tmp_path / "checkpoint-2"), **saved) == [StepsLeft(steps, 1) for steps in (1, 0)]
+    assert noted(tmp_path, **saved).left == [StepsLeft(steps, 1) for steps in (3, 2, 1, 0)]
+    resumed = noted(tmp_path, str(tmp_path / "checkpoint-2"), **saved)
+    assert resumed.left == [StepsLeft(steps, 1) for steps in (1, 0)]
     four = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
-    alone = left_of(tmp_path, max_steps=-1, num_train_epochs=1, merge_accumulation="off", **four)
+    alone = noted(tmp_path, max_steps=-1, num_train_epochs=1, merge_accumulation="off", **four).left
     assert [found.steps for found in alone] == list(range(len(alone)))[::-1]
     assert {found.rows for found in alone[:-1]} == {4}  # the epoch's last step has two
-    assert {found.rows for found in left_of(tmp_path, merge_accumulation="on", max_steps=1, **four)} == {1}
+    assert {found.rows for found in noted(tmp_path, merge_accumulation="on", max_steps=1, **four).left} == {1}
 
 
-def test_auto_weighs_and_on_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a device where `auto` compiles at all."""
-    given: list[Any] = []
-    options: dict[str, Any] = {"packing": True, "gradient_checkpointing": False, "eval_strategy": "no", "max_steps": 3}
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        given.append(kwargs["left"] is not None)
-        return compiled_layers(*args, **kwargs, _backend=Counting())
-
+def test_auto_weighs_in_the_second_step_and_on_compiles_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a device where `auto` compiles at all; the report says what is to come, also of a run that ends before."""
+    backend = Counting(differentiate=True)
     monkeypatch.setattr("fastpack_trl.compile.layer_compile.why_not", lambda run: "")
-    monkeypatch.setattr("fastpack_trl.compile.layer_compile.compiled_layers", counted)
-    auto = train(FastSFTTrainer, tmp_path / "auto", fast={"layer_compile": "auto"}, **options)
-    line = auto.fastpack_report["layer_compile"]
-    assert (line.status, line.path) == ("off", "eager")
-    assert "not compiled: 2 steps left" in line.reason
-    on = train(FastSFTTrainer, tmp_path / "on", fast={"layer_compile": "on"}, **options)
-    assert on.fastpack_report["layer_compile"].status == "on"
-    assert given == [True, False]
-
-
-def test_auto_decides_in_the_second_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one runs as the layers are; the report says what is to come, also of a run that ends before."""
-    backend, graphs = Counting(differentiate=True), []
-    options: dict[str, Any] = {"packing": True, "gradient_checkpointing": False, "eval_strategy": "no"}
-    monkeypatch.setattr("fastpack_trl.compile.layer_compile.why_not", lambda run: "")
-    monkeypatch.setattr(kinds, "COMPILE_SECONDS", 0.0)
     compile_with(backend, monkeypatch)
 
-    class Graphs(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            graphs.append(backend.graphs)
+    def graphs_and_line(name: str, steps: int, setting: str = "auto") -> tuple[list[int], Any]:
+        backend.graphs = 0
+        made = noted(tmp_path / name, backend=backend, layer_compile=setting, max_steps=steps)
+        return made.graphs, made.trainer.fastpack_report["layer_compile"]
 
-    fast = {"layer_compile": "auto"}
-    long = train(
-        FastSFTTrainer, tmp_path / "long", fast=fast, max_steps=3, trainer={"callbacks": [Graphs()]}, **options
-    )
-    assert graphs == [0, 1, 1], long.fastpack_report.table()
-    assert "compiled in" in long.fastpack_report["layer_compile"].reason
-    alone = train(FastSFTTrainer, tmp_path / "alone", fast=fast, max_steps=1, **options)
-    assert backend.graphs == 1
-    line = alone.fastpack_report["layer_compile"]
-    assert (line.path, line.reason) == (
-        "pending", "Qwen3DecoderLayer is compiled at its first packed row, after the first step",
-    )  # fmt: skip
+    graphs, line = graphs_and_line("short", 3)
+    assert (graphs, line.status, line.path) == ([0, 0, 0], "off", "eager")
+    assert "not compiled: 2 steps left" in line.reason
+    graphs, line = graphs_and_line("on", 3, "on")
+    assert (graphs, line.status) == ([1, 1, 1], "on")
+    monkeypatch.setattr(kinds, "COMPILE_SECONDS", 0.0)
+    graphs, line = graphs_and_line("long", 3)
+    assert graphs == [0, 1, 1], line
+    assert "compiled in" in line.reason
+    graphs, line = graphs_and_line("ends", 1)
+    said = "LlamaDecoderLayer is compiled at its first packed row, after the first step"
+    assert (graphs, line.path, line.reason) == ([0], "pending", said)
 
 
 def test_workers_start_where_layers_may_be_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA, which is only said here: nothing else of this run asks for the device."""
     started: list[bool] = []
     monkeypatch.setattr("torch._inductor.async_compile.maybe_warm_pool", lambda: started.append(True))
-
     trainers: list[Any] = [
-        build(FastSFTTrainer, tmp_path, family="llama", packing=True, eval_strategy="no", fast=fast)
-        for fast in ({}, {"layer_compile": "off"})
+        build(FastSFTTrainer, tmp_path, fast=fast, **OPTIONS) for fast in ({}, {"layer_compile": "off"})
     ]
     run, off = (trainer.fastpack_run for trainer in trainers)
     start_workers(run)
-    assert not started
     monkeypatch.setattr(Run, "device", torch.device("cuda"))
     start_workers(off)
     assert not started
@@ -165,5 +141,4 @@ def test_cuda_a_short_run_is_not_compiled_and_a_long_one_is(tmp_path: Path, indu
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kinds, "COMPILE_SECONDS", 0.0)
         long = train(FastSFTTrainer, tmp_path / "long", fast={"layer_compile": "auto"}, max_steps=2, **options)
-    reason = long.fastpack_report["layer_compile"].reason
-    assert "compiled in" in reason
+    assert "compiled in" in long.fastpack_report["layer_compile"].reason

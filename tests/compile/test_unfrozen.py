@@ -107,8 +107,9 @@ def test_a_callback_unfreezes_parameters_of_compiled_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: bool
 ) -> None:
     compile_with(Counting(differentiate=True), monkeypatch)
-    fast = {"layer_compile": "on"}
-    (ours, _), (stock, _) = (trained(cls, tmp_path, fast, lora, 2) for cls in (FastSFTTrainer, SFTTrainer))
+    (ours, _), (stock, _) = (
+        trained(cls, tmp_path, {"layer_compile": "on"}, lora, 2) for cls in (FastSFTTrainer, SFTTrainer)
+    )
     assert ours.names == stock.names
     assert ours.norms == pytest.approx(stock.norms, rel=1e-3)
 
