@@ -66,12 +66,9 @@ def _list(found: Mapping[str, Path]) -> str:
 
 def _next(name: str, file: str, text: str) -> str:
     """Name what comes next; the first command on a line of its own is the one that trains."""
-    lines = [] if name == QUICKSTART else ["yours to change: model_name_or_path, dataset_name, output_dir"]
+    yours = "" if name == QUICKSTART else "yours to change: model_name_or_path, dataset_name, output_dir\n"
     if name.startswith("bench/"):
-        lines.append(f"measure: fastpack-trl bench --config {file}")
-    else:
-        lines += [
-            f"what would run here: fastpack-trl doctor --config {file}",
-            f"train: fastpack-trl {text.partition('#     fastpack-trl ')[2].partition(' ')[0]} --config {file}",
-        ]
-    return "\n".join(lines)
+        return f"{yours}measure: fastpack-trl bench --config {file}"
+    command = text.partition("#     fastpack-trl ")[2].partition(" ")[0]
+    doctor = f"what would run here: fastpack-trl doctor --config {file}"
+    return f"{yours}{doctor}\ntrain: fastpack-trl {command} --config {file}"

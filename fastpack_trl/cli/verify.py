@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from fastpack_trl.errors import NonFiniteError, UserError, describe, did_you_mean, preparing
-from fastpack_trl.recipe.paths import add_json, json_file, model_folder
+from fastpack_trl.recipe.paths import add_json, json_file, model_folder, titled
 
 if TYPE_CHECKING:
     from fastpack_trl.attention.proof import PackingProof
@@ -24,21 +24,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", metavar="DIR", help="folder of a causal language model, or its hub name")
     add("--adapter", metavar="DIR", help="folder of a PEFT adapter for it, or its hub name")
-    attn_help = (
-        "auto (what the trainer would choose), a backend such as per_document or sdpa, or off: TRL's implementation, "
-        "which shows where it leaks (default: auto)"
-    )
-    add("--attn", metavar="NAME", default="auto", help=attn_help)
-    lengths_help = (
-        "tokens of each document of the probe (default: 9 1 14 6, after one longer than the model's windows if it "
-        "costs little)"
-    )
-    add("--lengths", metavar="N", nargs="+", type=int, help=lengths_help)
-    dtype_help = (
-        "of the weights; float32 gives the sharpest comparison and takes 4 bytes per parameter, auto is that of the "
-        "checkpoint (default: float32)"
-    )
-    add("--dtype", choices=DTYPES, default="float32", help=dtype_help)
+    attn_help = "auto (what the trainer would choose), a backend such as per_document or sdpa, or off: TRL's "
+    add("--attn", metavar="NAME", default="auto", help=attn_help + "implementation, which shows where it leaks")
+    lengths_help = "tokens of each document of the probe (default: 9 1 14 6, after one longer than the model's windows"
+    add("--lengths", metavar="N", nargs="+", type=int, help=lengths_help + " if it costs little)")
+    dtype_help = "of the weights; float32, the default, gives the sharpest comparison and takes 4 bytes per parameter, "
+    add("--dtype", choices=DTYPES, default="float32", help=dtype_help + "auto is that of the checkpoint")
     add("--device", choices=DEVICES, default="auto", help="auto: CUDA if torch sees it, else the CPU")
     add_json(parser, "the result")
     add("--trust_remote_code", action="store_true", help="run code that comes with the checkpoint (default: never)")
@@ -144,6 +135,7 @@ def _table(facts: Mapping[str, Any], proof: PackingProof, reason: str) -> str:
     budget = "reported only below fp32" if proof.budget is None else f"budget {proof.budget:.1e}"
     worst = sorted(proof.leaks, key=lambda leak: -leak[2])[:_LISTED_LEAKS]
     pairs = len(proof.lengths) * (len(proof.lengths) - 1)
+    untried = ", ".join(f"{name} (no document is longer)" for name in proof.not_exercised)
     rows = {
         "model": f"{facts['model_type']}, {facts['layers']} layers, {facts['parameters']:,} parameters, "
         f"{'/'.join(facts['dtypes'])} on {facts['device']}",
@@ -151,10 +143,8 @@ def _table(facts: Mapping[str, Any], proof: PackingProof, reason: str) -> str:
         "documents": f"{' + '.join(map(str, proof.lengths))} tokens",
         "difference": f"{proof.difference:.1e} of hidden states, from documents one by one under TRL's "
         f"{facts['stock_attention']} ({budget})",
-        "not exercised": ", ".join(f"{name} (no document is longer)" for name in proof.not_exercised)
-        or "nothing: no window of the model is longer than all documents",
+        "not exercised": untried or "nothing: no window of the model is longer than all documents",
         "leaks": f"{len(proof.leaks)} of {pairs} pairs: gradients of a document at another's embeddings",
     }
-    out = [f"{name.ljust(13)}  {value}" for name, value in rows.items()]
-    out += [f"  from document {source} to {target}: {size:.1e}" for source, target, size in worst]
-    return "\n".join([*out, "", str(proof)])
+    leaks = [f"  from document {source} to {target}: {size:.1e}" for source, target, size in worst]
+    return "\n".join([*titled(rows), *leaks, "", str(proof)])

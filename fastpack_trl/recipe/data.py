@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -41,7 +41,7 @@ def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
         return _load_named(str(script.dataset_name), script.dataset_config, script.dataset_streaming)
     except (DatasetsError, ValueError, TypeError, OSError, StopIteration) as error:
         names = _names(script, mixture)
-        fault = _first_fault(names) or describe(error.__cause__ or error)
+        fault = _first_fault(filter(_is_local, names)) or describe(error.__cause__ or error)
         hint = "".join(did_you_mean_path(name) for name in names if not _is_local(name))
         raise UserError(f"data {short_repr(data_name(script, mixture))} cannot be loaded: {fault}{hint}") from error
 
@@ -62,10 +62,10 @@ def check_data_exists(script: ScriptArguments, mixture: DatasetMixtureConfig) ->
             "no data: set dataset_name (a hub name, a file such as data.jsonl, or a folder) or datasets (a list of "
             "entries with path: ...)"
         )
-    names = [entry.path for entry in mixture.datasets if entry.data_files is None and entry.data_dir is None]
-    for name in names if mixture.datasets else _names(script, mixture):
-        if _is_local(name):
-            _local_source(name)
+    for entry in mixture.datasets:
+        _local_entry(entry)
+    if not mixture.datasets and _is_local(script.dataset_name):
+        _local_source(script.dataset_name)
 
 
 def _builder_of(path: str) -> str | None:
@@ -117,16 +117,14 @@ def _saved_files(folder: Path) -> Any:
 def _load_named(name: str, config: str | None, streaming: bool) -> Splits:
     import datasets
 
-    if not _is_local(name):
-        return datasets.load_dataset(name, name=config, streaming=streaming)
     path = Path(name).expanduser()
     if path.is_dir() and _saved_files(path):
         # Read in place: the arrow builder would copy the files into the cache.
         loaded = datasets.load_from_disk(str(path))
         splits = loaded if isinstance(loaded, datasets.DatasetDict) else datasets.DatasetDict({"train": loaded})
         return {key: split.to_iterable_dataset() for key, split in splits.items()} if streaming else splits
-    source, data_files = _local_source(name)
-    return datasets.load_dataset(source, name=config, data_files=data_files, streaming=streaming)
+    source, files = _local_source(name) if _is_local(name) else (name, None)
+    return datasets.load_dataset(source, name=config, data_files=files, streaming=streaming)
 
 
 def _local_entry(entry: Any) -> Any:
@@ -137,11 +135,10 @@ def _local_entry(entry: Any) -> Any:
     return replace(entry, path=source, data_files=data_files)
 
 
-def _first_fault(names: Sequence[str]) -> str:
-    """Return the first line of a local file of JSON lines that is no JSON object; empty if none is found."""
-    paths = [Path(name).expanduser() for name in names if _is_local(name)]
-    files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
-    for file in files:
+def _first_fault(names: Iterable[str]) -> str:
+    """Return the first line of a local file of JSON lines that is not a JSON object; empty if none is found."""
+    paths = [Path(name).expanduser() for name in names]
+    for file in (file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])):
         if file.suffix.lower() not in (".jsonl", ".ndjson") or not file.is_file():
             continue
         with file.open("rb") as lines:

@@ -6,18 +6,18 @@ its tiles. The rest, what the allocator holds beside the tensors, is a constant 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect
+from collections.abc import Sequence
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 from fastpack_trl.errors import describe, preparing
-from fastpack_trl.recipe.arguments import Arguments, split_off
+from fastpack_trl.recipe.arguments import Arguments
 from fastpack_trl.recipe.gpus import Gpu, as_if_on
 from fastpack_trl.recipe.make_trainer import short_run_arguments
-from fastpack_trl.recipe.yaml import load_config
 
 _GIB = 2**30
 _NF4_BLOCK, _NESTED_BLOCK = 64, 256  # numbers per scale; scales per scale of scales
@@ -28,7 +28,6 @@ RESERVE_GIB, RESERVE_SHARE = 0.12, 0.03
 _ROOM = 0.98  # of a device, that the longest row may take
 _ROW = 256  # tokens: rows are multiples
 _LONGEST = 2**20
-_TRUE = ("true", "1", "yes", "on")
 
 
 @dataclass(frozen=True)
@@ -58,34 +57,48 @@ class Model:
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes of one row: ``levels`` are those of its layers."""
+    """Bytes of one row.
+
+    Attributes:
+        parts: by what holds them.
+        plan: of the activations.
+    """
 
     parts: dict[str, float]
-    levels: str
-    keeps_all: bool
+    plan: Any
 
     @property
     def total(self) -> float:
         return sum(self.parts.values())
 
+    @property
+    def moving(self) -> float:
+        """Bytes that come and go in a step; a CUDA graph holds as many once more."""
+        return self.parts["activations"] + self.parts["head and loss"]
+
 
 @dataclass
 class Forecast:
-    """A model on one kind of GPU."""
+    """A model on one kind of GPU.
+
+    Attributes:
+        fixed: bytes that no row changes.
+        run: stands in for the `Run` there.
+        costs: `LayerCosts`; None where activations are not known.
+    """
 
     gpu: Gpu
     model: Model
     fixed: dict[str, float]
-    """Bytes that no row changes."""
     attention: str
+    features: dict[str, str]
+    run: Any
     costs: Any = None
-    """`LayerCosts`; None where activations are not known."""
     unknown: str = ""
-    features: dict[str, str] = field(default_factory=dict)
 
     def need(self, tokens: int, longest: int, *, deepest: bool = False, level: Any = None) -> Need:
         """Return what a row of `tokens` tokens takes: by the plan for this GPU, by the one of least, or at `level`."""
-        from fastpack_trl.checkpointing.plan import Level, Planner, describe
+        from fastpack_trl.checkpointing.plan import Level, Planner
         from fastpack_trl.run.budget import HEAD_BYTES, MARGIN
         from fastpack_trl.step.head import TILE_ELEMENTS
 
@@ -99,73 +112,75 @@ class Forecast:
             plan = planner.best()
         moving = {"activations": float(plan.predicted), "head and loss": float(head + tile)}
         reserve = RESERVE_GIB * _GIB + RESERVE_SHARE * sum(moving.values())
-        parts = self.fixed | moving | {"allocator's reserve": reserve}
-        return Need(parts, describe(plan.levels), plan.keeps_all)
+        return Need(self.fixed | moving | {"allocator's reserve": reserve}, plan)
 
     def longest_row(self) -> int:
         """Return the tokens of the longest row that fits with layer inputs in host memory; 0 where none does."""
-        low, high = 0, _LONGEST // _ROW
-        while low < high:
-            middle = (low + high + 1) // 2
-            tokens = middle * _ROW
-            fits = self.need(tokens, tokens, deepest=True).total <= self.gpu.gib * _GIB * _ROOM
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return low * _ROW
+
+        def exceeds(count: int) -> bool:
+            tokens = count * _ROW
+            return self.need(tokens, tokens, deepest=True).total > self.gpu.gib * _GIB * _ROOM
+
+        return bisect(range(1, _LONGEST // _ROW + 1), 0, key=exceeds) * _ROW if self.costs is not None else 0
+
+    def graphs_refused(self, need: Need) -> str:
+        """Return why CUDA graphs are not recorded under the plan of a row, by the feature's own rule."""
+        from fastpack_trl.capture.feature import why_not
+        from fastpack_trl.checkpointing.plan import Level
+
+        step, plan = self.run.step, need.plan
+        step.offloads, step.activation_bytes = Level.OFFLOAD in plan.levels, need.moving
+        step.activations_left = plan.left if plan.keeps_all else 0
+        with as_if_on(self.gpu.capability):
+            return why_not(self.run)
 
 
 def elsewhere(config: str, folder: str, flags: Sequence[str]) -> tuple[Arguments, str]:
-    """Return the arguments of a YAML for a GPU that is not here, and its precision: ``bf16``, ``fp16`` or ``fp32``.
-
-    transformers refuses both where this machine has no such GPU, so they are read and taken out.
-    """
-    given, asked = load_config(config), {}
-    for name in ("bf16", "fp16"):
-        values, flags = split_off(name, flags)
-        asked[name] = str([given.get(name), *values][-1]).lower()
-    precision = "fp16" if asked["fp16"] in _TRUE else "bf16" if asked["bf16"] in {*_TRUE, "none"} else "fp32"
-    return short_run_arguments(config, folder, *flags, "--bf16", "False", "--fp16", "False"), precision
+    """Return the arguments of a YAML for a GPU that is not here, and its precision: ``bf16``, ``fp16`` or ``fp32``."""
+    # transformers refuses bf16 for a GPU that is not here.
+    arguments = short_run_arguments(config, folder, *flags, "--use_cpu", "True")
+    training = arguments.training
+    return arguments, "fp16" if training.fp16 else "bf16" if training.bf16 else "fp32"
 
 
 def forecast(arguments: Arguments, gpus: Sequence[Gpu], precision: str = "bf16") -> dict[str, Any]:
     """Return per GPU what a step holds, part by part, what is on, the longest row that fits and what to change.
 
-    No weights and no data are read: rows are as long as `max_length` lets them be. Full replicas: what several
-    processes part among them is not counted.
+    No weights and no data are read: rows are as long as `max_length` lets them be. Full replicas: what is sharded
+    across processes is not counted.
 
     Args:
         precision: ``bf16``, ``fp16`` or ``fp32``, of the run.
     """
-    training = arguments.training
-    seen: dict[Any, Any] = {}
-    made = [predict(arguments, gpu, precision, seen) for gpu in gpus]
-    row = _row(training)
-    found: dict[str, Any] = {"row_tokens": row, "gpus": {}}
-    for one in made:
-        held = one.gpu.gib * _GIB
+    from fastpack_trl.checkpointing.plan import describe as levels_of
+    from fastpack_trl.run.budget import row_tokens
+
+    training, seen = arguments.training, dict[Any, Any]()
+    most = getattr(training, "max_length", None)
+    merges = getattr(training, "merge_accumulation", "auto") != "off"
+    row = None if most is None else row_tokens(training, most, most, merges=merges)
+    report: dict[str, Any] = {"row_tokens": row, "gpus": {}}
+    for one in [predict(arguments, gpu, precision, seen) for gpu in gpus]:
         facts: dict[str, Any] = {"gib": one.gpu.gib, "attention": one.attention, "features": one.features}
         if one.costs is None or row is None:
-            total = sum(one.fixed.values())
-            why = one.unknown or "max_length is not set: rows may have any length"
-            facts |= {"parts_gib": _gib(one.fixed), "total_gib": total / _GIB, "unknown": why, "fits": total <= held}
+            parts = one.fixed
+            facts["unknown"] = one.unknown or "max_length is not set: rows may have any length"
         else:
-            need, longest = one.need(row, row), one.longest_row()
-            facts |= {
-                "parts_gib": _gib(need.parts), "total_gib": need.total / _GIB, "levels": need.levels,
-                "fits": need.total <= held, "longest_row": longest,
-            }  # fmt: skip
-            spare = held - need.total
-            again = need.parts["activations"] + need.parts["head and loss"]
+            need = one.need(row, row)
+            parts = need.parts
+            facts |= {"levels": levels_of(need.plan.levels), "longest_row": one.longest_row()}
             if one.features["cuda_graph"].startswith("on"):
-                if need.keeps_all and again <= spare:
-                    facts["graphs_gib"] = again / _GIB
-                else:
-                    why = f"graphs hold {again / _GIB:.1f} GiB beside an eager step"
-                    why = "layer inputs go to host memory in the micro-step" if "offload" in need.levels else why
+                if why := one.graphs_refused(need):
                     one.features["cuda_graph"] = f"off: {why}"
+                else:
+                    facts["graphs_gib"] = need.moving / _GIB
+        facts["parts_gib"] = {name: size / _GIB for name, size in parts.items()}
+        facts["total_gib"] = sum(facts["parts_gib"].values())
+        facts["fits"] = facts["total_gib"] <= one.gpu.gib
         if not facts["fits"]:
             facts["change"] = _change(arguments, one, facts.get("longest_row", 0), precision)
-        found["gpus"][one.gpu.name] = facts
-    return found
+        report["gpus"][one.gpu.name] = facts
+    return report
 
 
 def predict(arguments: Arguments, gpu: Gpu, precision: str = "bf16", seen: dict[Any, Any] | None = None) -> Forecast:
@@ -177,30 +192,32 @@ def predict(arguments: Arguments, gpu: Gpu, precision: str = "bf16", seen: dict[
     from fastpack_trl.recipe import probe
 
     seen = {} if seen is None else seen
-    model: Model = seen.setdefault("model", None) or model_of(arguments)
-    seen["model"] = model
+    model = seen["model"] = seen.get("model") or model_of(arguments)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     fixed = fixed_bytes(model, arguments.training) | {"CUDA context": CONTEXT_GIB * _GIB}
     with as_if_on(gpu.capability):
         features, path = attention_of(model.module, gpu, dtype, arguments.training.packed_attention)
-        found = Forecast(gpu, model, fixed, path, features=paths(arguments, model.module, features, path, precision))
+        run = stand_in(arguments, model.module, features, path, precision)
+        on = paths(arguments, model.module, features, path, precision, run)
+        result = Forecast(gpu, model, fixed, path, on, run)
         if arguments.training.packed_attention == "auto" and path in ("per_document", "dense"):
-            found.features["packed_attention"] = f"{path}: {BACKENDS['varlen'].refuses(features)}"
+            on["packed_attention"] = f"{path}: {BACKENDS['varlen'].refuses(features)}"
         if path == PADDED_DOCUMENTS:
-            found.unknown = f"documents are padded one by one ({features.gap or 'no backend takes them'})"
-            return found
-        on = {name: found.features.get(name, "").startswith("on") for name in ("lora", "moe")}
-        key = (path, *on.values())
+            result.unknown = f"documents are padded one by one ({features.gap or 'no backend takes them'})"
+            return result
+        lora, moe = (on.get(name, "").startswith("on") for name in ("lora", "moe"))
+        key = (path, lora, moe)
         if key not in seen:
             # Its tensors are fake after the passes; those of another backend begin with `meta` again.
             module = (model_of(arguments) if "probed" in seen else model).module
             seen["probed"] = True
             try:
-                seen[key] = probe.layer_costs(module, features, path, **on, transient=model.transient), ""
+                costs = probe.layer_costs(module, features, path, lora=lora, moe=moe, transient=model.transient)
+                seen[key] = costs, ""
             except (AttributeError, LookupError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
                 seen[key] = None, f"activations are not counted: {describe(error).splitlines()[0]}"
-        found.costs, found.unknown = seen[key]
-    return found
+        result.costs, result.unknown = seen[key]
+    return result
 
 
 def fixed_bytes(model: Model, training: Any) -> dict[str, float]:
@@ -227,33 +244,19 @@ def attention_of(module: Any, gpu: Gpu, dtype: Any, asked: str = "auto") -> tupl
     return features, next(right, PADDED_DOCUMENTS)
 
 
-def paths(arguments: Arguments, model: Any, features: Any, attention: str, precision: str) -> dict[str, str]:
-    """Return how each feature would run, by asking the features themselves; inside of `as_if_on`.
-
-    They are entered on the model for a moment, with a stand-in for the `Run` of one process on one such device.
-    """
+def stand_in(arguments: Arguments, model: Any, features: Any, attention: str, precision: str) -> Any:
+    """Return what stands in for the `Run` of one process on such a device, which features are asked with."""
     import torch
 
     from fastpack_trl.attention.backends import BACKENDS
-    from fastpack_trl.capture.feature import unavailable
-    from fastpack_trl.capture.feature import why_not as why_not_captured
-    from fastpack_trl.compile.layer_compile import why_not as why_not_compiled
-    from fastpack_trl.lora.feature import lora
-    from fastpack_trl.model.precision import emulates_bf16
-    from fastpack_trl.moe.feature import moe
 
-    device, backend, args = torch.device("cuda", 0), BACKENDS.get(attention), copy(arguments.training)
+    backend, args = BACKENDS.get(attention), copy(arguments.training)
     args.bf16, args.fp16 = precision == "bf16", precision == "fp16"
     padded = "padded rows have another shape for every batch"
-    found = {"packed_attention": attention}
-
-    def set_status(name: str, status: str, path: str, reason: str = "", holds: object = None) -> None:
-        found[name] = status if status == "on" else f"{status}: {reason}"
-
-    run: Any = SimpleNamespace(
-        settings=args, args=args, model=model, device=device, compute_dtype=features.compute_dtype, training=True,
-        is_sharded=False, is_fsdp2=False, is_deepspeed=False, packs=backend is not None, loss_is_ours=True,
-        set_status=set_status, keeping=nullcontext, experts_refuse_capture=str,
+    return SimpleNamespace(
+        settings=args, args=args, model=model, device=torch.device("cuda", 0), compute_dtype=features.compute_dtype,
+        training=True, is_sharded=False, is_fsdp2=False, is_deepspeed=False, packs=backend is not None,
+        loss_is_ours=True, keeping=nullcontext, experts_refuse_capture=str,
         choice=SimpleNamespace(refuses_compile=backend.refuses_compile(features) if backend else padded),
         refuses_static=lambda bucket: backend.refuses_static(bucket, features) if backend else padded,
         step=SimpleNamespace(offloads=False, activation_bytes=0, activations_left=None),
@@ -261,30 +264,34 @@ def paths(arguments: Arguments, model: Any, features: Any, attention: str, preci
             accelerator=SimpleNamespace(num_processes=1, state=None), model_accepts_loss_kwargs=True
         ),
     )  # fmt: skip
+
+
+def paths(
+    arguments: Arguments, model: Any, features: Any, attention: str, precision: str, run: Any = None
+) -> dict[str, str]:
+    """Return how each feature would run, by entering it on the model for a moment; inside of `as_if_on`."""
+    from fastpack_trl.capture.feature import unavailable
+    from fastpack_trl.capture.feature import why_not as why_not_captured
+    from fastpack_trl.compile.layer_compile import why_not as why_not_compiled
+    from fastpack_trl.lora.feature import lora
+    from fastpack_trl.model.precision import emulates_bf16
+    from fastpack_trl.moe.feature import moe
+
+    run, on = run or stand_in(arguments, model, features, attention, precision), {"packed_attention": attention}
+
+    def set_status(name: str, status: str, path: str, reason: str = "", holds: object = None) -> None:
+        on[name] = status if status == "on" else f"{status}: {reason}"
+
+    run.set_status = set_status
     with moe(run), lora(run):
-        compiled, captured = why_not_compiled(run), unavailable(device) or why_not_captured(run)
-    if "lora" in found and arguments.model.load_in_4bit and args.bf16 and emulates_bf16(device):
-        found["lora"] = "stock: bf16 is emulated: fp16=True is fast"  # the layers are not quantized here
-    found["layer_compile"] = f"off: {compiled}" if compiled else "on, where it pays back"
-    found["cuda_graph"] = f"off: {captured}" if captured else "on, where it pays back"
-    if args.bf16 and emulates_bf16(device):
-        found["precision"] = "bf16 is emulated: fp16: true, bf16: false is faster"
-    return found
-
-
-def _gib(parts: Mapping[str, float]) -> dict[str, float]:
-    return {name: size / _GIB for name, size in parts.items()}
-
-
-def _row(training: Any) -> int | None:
-    """Return the tokens of the largest row that the settings allow."""
-    from fastpack_trl.run.budget import row_tokens
-
-    most = getattr(training, "max_length", None)
-    if most is None:
-        return None
-    merges = getattr(training, "merge_accumulation", "auto") != "off"
-    return row_tokens(training, most, most, merges=merges)
+        refusals = {
+            "layer_compile": why_not_compiled(run), "cuda_graph": unavailable(run.device) or why_not_captured(run),
+        }  # fmt: skip
+    is_emulated = run.args.bf16 and emulates_bf16(run.device)
+    if "lora" in on and arguments.model.load_in_4bit and is_emulated:
+        on["lora"] = "stock: bf16 is emulated: fp16=True is fast"  # the layers are not quantized here
+    on |= {name: f"off: {why}" if why else "on, where it pays back" for name, why in refusals.items()}
+    return on | ({"precision": "bf16 is emulated: fp16: true, bf16: false is faster"} if is_emulated else {})
 
 
 def _change(arguments: Arguments, short: Forecast, longest: int, precision: str) -> str:
@@ -292,21 +299,19 @@ def _change(arguments: Arguments, short: Forecast, longest: int, precision: str)
     if longest:
         batch = arguments.training.per_device_train_batch_size
         less = "per_device_train_batch_size: 1 and " if batch > 1 else ""
-        return f"{less}max_length: {longest // batch if batch == 1 else longest} at most"
-    options, tried = copy(arguments.model), []
+        return f"{less}max_length: {longest} at most"
+    options, training, tried = copy(arguments.model), copy(arguments.training), []
     experts = any(name.endswith(".experts.gate_up_proj") for name, _ in short.model.module.named_parameters())
     for name, value in (("dtype", "bfloat16"), ("use_peft", True), ("load_in_4bit", True)):
         if getattr(options, name) == value or (name == "dtype" and not short.gpu.has_bf16):
             continue
         options = replace(options, **{name: value})
         tried.append(f"{name}: {str(value).lower()}")
-        training = copy(arguments.training)
         if name == "load_in_4bit" and experts and training.moe_quantize_experts != "on":
             training.moe_quantize_experts = "on"
             tried.append('moe_quantize_experts: "on"')
         other = predict(replace(arguments, model=options, training=training), short.gpu, precision)
-        row = other.longest_row() if other.costs is not None else 0
-        if row:
+        if row := other.longest_row():
             return f"{', '.join(tried)}: rows of up to {row:,} tokens fit"
     return "a smaller model, or a larger GPU"
 

@@ -131,7 +131,7 @@ def convert(config: Mapping[str, Any], folder: Path) -> Converted:
         values |= _llama_factory_data(given, out, folder, learns_prompts)
     own = {one.name for kind in out.method.dataclasses() for one in fields(kind)} | {"datasets"}
     for key, value in given.items():
-        to = "warmup_steps" if key == "warmup_ratio" else _KEYS[tool].get(key, key)
+        to = _KEYS[tool].get(key, "warmup_steps" if key == "warmup_ratio" else key)
         if callable(to):
             values |= to(value)
         elif to in own and key != "attn_implementation":
@@ -153,8 +153,8 @@ def _per_epoch(given: dict[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for when in ("eval", "save"):
         if count := given.pop(f"{when}s_per_epoch", None):
-            steps = {f"{when}_strategy": "steps", f"{when}_steps": 1 / (count * float(given.get("num_epochs", 1)))}
-            values |= {f"{when}_strategy": "epoch"} if count == 1 else steps
+            values[f"{when}_strategy"] = "epoch" if count == 1 else "steps"
+            values |= {} if count == 1 else {f"{when}_steps": 1 / (count * float(given.get("num_epochs", 1)))}
     return values
 
 

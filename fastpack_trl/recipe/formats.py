@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,38 +43,36 @@ def reshape(split: Any, name: str, wanted: str) -> Any:
     if wanted == AS_IS:
         return split
     columns = list(next(iter(split)))
-    needed = {"instruction", "output"} if wanted == ALPACA else {"conversations"}
-    if not needed <= set(columns):
+    needed, to = (("instruction", "output"), _alpaca) if wanted == ALPACA else (("conversations",), _sharegpt)
+    if lacking := [name for name in needed if name not in columns]:
         raise DataError(
             f"dataset_format={wanted}: the {name} data set has the columns {', '.join(columns)} and not "
-            f"{' and '.join(sorted(needed - set(columns)))}: leave dataset_format out, or rename them"
+            f"{' and '.join(lacking)}: leave dataset_format out, or rename them"
         )
-    to: Callable[[Row], dict[str, Any]] = _alpaca if wanted == ALPACA else _sharegpt
     return split.map(to, remove_columns=columns)
 
 
 def format_of(row: Row) -> str:
     """Return the format of a row that TRL would not read as it is meant; ``as_is`` for others."""
-    if {"instruction", "output"} <= set(row):
-        return ALPACA
-    turns = row.get("conversations")
-    first = turns[0] if isinstance(turns, list) and turns else None
-    return SHAREGPT if isinstance(first, dict) and first.get("from") in ("human", "gpt") else AS_IS
+    match row:
+        case {"instruction": _, "output": _}:
+            return ALPACA
+        case {"conversations": [{"from": "human" | "gpt"}, *_]}:
+            return SHAREGPT
+    return AS_IS
 
 
 def _alpaca(row: Row) -> dict[str, Any]:
     turns = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-    for asked, answered in row.get("history") or ():
-        turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
-    asked = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
-    turns.append({"role": "user", "content": asked})
-    return {"prompt": turns, "completion": [{"role": "assistant", "content": row["output"]}]}
+    request = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
+    for user, assistant in [*(row.get("history") or ()), (request, row["output"])]:
+        turns += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+    return {"prompt": turns[:-1], "completion": turns[-1:]}
 
 
 def _sharegpt(row: Row) -> dict[str, Any]:
-    turns = [_message(turn) for turn in row["conversations"]]
-    if row.get("system"):
-        turns.insert(0, {"role": "system", "content": row["system"]})
+    system = [{"from": "system", "value": row["system"]}] if row.get("system") else []
+    turns = [_message(turn) for turn in [*system, *row["conversations"]]]
     if "chosen" in row and "rejected" in row:
         return {"prompt": turns, "chosen": [_message(row["chosen"])], "rejected": [_message(row["rejected"])]}
     return {"messages": turns}

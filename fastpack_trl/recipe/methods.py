@@ -98,8 +98,6 @@ def made_for(columns: Iterable[str]) -> str:
     """
     there = set(columns)
     fits = {
-        method.command: max((len(kind) for kind in method.columns if there.issuperset(kind)), default=0)
-        for method in METHODS.values()
+        command: len(kind) for command, method in METHODS.items() for kind in method.columns if there.issuperset(kind)
     }
-    best = max(fits, key=lambda command: fits[command])
-    return best if fits[best] else ""
+    return max(fits, key=lambda command: fits[command], default="")

@@ -76,22 +76,17 @@ def missing_hint(name: str) -> str:
 def did_you_mean_path(name: str) -> str:
     """Return ``"; did you mean 'quickstart-output/model'?"``; empty if nothing there has such a name."""
     path = Path(name).expanduser()
+    there = Path(path.anchor or ".")
     try:
-        near = _nearest(path)
-    except OSError:  # a folder that may not be listed
-        near = None
-    return "" if near in (None, path) else f"; did you mean {str(near)!r}?"
-
-
-def _nearest(path: Path) -> Path | None:
-    """Correct a path from its first folder on."""
-    if path.exists() or path.parent == path:
-        return path if path.exists() else None
-    folder = _nearest(path.parent)
-    if folder is None or not folder.is_dir():
-        return None
-    near = nearest(path.name, (child.name for child in folder.iterdir()))
-    return folder / near[0] if near else None
+        for part in path.parts[bool(path.anchor) :]:  # corrected from the first folder on
+            if not (there / part).exists():
+                part = next(iter(nearest(part, (child.name for child in there.iterdir()))), "")
+                if not part:
+                    return ""
+            there /= part
+    except OSError:  # not a folder, or one that may not be listed
+        return ""
+    return "" if there == path else f"; did you mean {str(there)!r}?"
 
 
 def model_folder(option: str, name: str, needs: str = "config.json") -> str:

@@ -243,6 +243,12 @@ def test_a_forecast_follows_the_rules_of_the_features(material: Material, monkey
     assert changed["layer_compile"] == "off: a new rule"
     assert changed["cuda_graph"] == "off: needs compute capability 9.5, this device has 9.0"
     assert "lora" not in changed
+    monkeypatch.setattr("fastpack_trl.capture.feature.LEAST_CAPABILITY", (9, 0))
+    monkeypatch.setattr(
+        "fastpack_trl.capture.feature.why_not",
+        lambda run: run.step.activations_left and f"a new rule of memory: {run.step.activation_bytes > 0}",
+    )
+    assert found()["cuda_graph"] == "off: a new rule of memory: True"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,12 @@ import pytest
 import torch
 from ranks import torchrun
 from sft_material import Material, refused, settings, write_jsonl, write_yaml
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from fastpack_trl.cli.main import main
+from fastpack_trl.recipe.arguments import make_parser, parse
 from fastpack_trl.recipe.methods import METHODS, made_for, method_of
+from fastpack_trl.recipe.train import train
 
 QUESTION = [{"role": "user", "content": "the quick brown"}]
 ANSWERS = [[{"role": "assistant", "content": text}] for text in ("fox jumps", "lazy dog")]
@@ -57,8 +63,6 @@ def material_of(material: Material, command: str, row: Mapping[str, object], **m
 
 
 def run(command: str, *argv: object) -> Any:
-    from fastpack_trl.recipe.train import train
-
     return train([str(word) for word in argv], METHODS[command])
 
 
@@ -79,10 +83,6 @@ def test_steps_from_a_yaml_are_of_our_trainer_and_save_a_model(
 
 @pytest.mark.parametrize("command", METHODS)
 def test_the_same_yaml_passes_trls_own_parser(material: Material, command: str) -> None:
-    from importlib import import_module
-
-    from fastpack_trl.recipe.arguments import parse
-
     parser = import_module(f"trl.scripts.{command}").make_parser()
     # Every option of TRL at its default, below those of the file.
     defaults = {action.dest: action.default for action in parser._actions if action.dest != "help"}
@@ -102,9 +102,6 @@ def test_the_same_yaml_passes_trls_own_parser(material: Material, command: str) 
 
 @pytest.mark.parametrize("command", METHODS)
 def test_the_help_has_our_options_and_all_of_them(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from fastpack_trl.cli.main import main
-    from fastpack_trl.recipe.arguments import make_parser
-
     assert main([command, "--help"]) == 0
     ours = capsys.readouterr().out
     assert all(option in ours for option in ("--packed_attention", "--dataset_format", "--config FILE", "--help-all"))
@@ -122,62 +119,46 @@ def test_two_processes_under_torchrun(material: Material) -> None:
     assert torch.load(material.out / "training_args.bin", weights_only=False).world_size == 2
 
 
-@pytest.mark.slow
-def test_launch_options_start_the_command_by_accelerate(material: Material, capfd: pytest.CaptureFixture[str]) -> None:
-    from fastpack_trl.cli.main import main
-
-    path = material_of(material, "dpo", PAIR, max_steps=1)
-    assert main(["dpo", "--config", str(path), "--accelerate_config", "single_gpu", "--mixed_precision", "no"]) == 0
-    assert f"Model saved to {material.out}" in capfd.readouterr().out
-
-
-WRONG_ROWS: list[tuple[str, Mapping[str, object], str]] = [
-    ("sft", PAIR, "columns prompt, chosen, rejected, which are for preference optimization (DPO): `fastpack-trl dpo`"),
-    ("sft", {"prompt": "a"}, "`fastpack-trl grpo` trains on them"),
-    ("dpo", {"text": "a"}, "`fastpack-trl sft` trains on them"),
-    ("dpo", ROWS["kto"], "`fastpack-trl kto` trains on them"),
-    ("dpo", {"question": "a", "good": "b"}, "columns question, good: dpo needs chosen and rejected: rename them"),
-    ("reward", {"other": "a"}, "reward needs chosen and rejected, or chosen_ids and rejected_ids"),
-    ("kto", {"other": "a"}, "kto needs prompt and completion and label, or chosen and rejected"),
-    ("dpo", PAIR | {"chosen": 5}, "it holds {'chosen': 5"),
-    ("kto", ROWS["kto"] | {"label": "no"}, "row 0 of the train data set"),
+GRPO = {"prompt": "the quick brown"}
+WRONG: list[tuple[str, Mapping[str, object], Mapping[str, Any], str]] = [
+    (
+        "sft",
+        PAIR,
+        {},
+        "columns prompt, chosen, rejected, which are for preference optimization (DPO): `fastpack-trl dpo`",
+    ),
+    ("sft", {"prompt": "a"}, {}, "`fastpack-trl grpo` trains on them"),
+    ("dpo", {"text": "a"}, {}, "`fastpack-trl sft` trains on them"),
+    ("dpo", ROWS["kto"], {}, "`fastpack-trl kto` trains on them"),
+    ("dpo", {"question": "a", "good": "b"}, {}, "columns question, good: dpo needs chosen and rejected: rename them"),
+    ("reward", {"other": "a"}, {}, "reward needs chosen and rejected, or chosen_ids and rejected_ids"),
+    ("kto", {"other": "a"}, {}, "kto needs prompt and completion and label, or chosen and rejected"),
+    ("dpo", PAIR | {"chosen": 5}, {}, "it holds {'chosen': 5"),
+    ("kto", ROWS["kto"] | {"label": "no"}, {}, "row 0 of the train data set"),
+    ("grpo", GRPO, {"reward_funcs": ...}, "no reward: set reward_funcs to some of accuracy_reward"),
+    ("grpo", GRPO, {"reward_funcs": ["acuracy_reward"]}, "'acuracy_reward' is not one of accuracy_reward"),
+    ("grpo", GRPO, {"reward_funcs": ["rewards_of_a_user.leters"]}, "has no attribute 'leters'"),
+    ("grpo", GRPO, {"reward_funcs": ["absent.letters"]}, "No module named 'absent': name a function by its module"),
+    ("reward", PAIR, {"use_peft": True, "lora_task_type": "CAUSAL_LM"}, "a reward model needs SEQ_CLS"),
+    ("dpo", PAIR, {"model_name_or_path": "classifier"}, "(DPO) needs a causal language model (...ForCausalLM)"),
 ]
 
 
-@pytest.mark.parametrize(("command", "row", "says"), WRONG_ROWS)
-def test_data_of_another_kind_name_the_command_that_trains_on_them(
+@pytest.mark.parametrize(("command", "row", "more", "says"), WRONG)
+def test_data_rewards_and_models_of_another_kind_are_one_line(
     material: Material, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-    command: str, row: Mapping[str, object], says: str,
+    command: str, row: Mapping[str, object], more: Mapping[str, Any], says: str,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(material.folder)
-    path = material_of(material, command, {name: value for name, value in row.items() if name != "label"})
+    monkeypatch.delitem(sys.modules, "rewards_of_a_user", raising=False)
+    if "model_name_or_path" in more:
+        AutoModelForSequenceClassification.from_pretrained(material.model).save_pretrained("classifier")
+    path = material_of(material, command, row, **more)
     write_jsonl(material.folder / "rows.jsonl", [row] * 4)
     assert says in refused(material, capsys, "--config", path, command=command)
 
 
-@pytest.mark.parametrize(
-    ("rewards", "says"),
-    [
-        (..., "no reward: set reward_funcs to some of accuracy_reward"),
-        (["acuracy_reward"], "'acuracy_reward' is not one of accuracy_reward"),
-        (["rewards_of_a_user.leters"], "has no attribute 'leters'"),
-        (["absent_module.letters"], "No module named 'absent_module': name a function by its module"),
-    ],
-)
-def test_a_reward_that_cannot_be_had_is_one_line(
-    material: Material, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rewards: Any, says: str
-) -> None:
-    import sys
-
-    monkeypatch.chdir(material.folder)
-    monkeypatch.delitem(sys.modules, "rewards_of_a_user", raising=False)
-    path = material_of(material, "grpo", ROWS["grpo"], reward_funcs=rewards)
-    assert says in refused(material, capsys, "--config", path, command="grpo")
-
-
 def test_a_reward_function_gets_the_columns_that_it_names(material: Material, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     monkeypatch.chdir(material.folder)
     monkeypatch.delitem(sys.modules, "rewards_of_a_user", raising=False)
     funcs = ["rewards_of_a_user.matches", "think_format_reward"]
@@ -187,8 +168,6 @@ def test_a_reward_function_gets_the_columns_that_it_names(material: Material, mo
 
 
 def test_a_causal_model_and_a_classifier_are_both_models_of_rewards(material: Material, tmp_path: Path) -> None:
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
     first = material_of(material, "reward", PAIR, max_steps=1)
     run("reward", "--config", first)
     model = AutoModelForSequenceClassification.from_pretrained(material.out)
@@ -196,24 +175,6 @@ def test_a_causal_model_and_a_classifier_are_both_models_of_rewards(material: Ma
     assert AutoTokenizer.from_pretrained(material.out).pad_token == "<pad>"
     again = run("reward", "--config", first, "--model_name_or_path", material.out, "--output_dir", tmp_path / "again")
     assert again.state.global_step == 1
-
-
-def test_adapters_of_a_reward_model_have_a_type_of_their_own(
-    material: Material, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = material_of(material, "reward", PAIR, use_peft=True, lora_task_type="CAUSAL_LM")
-    assert "a reward model needs SEQ_CLS" in refused(material, capsys, "--config", path, command="reward")
-
-
-def test_a_classifier_is_no_model_for_preferences(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
-    from transformers import AutoModelForSequenceClassification
-
-    folder = material.folder / "classifier"
-    AutoModelForSequenceClassification.from_pretrained(material.model, num_labels=1).save_pretrained(folder)
-    path = material_of(material, "dpo", PAIR, model_name_or_path=str(folder))
-    said = refused(material, capsys, "--config", path, command="dpo")
-    assert "is Qwen3ForSequenceClassification" in said
-    assert "preference optimization (DPO) needs a causal language model" in said
 
 
 @pytest.mark.parametrize(
@@ -231,36 +192,25 @@ def test_the_keys_of_a_yaml_say_what_it_is_for(command: str, keys: Mapping[str, 
 
 
 @pytest.mark.parametrize("command", METHODS)
-def test_the_doctor_says_what_would_run(
+def test_the_doctor_says_what_would_run_and_counts_the_waits_of_preferences(
     material: Material, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    from fastpack_trl.cli.main import main
-
     monkeypatch.chdir(material.folder)
-    path = material_of(material, command, ROWS.get(command, {"text": "the quick"}), use_peft=True)
-    assert main(["doctor", "--config", str(path), "--trainer", command]) == 0
-    said = capsys.readouterr().out
+    path, record = material_of(material, command, ROWS.get(command, {"text": "a"}), use_peft=True), Path("doctor.json")
+    words = ["--config", path, "--trainer", command, "--json", record, *(["--audit"] if command == "dpo" else [])]
+    assert main(["doctor", *map(str, words)]) == 0
+    said, found = capsys.readouterr().out, json.loads(record.read_text(encoding="utf-8"))
     assert "packed_attention" in said
     assert "sync_free" in said or command != "sft"
+    assert all(side["total"] > 0 for side in found.get("audit", {"sides": {}})["sides"].values()), said
+    assert ("audit" in found) == (command == "dpo")
     assert not material.out.exists()
-
-
-def test_an_audit_of_preferences_counts_both_sides(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
-    from fastpack_trl.cli.main import main
-
-    path = material_of(material, "dpo", PAIR, beta=0.2)
-    record = material.folder / "doctor.json"
-    assert main(["doctor", "--config", str(path), "--audit", "--steps", "2", "--json", str(record)]) == 0
-    sides = json.loads(record.read_text(encoding="utf-8"))["audit"]["sides"]
-    assert all(sides[name]["error"] is None for name in ("stock", "fastpack")), capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["dpo", "reward", "kto", "grpo", "rloo"])
 def test_bench_measures_both_sides_of_a_command(
     material: Material, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    from fastpack_trl.cli.main import main
-
     monkeypatch.chdir(material.folder)
     path, record = material_of(material, command, ROWS[command]), material.folder / "record.json"
     words = ["--config", path, "--trainer", command, "--rounds", "1", "--steps", "2", "--warmup", "2", "--json", record]
@@ -287,8 +237,6 @@ def test_bench_measures_both_sides_of_a_command(
 def test_bench_says_what_it_cannot_measure(
     material: Material, capsys: pytest.CaptureFixture[str], command: str, words: str, says: str
 ) -> None:
-    from fastpack_trl.cli.main import main
-
     path = material_of(material, command, PAIR)
     assert main(["bench", "--config", str(path), "--trainer", command, *words.split()]) == 2
     assert says in capsys.readouterr().err.splitlines()[-1]

@@ -309,6 +309,9 @@ def test_launch_options_start_accelerate_and_its_exit_code_is_ours(
     assert "`pad_token` ('<nowhere>')" in lines[0]
     assert "Traceback" not in err
     assert not material.out.exists()
+    words = ["--pad_token", "<pad>", "--accelerate_config", "single_gpu", "--mixed_precision", "no", "--max_steps", "1"]
+    assert main(["sft", "--config", str(path), *words]) == 0
+    assert f"Model saved to {material.out}" in capfd.readouterr().out
 
 
 def test_leak_of_packed_rows_is_one_line_with_the_fix(material: Material, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,22 +42,21 @@ IDS = [name for name, _, _ in BAD]
 
 def as_dataset(rows: Rows, folder: Path) -> Any:
     """As `datasets` reads them from a file, which is how rows of several types come about."""
-    return load_dataset("json", data_files=str(write_jsonl(folder / "rows.jsonl", rows)), cache_dir=str(folder))[
-        "train"
-    ]
+    return read(write_jsonl(folder / "rows.jsonl", rows))
 
 
-def train(trainer_class: type[SFTTrainer], material: Material, dataset: Any, **settings: Any) -> None:
-    args = SFTConfig(
-        output_dir=str(material.out),
-        **{"max_steps": 1, "max_length": 64, "use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no"}
-        | settings,
-    )
+def read(file: Path) -> Any:
+    return load_dataset("json", data_files=str(file), cache_dir=str(file.parent))["train"]
+
+
+def train(trainer_class: type[SFTTrainer], material: Material, dataset: Any) -> None:
+    short: dict[str, Any] = {"max_steps": 1, "max_length": 64, "report_to": [], "save_strategy": "no"}
+    args = SFTConfig(output_dir=str(material.out), use_cpu=True, bf16=False, **short)
     trainer_class(model=str(material.model), args=args, train_dataset=dataset).train()
 
 
 @pytest.mark.parametrize(("rows", "parts"), [row[1:] for row in BAD], ids=IDS)
-def test_in_python_a_value_error_and_stock_cannot_train_either(
+def test_bad_row_is_a_value_error_in_python_and_stock_cannot_train_either(
     material: Material, rows: Rows, parts: list[str]
 ) -> None:
     dataset = as_dataset(rows, material.folder)
@@ -69,7 +68,7 @@ def test_in_python_a_value_error_and_stock_cannot_train_either(
 
 
 @pytest.mark.parametrize(("rows", "parts"), [row[1:] for row in BAD[::8]], ids=IDS[::8])
-def test_from_the_command_line_one_line_that_names_the_file(
+def test_bad_row_is_one_line_of_the_command_that_names_the_file(
     material: Material, capsys: pytest.CaptureFixture[str], rows: Rows, parts: list[str]
 ) -> None:
     data = write_jsonl(material.folder / "rows.jsonl", rows)
@@ -95,27 +94,24 @@ def test_what_stock_trains_on_is_not_refused(material: Material, trainer_class: 
     train(trainer_class, material, as_dataset(rows * 4, material.folder))
 
 
-NOT_UTF8 = [{"text": "a b"}, {"text": "a b"}, {"text": "café"}, {"text": "a b"}]
-UTF8_ROWS: list[tuple[str, Rows]] = [
-    ("text", NOT_UTF8),
-    ("a prompt", [{"prompt": row["text"], "completion": "c"} for row in NOT_UTF8]),
-    ("messages", [{"messages": [{"role": "user", "content": row["text"]}]} for row in NOT_UTF8]),
-]
-
-
-@pytest.mark.parametrize("rows", [rows for _, rows in UTF8_ROWS], ids=[name for name, _ in UTF8_ROWS])
+@pytest.mark.parametrize("kind", ["text", "prompt", "messages"])
 def test_bytes_that_are_not_utf8_name_their_row(
-    material: Material, capsys: pytest.CaptureFixture[str], rows: Rows
+    material: Material, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
+    rows: Rows = [{"text": text} for text in ("a b", "a b", "café", "a b")]
+    if kind == "prompt":
+        rows = [{"prompt": row["text"], "completion": "c"} for row in rows]
+    if kind == "messages":
+        rows = [{"messages": [{"role": "user", "content": row["text"]}]} for row in rows]
     data = material.folder / "rows.jsonl"
     data.write_bytes("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode("latin-1"))
-    parts = ["row 2 of the train data set", "UnicodeDecodeError", "save the file as UTF-8"]
     line = refused(material, capsys, "--config", material.yaml(dataset_name=str(data)))
-    assert all(part in line for part in [f"data {str(data)!r}", *parts]), line
-    dataset = load_dataset("json", data_files=str(data), cache_dir=str(material.folder))["train"]
     with pytest.raises(ValueError, match="row 2") as caught:
-        train(FastSFTTrainer, material, dataset)
-    assert all(part in str(caught.value) for part in parts), caught.value
+        train(FastSFTTrainer, material, read(data))
+    for part in ("row 2 of the train data set", "UnicodeDecodeError", "save the file as UTF-8"):
+        assert part in line
+        assert part in str(caught.value)
+    assert f"data {str(data)!r}" in line
 
 
 FILES: list[tuple[str, str, bytes, list[str]]] = [
@@ -149,5 +145,4 @@ def test_a_file_that_cannot_be_loaded_is_one_line_also_from_its_folder(
 def test_marks_and_line_ends_of_other_systems_are_read(material: Material, content: bytes) -> None:
     file = material.folder / "a.jsonl"
     file.write_bytes(content)
-    dataset = load_dataset("json", data_files=str(file), cache_dir=str(material.folder))["train"]
-    assert list(dataset) == [{"text": "a b"}]
+    assert list(read(file)) == [{"text": "a b"}]

@@ -115,27 +115,25 @@ def test_a_base_that_was_not_trained_on_is_not_merged_into(
     assert main(words) == 0
 
 
-def test_a_seed_gives_the_same_sample_and_raw_prompts_have_no_template(material: Material) -> None:
+def test_a_seed_gives_the_same_sample_raw_prompts_have_no_template_and_no_text_is_said(
+    material: Material, capsys: pytest.CaptureFixture[str]
+) -> None:
     record = material.folder / "answers.json"
 
-    def answer(*words: str) -> str:
+    def answer(*words: str, model: Path = material.model) -> str:
         asked = ["--prompt", "the quick", "--max_new_tokens", "8", "--json", str(record)]
-        assert main(["generate", str(material.model), *asked, *words]) == 0
+        assert main(["generate", str(model), *asked, *words]) == 0
         (row,) = json.loads(record.read_text(encoding="utf-8"))["rows"]
         return str(row["model"])
 
     hot = ["--temperature", "2.0"]
     assert answer(*hot, "--seed", "1") == answer(*hot, "--seed", "1") != answer(*hot, "--seed", "2")
     assert answer("--raw") != answer()
-
-
-def test_an_answer_without_text_is_said(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
     silent = load(material.model)
     torch.nn.init.zeros_(silent.lm_head.weight)  # all logits alike: the first token, which pads
     silent.save_pretrained(material.folder / "silent")
     make_tokenizer(pad_token="<pad>", eos_token="<eos>").save_pretrained(material.folder / "silent")
-    words = ["--prompt", "the quick", "--max_new_tokens", "2"]
-    assert main(["generate", str(material.folder / "silent"), *words]) == 0
+    assert answer(model=material.folder / "silent") == ""
     assert "prompt: the quick\nmodel: (no text)\n" in capsys.readouterr().out
 
 
