@@ -140,14 +140,3 @@ def test_a_notebook_runs_top_to_bottom_on_the_cpu(file: Path, run: Run) -> None:
     assert cells[0]["outputs"] == [], "pip always says something: it was run, although the package is importable"
     assert not [output for output in outputs(done) if output["output_type"] == "error"]
     assert pictures(done), "shows no figure"
-
-
-@pytest.mark.slow
-def test_the_kernel_has_this_package_and_a_failing_command_fails_the_run(run: Run) -> None:
-    import nbformat
-    from nbclient.exceptions import CellExecutionError
-
-    package = f"import fastpack_trl; assert fastpack_trl.__file__ == {str(ROOT / 'fastpack_trl' / '__init__.py')!r}"
-    cells = map(nbformat.v4.new_code_cell, (package, "%%bash\nfastpack-trl stf"))
-    with pytest.raises(CellExecutionError, match="there is no command 'stf'"):
-        run(nbformat.v4.new_notebook(cells=list(cells)))

@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from trainer_material import train
-from trl import SFTTrainer
 
 from fastpack_trl.testing import count_host_syncs
 
@@ -131,23 +129,6 @@ def test_an_error_is_raised_by_the_operation_and_nothing_stays_installed() -> No
         X.sum().item()
     X.sum().item()
     assert syncs.total == 0
-
-
-def test_the_stock_step_reads_eight_numbers_and_copies_each_tensor_of_its_batch(tmp_path: Path) -> None:
-    counts = []
-    for steps in (2, 4):
-        with count_host_syncs(device="cpu") as syncs:
-            train(
-                SFTTrainer, tmp_path / str(steps), packing=True, eval_strategy="no", logging_steps=100,
-                max_steps=steps, per_device_train_batch_size=1, optim="adamw_torch",
-            )  # fmt: skip
-        counts.append(sum(entry.count for entry in syncs.of("sync")))
-    # entropy 2, accuracy 2, number of tokens 1, NaN filter 2, packed mask 1
-    assert counts[1] - counts[0] == 2 * 8
-    assert {Path(entry.file).name for entry in syncs.of("sync")} == {"sft_trainer.py", "trainer.py", "masking_utils.py"}
-    batch = {entry.op: entry.count for entry in syncs.of("copy") if entry.file.endswith("operations.py")}
-    assert batch == {"to": 4 * 6}
-    assert any(entry.file.endswith("sft_trainer.py") for entry in syncs.of("host"))
 
 
 @pytest.mark.cuda
