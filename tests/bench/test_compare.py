@@ -43,18 +43,24 @@ def _build(folder: Path, data: Any = None, **more: Any) -> Build:
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     sides = ("stock", "rebuild", "fastpack")
-    return compare(_build(tmp_path_factory.mktemp("compare")), timed=3, warmup=2, rounds=1, sides=sides, progress=False)
+    return compare(_build(tmp_path_factory.mktemp("compare")), timed=2, warmup=2, sides=sides, progress=False)
 
 
 def test_every_side_has_its_figures_and_the_same_losses(record: dict[str, Any]) -> None:
     (row,) = record["rows"]
     stock, rebuild, ours = row["sides"].values()
+    assert row["order"] == ["stock", "rebuild", "fastpack", "fastpack", "rebuild", "stock"]
+    assert [set(step) for step in row["gate"]["steps"]] == [{"stock", "rebuild", "fastpack"}] * 2
     for side in (stock, rebuild, ours):
-        assert len(side["seconds"]["values"]) == 3
+        assert len(side["seconds"]["values"]) == 2 * 2
         assert side["tokens_per_second"] > 0
         assert side["losses"] == pytest.approx(stock["losses"], rel=1e-5)
         assert side["setting"] == "qwen3, 2 layers of 32, checkpointing, 1 x 2 rows per step, max_length 48"
-    assert set(row["ratios"]) == {"stock", "rebuild"}
+    pairs = [pair for side in (rebuild, ours) for pair in zip(side["losses"][2:], stock["losses"][2:], strict=True)]
+    assert 0 < row["loss_difference"] == max(abs(a - b) / b for a, b in pairs) < 1e-5
+    assert row["ratios"].keys() == {"stock", "rebuild"}
+    assert row["ratios"]["stock"]["median"] == stock["seconds"]["median"] / ours["seconds"]["median"]
+    assert len(row["ratios"]["stock"]["rounds"]) == 2
     assert 0 == ours["host_syncs"] < stock["host_syncs"] < rebuild["host_syncs"]
     assert json.loads(json.dumps(record)) == record
     lines = table(record).splitlines()
