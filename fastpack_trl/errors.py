@@ -85,25 +85,29 @@ def one_line(message: object) -> str:
     return text if len(text) <= _MAX_LENGTH else f"{text[:_MAX_LENGTH]}... (--traceback shows all of it)"
 
 
-def close_frames(error: BaseException | None) -> None:
+def _causes(error: BaseException | None) -> list[BaseException]:
+    """Return a caught exception and its causes."""
+    found: list[BaseException] = []
+    while error is not None and error not in found:
+        found.append(error)
+        error = error.__cause__ or error.__context__
+    return found
+
+
+def close_frames(error: BaseException) -> None:
     """Clear the local variables in the frames of a caught exception and of its causes.
 
     In torch 2.11 a checkpoint whose layer raised keeps its saved-tensor hooks until its generator dies. Left to the
     garbage collector that may happen late, and in a thread of autograd, which has hooks of its own: these then stay for
     good, and every later checkpoint counts too many tensors.
     """
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+    for each in _causes(error):
+        traceback.clear_frames(each.__traceback__)
 
 
 def first_cause(error: BaseException) -> BaseException:
     """Return the exception in whose handling the others were raised: leaving a context may fail because of it."""
-    while (inner := error.__cause__ or error.__context__) is not None:
-        error = inner
-    return error
+    return _causes(error)[-1]
 
 
 def describe(error: BaseException) -> str:
@@ -144,10 +148,6 @@ def _is_bug(error: BaseException) -> bool:
     return isinstance(error, KeyError) and " " not in str(error.args[0] if error.args else "")
 
 
-def _never() -> bool:
-    return False
-
-
 @contextmanager
 def naming_keys(settings: Mapping[str, object]) -> Iterator[None]:
     """Name the setting that has an unexpected keyword argument: ``{"lr_scheduler_kwargs": {"fo": 1}}``.
@@ -166,7 +166,7 @@ def naming_keys(settings: Mapping[str, object]) -> Iterator[None]:
 
 
 @contextmanager
-def preparing(finished: Callable[[], bool] = _never) -> Iterator[None]:
+def preparing(finished: Callable[[], bool] = bool) -> Iterator[None]:
     """Turn what the libraries raise for a wrong setting into a `UserError` while a run is prepared.
 
     Args:

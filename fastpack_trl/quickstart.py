@@ -100,14 +100,10 @@ def collect(folder: Path | None = None) -> list[tuple[str, str]]:
                 seen.add(answer)
                 answers[name] = answer
     if len(answers) < LEAST:
-        raise UserError(
-            f"only {len(answers)} docstrings in {folder}: this interpreter has no source files of its standard "
-            "library; use a complete Python installation"
-        )
+        raise UserError(f"only {len(answers)} docstrings in {folder}: use a Python with its standard library's sources")
     # A checksum of the name, unlike `hash`, is the same in every process.
-    return [
-        (_QUESTIONS[zlib.crc32(name.encode()) % len(_QUESTIONS)].format(name), text) for name, text in answers.items()
-    ]
+    kinds = {name: _QUESTIONS[zlib.crc32(name.encode()) % len(_QUESTIONS)] for name in answers}
+    return [(kinds[name].format(name), text) for name, text in answers.items()]
 
 
 def _source_files(folder: Path) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import Field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,18 +72,13 @@ def test_the_page_of_features_and_the_docstring_have_the_help_of_every_field(own
     assert f"{own.name}: {own.metadata['help']}" in " ".join(str(FastSFTConfig.__doc__).split())
 
 
+REENTRANT = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gradient_checkpointing=False keeps all": ({"activation_memory": "checkpoint"}, {"gradient_checkpointing": False}),
     "without checkpointing": ({"checkpoint_offload": "double_buffer"}, {"gradient_checkpointing": False}),
-    "use_reentrant=True stores": (
-        {"checkpoint_offload": "single_buffer"},
-        {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
-    ),
+    "use_reentrant=True stores": ({"checkpoint_offload": "single_buffer"}, REENTRANT),
     "'every_n_layers': 2": ({"activation_memory": "keep"}, {"gradient_checkpointing_kwargs": {"every_n_layers": 2}}),
-    "checkpoint_offload='double_buffer' says": (
-        {"activation_memory": "checkpoint"},
-        {"checkpoint_offload": "double_buffer"},
-    ),
+    "='double_buffer' says": ({"activation_memory": "checkpoint"}, {"checkpoint_offload": "double_buffer"}),
 }
 
 
@@ -91,17 +87,18 @@ def test_contradictory_fields_stop_config_and_training_but_no_evaluation_and_no_
     message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, other = CONTRADICTIONS[message]
+    make_config = partial(FastSFTConfig, use_cpu=True, bf16=False, **other)
     with pytest.raises(ValueError, match=message) as error:
-        FastSFTConfig(use_cpu=True, bf16=False, **asked, **other)
+        make_config(**asked)
     assert next(iter(asked)) in str(error.value)
-    config = FastSFTConfig(use_cpu=True, bf16=False, **other)
+    config = make_config()
     for name, value in asked.items():
         setattr(config, name, value)
     assert Settings.of(config, training=False) is config
     with pytest.raises(ValueError, match=message):
         Settings.of(config)
     monkeypatch.setenv("FASTPACK_DISABLE", "1")
-    config = FastSFTConfig(use_cpu=True, bf16=False, **asked, **other)
+    config = make_config(**asked)
     assert Settings.of(config) is config
 
 
@@ -115,21 +112,15 @@ def test_levels_that_recompute_nothing_go_with_no_checkpointing() -> None:
 def test_a_trainer_is_not_made_of_contradictory_fields(kind: Any, tmp_path: Path) -> None:
     args = kind(**settings(tmp_path))
     args.activation_memory = "checkpoint"
-    trainer = make(args)
+    data = {"train_dataset": make_dataset("text"), "eval_dataset": make_dataset("text", 4)}
+    make = partial(FastSFTTrainer, tiny_model("qwen3"), args=args, **data, processing_class=make_tokenizer())
+    trainer = make()
     for name in ("gradient_checkpointing", "activation_checkpointing"):
         if hasattr(args, name):
             setattr(args, name, False)
-    with pytest.raises(ValueError, match="activation_memory='checkpoint': gradient_checkpointing=False"):
-        make(args)
-    with pytest.raises(ValueError, match="activation_memory='checkpoint': gradient_checkpointing=False"):
-        trainer.train()
-
-
-def make(args: Any) -> FastSFTTrainer:
-    return FastSFTTrainer(
-        tiny_model("qwen3"), args=args, train_dataset=make_dataset("text"), eval_dataset=make_dataset("text", 4),
-        processing_class=make_tokenizer(),
-    )  # fmt: skip
+    for call in (make, trainer.train):
+        with pytest.raises(ValueError, match="activation_memory='checkpoint': gradient_checkpointing=False"):
+            call()
 
 
 @pytest.mark.parametrize("config", [FastSFTConfig, FastDPOConfig, FastGRPOConfig])

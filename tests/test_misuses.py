@@ -183,6 +183,11 @@ COMMANDS = [
     Misuse("bench --config {yaml} --rounds 0", "--rounds: must be >= 1, got 0"),
     Misuse("bench --config {yaml} --rouds 6", "did you mean '--rounds'?"),
     Misuse("bench --config {yaml} --plot a.png", "pip install 'fastpack-trl[plots]'", missing="matplotlib"),
+    Misuse("bench --config {yaml} --plot no/such/a.png", "--plot 'no/such/a.png' cannot be written"),
+    Misuse("bench --config {yaml} --profile /dev/null/traces", "--profile '/dev/null/traces' is not a folder"),
+    Misuse("bench --config {yaml} --ablate --baseline stock", "--ablate compares fastpack with itself"),
+    Misuse("bench --config {yaml} --max_lenght 3", "unknown option '--max_lenght'; did you mean '--max_length'"),
+    Misuse("bench --config {yaml} --packed_attention varlne", "--packed_attention: 'varlne' is not available"),
     Misuse("quickstart", "quickstart was removed in 0.2.0: run `make quickstart`"),
     # the other methods, and what comes before and after training
     Misuse("dpo", "'fastpack-trl init' writes one), or --model_name_or_path"),

@@ -12,7 +12,7 @@ from typing import Any
 
 import forks
 import pytest
-from stored_notebooks import METADATA, PATH, code, source, sources, stored, text
+from stored_notebooks import METADATA, PATH, code, source, sources, text
 
 from fastpack_trl._version import REPOSITORY
 
@@ -53,20 +53,6 @@ def test_a_stored_notebook_has_the_outputs_of_its_cells_and_nothing_of_a_machine
     assert len(set(ids)) == len(ids)
     assert file.stat().st_size < 400_000, "too much for a page"
     assert not [source(cell) for cell in notebook["cells"] if PATH.search(source(cell))]
-
-
-def test_a_notebook_is_stored_without_progress_paths_and_exceptions() -> None:
-    pieces = [("stdout", "los"), ("stderr", "100%| /home/me"), ("stdout", "s 2.1\nstep 3\n")]
-    streams = [{"output_type": "stream", "name": name, "text": [piece]} for name, piece in pieces]
-    cell = {"cell_type": "code", "id": "a", "source": ["print(1)"], "execution_count": 1, "metadata": {"ran": "now"}}
-    notebook = {"cells": [cell | {"outputs": streams}], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
-    kept = stored(notebook)
-    stream = {"output_type": "stream", "name": "stdout", "text": ["loss 2.1\n", "step 3\n"]}
-    assert kept["cells"] == [cell | {"metadata": {}, "outputs": [stream]}]
-    assert kept["metadata"] == METADATA | {"fastpack_trl": {"sources": sources(notebook)}}
-    for wrong in ({"output_type": "error"}, {"output_type": "stream", "name": "stdout", "text": ["in /home/me/out\n"]}):
-        with pytest.raises(SystemExit, match="cell a: not stored"):
-            stored(notebook | {"cells": [cell | {"outputs": [wrong]}]})
 
 
 @pytest.mark.parametrize("file", FILES, ids=NAMES)
@@ -140,14 +126,3 @@ def test_a_notebook_runs_top_to_bottom_on_the_cpu(file: Path, run: Run) -> None:
     assert cells[0]["outputs"] == [], "pip always says something: it was run, although the package is importable"
     assert not [output for output in outputs(done) if output["output_type"] == "error"]
     assert pictures(done), "shows no figure"
-
-
-@pytest.mark.slow
-def test_the_kernel_has_this_package_and_a_failing_command_fails_the_run(run: Run) -> None:
-    import nbformat
-    from nbclient.exceptions import CellExecutionError
-
-    package = f"import fastpack_trl; assert fastpack_trl.__file__ == {str(ROOT / 'fastpack_trl' / '__init__.py')!r}"
-    cells = map(nbformat.v4.new_code_cell, (package, "%%bash\nfastpack-trl stf"))
-    with pytest.raises(CellExecutionError, match="there is no command 'stf'"):
-        run(nbformat.v4.new_notebook(cells=list(cells)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import tempfile
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -169,11 +171,8 @@ def _check(args: Namespace) -> dict[str, Path]:
         from fastpack_trl.bench.picture import require_matplotlib
 
         require_matplotlib()
-    return {
-        name: check_writable(file, f"--{name}")
-        for name in ("json", "plot")
-        if (file := getattr(args, name)) is not None
-    }
+    files = {"json": args.json, "plot": args.plot}
+    return {name: check_writable(file, f"--{name}") for name, file in files.items() if file is not None}
 
 
 def settings_of(config: str, flags: Sequence[str]) -> dict[str, Any]:
@@ -190,12 +189,6 @@ def settings_of(config: str, flags: Sequence[str]) -> dict[str, Any]:
             values[name] = value if equals else "true"
         elif name:
             values[name] = word
-    return {key: _without_folders(value) for key, value in values.items() if not any(part in key for part in _PRIVATE)}
-
-
-def _without_folders(value: Any) -> Any:
-    if isinstance(value, str) and "/" in value and (value[0] in "/~." or Path(value).exists()):
-        return Path(value).name
-    if isinstance(value, Mapping):
-        return {str(key): _without_folders(item) for key, item in value.items()}
-    return [_without_folders(item) for item in value] if isinstance(value, list) else value
+    public = {key: value for key, value in values.items() if not any(part in key for part in _PRIVATE)}
+    settings: dict[str, Any] = json.loads(re.sub(r'"[/~.][^"]*/', '"', json.dumps(public, default=str)))
+    return settings

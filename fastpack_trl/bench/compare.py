@@ -270,18 +270,10 @@ def _gate_of(good: Mapping[str, Sequence[SideResult]], gate: int) -> dict[str, A
 def record_of(row: Mapping[str, Any], settings: Mapping[str, Any], case: str = "config") -> dict[str, Any]:
     """Return a row of `compare_sides` as a record with versions, commit and machine."""
     device = next((side["device"] for side in row["sides"].values() if "device" in side), "cpu")
-    return {
-        "case": case,
-        "complete": row["complete"],
-        "date": date_now(),
-        "settings": dict(settings),
-        "seed": settings["seed"],
-        "versions": versions(),
-        "source": source(),
-        "code": code_hashes(),
-        "machine": {**machine(device), "threads": torch.get_num_threads()},
-        "rows": [dict(row)],
-    }
+    about = {"case": case, "complete": row["complete"], "date": date_now(), "settings": dict(settings)}
+    code = {"seed": settings["seed"], "versions": versions(), "source": source(), "code": code_hashes()}
+    place = {**machine(device), "threads": torch.get_num_threads()}
+    return about | code | {"machine": place, "rows": [dict(row)]}
 
 
 def table(record: Mapping[str, Any]) -> str:
@@ -291,27 +283,17 @@ def table(record: Mapping[str, Any]) -> str:
     first = next(iter(sides.values()))
     cells = [["side", "step ms", "quartiles", "speed", "tokens/s", "GiB", "idle", "launches", "host syncs"]]
     for name, side in sides.items():
-        seconds, profile, rate = side["seconds"], side["profile"], side["tokens_per_second"]
-        busy = profile.get("busy_seconds")
-        cells.append([
-            name,
-            f"{seconds['median'] * 1e3:,.1f}",
-            f"{seconds['q1'] * 1e3:,.1f} to {seconds['q3'] * 1e3:,.1f}",
-            f"{first['seconds']['median'] / seconds['median']:.2f}x",
-            f"{rate:,.0f}" if rate else "-",
-            f"{side['reserved_gib']:.2f}" if side["reserved_gib"] else "-",
-            f"{max(0.0, 1 - busy / seconds['median']):.0%}" if busy else "-",
-            f"{profile['launches']:,.0f}" if busy else "-",
-            "-" if side["host_syncs"] is None else str(side["host_syncs"]),
-        ])  # fmt: skip
-    return "\n".join([
-        *(() if row["complete"] else ["INCOMPLETE: interrupted"]),
-        first["setting"],
-        losses_line(row),
-        *aligned(cells),
-        *(f"{name}: {side['path']}" for name, side in sides.items() if side["path"]),
-        *(f"{name}: {side['failed']}" for name, side in row["sides"].items() if "failed" in side),
-    ])  # fmt: skip
+        step, low, high = (side["seconds"][key] for key in ("median", "q1", "q3"))
+        rate, memory, busy = side["tokens_per_second"], side["reserved_gib"], side["profile"].get("busy_seconds")
+        times = [f"{step * 1e3:,.1f}", f"{low * 1e3:,.1f} to {high * 1e3:,.1f}"]
+        speed = [f"{first['seconds']['median'] / step:.2f}x", f"{rate:,.0f}" if rate else "-"]
+        idle = [f"{max(0.0, 1 - busy / step):.0%}", f"{side['profile']['launches']:,.0f}"] if busy else ["-", "-"]
+        syncs = "-" if side["host_syncs"] is None else str(side["host_syncs"])
+        cells.append([name, *times, *speed, f"{memory:.2f}" if memory else "-", *idle, syncs])
+    lines = [first["setting"], losses_line(row), *aligned(cells)]
+    lines += [f"{name}: {side['path']}" for name, side in sides.items() if side["path"]]
+    lines += [f"{name}: {side['failed']}" for name, side in row["sides"].items() if "failed" in side]
+    return "\n".join(lines if row["complete"] else ["INCOMPLETE: interrupted", *lines])
 
 
 def losses_line(row: Mapping[str, Any]) -> str:

@@ -1,1 +1,1 @@
-"""Counters, clocks, timed rounds, and the records and tables of what they find."""
+"""Counters, timers, and the records and tables of measurements."""

@@ -1,6 +1,6 @@
-"""A hash of each room of the package and of its benchmarks: what a measurement was made with, not how it is explained.
+"""A hash of each subpackage and of the benchmarks: it identifies the code that made a measurement.
 
-Comments, docstrings and empty lines are left out, so that a sentence made better asks for no new measurement.
+Comments, docstrings and empty lines are left out, so that better wording requires no new measurement.
 """
 
 from __future__ import annotations
@@ -19,45 +19,41 @@ _BETWEEN = {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODIN
 
 @cache
 def code_hashes() -> dict[str, str]:
-    """Return the hash of each room of the package, by the name of its folder or file; read once per process.
+    """Return the hash of each subpackage, by the name of its folder or file; read once per process.
 
-    In a checkout `BENCHMARKS` is one more: an installed package has none beside it.
+    `BENCHMARKS` is one more in a checkout; an installed package has none.
     """
     package = Path(__file__).resolve().parents[1]
     folders = {package: package}
     if (package.parent / "pyproject.toml").is_file():
         folders[package.parent / BENCHMARKS] = package.parent
-    return hashes_of(
-        {
-            path.relative_to(top).as_posix(): path.read_bytes()
-            for folder, top in folders.items()
-            for path in folder.rglob("*.py")
-        }
-    )
+    files = {path.relative_to(top).as_posix(): path for folder, top in folders.items() for path in folder.rglob("*.py")}
+    return hashes_of({name: path.read_bytes() for name, path in files.items()})
 
 
 def hashes_of(files: Mapping[str, bytes]) -> dict[str, str]:
-    """Return the hash of each room: ``{"lora": "1f0e...", "run.py": "99ab..."}``.
+    """Return the hash of each subpackage: ``{"lora": "1f0e...", "run.py": "99ab..."}``.
 
     Args:
         files: text of the Python files by their path within the package, e.g. ``lora/linear.py``.
     """
-    rooms: dict[str, list[str]] = {}
+    texts: dict[str, str] = {}
     for path in sorted(files):
-        rooms.setdefault(PurePosixPath(path).parts[0], []).append(f"{path}\n{code_of(files[path])}\n")
-    return {room: hashlib.sha256("".join(texts).encode()).hexdigest()[:_DIGITS] for room, texts in rooms.items()}
+        name = PurePosixPath(path).parts[0]
+        texts[name] = texts.get(name, "") + f"{path}\n{code_of(files[path])}\n"
+    return {name: hashlib.sha256(text.encode()).hexdigest()[:_DIGITS] for name, text in texts.items()}
 
 
 def code_of(source: bytes) -> str:
-    """Return Python source without comments, docstrings, empty lines and spaces at the end of a line.
+    """Return Python source without comments, docstrings, empty lines and trailing spaces.
 
-    The same on every version of Python, whose tokens of f-strings differ: what is left out is cut from the text.
+    The parts are cut from the text, because the tokens of f-strings depend on the version of Python.
     """
     lines = source.decode("utf-8").splitlines()
     tokens = [token for token in tokenize.tokenize(io.BytesIO(source).readline) if token.type != tokenize.NL]
     cuts = [token for token in tokens if token.type == tokenize.COMMENT]
-    said = [token for token in tokens if token.type != tokenize.COMMENT]
-    for before, token, after in zip(said, said[1:], said[2:], strict=False):
+    code = [token for token in tokens if token.type != tokenize.COMMENT]
+    for before, token, after in zip(code, code[1:], code[2:], strict=False):
         if token.type == tokenize.STRING and before.type in _BETWEEN and after.type == tokenize.NEWLINE:
             cuts.append(token)
     for token in sorted(cuts, key=lambda token: token.start, reverse=True):

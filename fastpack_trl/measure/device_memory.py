@@ -1,4 +1,4 @@
-"""Device memory: what can still be allocated, and unused memory given back."""
+"""Device memory: the bytes that can still be allocated, and the release of unused memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def free_memory(device: str) -> None:
-    """Give unused device memory back, so that the next side does not run in what a failed one left."""
+    """Release unused device memory, so that a failed side leaves nothing to the next one."""
     gc.collect()
     if device == "cuda":
         import torch
@@ -21,8 +21,7 @@ def free_memory(device: str) -> None:
 def allocatable(device: torch.device) -> int:
     """Return the bytes that torch can still allocate on a CUDA device.
 
-    They are free there or in torch's cache, and within `torch.cuda.set_per_process_memory_fraction`, which a user of a
-    shared device sets.
+    They are free on the device or in torch's cache, and within `torch.cuda.set_per_process_memory_fraction`.
     """
     import torch
 

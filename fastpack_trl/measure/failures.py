@@ -1,4 +1,4 @@
-"""A call that may fail, and its failure as one line: a side of a measurement that cannot run is left out, named."""
+"""A call that may fail, and its failure as one line: a side that cannot run is left out of a measurement by name."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ImportError, AssertionError, OSError)
-"""Errors of a kernel, a compiler or an operator that cannot do what it is asked, or that an older torch lacks. Out of
-memory on a device is among them; an interrupt is not."""
+"""Errors of a kernel, a compiler or an operator that does not support its input, or that an older torch lacks. Device
+memory errors are included, interrupts are not."""
 
 _REASON = 300  # characters: a compiler's message can be pages long
 
@@ -23,7 +23,7 @@ def attempt(call: Callable[[], T], loud: tuple[type[BaseException], ...] = ()) -
         if isinstance(error, loud):
             raise
         reason = describe_failure(error)
-    # After the handler: the traceback holds the tensors of the call until here.
+    # Not in the handler, where the traceback still holds the tensors of the call.
     gc.collect()
     return None, reason
 

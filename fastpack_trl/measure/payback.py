@@ -1,4 +1,4 @@
-"""The rule for a cost at the start of a run: it is paid back by the steps that are left, or not paid."""
+"""The rule for a cost at the start of a run: it is paid only if the remaining steps pay it back."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import math
 from typing import NamedTuple
 
 LONG_RUN = 10_000
-"""``max_steps`` of a run that is measured: what pays back in a long run is on in its first steps."""
+"""``max_steps`` of a measured run: features that pay back in a long run are on."""
 
 
 class StartUpCost(NamedTuple):
     """Something done once that makes each later step shorter: ``StartUpCost(seconds=0.4, saving=0.055)``."""
 
     seconds: float
-    """What it takes, once."""
+    """Cost, once."""
     saving: float
     """Seconds per step, measured or the most that is possible."""
 
@@ -28,9 +28,9 @@ class StartUpCost(NamedTuple):
 
 
 class StepsLeft(NamedTuple):
-    """Work that a run still has: ``StepsLeft(steps=50, rows=8)``."""
+    """Remaining work of a run: ``StepsLeft(steps=50, rows=8)``."""
 
     steps: int
     """Optimizer steps."""
     rows: int
-    """Rows per step: its micro-batches, fewer where these are merged."""
+    """Rows per step: its micro-batches, fewer if these are merged."""

@@ -1,4 +1,4 @@
-"""What a record of a measurement says beside its figures: versions, machine and commit; and its file."""
+"""Versions, machine and commit for the record of a measurement, and its file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
 
 
 def date_now() -> str:
-    """Return UTC to the second, as a record has it."""
+    """Return the time in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -89,7 +89,7 @@ def _output(*command: str) -> str:
 
 
 def check_writable(path: str | Path, option: str = "--json") -> Path:
-    """Return the path once it is known that a file can be written there: a long run must not fail at its end.
+    """Return the path if a file can be written there: a long run must not fail at its end.
 
     Raises:
         UserError: it is a folder, its folder does not exist, or it may not be written.
@@ -106,7 +106,7 @@ def check_writable(path: str | Path, option: str = "--json") -> Path:
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
-    """Write `record` whole or not at all. What is not finite becomes text (``"nan"``): JSON has no such number."""
+    """Write `record` whole or not at all. NaN and infinity become text (``"nan"``): JSON has no such numbers."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(json.dumps(finite(record), indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -116,7 +116,7 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def finite(value: Any) -> Any:
-    """Return `value` as JSON stores it: what is not finite as text, tuples as lists, keys as text."""
+    """Return `value` as JSON stores it: NaN and infinity as text, tuples as lists, keys as text."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):

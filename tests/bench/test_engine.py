@@ -75,25 +75,6 @@ def test_a_watch_refuses_steps_that_cannot_be(change: dict[str, int]) -> None:
         Watch(**change)
 
 
-def test_sides_are_compared_after_their_losses(tmp_path: Path) -> None:
-    runs = {side: partial(_run, tmp_path, side) for side in CLASSES}
-    found = compare_sides(runs, progress=False)
-    assert found["complete"]
-    assert found["order"] == ["stock", "fastpack", "fastpack", "stock"]
-    stock, ours = found["sides"].values()
-    assert len(stock["seconds"]["values"]) == 4  # of two rounds
-    assert found["ratios"].keys() == {"stock"}
-    assert found["ratios"]["stock"]["median"] == stock["seconds"]["median"] / ours["seconds"]["median"]
-    assert len(found["ratios"]["stock"]["rounds"]) == 2
-    assert stock["losses"] == pytest.approx(ours["losses"], rel=1e-5)
-    assert ours["tokens_per_second"] > 0
-    assert "packed_attention" in ours["path"]
-    assert [set(step) for step in found["gate"]["steps"]] == [{"stock", "fastpack"}] * 2
-    differences = [abs(a - b) / b for a, b in zip(ours["losses"][2:], stock["losses"][2:], strict=True)]
-    assert 0 < found["loss_difference"] == max(differences) < 1e-5
-    assert json.loads(json.dumps(found)) == found
-
-
 def _other_model(trainer: Any) -> None:
     trainer.model.model.norm.register_forward_hook(lambda _module, _inputs, hidden: hidden * 1.01)
 

@@ -38,9 +38,9 @@ def test_tries_end_by_memory_or_time_and_other_failures_are_raised(
 
     def process(function: str, options: Mapping[str, Any], timeout: float) -> Any:
         def answer(row: Mapping[str, Any], side: str) -> dict[str, Any]:
-            tokens = row["tokens"]
-            good = {"steps": 2, "seconds": [1.0, 1.0], "tokens": 2 * tokens, "peak_gib": 3.0}
-            return {"failed": reasons[tokens]} if tokens in reasons else good
+            if reason := reasons.get(row["tokens"]):
+                return {"failed": reason}
+            return {"steps": 2, "seconds": [1.0, 1.0], "tokens": 2 * row["tokens"], "peak_gib": 3.0}
 
         return answer
 

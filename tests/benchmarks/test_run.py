@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from benchmarks import run
 from benchmarks.__main__ import COMMANDS, main
 from benchmarks.models import MODELS, build_model
 from benchmarks.rows import ROWS
-from benchmarks.run import EQUAL_MEMORY, SIDES, at_equal_memory, measure, parse, train
+from benchmarks.run import EQUAL_MEMORY, SIDES, at_equal_memory, train
 from fastpack_trl import FastSFTConfig
 
 TINY = {
@@ -70,38 +69,35 @@ def test_a_run_of_two_processes_resumes_with_the_losses_of_one_that_went_through
     assert main(["several_gpus", "--model", "tiny-qwen3", "--tokens", "64"]) == 0
 
 
-def arguments(file: Path | None = None, **changed: Any) -> Namespace:
-    args = parse(["--rows", "tiny-qwen3 full 256", "--sides", "trl", "fastpack"])
-    vars(args).update({"json": file, **changed})
-    return args
-
-
-def test_rounds_alternate_and_the_same_command_goes_on_with_its_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_rounds_alternate_failures_are_said_and_the_same_command_goes_on_with_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ran: list[str] = []
-    answers = {"trl": {"steps": 1, "seconds": [1.0], "peak_gib": None}, "fastpack": {"failed": "OutOfMemoryError"}}
-    monkeypatch.setattr(run, "launcher", lambda *_, **__: lambda row, side: ran.append(side) or answers[side])
-    records = list(measure(arguments()))
-    assert ran == ["trl", "fastpack", "fastpack", "trl"]
-    assert [record["round"] for record in records] == [0, 0, 1, 1]
-    assert len({record["date"] for record in records}) == len({record["tree"] for record in records}) == 1
-    file = tmp_path / "runs.jsonl"
-    file.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    ran, good = list[tuple[str, str]](), {"steps": 1, "seconds": [1.0], "peak_gib": None}
+    answers = dict.fromkeys(("trl", "fastpack warm caches"), good)
+    answers["fastpack"] = {"failed": "OutOfMemoryError: too large", "last_lines": ["a line"]}
+
+    def launcher(_row: Any, _args: Any, caches: str, **_options: Any) -> Any:
+        return lambda row, side: ran.append((side, caches)) or answers[side]
+
+    monkeypatch.setattr(run, "launcher", launcher)
+    file, sides = tmp_path / "runs.jsonl", ["trl", "fastpack", "fastpack warm caches"]
+    words = ["run", "--rows", "tiny-qwen3 full 256", "--sides", *sides, "--json", str(file)]
+    assert main(words) == 1
+    assert "tiny-qwen3 full 256, fastpack: failed: OutOfMemoryError: too large a line" in capsys.readouterr().err
+    assert [side for side, _ in ran] == [*sides, *sides[::-1]]
+    folders = [caches for _, caches in ran]
+    assert folders[0] != folders[1] == folders[2], "filled caches are those of the run before"
+    first = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [record["round"] for record in first] == [0, 0, 0, 1, 1, 1]
     ran.clear()
-    assert next(measure(arguments(file)))["date"] == records[0]["date"], "one session"
-    assert ran == ["fastpack"], "one that failed"
-    file.write_text(file.read_text().replace(records[0]["tree"], "0" * 12))
-    assert len(list(measure(arguments(file)))) == 4, "of other code"
-
-
-def test_a_failed_run_is_said_and_ends_the_command_with_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    failed = {"failed": "OutOfMemoryError: too large", "last_lines": ["a line"]}
-    monkeypatch.setattr(run, "launcher", lambda *args, **options: lambda row, side: dict(failed))
-    assert main(["run", "--rows", "tiny-qwen3 full 256", "--sides", "trl", "--rounds", "1"]) == 1
-    assert "tiny-qwen3 full 256, trl: failed: OutOfMemoryError: too large a line" in capsys.readouterr().err
+    assert main(words) == 1
+    assert [side for side, _ in ran] == ["fastpack"] * 2, "those that failed"
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len({record["date"] for record in records}) == len({record["tree"] for record in records}) == 1
+    file.write_text(file.read_text().replace(first[0]["tree"], "0" * 12))
+    ran.clear()
+    assert main(words) == 1
+    assert len(ran) == 6, "of other code"
 
 
 def test_at_equal_memory_ours_gets_less_until_its_peak_is_the_other_s() -> None:
@@ -116,19 +112,6 @@ def test_at_equal_memory_ours_gets_less_until_its_peak_is_the_other_s() -> None:
     assert found["peak_gib"] == 20.0
     with pytest.raises(run.UserError, match="give another one first"):
         at_equal_memory("row", EQUAL_MEMORY, {"trl compiled": 0.0}, start)
-
-
-def test_filled_caches_are_those_of_the_run_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    folders: list[str] = []
-
-    def start(row: Any, args: Any, caches: str, **more: Any) -> Any:
-        folders.append(caches)
-        return lambda row, side: {"steps": 1, "seconds": [1.0]}
-
-    monkeypatch.setattr(run, "launcher", start)
-    sides = ["trl", "fastpack", "fastpack warm caches"]
-    assert len(list(measure(arguments(sides=sides, rounds=1)))) == 3
-    assert folders[0] != folders[1] == folders[2]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,39 +31,38 @@ def test_the_memory_fraction_counts_what_torch_has_reserved(
     assert allocatable(torch.device("cuda")) == expected * GIB
 
 
+@pytest.fixture
+def limited() -> Iterator[Callable[[int], None]]:
+    """Limit the process to so many bytes of the device."""
+    total = torch.cuda.mem_get_info()[1]
+    yield lambda limit: torch.cuda.set_per_process_memory_fraction(limit / total)
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
 @pytest.mark.cuda
-def test_the_allocator_gives_what_is_allocatable_and_no_more() -> None:
+def test_the_allocator_gives_what_is_allocatable_and_no_more(limited: Callable[[int], None]) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    total = torch.cuda.mem_get_info(device)[1]
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + 2 * GIB) / total)
-    try:
-        room = allocatable(device)
-        assert room <= 2 * GIB + torch.cuda.memory_reserved(device)
-        # In torch's cache, left by what ran before in this process: it may be in pieces.
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        held = torch.empty(room - cached - 2**26, dtype=torch.uint8, device=device)
-        assert allocatable(device) <= cached + 2**26
-        with pytest.raises(torch.OutOfMemoryError):
-            torch.empty(cached + 2**28, dtype=torch.uint8, device=device)
-        del held
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+    limited(torch.cuda.memory_reserved(device) + 2 * GIB)
+    room = allocatable(device)
+    assert room <= 2 * GIB + torch.cuda.memory_reserved(device)
+    # In torch's cache, left by what ran before in this process: it may be in pieces.
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    held = torch.empty(room - cached - 2**26, dtype=torch.uint8, device=device)
+    assert allocatable(device) <= cached + 2**26
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(cached + 2**28, dtype=torch.uint8, device=device)
+    del held
 
 
 @pytest.mark.cuda
-def test_a_plan_fits_the_memory_fraction_of_the_process(tmp_path: Path) -> None:
+def test_a_plan_fits_the_memory_fraction_of_the_process(tmp_path: Path, limited: Callable[[int], None]) -> None:
     options = {"use_cpu": False, "bf16": True, "gradient_checkpointing": True, "eval_strategy": "no"}
     trainer: Any = build(FastSFTTrainer, tmp_path, family="llama", max_steps=2, **options)
     free_memory("cuda")
-    total = torch.cuda.mem_get_info()[1]
     limit = torch.cuda.memory_reserved() + 2 * GIB  # tensors that earlier tests left count against the fraction
     room = limit - torch.cuda.memory_allocated()
-    torch.cuda.set_per_process_memory_fraction(limit / total)
-    try:
-        trainer.train()
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+    limited(limit)
+    trainer.train()
     plan = trainer.fastpack_report["activation_memory"].reason
-    budget = float(plan.split(" GiB of ")[1].split()[0])
-    assert 0 < budget * GIB <= room
+    assert 0 < float(plan.split(" GiB of ")[1].split()[0]) * GIB <= room

@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
 from fastpack_trl.measure import record
 
@@ -45,10 +44,3 @@ def test_source_is_the_checkout_or_nothing(monkeypatch: pytest.MonkeyPatch, tmp_
         file.touch()
         subprocess.run([*git, "add", name], check=True)
         assert record.source()["modified"] is counts, name
-
-
-def test_a_gpu_record_names_device_and_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    monkeypatch.setattr(record, "_output", lambda *arguments: "570.1")
-    found = record.machine("cuda")
-    assert (found["gpu"], found["driver"]) == ("a GPU", "570.1")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
+from itertools import count, islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +36,10 @@ class Reporter(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         self.logs.append(dict(logs))
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        return [row for row in self.logs if "loss" in row]
 
 
 def run(cls: type[SFTTrainer], folder: Path, *callbacks: TrainerCallback, **more: Any) -> tuple[Any, Reporter]:
@@ -71,11 +77,10 @@ def test_rates_are_differences_of_what_trl_counts_and_mfu_is_what_they_need(
 ) -> None:
     trainer, reporter = run(cls, tmp_path, ThroughputCallback(PEAK), packing=packing, logging_steps=2, max_steps=6)
     flops, before = model_flops(trainer.model), 0.0
-    rows = [row for row in reporter.logs if "loss" in row]
     column = trainer.train_dataset["seq_lengths" if packing else "input_ids"]
     lengths = [length for row in column for length in row] if packing else list(map(len, column))
     mean = {None: attention_pairs(lengths) / sum(lengths)}
-    for row in rows:
+    for row in reporter.steps:
         seconds, tokens = row["step_time_ms"] * 2 / 1e3, row["num_tokens"] - before
         assert row["tokens_per_second"] == pytest.approx(tokens / seconds)
         needed = flops.count(tokens, {window: tokens * pairs for window, pairs in mean.items()})
@@ -85,22 +90,16 @@ def test_rates_are_differences_of_what_trl_counts_and_mfu_is_what_they_need(
 
 def test_evaluation_takes_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that a batch of the evaluation moves on by 100 s, and a look at it by 1 ms."""
-    now = [0.0]
-
-    def perf_counter() -> float:
-        now[0] += 0.001
-        return now[0]
+    clock = count(step=0.001)
 
     class SlowEvaluation(TrainerCallback):
         def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
-            now[0] += 100.0
+            list(islice(clock, 100_000))
 
-    monkeypatch.setattr("fastpack_trl.callbacks.time", SimpleNamespace(perf_counter=perf_counter))
+    monkeypatch.setattr("fastpack_trl.callbacks.time", SimpleNamespace(perf_counter=clock.__next__))
     _, reporter = run(SFTTrainer, tmp_path, ThroughputCallback(PEAK), SlowEvaluation(), eval_steps=1, logging_steps=2)
-    steps = [row["step_time_ms"] for row in reporter.logs if "step_time_ms" in row]
-    assert len(steps) == 2
-    assert now[0] > 4 * 3 * 100.0  # three batches in each evaluation
-    assert max(steps) < 100.0
+    assert next(clock) > 4 * 3 * 100.0  # three batches in each evaluation
+    assert [row["step_time_ms"] < 100.0 for row in reporter.steps] == [True, True]
 
 
 def test_a_callback_added_while_training_runs_starts_with_the_next_step(tmp_path: Path) -> None:
@@ -116,19 +115,9 @@ def test_a_callback_added_while_training_runs_starts_with_the_next_step(tmp_path
     assert ["mfu" in row for row in rows] == [False, False, True, True]  # tokens before it are not known
 
 
-def test_an_unknown_peak_is_said_once_and_leaves_mfu_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    callback = ThroughputCallback()
-    with caplog.at_level(logging.WARNING, "fastpack_trl.callbacks"):
-        for _ in range(2):
-            _, reporter = run(SFTTrainer, tmp_path, callback, max_steps=2)
-    assert sum("no peak is known for cpu" in record.message for record in caplog.records) == 1
-    rows = [row for row in reporter.logs if "loss" in row]
-    assert all("step_time_ms" in row and "mfu" not in row for row in rows)
-    with pytest.raises(ValueError, match="peak_flops=0 is not positive"):
-        ThroughputCallback(peak_flops=0)
-
-
-def test_memory_is_what_a_card_must_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_peak_is_said_once_and_memory_is_what_a_card_must_have(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a device: a step that allocates 42 GiB beside graphs of 20."""
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: 42 * 2**30)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda *_: 63 * 2**30)
@@ -138,43 +127,46 @@ def test_memory_is_what_a_card_must_have(tmp_path: Path, monkeypatch: pytest.Mon
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             callback._cuda = torch.device("cuda")
 
-    _, reporter = run(SFTTrainer, tmp_path, callback, OnDevice(), max_steps=1, eval_strategy="no")
-    row = reporter.logs[0]
+    with caplog.at_level(logging.WARNING, "fastpack_trl.callbacks"):
+        for _ in range(2):
+            _, reporter = run(SFTTrainer, tmp_path, callback, OnDevice(), max_steps=1, eval_strategy="no")
+    assert sum("no peak is known for cpu" in record.message for record in caplog.records) == 1
+    (row,) = reporter.steps
+    assert "mfu" not in row
+    assert row["step_time_ms"] > 0
     assert (row["memory/peak_gib"], row["memory/reserved_gib"]) == (42, 63)
+    with pytest.raises(ValueError, match="peak_flops=0 is not positive"):
+        ThroughputCallback(peak_flops=0)
 
 
-def _lora(targets: Any, family: str = "qwen3", **more: Any) -> Any:
-    model = tiny_model(family, attn_implementation="eager")
-    return get_peft_model(model, LoraConfig(r=4, target_modules=targets, **more))
-
-
-def _family(name: str, **more: Any) -> Any:
-    model = tiny_model(name, attn_implementation="eager", **more)
+def _model(family: str = "qwen3", lora: Any = (), saved: Any = None, **more: Any) -> Any:
+    model = tiny_model(family, attn_implementation="eager", **more)
     if hasattr(model.config, "num_experts_per_tok"):
         model.set_experts_implementation("eager")  # torch's counter does not know grouped products
+    if lora:
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=lora, modules_to_save=saved))
+        model.enable_input_require_grads()  # all inputs of products have gradients then
     return model
 
 
 MODELS: dict[str, Callable[[], Any]] = {
-    "grouped_keys": lambda: _family("qwen3"),
-    "tied": lambda: _family("llama", tie_word_embeddings=True),
-    "moe": lambda: _family("qwen3_moe"),
-    "latent_attention_shared_experts": lambda: _family("deepseek_v3"),
-    "transposed_experts": lambda: _family("gpt_oss"),
-    "norms_after_products": lambda: _family("olmo2"),
-    "fused_projections": lambda: _family("phi3"),
-    "products_in_the_layer": lambda: _family("opt"),
-    "lora_all": lambda: _lora("all-linear"),
-    "lora_query_value": lambda: _lora(["q_proj", "v_proj"]),
-    "lora_and_saved_head": lambda: _lora(["q_proj", "down_proj"], modules_to_save=["lm_head"]),
+    "grouped_keys": _model,
+    "tied": partial(_model, "llama", tie_word_embeddings=True),
+    "moe": partial(_model, "qwen3_moe"),
+    "latent_attention_shared_experts": partial(_model, "deepseek_v3"),
+    "transposed_experts": partial(_model, "gpt_oss"),
+    "norms_after_products": partial(_model, "olmo2"),
+    "fused_projections": partial(_model, "phi3"),
+    "products_in_the_layer": partial(_model, "opt"),
+    "lora_all": partial(_model, lora="all-linear"),
+    "lora_query_value": partial(_model, lora=["q_proj", "v_proj"]),
+    "lora_and_saved_head": partial(_model, lora=["q_proj", "down_proj"], saved=["lm_head"]),
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_flops_equal_the_counter_of_torch(name: str) -> None:
     model = MODELS[name]()
-    if name.startswith("lora"):
-        model.enable_input_require_grads()  # all inputs of products have gradients then
     ids = torch.randint(3, 90, (2, 9))
     with FlopCounterMode(display=False) as counter:
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -196,7 +188,6 @@ def test_half_of_each_square_counts_and_a_window_cuts_it() -> None:
 
 def test_four_bit_weights_count_by_their_features() -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")
-    plain = _lora(["q_proj", "v_proj"])
     base = tiny_model("qwen3", attn_implementation="eager")
     for module in list(base.model.layers.modules()):
         for name, child in list(module.named_children()):
@@ -207,4 +198,4 @@ def test_four_bit_weights_count_by_their_features() -> None:
     quantised = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     assert quantised.get_base_model().model.layers[0].mlp.up_proj.weight.dtype == torch.uint8
     # torch's counter does not see bitsandbytes' own product; the products are those of the plain model.
-    assert model_flops(quantised) == model_flops(plain)
+    assert model_flops(quantised) == model_flops(_model(lora=["q_proj", "v_proj"]))

@@ -211,13 +211,6 @@ def test_a_state_or_another_row_is_refused_by_name(name: str, state: str) -> Non
                 CASES[name].call(partial(rule, **more), *arguments)
 
 
-@pytest.mark.parametrize("activation", [None, "silu", "gelu"])
-def test_a_convolution_has_the_activation_that_its_layer_names(activation: str | None) -> None:
-    x, chunks = torch.randn(1, 6, 9), chunks_of(PackedBatch.from_lengths((9,)))
-    expected = NEXT[CONV](x, WEIGHT, None, activation=activation)
-    torch.testing.assert_close(OURS[CONV](chunks, x, WEIGHT, None, activation=activation), expected)
-
-
 @SCANS
 def test_scans_save_what_the_layer_gave_them(name: str, form: None) -> None:
     """Not the tenfold that autograd would save: the masks belong to the row, all else is computed again."""

@@ -92,21 +92,6 @@ def test_the_proof_finds_a_state_that_is_kept_across_documents(family: str, monk
     assert verify_packing(model).leaks
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "zamba2"])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_the_keyword_passes_a_checkpoint(family: str, reentrant: bool) -> None:
-    model, (ids, batch) = hybrid_model(family), long_row()
-    with packed_attention(model):
-        packed(model, ids, batch).backward()
-        plain = gradients(model)
-        model.zero_grad()
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        model.enable_input_require_grads()
-        packed(model, ids, batch).backward()
-    for name, gradient in gradients(model).items():
-        torch.testing.assert_close(gradient, plain[name], rtol=1e-4, atol=1e-6)
-
-
 class Func(torch.nn.Module):
     """What the package `kernels` makes of a function, for the case that a kernel of the hub is asked for."""
 
@@ -180,14 +165,11 @@ UNREACHED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", UNREACHED)
+@pytest.mark.parametrize("family", [family for family in UNREACHED if family in CONFIG_MAPPING])
 def test_families_that_no_function_reaches_are_named(family: str) -> None:
-    if family not in CONFIG_MAPPING:
-        pytest.skip(f"transformers has no {family}")
     sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0, "intermediate_size": 48}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2} if family != "mamba" else {}
-    config = AutoConfig.for_model(family, **{**sizes, **heads, **UNREACHED[family]})
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**sizes, **heads, **UNREACHED[family]}))
     with pytest.raises(ValueError, match=f"{family} (has linear|does not call)"), packed_attention(model):
         pass
 

@@ -43,6 +43,7 @@ def test_the_log_of_a_run_is_stocks(family: str, tmp_path: Path) -> None:
         "trainer": LORA if family in ("qwen3_5_text", "falcon_h1", "zamba2") else {},
         "gradient_accumulation_steps": 2,
         "learning_rate": 1e-4,
+        "gradient_checkpointing_kwargs": {"use_reentrant": family == "falcon_h1"},
         **LONG,
     }
     ours, stock = both(tmp_path, model=model, data=documents(), **more)
