@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from inspect import isfunction
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -142,7 +143,7 @@ class FeaturedTrainer(_Stock):
         if host is None or not host.active or replaced or not is_whole or self.fastpack_run.is_sharded:
             return model
         listed = host.with_gradients(self.model, self.optimizer)
-        return model if listed is self.model else listed
+        return model if listed is None else SimpleNamespace(parameters=listed.__iter__)
 
     def _clip_grad_norm(self, model: Any) -> Any:
         return super()._clip_grad_norm(self._fastpack_with_gradients(model))
