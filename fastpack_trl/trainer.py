@@ -28,7 +28,7 @@ from fastpack_trl.run import Run
 from fastpack_trl.step.hostwork import HostWork
 from fastpack_trl.step.metrics import SettledAtRead
 from fastpack_trl.step.sync_free import SyncFreeStep
-from fastpack_trl.trainers.featured import FeaturedTrainer, documented_as
+from fastpack_trl.trainers.featured import FeaturedTrainer
 from fastpack_trl.trainers.optimizer_step import OptimizerStep, clear_derived
 
 logger = get_logger(__name__)
@@ -56,7 +56,6 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
     _metrics = SettledAtRead()
     _total_train_tokens = SettledAtRead()
 
-    @documented_as(SFTTrainer.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = bound(SFTTrainer, self, args, kwargs)
         run = self.fastpack_run = Run(self, Settings.of(given.get("args")))
@@ -128,28 +127,27 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         # length would be counted by the first dimension of its batches.
         return self.compute_metrics is None and description.lower() != "test" and isinstance(dataset, Dataset)
 
-    def _prepare_input(self, data: Any) -> Any:
-        # Where processes share a CPU the device is "cpu:0", to which torch copies what is on "cpu".
-        if isinstance(data, PackedInputs) and self.args.device.type == "cpu" and not self.is_deepspeed_enabled:
-            return data
-        return super()._prepare_input(data)
-
-    def _track_num_input_tokens(self, inputs: Any) -> None:
-        if self.fastpack_run.plan.kind == "documents":  # TRL's packed row has no padding to count
-            inputs = {"input_ids": as_one_row(inputs["attention_mask"], inputs["input_ids"])[0]}
-        super()._track_num_input_tokens(inputs)
-
     def _fastpack_enter(self, stack: ExitStack) -> None:
         stack.callback(self._fastpack_optimizer_step.close)
 
-    @documented_as(SFTTrainer.get_batch_samples)
+    @property
+    def _fastpack_step(self) -> SyncFreeStep | None:
+        return self.fastpack_run.get_state(SyncFreeStep)
+
+    def _fastpack_lists(self) -> HostWork | None:
+        return None if self._fastpack_step is None else self._fastpack_step.host
+
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         batches, num_items_in_batch = super().get_batch_samples(*args, **kwargs)
         if self._fastpack_entered:
             self._fastpack_optimizer_step.begin(batches, num_items_in_batch)
         return batches, num_items_in_batch
 
-    @documented_as(SFTTrainer.training_step)
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        if self.fastpack_run.plan.kind == "documents":  # TRL's packed row has no padding to count
+            inputs = {"input_ids": as_one_row(inputs["attention_mask"], inputs["input_ids"])[0]}
+        super()._track_num_input_tokens(inputs)
+
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         run, step, forward_backward = self.fastpack_run, self._fastpack_step, super().training_step
         try:
@@ -162,7 +160,42 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         finally:
             clear_derived(inputs)  # what was derived from the batch is not needed after its backward pass
 
-    @documented_as(SFTTrainer.prediction_step)
+    def _prepare_input(self, data: Any) -> Any:
+        # Where processes share a CPU the device is "cpu:0", to which torch copies what is on "cpu".
+        if isinstance(data, PackedInputs) and self.args.device.type == "cpu" and not self.is_deepspeed_enabled:
+            return data
+        return super()._prepare_input(data)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
+    ) -> Any:
+        if inputs.get("position_ids") is None:
+            inputs.pop("packed_batch", None)  # without its positions a row is one document, as in stock
+        run, step = self.fastpack_run, self._fastpack_step
+        if step is None or not step.takes(run, inputs, return_outputs):
+            return super().compute_loss(model, unshared(inputs), return_outputs, num_items_in_batch)
+        return step.batch_loss(run, model, inputs, num_items_in_batch)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        if (step := self._fastpack_step) is not None:
+            step.filter.restore()  # this is the first call after the line that reads it
+        return super().floating_point_ops(inputs)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self.control.should_log or self.control.should_evaluate:
+            self._fastpack_settle()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._fastpack_settle()
+        return super()._finalize_training(*args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self._fastpack_settle()  # stock reports the tokens trained on so far beside the evaluation
+        outputs = super().evaluation_loop(*args, **kwargs)
+        self._fastpack_settle()
+        return outputs
+
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         stock = super().prediction_step
         if not self._fastpack_entered:
@@ -177,51 +210,6 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
             # One row as TRL's packed ones: predictions are cut and gathered by the number of rows of the data set.
             logits, labels = as_one_row(inputs["attention_mask"], logits, labels)
         return loss, logits, labels
-
-    @documented_as(SFTTrainer.compute_loss)
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
-    ) -> Any:
-        if inputs.get("position_ids") is None:
-            inputs.pop("packed_batch", None)  # without its positions a row is one document, as in stock
-        run, step = self.fastpack_run, self._fastpack_step
-        if step is None or not step.takes(run, inputs, return_outputs):
-            return super().compute_loss(model, unshared(inputs), return_outputs, num_items_in_batch)
-        return step.batch_loss(run, model, inputs, num_items_in_batch)
-
-    @property
-    def _fastpack_step(self) -> SyncFreeStep | None:
-        return self.fastpack_run.get_state(SyncFreeStep)
-
-    def _fastpack_lists(self) -> HostWork | None:
-        return None if self._fastpack_step is None else self._fastpack_step.host
-
-    @documented_as(SFTTrainer.floating_point_ops)
-    def floating_point_ops(self, inputs: Any) -> int:
-        if (step := self._fastpack_step) is not None:
-            step.filter.restore()  # this is the first call after the line that reads it
-        return super().floating_point_ops(inputs)
-
-    @documented_as(SFTTrainer.log)
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        self._fastpack_settle(alone=True)
-        super().log(logs, *args, **kwargs)
-
-    @documented_as(SFTTrainer.evaluation_loop)
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        self._fastpack_settle()  # stock reports the tokens trained on so far beside the evaluation
-        outputs = super().evaluation_loop(*args, **kwargs)
-        self._fastpack_settle()
-        return outputs
-
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        if self.control.should_log or self.control.should_evaluate:
-            self._fastpack_settle()
-        super()._maybe_log_save_evaluate(*args, **kwargs)
-
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        self._fastpack_settle()
-        return super()._finalize_training(*args, **kwargs)
 
     def _fastpack_settle(self, alone: bool = False) -> None:
         """Complete the metrics; `alone`: another rank may not come here, and to settle is for all of them together."""

@@ -45,6 +45,10 @@ _BACKWARD = (
 )  # fmt: skip
 
 
+_Form = tuple[float, float | None, int | None]
+"""Scale and softcap of the logits, and logits that exist at a time."""
+
+
 class HeadLoss(NamedTuple):
     """Results of the head at N positions.
 
@@ -112,35 +116,10 @@ def head_loss(
     if loss_type not in LOSS_TYPES:
         raise ValueError(f"loss_type={loss_type!r} is not available: use one of {', '.join(LOSS_TYPES)}")
     differentiable = torch.is_grad_enabled()
-    how = _tiling(hidden, weight, logit_scale, softcap, tile_elements, differentiable and weight.requires_grad)
+    form = (logit_scale, softcap, tile_elements)
     return HeadLoss(
-        *_HeadLossFunction.apply(hidden, weight, bias, targets, mask, weights, loss_type, differentiable, how)
+        *_HeadLossFunction.apply(hidden, weight, bias, targets, mask, weights, loss_type, differentiable, form)
     )
-
-
-class _Tiling(NamedTuple):
-    tiles: TorchTiles | TritonTiles
-    rows: int
-    """Of a tile."""
-
-
-def _tiling(
-    hidden: Tensor, weight: Tensor, logit_scale: float, softcap: float | None, tile_elements: int | None, trained: bool
-) -> _Tiling:
-    vocabulary = weight.shape[0]
-    tiles: TorchTiles | TritonTiles
-    if chunked_logprob._use_triton(hidden.device):
-        tiles = TritonTiles(
-            logit_scale, softcap, forward=chunked_logprob._forward_kernel, backward=chunked_logprob._backward_kernel,
-            block_size=chunked_logprob._BLOCK_SIZE,
-        )  # fmt: skip
-        # A trained weight gets its gradient added once per tile: fewer, larger tiles.
-        elements, least_rows = TILE_ELEMENTS * (2 if trained else 1), 1
-    else:
-        tiles = TorchTiles(logit_scale, softcap)
-        elements, least_rows = PLAIN_TILE_ELEMENTS, PLAIN_TILE_ROWS
-    rows = max(least_rows, elements // vocabulary) if tile_elements is None else max(1, tile_elements // vocabulary)
-    return _Tiling(tiles, rows)
 
 
 class _Pass:
@@ -152,11 +131,27 @@ class _Pass:
         dtype: of the products.
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor | None, how: _Tiling) -> None:
-        device, count = hidden.device, hidden.shape[0]
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor | None, form: _Form, trained: bool
+    ) -> None:
+        device, count, vocabulary = hidden.device, hidden.shape[0], weight.shape[0]
+        logit_scale, softcap, elements = form
+        self.kernels: TorchTiles | TritonTiles
+        if chunked_logprob._use_triton(device):
+            kernels, block = (
+                (chunked_logprob._forward_kernel, chunked_logprob._backward_kernel),
+                chunked_logprob._BLOCK_SIZE,
+            )
+            self.kernels = TritonTiles(logit_scale, softcap, forward=kernels[0], backward=kernels[1], block_size=block)
+            # A trained weight gets its gradient added once per tile: fewer, larger tiles.
+            default = TILE_ELEMENTS * (2 if trained else 1) // vocabulary
+        else:
+            self.kernels = TorchTiles(logit_scale, softcap)
+            default = max(PLAIN_TILE_ROWS, PLAIN_TILE_ELEMENTS // vocabulary)
+        self.height = max(1, default if elements is None else elements // vocabulary)
         autocast = torch.is_autocast_enabled(device.type)
         self.dtype = torch.get_autocast_dtype(device.type) if autocast else hidden.dtype
-        self.hidden, self.weight, self.bias, self.how = hidden, weight, bias, how
+        self.hidden, self.weight, self.bias = hidden, weight, bias
         self.log_probs = torch.empty(count, device=device, dtype=torch.float32)
         self.entropy = torch.empty_like(self.log_probs)
         self.is_top1 = torch.empty(count, device=device, dtype=torch.bool)
@@ -167,17 +162,18 @@ class _Pass:
         """Yield positions, their hidden states in the dtype of the products, the tile, and what `fold` has left."""
         (count, _), vocabulary = self.hidden.shape, self.weight.shape[0]
         stride = -(-vocabulary // TILE_ALIGNMENT) * TILE_ALIGNMENT
-        height = min(count, self.how.rows)
-        buffer = torch.empty(height, stride, device=self.hidden.device, dtype=self.dtype)[:, :vocabulary]
-        for start in range(0, count, self.how.rows):
-            rows = slice(start, min(start + self.how.rows, count))
+        buffer = torch.empty(min(count, self.height), stride, device=self.hidden.device, dtype=self.dtype)[
+            :, :vocabulary
+        ]
+        for start in range(0, count, self.height):
+            rows = slice(start, min(start + self.height, count))
             inputs, tile = self.hidden[rows].to(self.dtype), buffer[: rows.stop - start]
             for columns in self.slices:
                 torch.mm(inputs, self.weight[columns].to(self.dtype).t(), out=tile[:, columns])
             if self.bias is not None:
                 tile.add_(self.bias.to(self.dtype))
             figures = (self.log_probs[rows], self.entropy[rows], self.is_top1[rows])
-            folded = self.how.tiles.fold(tile, targets[rows], *figures)
+            folded = self.kernels.fold(tile, targets[rows], *figures)
             if self.masked is not None:
                 for each in figures:
                     each.masked_fill_(self.masked[rows], 0)
@@ -203,7 +199,7 @@ class _HeadLossFunction(torch.autograd.Function):
         weights: Tensor | None,
         loss_type: str,
         differentiable: bool,
-        how: _Tiling,
+        form: _Form,
     ) -> tuple[Tensor, ...]:
         # Under `no_grad` a trained weight still says that it needs a gradient.
         wants = [differentiable and needed for needed in ctx.needs_input_grad[:3]]
@@ -211,7 +207,7 @@ class _HeadLossFunction(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if wants[0] else None
         grad_weight = torch.zeros(weight.shape, **fp32) if wants[1] else None
         grad_bias = torch.zeros(weight.shape[0], **fp32) if wants[2] else None
-        total, over = torch.zeros((), **fp32), _Pass(hidden, weight, bias, mask, how)
+        total, over = torch.zeros((), **fp32), _Pass(hidden, weight, bias, mask, form, wants[1])
         for rows, inputs, tile, folded in over.tiles(targets):
             # Gradient of the sum of the losses with respect to each log-probability.
             log_probs = over.log_probs[rows]
@@ -223,7 +219,7 @@ class _HeadLossFunction(torch.autograd.Function):
             total += (factors * log_probs).sum()
             if not any(wants):
                 continue
-            how.tiles.differentiate(tile, targets[rows], folded, factors)
+            over.kernels.differentiate(tile, targets[rows], folded, factors)
             if grad_hidden is not None:
                 over.through_weight(tile, grad_hidden[rows])
             if grad_weight is not None:
@@ -272,9 +268,9 @@ def head_log_probs(
     Args:
         hidden, weight, bias, targets, logit_scale, softcap, tile_elements: as of `head_loss`.
     """
-    how = _tiling(hidden, weight, logit_scale, softcap, tile_elements, trained=False)
+    form = (logit_scale, softcap, tile_elements)
     found: tuple[Tensor, Tensor, Tensor] = _HeadLogProbsFunction.apply(
-        hidden, weight.detach(), None if bias is None else bias.detach(), targets, torch.is_grad_enabled(), how
+        hidden, weight.detach(), None if bias is None else bias.detach(), targets, torch.is_grad_enabled(), form
     )
     return found
 
@@ -283,13 +279,13 @@ class _HeadLogProbsFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, differentiable: bool,
-        how: _Tiling,
+        form: _Form,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        over = _Pass(hidden, weight, bias, None, how)
+        over = _Pass(hidden, weight, bias, None, form, trained=False)
         slopes = torch.empty_like(hidden) if differentiable and ctx.needs_input_grad[0] else None
         for rows, _, tile, folded in over.tiles(targets):
             if slopes is not None:
-                how.tiles.differentiate(tile, targets[rows], folded, torch.ones_like(over.log_probs[rows]))
+                over.kernels.differentiate(tile, targets[rows], folded, torch.ones_like(over.log_probs[rows]))
                 over.through_weight(tile, slopes[rows])
         if slopes is not None:
             ctx.save_for_backward(slopes)

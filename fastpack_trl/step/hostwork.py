@@ -6,7 +6,6 @@ import contextlib
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
@@ -108,10 +107,9 @@ class HostWork:
         def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
             host = ours() if self is owner() and set_to_none else None
             listed = host and host.with_gradients(self, getattr(run(), "optimizer", None))
-            if not isinstance(listed, WithGradients):
+            if listed is None:
                 type(self).zero_grad(self, set_to_none)
-                return
-            for parameter in listed.with_gradient:
+            for parameter in listed or ():
                 parameter.grad = None
 
         with contextlib.ExitStack() as stack:
@@ -134,16 +132,16 @@ class HostWork:
             return False
         return all(map(_training, self._modes))
 
-    def with_gradients(self, model: nn.Module, optimizer: Any) -> Any:
-        """Return what stands for `model` where its parameters with a gradient are read, in the order of the model.
+    def with_gradients(self, model: nn.Module, optimizer: Any) -> list[nn.Parameter] | None:
+        """Return the parameters with a gradient, in the order of the model.
 
-        `model` itself if the optimizer trains one that is not in the list: the caller walks then, as TRL does.
+        None if the optimizer trains one that is not in the list: the caller walks the model then, as TRL does.
         """
         self.contents.refresh(model)
         groups = getattr(optimizer, "param_groups", ())
         trained = {id(parameter) for group in groups for parameter in group["params"] if parameter.grad is not None}
         listed = [parameter for parameter in self.contents.parameters if parameter.grad is not None]
-        return WithGradients(listed) if trained <= set(map(id, listed)) else model
+        return listed if trained <= set(map(id, listed)) else None
 
     def count_flops(self, trainer: Trainer, inputs: Mapping[str, Any], stock: Callable[[Any], int]) -> int:
         """Return the result of `stock`, a factor per token, which is read once per run from the first batch."""
@@ -156,17 +154,6 @@ class HostWork:
                 return operations
             self._per_token = operations // tokens.numel()
         return self._per_token * tokens.numel()
-
-
-@dataclass(frozen=True, slots=True)
-class WithGradients:
-    """Stands for a model where its gradients are clipped: parameters without a gradient need not be asked."""
-
-    with_gradient: list[nn.Parameter]
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield those with a gradient, in the order of the model."""
-        return iter(self.with_gradient)
 
 
 class LossFilter:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
+from inspect import isfunction
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from accelerate.logging import get_logger
@@ -30,17 +32,6 @@ else:
     _Stock = object
 
 logger = get_logger(__name__)
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def documented_as(stock: Callable[..., Any]) -> Callable[[_Method], _Method]:
-    """Give a method the signature and the docstring of stock's: people read them in their editor."""
-
-    def decorate(method: _Method) -> _Method:
-        return cast("_Method", functools.wraps(stock, assigned=("__doc__", "__name__"))(method))
-
-    return decorate
 
 
 def _own(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,9 +68,13 @@ class FeaturedTrainer(_Stock):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        stock = vars(cls).get("_fastpack_stock")
-        for name in _SHOWN if stock is not None else ():
-            setattr(cls, name, documented_as(getattr(stock, name))(_own(getattr(cls, name))))
+        if (stock := vars(cls).get("_fastpack_stock")) is None:
+            return
+        for name in set(_SHOWN) - set(vars(cls)):
+            setattr(cls, name, _own(getattr(cls, name)))
+        for name, method in vars(cls).items():  # people read both in their editor
+            if (name == "__init__" or not name.startswith("_")) and isfunction(method) and hasattr(stock, name):
+                functools.update_wrapper(method, getattr(stock, name), assigned=("__doc__", "__name__"))
 
     @staticmethod
     def _fastpack_why_disabled() -> str:
@@ -148,7 +143,7 @@ class FeaturedTrainer(_Stock):
         if host is None or not host.active or replaced or not is_whole or self.fastpack_run.is_sharded:
             return model
         listed = host.with_gradients(self.model, self.optimizer)
-        return model if listed is self.model else listed
+        return model if listed is None else SimpleNamespace(parameters=listed.__iter__)
 
     def _clip_grad_norm(self, model: Any) -> Any:
         return super()._clip_grad_norm(self._fastpack_with_gradients(model))

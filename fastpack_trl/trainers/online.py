@@ -35,7 +35,7 @@ _MEMORY_SHARE = 0.7
 """Of the free device memory that the forward pass of a whole step may take by prediction."""
 _IMAGES = ("pixel_values", "image_grid_thw", "num_images", "token_type_ids", "mm_token_type_ids")
 
-Figures = tuple[Tensor, Tensor | None]
+Figures = tuple[Tensor, Tensor]
 """Log-probabilities and entropies, (rows, completion tokens)."""
 
 
@@ -234,7 +234,7 @@ class _Window:
         self.place: int | None = None
         self._batches: Sequence[Any] = ()
         self._rows: list[slice] = []
-        self._copies: dict[int, list[Tensor]] = {}
+        self._copies: dict[int, Figures] = {}
 
     def open(self, figures: Figures, batches: Sequence[Any]) -> None:
         """Take the figures of all micro-batches."""
@@ -259,33 +259,28 @@ class _Window:
         """Return the figures of the micro-batch at `place`."""
         assert self.figures is not None
         assert self.place is not None
-        rows = self._rows[self.place]
-        trained = [figure for figure in self.figures if figure is not None and figure.requires_grad]
-        if self.served + 1 < self.count:
-            own = [figure[rows].detach().requires_grad_() for figure in trained]
-            self._copies[self.place] = own
-        else:
+        rows, is_last = self._rows[self.place], self.served + 1 == self.count
+        if is_last:
             others = [(self._rows[place], copies) for place, copies in self._copies.items()]
-            own = list(_Together.apply(rows, others, *trained))
-            self._copies[self.place] = []
-        made = iter(own)
-        log_probs, entropy = (
-            next(made) if figure is not None and figure.requires_grad else None if figure is None else figure[rows]
-            for figure in self.figures
-        )
-        assert log_probs is not None
-        return log_probs, entropy
+            own: Figures = _Together.apply(rows, others, *self.figures)
+        else:
+            log_probs, entropy = (figure[rows].detach().requires_grad_(figure.requires_grad) for figure in self.figures)
+            own = log_probs, entropy
+        self._copies[self.place] = own
+        return own
 
 
 class _Together(torch.autograd.Function):
     """The last micro-batch's rows of figures, whose backward pass is that of all micro-batches."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: slice, others: list[tuple[slice, list[Tensor]]], *figures: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, rows: slice, others: list[tuple[slice, Figures]], *figures: Tensor) -> tuple[Tensor, ...]:
         ctx.rows, ctx.others, ctx.shapes = rows, others, [figure.shape for figure in figures]
-        return tuple(figure[rows].clone() for figure in figures)
+        own = tuple(figure[rows].clone() for figure in figures)
+        ctx.mark_non_differentiable(
+            *(one for one, trains in zip(own, ctx.needs_input_grad[2:], strict=True) if not trains)
+        )
+        return own
 
     @staticmethod
     def backward(ctx: Any, *last: Tensor) -> tuple[Any, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import peft.tuners.lora.layer
 import pytest
@@ -20,12 +19,10 @@ from lora_material import (
     step,
 )
 from quantised_material import quantised, quantised_linear
-from trainer_material import train
 
-from fastpack_trl import FastSFTTrainer, apply_lora
+from fastpack_trl import apply_lora
 from fastpack_trl.lora import report as lora_report
 from fastpack_trl.lora.base_weight import from_4bit
-from fastpack_trl.lora.linear import FastLora
 from fastpack_trl.lora.projection import lora_projection
 from fastpack_trl.testing import gradients
 
@@ -122,21 +119,3 @@ def test_a_4_bit_weight_is_dequantised_once_per_use_and_never_saved(monkeypatch:
     assert counts["fast"] == 14 + 11
     assert counts["cached"] == 0
     assert kept["fast"] == kept["cached"] < kept["stock"]
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_qlora_through_the_trainer(tmp_path: Path, checkpointing: bool) -> None:
-    losses, reports = {}, {}
-    for name in ("on", "off"):
-        model = quantised("nf4", nested=True)
-        trainer = train(
-            FastSFTTrainer, tmp_path / name, model=model, packing=True, eval_strategy="no",
-            gradient_checkpointing=checkpointing, fast={"lora": name},
-        )  # fmt: skip
-        losses[name] = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-        reports[name] = trainer.fastpack_report["lora"]
-        assert not any(isinstance(module, FastLora) for module in model.modules())  # restored
-    assert losses["on"] == pytest.approx(losses["off"], rel=1e-5)
-    assert reports["on"].status == "on"
-    assert "14 of 14 LoRA layers" in reports["on"].reason
-    assert reports["off"].reason == "switched off"

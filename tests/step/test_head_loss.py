@@ -206,26 +206,17 @@ def test_no_position_is_a_zero_with_a_gradient(trained: bool, positions: int) ->
     assert all(not gradient.any() for gradient in gradients)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_rows_of_a_tile_are_aligned_and_values_stay(
-    shape: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A vocabulary of 101, whose rows would start at odd addresses."""
-    inputs, options, strides = material(True, bias=True, dtype=dtype), SHAPES[shape], []
-    fold = TorchTiles.fold
+def test_rows_of_a_tile_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a vocabulary of 101 they would start at odd addresses."""
+    strides, fold = [], TorchTiles.fold
 
     def seen(self: TorchTiles, tile: Tensor, *rest: Any) -> Any:
         strides.append(tile.stride())
         return fold(self, tile, *rest)
 
     monkeypatch.setattr(TorchTiles, "fold", seen)
-    aligned = run(head_loss, inputs, tile_elements=5 * VOCABULARY, **options)
+    run(head_loss, material(True, bias=True), tile_elements=5 * VOCABULARY)
     assert set(strides) == {(128, 1)}
-    monkeypatch.setattr(head, "TILE_ALIGNMENT", 1)
-    for mine, unaligned in zip(aligned, run(head_loss, inputs, tile_elements=5 * VOCABULARY, **options), strict=True):
-        torch.testing.assert_close(mine, unaligned)
-    assert strides[-1] == (VOCABULARY, 1)
 
 
 @KINDS

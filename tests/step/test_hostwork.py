@@ -178,24 +178,6 @@ def test_modes_are_set_where_they_change_and_only_there(
     assert len(trains) == (3 if cls is FastSFTTrainer else len(callback.in_step))
 
 
-def test_a_module_that_refuses_training_mode_is_asked_in_each_step_as_in_stock(tmp_path: Path) -> None:
-    asked = []
-
-    class Frozen(nn.Module):
-        def train(self, mode: bool = True) -> nn.Module:
-            asked.append(mode)
-            return super().train(False)
-
-    counts = []
-    for cls in BOTH:
-        model = tiny_model("qwen3")
-        model.frozen = Frozen()
-        asked.clear()
-        train(cls, tmp_path, model=model, packing=True, eval_strategy="no", fast={"verify_packing": "off"})
-        counts.append(len(asked))
-    assert counts[0] == counts[1] == 4
-
-
 def test_parameters_are_counted_once_and_total_flos_is_that_of_stock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

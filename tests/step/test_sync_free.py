@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,6 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig
-from side_by_side import assert_equal
 from step_material import ONE_LOG, BetweenLogs
 from trainer_material import assert_same_log, both, build, figures, train
 from transformers import TrainerCallback
@@ -80,21 +80,6 @@ def test_log_equals_that_of_stock(options: dict[str, Any], tmp_path: Path) -> No
     assert_same_log(ours, stock)
     line = ours.fastpack_report["sync_free"]
     assert line.path == ("host work only" if options.get("fast", {}).get("packed_attention") == "off" else LOSS), line
-
-
-@pytest.mark.parametrize("method", [FULL, LORA], ids=["full", "lora"])
-def test_bf16_with_the_same_attention_logs_the_same(method: Any, tmp_path: Path) -> None:
-    model = tiny_model("qwen3")
-    runs = []
-    for choice in ("on", "off"):
-        fast = {"sync_free": choice, "lora": "off"}
-        more = {"bf16": True, "packing": True, "model": copy.deepcopy(model), "trainer": method, "fast": fast}
-        runs.append(train(FastSFTTrainer, tmp_path, **more))
-    names = ("loss", "entropy", "mean_token_accuracy", "num_tokens")
-    first = [[{name: figures(each)[0][name] for name in names}] for each in runs]
-    assert_equal(*first)  # before a rounded step was taken
-    assert_same_log(*runs, rtol=2**-7, atol=2**-7)
-    assert runs[1].fastpack_report["sync_free"].status == "off"
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma2", "granite", "cohere2", "gpt_oss", "deepseek_v3"])
@@ -316,3 +301,74 @@ def test_on_cuda_no_step_waits(
         gradient_accumulation_steps=accumulation, **ONE_LOG,
     )  # fmt: skip
     assert counter.per_micro_batch == 0, counter.syncs
+
+
+OUTPUTS = "loss and metrics as stock where compute_loss is called with return_outputs=True"
+PADDED = "evaluation of padded batches, or with predictions, runs as stock"
+
+
+def asks_for_outputs(cls: type[SFTTrainer]) -> Any:
+    class Outputs(cls):  # type: ignore[valid-type,misc]
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **keywords)
+            return (loss, outputs) if return_outputs else loss
+
+    return Outputs
+
+
+def edits(cls: type[SFTTrainer], edit: Any) -> Any:
+    class Edits(cls):  # type: ignore[valid-type,misc]
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **keywords: Any) -> Any:
+            edit(inputs)
+            return super().compute_loss(model, inputs, *args, **keywords)
+
+    return Edits
+
+
+def said(messages: list[str], text: str) -> int:
+    return sum(text in message for message in messages)
+
+
+def test_a_loss_with_outputs_is_stocks_and_in_the_report_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ours, stock = (
+        train(asks_for_outputs(cls), tmp_path / cls.__name__, packing=True) for cls in (FastSFTTrainer, SFTTrainer)
+    )
+    assert_same_log(ours, stock)
+    line = ours.fastpack_report["sync_free"]
+    assert line.reason.count(OUTPUTS) == 1
+    assert said(caplog.messages, OUTPUTS) == 1
+
+
+def masked(inputs: Any) -> None:
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+
+
+def test_rows_that_got_an_attention_mask_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options: dict[str, Any] = {"packing": False, "padding_free": True, "max_length": None}
+    ours, stock = (
+        train(edits(cls, masked), tmp_path / cls.__name__, eval_strategy="no", per_device_train_batch_size=1, **options)
+        for cls in (FastSFTTrainer, SFTTrainer)
+    )
+    assert_same_log(ours, stock)
+    text = "loss and metrics as stock for rows with an attention mask, or without position_ids"
+    assert text in ours.fastpack_report["sync_free"].reason
+    assert said(caplog.messages, text) == 1
+
+
+def test_what_still_asks_the_device_and_evaluation_with_predictions_are_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = {"compute_metrics": lambda prediction: {"rows": len(prediction.predictions)}}
+    ours, stock = both(tmp_path, packing=True, include_num_input_tokens_seen="all", trainer=metrics)
+    assert_same_log(ours, stock)
+    reason = ours.fastpack_report["sync_free"].reason
+    assert reason.count("evaluation with compute_metrics runs as stock") == 1
+    assert "include_num_input_tokens_seen asks the device" in reason
+    assert PADDED not in reason
+    trainer = build(FastSFTTrainer, tmp_path, eval_strategy="no")
+    with caplog.at_level(logging.WARNING):
+        trainer.predict(trainer.train_dataset)
+    assert PADDED in trainer.fastpack_report["sync_free"].reason
+    assert said(caplog.messages, PADDED) == 1
+    trainer.train()
+    assert PADDED not in trainer.fastpack_report["sync_free"].reason

@@ -77,19 +77,6 @@ def joint_error(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
     return float((difference / size).sqrt())
 
 
-def bf16_errors(family: str, seed: int) -> tuple[float, float]:
-    """Joint gradient error of PEFT's and of our bf16 step under autocast, against the same weights in float64."""
-    exact = adapted(family, seed=seed, dtype=torch.bfloat16).double()
-    stock, fast = (adapted(family, seed=seed, dtype=torch.bfloat16) for _ in range(2))
-    apply_lora(fast)
-    ids = any_ids(length=64, seed=seed)
-    step(exact, ids)
-    for model in (stock, fast):
-        step(model, ids, autocast=True)
-    reference = gradients(exact)
-    return joint_error(gradients(stock), reference), joint_error(gradients(fast), reference)
-
-
 def projection_errors(seed: int) -> list[list[float]]:
     """Relative errors of (output, dX, dA, dB) of one layer under autocast: PEFT's, then ours, against float64."""
     torch.manual_seed(seed)

@@ -139,7 +139,7 @@ def test_a_step_of_which_a_micro_batch_asks_for_nothing_is_refused(tmp_path: Pat
     ours = build("GRPO", tmp_path, fast=True, **STEP)
     window = online._Window(2)
     batches = [{"prompt_ids": torch.zeros(1, 1)} for _ in range(2)]
-    window.open((torch.zeros(2, 3, requires_grad=True), None), batches)
+    window.open((torch.zeros(2, 3, requires_grad=True), torch.zeros(2, 3)), batches)
     with window.serving(batches[1]):
         window.figures_of_one()
     ours._fastpack_window = window
