@@ -43,10 +43,6 @@ BY_NAME: tuple[Backend, ...] = (xformers.Xformers(),)
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (*AUTO, *BY_NAME)}
 
 
-def _choice(backend: Backend, features: ModelFeatures, *reasons: str) -> Choice:
-    return Choice(backend.name, "; ".join(reasons), backend.flattens, backend.refuses_compile(features))
-
-
 def choose(
     requested: str,
     features: ModelFeatures,
@@ -67,44 +63,34 @@ def choose(
     Raises:
         ValueError: the requested backend does not exist, or would be wrong for the model; names the remedy.
     """
-
-    def refused(backend: Backend, elements: float = math.inf) -> str:
-        reason = features.gap or backend.refuses(features) or backend.too_costly(features, elements)
-        return reason or (attempt(backend, features) if attempt else "")
-
     if requested == "off":
         return Choice("off", "switched off")
-    if requested != "auto":
-        if requested not in BACKENDS:
-            refuse_removed([f"packed_attention={requested!r}"])
-            raise ValueError(
-                f"packed_attention={requested!r} does not exist: use one of auto, {', '.join(BACKENDS)}, off"
-            )
-        backend = BACKENDS[requested]
-        if refusal := refused(backend):
-            raise ValueError(
-                f"packed_attention={requested!r} cannot be used here: {refusal}; use packed_attention='auto'"
-            )
-        return _choice(backend, features, "asked for", backend.reason(features))
-    if stock_requested is not None and stock_requested not in ORDINARY:
+    by_name = requested != "auto"
+    if by_name and requested not in BACKENDS:
+        refuse_removed([f"packed_attention={requested!r}"])
+        raise ValueError(f"packed_attention={requested!r} does not exist: use one of auto, {', '.join(BACKENDS)}, off")
+    if not by_name and stock_requested is not None and stock_requested not in ORDINARY:
         return Choice("off", f"attn_implementation={stock_requested!r} was asked for")
     asked = [f"batches that are not packed run attn_implementation={stock_requested!r}"] if stock_requested else []
     refusals: list[str] = []
-    for backend in AUTO:
-        if not backend.considered(features):
-            continue
-        refusal = refused(backend, elements)
+    for backend in [BACKENDS[requested]] if by_name else [one for one in AUTO if one.considered(features)]:
+        refusal = features.gap or backend.refuses(features) or (not by_name and backend.too_costly(features, elements))
+        refusal = refusal or (attempt(backend, features) if attempt else "")
         if not refusal:
-            return _choice(backend, features, backend.reason(features), *asked, *refusals)
+            reasons = (
+                ["asked for", backend.reason(features)] if by_name else [backend.reason(features), *asked, *refusals]
+            )
+            return Choice(backend.name, "; ".join(reasons), backend.flattens, backend.refuses_compile(features))
         refusals.append(refusal)
+    if by_name:
+        raise ValueError(
+            f"packed_attention={requested!r} cannot be used here: {refusals[0]}; use packed_attention='auto'"
+        )
     return Choice(PADDED_DOCUMENTS, "; ".join([refusals[-1], *asked]))
 
 
 def failure(backend: Backend, features: ModelFeatures) -> str:
-    """Return why `backend` does not run, or runs wrong, on this machine for such a model, or ``""``.
-
-    Tried once per process and kind of attention. A backend that fails is logged.
-    """
+    """Return why `backend` does not run, or runs wrong, on this machine for such a model, or ``""``; logged once."""
     if not backend.tried or features.device_type == "meta":
         return ""
     # Families with the same attention share one trial.
@@ -115,11 +101,12 @@ def failure(backend: Backend, features: ModelFeatures) -> str:
 @lru_cache(maxsize=256)
 def _failure(backend: Backend, features: ModelFeatures) -> str:
     try:
-        wrong = _try(backend, features)
+        error = _error_of(backend, features)
+        wrong = "" if error <= _MOST_ERROR else f"its results are {error:.1%} off those of plain torch"
     except torch.OutOfMemoryError:
         raise
-    except (*UNREADABLE, ImportError, AssertionError) as error:
-        wrong = f"{type(error).__name__}: {error}"
+    except (*UNREADABLE, ImportError, AssertionError) as raised:
+        wrong = f"{type(raised).__name__}: {raised}"
     if not wrong:
         return ""
     reason = f"{backend.name} failed its trial on this {features.device_type} ({wrong})"
@@ -127,8 +114,8 @@ def _failure(backend: Backend, features: ModelFeatures) -> str:
     return reason
 
 
-def _try(backend: Backend, features: ModelFeatures) -> str:
-    """Run two documents, forward and backward, and compare with plain torch in fp32."""
+def _error_of(backend: Backend, features: ModelFeatures) -> float:
+    """Return the relative error of two documents, forward and backward, against plain torch in fp32; or NaN."""
     device, dtype = torch.device(features.device_type), features.compute_dtype
     window = min(features.windows, default=None)
     heads, kv_heads = features.num_heads, features.kv_heads or features.num_heads
@@ -154,5 +141,4 @@ def _try(backend: Backend, features: ModelFeatures) -> str:
     errors = [
         (one.detach().float() - other.detach()).norm() / other.norm() for one, other in zip(found, right, strict=True)
     ]
-    error = float(torch.stack(errors).max())  # NaN if one is
-    return "" if error <= _MOST_ERROR else f"its results are {error:.1%} off those of plain torch"
+    return float(torch.stack(errors).max())  # NaN if one is

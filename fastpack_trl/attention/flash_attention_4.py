@@ -83,8 +83,8 @@ class FlashAttention4(Backend):
         return has_device(features)
 
     def too_costly(self, features: ModelFeatures, elements: float) -> str:
-        cost = StartUpCost(COMPILE_SECONDS, SAVED_PER_ELEMENT * elements)
-        return "" if cost.pays(1) else f"{NAME} would be compiled for longer than it saves in this run"
+        pays = StartUpCost(COMPILE_SECONDS, SAVED_PER_ELEMENT * elements).pays(1)
+        return "" if pays else f"{NAME} would be compiled for longer than it saves in this run"
 
     def reason(self, features: ModelFeatures) -> str:
         return common.reason_for("flash-attn-4", features)

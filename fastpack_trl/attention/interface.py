@@ -71,12 +71,7 @@ class Backend(ABC):
         return True
 
     def too_costly(self, features: ModelFeatures, elements: float) -> str:
-        """Return why its start-up would not be paid back by a run, or ``""``.
-
-        Args:
-            features: of the model's attention.
-            elements: of the queries of all layers and rows of the run: tokens x num_heads x head_dim x layers.
-        """
+        """Return why a run whose queries have `elements`, of all tokens and layers, does not pay its start-up back."""
         return ""
 
     @abstractmethod
@@ -102,8 +97,7 @@ class Backend(ABC):
     def refuses_static(self, bucket: Bucket, features: ModelFeatures) -> str:
         """Return why it cannot attend over static batches of this bucket, or ``""``.
 
-        The layers of a static batch may hold its tensors, `max_seqlen` and what follows from shapes: a CUDA graph runs
-        them again for other documents. Most backends make more of the documents of one batch.
+        A CUDA graph runs their layers again for other documents: these may hold tensors and what follows from shapes.
         """
         return f"{self.name} makes what its layers read from the documents of one batch"
 
