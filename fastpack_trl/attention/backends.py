@@ -30,6 +30,8 @@ _LENGTHS = (8, 4)  # tokens per document: one past the window, and a shorter one
 _MOST_ERROR = 0.1
 """Relative, of a trial in 16 bits, with gradients of sinks that nearly cancel; a wrong factor is far beyond."""
 
+_OFF = "its results are {:.1%} off those of plain torch"
+
 ORDINARY = ("eager", "sdpa")
 """Stock's implementations without a way of their own to keep packed documents apart: ours runs over them."""
 
@@ -80,7 +82,7 @@ def choose(
             reasons = (
                 ["asked for", backend.reason(features)] if by_name else [backend.reason(features), *asked, *refusals]
             )
-            return Choice(backend.name, "; ".join(reasons), backend.flattens, backend.refuses_compile(features))
+            return Choice(backend.name, "; ".join(reasons), backend.flattens, backend.refuses_compile)
         refusals.append(refusal)
     if by_name:
         raise ValueError(
@@ -102,7 +104,7 @@ def failure(backend: Backend, features: ModelFeatures) -> str:
 def _failure(backend: Backend, features: ModelFeatures) -> str:
     try:
         error = _error_of(backend, features)
-        wrong = "" if error <= _MOST_ERROR else f"its results are {error:.1%} off those of plain torch"
+        wrong = "" if error <= _MOST_ERROR else _OFF.format(error)
     except torch.OutOfMemoryError:
         raise
     except (*UNREADABLE, ImportError, AssertionError) as raised:
@@ -127,13 +129,14 @@ def _error_of(backend: Backend, features: ModelFeatures) -> float:
     leaves = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
     exact = [leaf.detach().float().requires_grad_() for leaf in leaves]
     scale, softcap = features.head_dim**-0.5, 30.0 if features.softcap else None
+    sinks = (leaves[3], exact[3]) if features.sinks else (None, None)
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        call = AttentionCall(*leaves[:3], scale, window, *leaves[3:] or [None], softcap)
+        call = AttentionCall(*leaves[:3], scale, window, sinks[0], softcap)
         out = backend.prepare(PackedBatch.from_lengths(_LENGTHS).to(device), features, device).attend(call)
         expected = []
         for part in zip(*(tensor.split(_LENGTHS, dim=2) for tensor in exact[:3]), strict=True):
             mask = band_mask(part[0].shape[2], window or part[0].shape[2], device)
-            expected.append(document_attention(*part, mask, scale, *exact[3:] or [None], softcap)[0].transpose(1, 2))
+            expected.append(document_attention(*part, mask, scale, sinks[1], softcap)[0].transpose(1, 2))
         oracle = torch.cat(expected, dim=1)
         upstream = torch.randn(oracle.shape, generator=generator).to(device)
         found = [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(dtype))]

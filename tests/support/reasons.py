@@ -15,7 +15,7 @@ FUNCTIONS = {
     "attention/dense.py": ["refuses"],
     "attention/varlen.py": ["refuses"],
     "attention/varlen_common.py": ["lacks"],
-    "attention/per_document.py": ["refuses", "refuses_compile"],
+    "attention/per_document.py": ["refuses"],
     "attention/feature.py": ["plan_rows", "install_attention", "_install"],
     "attention/start_proof.py": ["prove", "prove_stock", "_proof"],
     "attention/share_prefixes.py": ["_reasons", "_failed_check"],
