@@ -30,6 +30,8 @@ _LENGTHS = (8, 4)  # tokens per document: one past the window, and a shorter one
 _MOST_ERROR = 0.1
 """Relative, of a trial in 16 bits, with gradients of sinks that nearly cancel; a wrong factor is far beyond."""
 
+_OFF = "its results are {:.1%} off those of plain torch"
+
 ORDINARY = ("eager", "sdpa")
 """Stock's implementations without a way of their own to keep packed documents apart: ours runs over them."""
 
@@ -41,10 +43,6 @@ BY_NAME: tuple[Backend, ...] = (xformers.Xformers(),)
 """Taken only where the user names one."""
 
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (*AUTO, *BY_NAME)}
-
-
-def _choice(backend: Backend, features: ModelFeatures, *reasons: str) -> Choice:
-    return Choice(backend.name, "; ".join(reasons), backend.flattens, backend.refuses_compile(features))
 
 
 def choose(
@@ -67,44 +65,34 @@ def choose(
     Raises:
         ValueError: the requested backend does not exist, or would be wrong for the model; names the remedy.
     """
-
-    def refused(backend: Backend, elements: float = math.inf) -> str:
-        reason = features.gap or backend.refuses(features) or backend.too_costly(features, elements)
-        return reason or (attempt(backend, features) if attempt else "")
-
     if requested == "off":
         return Choice("off", "switched off")
-    if requested != "auto":
-        if requested not in BACKENDS:
-            refuse_removed([f"packed_attention={requested!r}"])
-            raise ValueError(
-                f"packed_attention={requested!r} does not exist: use one of auto, {', '.join(BACKENDS)}, off"
-            )
-        backend = BACKENDS[requested]
-        if refusal := refused(backend):
-            raise ValueError(
-                f"packed_attention={requested!r} cannot be used here: {refusal}; use packed_attention='auto'"
-            )
-        return _choice(backend, features, "asked for", backend.reason(features))
-    if stock_requested is not None and stock_requested not in ORDINARY:
+    by_name = requested != "auto"
+    if by_name and requested not in BACKENDS:
+        refuse_removed([f"packed_attention={requested!r}"])
+        raise ValueError(f"packed_attention={requested!r} does not exist: use one of auto, {', '.join(BACKENDS)}, off")
+    if not by_name and stock_requested is not None and stock_requested not in ORDINARY:
         return Choice("off", f"attn_implementation={stock_requested!r} was asked for")
     asked = [f"batches that are not packed run attn_implementation={stock_requested!r}"] if stock_requested else []
     refusals: list[str] = []
-    for backend in AUTO:
-        if not backend.considered(features):
-            continue
-        refusal = refused(backend, elements)
+    for backend in [BACKENDS[requested]] if by_name else [one for one in AUTO if one.considered(features)]:
+        refusal = features.gap or backend.refuses(features) or (not by_name and backend.too_costly(features, elements))
+        refusal = refusal or (attempt(backend, features) if attempt else "")
         if not refusal:
-            return _choice(backend, features, backend.reason(features), *asked, *refusals)
+            reasons = (
+                ["asked for", backend.reason(features)] if by_name else [backend.reason(features), *asked, *refusals]
+            )
+            return Choice(backend.name, "; ".join(reasons), backend.flattens, backend.refuses_compile)
         refusals.append(refusal)
+    if by_name:
+        raise ValueError(
+            f"packed_attention={requested!r} cannot be used here: {refusals[0]}; use packed_attention='auto'"
+        )
     return Choice(PADDED_DOCUMENTS, "; ".join([refusals[-1], *asked]))
 
 
 def failure(backend: Backend, features: ModelFeatures) -> str:
-    """Return why `backend` does not run, or runs wrong, on this machine for such a model, or ``""``.
-
-    Tried once per process and kind of attention. A backend that fails is logged.
-    """
+    """Return why `backend` does not run, or runs wrong, on this machine for such a model, or ``""``; logged once."""
     if not backend.tried or features.device_type == "meta":
         return ""
     # Families with the same attention share one trial.
@@ -115,11 +103,12 @@ def failure(backend: Backend, features: ModelFeatures) -> str:
 @lru_cache(maxsize=256)
 def _failure(backend: Backend, features: ModelFeatures) -> str:
     try:
-        wrong = _try(backend, features)
+        error = _error_of(backend, features)
+        wrong = "" if error <= _MOST_ERROR else _OFF.format(error)
     except torch.OutOfMemoryError:
         raise
-    except (*UNREADABLE, ImportError, AssertionError) as error:
-        wrong = f"{type(error).__name__}: {error}"
+    except (*UNREADABLE, ImportError, AssertionError) as raised:
+        wrong = f"{type(raised).__name__}: {raised}"
     if not wrong:
         return ""
     reason = f"{backend.name} failed its trial on this {features.device_type} ({wrong})"
@@ -127,8 +116,8 @@ def _failure(backend: Backend, features: ModelFeatures) -> str:
     return reason
 
 
-def _try(backend: Backend, features: ModelFeatures) -> str:
-    """Run two documents, forward and backward, and compare with plain torch in fp32."""
+def _error_of(backend: Backend, features: ModelFeatures) -> float:
+    """Return the relative error of two documents, forward and backward, against plain torch in fp32; or NaN."""
     device, dtype = torch.device(features.device_type), features.compute_dtype
     window = min(features.windows, default=None)
     heads, kv_heads = features.num_heads, features.kv_heads or features.num_heads
@@ -140,13 +129,14 @@ def _try(backend: Backend, features: ModelFeatures) -> str:
     leaves = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
     exact = [leaf.detach().float().requires_grad_() for leaf in leaves]
     scale, softcap = features.head_dim**-0.5, 30.0 if features.softcap else None
+    sinks = (leaves[3], exact[3]) if features.sinks else (None, None)
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        call = AttentionCall(*leaves[:3], scale, window, *leaves[3:] or [None], softcap)
+        call = AttentionCall(*leaves[:3], scale, window, sinks[0], softcap)
         out = backend.prepare(PackedBatch.from_lengths(_LENGTHS).to(device), features, device).attend(call)
         expected = []
         for part in zip(*(tensor.split(_LENGTHS, dim=2) for tensor in exact[:3]), strict=True):
             mask = band_mask(part[0].shape[2], window or part[0].shape[2], device)
-            expected.append(document_attention(*part, mask, scale, *exact[3:] or [None], softcap)[0].transpose(1, 2))
+            expected.append(document_attention(*part, mask, scale, sinks[1], softcap)[0].transpose(1, 2))
         oracle = torch.cat(expected, dim=1)
         upstream = torch.randn(oracle.shape, generator=generator).to(device)
         found = [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(dtype))]
@@ -154,5 +144,4 @@ def _try(backend: Backend, features: ModelFeatures) -> str:
     errors = [
         (one.detach().float() - other.detach()).norm() / other.norm() for one, other in zip(found, right, strict=True)
     ]
-    error = float(torch.stack(errors).max())  # NaN if one is
-    return "" if error <= _MOST_ERROR else f"its results are {error:.1%} off those of plain torch"
+    return float(torch.stack(errors).max())  # NaN if one is

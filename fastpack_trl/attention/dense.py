@@ -45,6 +45,7 @@ class Dense(Backend):
     """The backend ``sdpa``: every device, dtype and feature that stock's attention of the model has."""
 
     name = "sdpa"
+    shares = True
     tried = False  # stock's own function, which belongs to a model
 
     def refuses(self, features: ModelFeatures) -> str:
@@ -52,9 +53,6 @@ class Dense(Backend):
 
     def reason(self, features: ModelFeatures) -> str:
         return f"stock {features.implementation} with a dense mask built once per batch"
-
-    def refuses_shared(self, features: ModelFeatures) -> str:
-        return ""
 
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> DenseLayer:
         masks = {window: dense_mask(batch, window, device) for window in (None, *features.windows)}

@@ -72,7 +72,7 @@ class FlashAttention4(Backend):
     """The backend ``flash_attention_4``: CUDA from compute capability 9.0 on, bf16 or fp16, with windows and sinks."""
 
     name = NAME
-    flattens = True
+    flattens = shares = True
 
     def refuses(self, features: ModelFeatures) -> str:
         unsupported = not has_device(features) and "9.0 or higher, below 13"
@@ -83,16 +83,13 @@ class FlashAttention4(Backend):
         return has_device(features)
 
     def too_costly(self, features: ModelFeatures, elements: float) -> str:
-        cost = StartUpCost(COMPILE_SECONDS, SAVED_PER_ELEMENT * elements)
-        return "" if cost.pays(1) else f"{NAME} would be compiled for longer than it saves in this run"
+        pays = StartUpCost(COMPILE_SECONDS, SAVED_PER_ELEMENT * elements).pays(1)
+        return "" if pays else f"{NAME} would be compiled for longer than it saves in this run"
 
     def reason(self, features: ModelFeatures) -> str:
         return common.reason_for("flash-attn-4", features)
 
     def refuses_static(self, bucket: Bucket, features: ModelFeatures) -> str:
-        return ""
-
-    def refuses_shared(self, features: ModelFeatures) -> str:
         return ""
 
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> common.RowLayer:

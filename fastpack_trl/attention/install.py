@@ -278,7 +278,9 @@ class _Prepare:
                     "with packing=False and packed_attention='off'"
                 )
         device = batch.device  # where the data loader put the batch; parameters may be offloaded
-        kwargs["packed_layer"] = self.backend.layer(batch, self.features, device)
+        kwargs["packed_layer"] = batch.derive(
+            (self.backend.name, device), lambda: self.backend.prepare(batch, self.features, device)
+        )
         kwargs["packed_tokens"] = batch.total_tokens
         if self.features.mixers:
             kwargs[KEYWORD] = chunks_of(batch)
@@ -293,8 +295,8 @@ class _Prepare:
 
 
 def _attention(
-    stock: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    *args: Any, packed_layer: Any = None, packed_tokens: int | None = None, **kwargs: Any,
+    stock: str, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    *args: Any, packed_layer: PackedLayer | None = None, packed_tokens: int | None = None, **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Run the packed path with `packed_layer`, the family's own function without: registered under our name."""
     if packed_layer is None:
@@ -313,26 +315,14 @@ def _attention(
             "be there in all layers; leave out what cuts rows inside of the model (logits_to_keep, where layers share "
             "keys), or set packing=False and packed_attention='off'"
         )
-    return _packed(module, query, key, value, packed_layer, **kwargs), None
-
-
-def _packed(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, packed_layer: PackedLayer, *, scaling: float | None = None,
-    dropout: float = 0.0, s_aux: Tensor | None = None, softcap: float | None = None, **_ignored: Any,
-) -> Tensor:  # fmt: skip
-    dtype = _compute_dtype(value)
+    # The autocast dtype, else that of the value projection, which is the weights'. Never the query's: rotary embeddings
+    # and norms return it in fp32 while the run computes in bf16.
+    device, sinks, scale = value.device.type, kwargs.get("s_aux"), kwargs.get("scaling")
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
     call = AttentionCall(
-        query.to(dtype), key.to(dtype), value.to(dtype), window=module._fastpack_window, softcap=softcap,
-        scale=float(query.shape[-1] ** -0.5 if scaling is None else scaling), dropout=dropout, module=module,
-        sinks=None if s_aux is None else s_aux.to(dtype),
+        query.to(dtype), key.to(dtype), value.to(dtype), float(query.shape[-1] ** -0.5 if scale is None else scale),
+        module._fastpack_window, None if sinks is None else sinks.to(dtype), kwargs.get("softcap"),
+        kwargs.get("dropout", 0.0), module,
     )  # fmt: skip
-    return packed_layer.attend(call)
-
-
-def _compute_dtype(value: Tensor) -> torch.dtype:
-    """Return the autocast dtype, else that of the value projection, which is the weights'.
-
-    Never the query's: rotary embeddings and norms return it in fp32 while the run computes in bf16.
-    """
-    device = value.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+    out: Tensor = packed_layer.attend(call)
+    return out, None

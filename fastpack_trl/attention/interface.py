@@ -56,11 +56,15 @@ class Backend(ABC):
         name: its value of `FastSFTConfig.packed_attention`.
         tried: `backends.failure` runs it on a few tokens before it is chosen.
         flattens: batches that stock pads become rows without padding for it, which it attends over as fast.
+        shares: it attends over rows whose documents share a prefix (`PackedBatch.shared`).
+        refuses_compile: why layers with it are not compiled; empty if a graph can have it.
     """
 
     name: str
-    tried: bool = True
-    flattens: bool = False
+    tried = True
+    flattens = False
+    shares = False
+    refuses_compile = ""
 
     @abstractmethod
     def refuses(self, features: ModelFeatures) -> str:
@@ -71,12 +75,7 @@ class Backend(ABC):
         return True
 
     def too_costly(self, features: ModelFeatures, elements: float) -> str:
-        """Return why its start-up would not be paid back by a run, or ``""``.
-
-        Args:
-            features: of the model's attention.
-            elements: of the queries of all layers and rows of the run: tokens x num_heads x head_dim x layers.
-        """
+        """Return why a run whose queries have `elements`, of all tokens and layers, does not pay its start-up back."""
         return ""
 
     @abstractmethod
@@ -85,25 +84,12 @@ class Backend(ABC):
 
     @abstractmethod
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> PackedLayer:
-        """Build what the layers read, for one batch on one device."""
-
-    def layer(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> PackedLayer:
-        """Return what `prepare` builds, once per batch and device; it lives and dies with the batch."""
-        return batch.derive((self.name, device), lambda: self.prepare(batch, features, device))
-
-    def refuses_compile(self, features: ModelFeatures) -> str:
-        """Return why layers with it are not compiled, or ``""``: it is torch that a graph can have, or an operator."""
-        return ""
-
-    def refuses_shared(self, features: ModelFeatures) -> str:
-        """Return why it cannot attend over rows whose documents share a prefix (`PackedBatch.shared`), or ``""``."""
-        return f"{self.name} has no form for rows that hold a shared prefix once"
+        """Build what the layers read, once per batch and device; it lives and dies with the batch."""
 
     def refuses_static(self, bucket: Bucket, features: ModelFeatures) -> str:
         """Return why it cannot attend over static batches of this bucket, or ``""``.
 
-        The layers of a static batch may hold its tensors, `max_seqlen` and what follows from shapes: a CUDA graph runs
-        them again for other documents. Most backends make more of the documents of one batch.
+        A CUDA graph runs their layers again for other documents: these may hold tensors and what follows from shapes.
         """
         return f"{self.name} makes what its layers read from the documents of one batch"
 
@@ -120,4 +106,4 @@ def shared_refusal(backend: Backend, features: ModelFeatures) -> str:
     """Return why rows with shared prefixes cannot run in a model with `backend`, or ``""``."""
     if features.mixers:
         return f"a state ({', '.join(sorted(features.mixers))}) goes on from one token to one other, not to several"
-    return backend.refuses_shared(features)
+    return "" if backend.shares else f"{backend.name} has no form for rows that hold a shared prefix once"

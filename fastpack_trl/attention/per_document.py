@@ -20,7 +20,6 @@ class PerDocumentLayer(NamedTuple):
     """Lengths on the host and masks on the device; no part of a graph, which would be made again for each row."""
 
     lengths: tuple[int, ...]
-    """Queries of each segment."""
     key_lengths: tuple[int, ...]
     """Keys of each segment: its own tokens, after those of a shared prefix."""
     masks: dict[int | None, Tensor]
@@ -29,11 +28,8 @@ class PerDocumentLayer(NamedTuple):
     """The device's kernel takes fewer heads of keys than of queries."""
     key_index: Tensor | None = None
     """(total_keys,) int64 on the device: the tokens of the row that are keys (`SharedKeys`); None: each token once."""
-
-    @property
-    def calls_per_document(self) -> bool:
-        """Return True: layers that call it are not compiled."""
-        return True
+    calls_per_document: bool = True
+    """Layers that call it are not compiled."""
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend segment by segment.
@@ -86,19 +82,14 @@ class PerDocument(Backend):
     """The backend ``per_document``: every device, dtype, window, sink and softcap; no dropout."""
 
     name = "per_document"
-    flattens = True
+    flattens = shares = True
+    refuses_compile = "per_document calls a kernel per document, which is no part of a graph"
 
     def refuses(self, features: ModelFeatures) -> str:
         return f"attention dropout is {features.dropout}: no kernel per document has any" if features.dropout else ""
 
     def reason(self, features: ModelFeatures) -> str:
         return f"{features.device_type}; {described(features)}"
-
-    def refuses_compile(self, features: ModelFeatures) -> str:
-        return "per_document calls a kernel per document, which is no part of a graph"
-
-    def refuses_shared(self, features: ModelFeatures) -> str:
-        return ""
 
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> PerDocumentLayer:
         lengths, shared = batch.segment_lengths, batch.shared

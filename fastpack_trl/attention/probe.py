@@ -155,7 +155,7 @@ def measured_reach(model: nn.Module, queries: Sequence[int]) -> Iterator[dict[tu
 
     def measure(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         kept.close()
-        hidden = kwargs.get("hidden_states", args[0] if args else None)
+        hidden: Any = kwargs.get("hidden_states", args[0] if args else None)
         out = output[0] if isinstance(output, tuple) else output
         if not all(isinstance(t, Tensor) and t.dim() == 3 and t.requires_grad for t in (hidden, out)):
             return

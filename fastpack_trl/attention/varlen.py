@@ -24,7 +24,7 @@ class Varlen(Backend):
     """The backend ``varlen``: CUDA from compute capability 8.0 on, bf16 or fp16, windows and sinks."""
 
     name = "varlen"
-    flattens = True
+    flattens = shares = True
 
     def refuses(self, features: ModelFeatures) -> str:
         is_old = features.capability is not None and features.capability < common.FLASH_CAPABILITY
@@ -38,9 +38,6 @@ class Varlen(Backend):
         if can_index(bucket.tokens, features, bucket.segments):
             return ""
         return f"varlen's int32 backward cannot index {bucket.tokens} tokens in {bucket.segments} segments at once"
-
-    def refuses_shared(self, features: ModelFeatures) -> str:
-        return ""
 
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> common.RowLayer:
         """Return the segments of the row.

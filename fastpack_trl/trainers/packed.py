@@ -20,7 +20,7 @@ from fastpack_trl.capture.feature import row_graphs
 from fastpack_trl.config import Settings
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.changes import patch_attribute, restore_attributes
-from fastpack_trl.model.facts import attention_modules, read_features, state_modules, text_model
+from fastpack_trl.model.facts import attention_modules, state_modules, text_model
 from fastpack_trl.model.hooks import is_users
 from fastpack_trl.model.precision import fit_precision
 from fastpack_trl.model.preflight import bound, check_adapters
@@ -144,10 +144,8 @@ class PackedTrainer(FeaturedTrainer):
         run = self.fastpack_run
         yield run.settings.share_prefixes == "off" and "switched off"
         backend = BACKENDS.get(run.attention_path)
-        refuses: Callable[[Any], str] | None = getattr(backend, "refuses_shared", None)
-        yield refuses is None and f"{run.attention_path} has no form for shared prompts"
+        yield (backend is None or not backend.shares) and f"{run.attention_path} has no form for shared prompts"
         for model in filter(None, (run.model, getattr(self, "ref_model", None))):  # both see the same rows
-            yield refuses is not None and refuses(read_features(model, run.compute_dtype))
             yield state_modules(model) and "layers with a state go through a row once"
         yield (
             training

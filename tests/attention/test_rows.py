@@ -36,7 +36,7 @@ from fastpack_trl.attention import varlen
 from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.attention.dense import dense_mask
 from fastpack_trl.attention.install import packed_attention
-from fastpack_trl.attention.interface import AttentionCall, Backend
+from fastpack_trl.attention.interface import AttentionCall, shared_refusal
 from fastpack_trl.attention.per_document import PerDocument
 from fastpack_trl.attention.reference import additive, band_mask, document_attention
 from fastpack_trl.attention.varlen_common import RowInputs, RowLayer, fold_sinks, gather_keys, sink_gradient
@@ -264,14 +264,14 @@ def test_shared_row_is_refused_by_a_backend_without_it_and_where_its_positions_w
     batch, model = tree_row(*FAMILY), tiny_model("llama")
     ids = torch.randint(3, 96, (1, batch.total_tokens))
     keywords = {"input_ids": ids, "packed_batch": batch, "use_cache": False, **to_transformers_kwargs(batch)}
-    assert "xformers has no form" in BACKENDS["xformers"].refuses_shared(PLAIN)
+    assert "xformers has no form" in shared_refusal(BACKENDS["xformers"], PLAIN)
     with packed_attention(model):
         expected = model(**keywords).logits
         assert torch.equal(expected, model(**keywords | {"position_ids": batch.position_ids.clone()}).logits)
         with pytest.raises(ValueError, match="were edited after collation"):
             model(**keywords | {"position_ids": batch.position_ids + 1})
         with monkeypatch.context() as patch, pytest.raises(PackingError, match="per_document has no form"):
-            patch.setattr(PerDocument, "refuses_shared", Backend.refuses_shared)
+            patch.setattr(PerDocument, "shares", False)
             model(**keywords)
         batch.position_ids.add_(1)
         with pytest.raises(ValueError, match="were edited after collation"):

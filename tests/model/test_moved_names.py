@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import itertools
 import json
 import os
 import re
@@ -78,57 +77,35 @@ for paths in json.loads(sys.argv[1]):
     os.wait()
 """
 ROOT = Path(__file__).parents[2]
-ON_REQUEST = {"frozen_base"}
-"""Features that are on by name alone: without what they need they are refused, not left out."""
 DECIDES = ("batches", "packed_attention")
 """Parts without which others do not run either."""
+ROUNDS = {part: list(names) for part, names in NEEDS.items() if part != "frozen_base"}  # which is on by name alone
 Answers = dict[str, tuple[list[float], dict[str, Any]]]
-
-
-def _rounds() -> list[list[str]]:
-    """Names that are removed together: at most one of each part, and none beside one that others need."""
-    collators = [path for path in NEEDS["batches"] if "Collator" in path]
-    together = [path for path in NEEDS["batches"] if path not in collators]
-    rounds = [*([path] for path in (*collators, *NEEDS["packed_attention"])), together]
-    seen = {path for paths in rounds for path in paths}
-    left = []
-    for part in (part for part in NEEDS if part not in (*DECIDES, *ON_REQUEST)):
-        left.append([path for path in NEEDS[part] if path not in seen])
-        seen.update(left[-1])
-    return [*rounds, *([path for path in column if path] for column in itertools.zip_longest(*left))]
-
-
-ROUNDS = _rounds()
-assert {path for paths in ROUNDS for path in paths} == {
-    path for feature, paths in NEEDS.items() if feature not in ON_REQUEST for path in paths
-}
 
 
 @pytest.fixture(scope="module")
 def answers() -> Answers:
-    """Losses and report by name that was removed; those of a run with all names under the empty string."""
+    """Losses and report by the part whose names were removed; those of a run with all names under the empty string."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")])
-    command = [forks.python(), "-c", RUN, json.dumps([[], *ROUNDS])]
+    command = [forks.python(), "-c", RUN, json.dumps([[], *ROUNDS.values()])]
     run = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path})
     rows = [tuple(json.loads(line[7:])) for line in run.stdout.splitlines() if line.startswith("ANSWER ")]
     assert len(rows) == 1 + len(ROUNDS), run.stderr[-3000:]
-    return {path: answer for paths, answer in zip([[""], *ROUNDS], rows, strict=True) for path in paths}
+    return dict(zip(["", *ROUNDS], rows, strict=True))
 
 
-@pytest.mark.parametrize("names", ROUNDS, ids=lambda names: names[0])
-def test_a_name_that_upstream_moved_costs_its_feature_and_nothing_else(answers: Answers, names: list[str]) -> None:
-    (expected, whole), (losses, report) = answers[""], answers[names[0]]
+@pytest.mark.parametrize("part", ROUNDS)
+def test_names_that_upstream_moved_cost_their_feature_and_nothing_else(answers: Answers, part: str) -> None:
+    (expected, whole), (losses, report) = answers[""], answers[part]
     assert len(expected) == 2, whole
     assert losses == pytest.approx(expected, rel=2e-5), report
-    for path in names:
+    # Not of this run: the kernel of another device, and a figure of the callback, which says so itself.
+    for path in ROUNDS[part] if part not in ("varlen", "mfu") else ():
+        assert path in str(report)
         assert path not in str(whole)
-        # Not of this run: the kernel of another device, and a figure of the callback, which says so itself.
-        if path not in (*NEEDS["varlen"], *NEEDS["mfu"]):
-            assert path in str(report)
-    if not set(names) & {path for part in DECIDES for path in NEEDS[part]}:
-        for part in ("packed_attention", "batches", "lora", "moe", "activation_memory"):
-            if not set(names) & set(NEEDS[part]):
-                assert report["features"][part]["status"] == whole["features"][part]["status"] == "on", part
+    for other in ("packed_attention", "batches", "lora", "moe", "activation_memory") if part not in DECIDES else ():
+        if set(NEEDS[other]).isdisjoint(ROUNDS[part]):
+            assert report["features"][other]["status"] == whole["features"][other]["status"] == "on", other
 
 
 def test_a_missing_name_refuses_its_feature_with_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

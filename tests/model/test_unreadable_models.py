@@ -19,13 +19,14 @@ from trl import SFTTrainer
 from fastpack_trl import FastSFTTrainer, verify_packing
 from fastpack_trl.lora.linear import FastLora
 from fastpack_trl.measure.flops import model_flops
-from fastpack_trl.model.facts import layer_values, learned_positions, read_features, token_table
+from fastpack_trl.model.facts import asked_for, layer_values, learned_positions, read_features, token_table
 from fastpack_trl.testing import tiny_model
 
 FACTS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"windows": {5}, "sinks": True, "kv_heads": 2, "head_dim": 8},
     "gemma2": {"windows": {5}, "sinks": False, "softcap": True},
     "mistral": {"windows": {5}, "softcap": False},
+    "cohere2": {"windows": {5}, "dropout": 0},
     "olmoe": {"windows": set()},
     "deepseek_v3": {"head_dim": 12, "kv_heads": 4, "mixers": set()},
     "granitemoehybrid": {"mixers": {"Mamba-2"}},
@@ -45,6 +46,14 @@ def test_the_attention_of_a_family_is_read_from_its_attributes() -> None:
     # Positions are found in a table, with and without rows that nobody reads.
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=96, n_positions=64, n_embd=8, n_layer=1, n_head=2))
     assert [learned_positions(model) for model in (tiny_model("opt"), gpt2, tiny_model("qwen3"))] == [128, 64, None]
+
+
+def test_only_a_choice_of_the_user_counts_as_asked_for() -> None:
+    assert asked_for(tiny_model("qwen3")) is None
+    assert asked_for(tiny_model("qwen3", attn_implementation="eager")) == "eager"
+    assert asked_for(tiny_model("gpt_oss")) is None, "gpt_oss has no sdpa: eager is its default"
+    assert asked_for(tiny_model("qwen3"), "sdpa") == "sdpa"
+    assert asked_for(tiny_model("qwen3", attn_implementation="eager"), {"": "eager"}) == "eager"
 
 
 READERS = {
