@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 from sft_material import Material
-from trainer_material import TEMPLATE
-from transformers import TrainerCallback
+from trainer_material import TEMPLATE, callback
 
 from fastpack_trl import (
     AsyncCheckpointCallback,
@@ -246,9 +245,22 @@ PYTHON: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-class _Interrupts(TrainerCallback):
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        raise KeyboardInterrupt
+CONFIG = '{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}'
+FILES = {
+    **dict.fromkeys(("here/model/config.json", "here/noweights/config.json", "here/some.yaml"), CONFIG),
+    **dict.fromkeys(("adapters/checkpoint-9/adapter_config.json", "adapters/checkpoint-10/adapter_config.json"), "{}"),
+    "here/data/.keep": "",
+    "a.jsonl": '{"messages": [{"role": "user", "content": "hi"}]}',
+    "marked.jinja": TEMPLATE,
+    "left/adapter_config.json": '{"base_model_name_or_path": "./moved"}',
+    "cut/adapter_config.json": "{",
+    **dict.fromkeys(("left/training_args.bin", "cut/training_args.bin"), ""),
+}
+"""What users have around them, and what runs have left that were ended."""
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.fixture
@@ -259,45 +271,27 @@ def line_of(
     monkeypatch.chdir(material.folder)
 
     def run(misuse: Misuse) -> str:
-        for name in ("model/config.json", "noweights/config.json", "some.yaml"):
-            (here := Path("here", name)).parent.mkdir(parents=True, exist_ok=True)
-            here.write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}', encoding="utf-8")
-        Path("here/data").mkdir(exist_ok=True)
-        for step in (9, 10):  # what a run has left that was ended
-            (saved := Path(f"adapters/checkpoint-{step}")).mkdir(parents=True, exist_ok=True)
-            (saved / "adapter_config.json").write_text("{}", encoding="utf-8")
-            os.utime(saved / "adapter_config.json", (step, step))
-        Path("a.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}', encoding="utf-8")
-        Path("marked.jinja").write_text(TEMPLATE, encoding="utf-8")
-        for name, about in (("left", '{"base_model_name_or_path": "./moved"}'), ("cut", "{")):
-            Path(name).mkdir(exist_ok=True)
-            Path(name, "adapter_config.json").write_text(about, encoding="utf-8")
-            Path(name, "training_args.bin").touch()
+        for age, (name, text) in enumerate(FILES.items()):
+            (file := Path(name)).parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+            os.utime(file, (age, age))
         shutil.copytree(material.model, "mute", ignore=shutil.ignore_patterns("token*", "chat*"), dirs_exist_ok=True)
         keys = {line.partition(":")[0]: ... for line in misuse.yaml.splitlines()}
-        places = {
-            "yaml": material.yaml(text=misuse.yaml + "\n", **keys), "model": material.model,
-            "result": Path(__file__),
-        }  # fmt: skip
+        places = {"yaml": material.yaml(text=misuse.yaml + "\n", **keys), "model": material.model}
         if misuse.missing:
             monkeypatch.setitem(sys.modules, misuse.missing, None)
         if misuse.code == 130:
-            make = train.make_trainer
-            monkeypatch.setattr(train, "make_trainer", lambda arguments, _: make(arguments, [_Interrupts()]))
+            make, stops = train.make_trainer, callback("on_step_end", interrupt)
+            monkeypatch.setattr(train, "make_trainer", lambda arguments, _: make(arguments, [stops()]))
         assert main(misuse.words.format(**places).split()) == misuse.code
         assert not material.out.exists()
         captured = capsys.readouterr()
         assert "Traceback" not in captured.err + captured.out
         said = [line for line in captured.err.splitlines() if line.startswith("fastpack-trl")]
-        assert len(said) == 1, captured.err
-        assert captured.err.splitlines()[-1] == said[0], "the line stands last, where it is seen"
+        assert said == captured.err.splitlines()[-1:], "one line, which stands last, where it is seen"
         return said[0]
 
     return run
-
-
-def _known(misuse: Misuse) -> str:
-    return f"{misuse.words} {misuse.yaml}".strip()
 
 
 def test_there_are_enough_of_them_and_no_two_expect_the_same() -> None:
@@ -305,7 +299,7 @@ def test_there_are_enough_of_them_and_no_two_expect_the_same() -> None:
     assert len(set(said)) == len(said) >= 45
 
 
-@pytest.mark.parametrize("misuse", COMMANDS, ids=_known)
+@pytest.mark.parametrize("misuse", COMMANDS, ids=lambda misuse: f"{misuse.words} {misuse.yaml}".strip())
 def test_a_misuse_of_a_command_is_one_line_with_the_remedy(line_of: Callable[[Misuse], str], misuse: Misuse) -> None:
     line = line_of(misuse)
     assert misuse.says in line
