@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from lora_material import quantised
 from offload_material import LAYERS, assert_same, enable, loss_of, make, offloaded, step
-from quantised_material import quantised
 from ranks import fork_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint

@@ -11,9 +11,18 @@ from typing import Any
 import pytest
 import torch
 from compile_material import Counting
-from frozen_base_material import LAYERS, At, assert_as_loaded, fast_layers, fp8_checkpoint, lora_layers, made, weights
-from lora_material import adapted
-from quantised_material import quantised
+from lora_material import (
+    LAYERS,
+    At,
+    adapted,
+    assert_as_loaded,
+    fast_layers,
+    fp8_checkpoint,
+    lora_layers,
+    made,
+    quantised,
+    weights,
+)
 from ranks import fork_ranks
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel

@@ -15,11 +15,12 @@ from lora_material import (
     assert_trains_as_peft,
     functions_for_every_size,  # noqa: F401
     joint_error,
+    quantised,
+    quantised_linear,
     reference_projection,
     saved_bytes,
     step,
 )
-from quantised_material import quantised, quantised_linear
 from trainer_material import train
 
 from fastpack_trl import FastSFTTrainer, apply_lora

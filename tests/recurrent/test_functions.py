@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from hybrid_material import Inside
+from model_material import Inside
 from recurrent_reference import by_document, conv_reference, delta_reference, ssd_reference
 from torch import Tensor
 from transformers.models.falcon_h1 import modeling_falcon_h1

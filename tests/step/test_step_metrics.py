@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from model_material import vision_model
 from ranks import fork_ranks
 from side_by_side import assert_equal
 from trainer_material import build
-from vision_material import vision_model
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.step.metrics import counted_ranks

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import load_dataset
-from moe_material import model_without_gates
+from model_material import hybrid_model
 from peft import LoraConfig, get_peft_model
 from sft_material import TEMPLATE, make_tokenizer, write_jsonl
 from trainer_material import sentences
@@ -106,14 +107,11 @@ EXAMPLES = {
 }
 """The name of each at its source."""
 
-OFF_ON_A_CPU = {
-    "activation_memory": "cpu has no memory of its own: activation_memory_gib=... plans for a budget",
-    "checkpoint_offload": "not needed: checkpoint_offload='double_buffer' trades host memory for device memory",
-    "share_prefixes": "little to share, tokens computed: 100% of the documents' tokens",
-    "layer_compile": "on cpu compiling takes longer than most runs; layer_compile='on' compiles",
-    "cuda_graph": "the model is on cpu: its work is not queued by a host that a graph could relieve",
-}
-"""Feature -> the reason for which it is off on a CPU in any of the scripts."""
+ROWS, ON_A_CPU = (
+    dict(re.findall(r"^\| (.*?) \| (.*) \|$", table, re.MULTILINE)[2:])
+    for table in PAGE.read_text(encoding="utf-8").split("Off in every script")
+)
+"""The page's tables: script -> all other cells; feature -> the reason for which it is off on a CPU in every script."""
 
 
 def cells(report: FeatureReport) -> str:
@@ -123,9 +121,9 @@ def cells(report: FeatureReport) -> str:
         if line.status == "on":
             part = line.path if line.feature in ("packed_attention", "batches", "sync_free") else ""
             on.append(f"`{line.feature}`" + (f" ({part})" if part else ""))
-        elif OFF_ON_A_CPU.get(line.feature) != line.reason:
+        elif ON_A_CPU.get(f"`{line.feature}`") != line.reason:
             others.append(f"`{line.feature}`: {line.reason}")
-    return f"{', '.join(sorted(on))} | {'; '.join(sorted(others)) or 'nothing'} |"
+    return f"{', '.join(sorted(on))} | {'; '.join(sorted(others)) or 'nothing'}"
 
 
 def save_material(folder: Path) -> Path:
@@ -137,7 +135,7 @@ def save_material(folder: Path) -> Path:
         "qwen3": tiny_model("qwen3", **blocks),
         "cohere2": tiny_model("cohere2", **blocks),
         "gpt_oss": tiny_model("gpt_oss", vocab_size=304),
-        "nemotron_h": model_without_gates(vocab_size=304),
+        "nemotron_h": hybrid_model("nemotron_h", vocab_size=304),
         "gemma3": _gemma3(),
     }
     tokenizer = make_tokenizer(pad_token="<pad>", eos_token="<eos>")
