@@ -44,7 +44,7 @@ def main() -> None:
     """What is on under ZeRO 1 and 2 is stock's under ZeRO 3; the log, gradient norms included, is stock's under all."""
     compiled_layers.__wrapped__.__kwdefaults__["_backend"] = GRAPHS  # type: ignore[attr-defined]
     if STAGE == 3:  # what it lacks is said, and stops nothing
-        Settings.names = lambda *_: False  # type: ignore[method-assign]
+        Settings.is_explicit = lambda *_: False  # type: ignore[method-assign]
     for options, fast, on in (
         ({"family": "qwen3_moe"}, {"moe": "on"}, {"moe": "fastpack"}),
         ({"lora": True, "gradient_checkpointing": True}, {}, {"lora": "fast"}),

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from sft_material import TEMPLATE, make_tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from fastpack_trl.model.facts import mixers
 from fastpack_trl.packing.packed_batch import PackedBatch
+from fastpack_trl.testing import tiny_model
 
 COMMON: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -180,6 +182,23 @@ def vision_model(family: str) -> Any:
     except ValueError:
         pytest.skip(f"this transformers has no {family}")
     return random_model(AutoModelForImageTextToText, config)
+
+
+def gemma3() -> Any:
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=tiny_model("gemma3_text", vocab_size=304).config.to_dict(),
+        vision_config={**vision, "image_size": 28, "patch_size": 14}, mm_tokens_per_image=4,
+        image_token_index=300, boi_token_index=301, eoi_token_index=302,
+    )  # fmt: skip
+    return random_model(AutoModelForImageTextToText, config)
+
+
+def gemma3_processor() -> Any:
+    special = {"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>"}
+    tokenizer = make_tokenizer(pad_token="<pad>", eos_token="<eos>", extra_special_tokens=special)
+    images = transformers.Gemma3ImageProcessor(size={"height": 28, "width": 28})
+    return transformers.Gemma3Processor(images, tokenizer, chat_template=TEMPLATE, image_seq_length=4)
 
 
 # --- keys that layers share ---
