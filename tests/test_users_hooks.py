@@ -12,7 +12,7 @@ import torch
 from compile_material import Counting, make, one_step, row
 from hook_material import REGISTER, REGISTER_GLOBAL
 from lora_material import adapted
-from moe_material import moe_model
+from moe_material import STACKS, moe_model
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from trainer_material import callback, train
@@ -36,11 +36,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "dense": lambda: tiny_model("llama", num_hidden_layers=4),
     "lora": lambda: adapted("llama", num_hidden_layers=4, target_modules=["q_proj", "down_proj"]),
     "moe": lambda: moe_model("qwen3_moe", num_hidden_layers=4),
-    "moe lora": lambda: adapted(
-        moe_model("qwen3_moe", num_hidden_layers=4),
-        target_modules=[],
-        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-    ),
+    "moe lora": lambda: adapted(MODELS["moe"](), target_modules=[], target_parameters=STACKS),
 }
 PARTS = {
     "dense": ["", "mlp", "mlp.act_fn", "self_attn.o_proj"],
@@ -234,12 +230,12 @@ def test_a_hook_on_a_module_that_layers_share_reaches_each_of_them(kind: str) ->
             assert (seen, compiled.path) == ([], "compiled")
 
 
+def count(*_args: Any) -> None:
+    return None
+
+
 def test_hooked_layers_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     model = make("llama", num_hidden_layers=3)
-
-    def count(*_args: Any) -> None:
-        return None
-
     handles = [layer.register_forward_hook(count) for layer in decoder_layers(model)]
     with packed_attention(model), compiled_layers(model, verbose=False, _backend=Counting()) as layers:
         for path in ("eager", "compiled", "compiled, eager"):
@@ -272,8 +268,8 @@ REMOVED = {
 @pytest.mark.parametrize("kind", REMOVED)
 def test_a_hook_that_goes_before_the_backward_pass_leaves_the_recompute_as_its_forward_was(kind: str) -> None:
     results = []
+    build, apply, part = REMOVED[kind]
     for fast in (False, True):
-        build, apply, part = REMOVED[kind]
         model = build()
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
@@ -302,15 +298,9 @@ def test_looking_at_a_model_calls_no_hook(tmp_path: Path) -> None:
         raise StoppedError
 
     fast = {"activation_memory_gib": 1.0, "moe": "on"}
+    given = {"callbacks": [callback("on_train_begin", stop)()]}
     with pytest.raises(StoppedError):
-        train(
-            FastSFTTrainer,
-            tmp_path,
-            model=model,
-            fast=fast,
-            packing=True,
-            trainer={"callbacks": [callback("on_train_begin", stop)()]},
-        )
+        train(FastSFTTrainer, tmp_path, model=model, fast=fast, packing=True, trainer=given)
     assert seen == []
 
 

@@ -382,7 +382,7 @@ leave()
 def test_two_processes_under_distributed_data_parallel_and_fully_shard(tmp_path: Path) -> None:
     script = tmp_path / "two.py"
     script.write_text(TWO_PROCESSES, encoding="utf-8")
-    fork_ranks(script, imports="torch.distributed.fsdp,fastpack_trl:packed_attention")
+    fork_ranks(script)
 
 
 @pytest.mark.parametrize(

@@ -296,4 +296,4 @@ def test_a_small_product_shows_what_the_device_lacks(
 @pytest.mark.slow
 def test_two_ranks_train_under_ddp_and_are_refused_under_fsdp(tmp_path: Path) -> None:
     script = Path(__file__).with_name("fp8_ranks.py")
-    fork_ranks(script, str(tmp_path), imports="torch.distributed.fsdp,trl:SFTTrainer,peft,fastpack_trl:FastSFTTrainer")
+    fork_ranks(script, str(tmp_path))

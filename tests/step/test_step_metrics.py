@@ -20,7 +20,7 @@ from fastpack_trl.step.metrics import counted_ranks
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("ranks")
-    fork_ranks(Path(__file__).with_name("two_ranks.py"), str(folder), imports="peft,trl:SFTTrainer")
+    fork_ranks(Path(__file__).with_name("two_ranks.py"), str(folder))
     logs: dict[str, Any] = json.loads((folder / "logs.json").read_text())
     return logs
 
