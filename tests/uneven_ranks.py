@@ -102,7 +102,7 @@ def no_memory(state: Any, model: Any) -> None:
 
 
 def inside(**fast: Any) -> None:
-    """One rank fails in the forward pass of a layer that FSDP 2 has parted, while the other gathers the next one."""
+    """One rank fails in the forward pass of a layer that FSDP 2 shards, while the other gathers the next one."""
     runs.FAILURE_GRACE_SECONDS = 0.5  # type: ignore[attr-defined]
     trainer = make(FastSFTTrainer, gradient_checkpointing=True, fast={"verify_packing": "off"} | fast)
     if dist.get_rank():

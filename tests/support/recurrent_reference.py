@@ -16,30 +16,17 @@ def by_document(function: Callable[..., Tensor], lengths: tuple[int, ...], *toke
 
 
 def conv_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the causal convolution of one document.
-
-    Args:
-        x: (tokens, channels).
-        weight: (channels, width); its last column is for the token itself.
-        bias: (channels,).
-    """
-    width = weight.shape[1]
-    padded = F.pad(x.T[None], (width - 1, 0))
+    """Return the causal convolution of one document, (tokens, channels); the last column of `weight` is the token's."""
+    padded = F.pad(x.T[None], (weight.shape[1] - 1, 0))
     return F.conv1d(padded, weight[:, None], bias, groups=weight.shape[0])[0].T
 
 
 def delta_reference(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     """Return ``o_t = q_t S_t`` with ``S_t = decay_t S_(t-1) + beta_t k_t (v_t - k_t decay_t S_(t-1))`` of one document.
 
-    Args:
-        query, key: (tokens, heads, key size), as they are: neither normalised nor scaled here.
-        value: (tokens, heads, value size).
-        g: (tokens, heads), the logarithm of the decay.
-        beta: (tokens, heads).
+    All have (tokens, heads, ...); `query` and `key` are neither normalised nor scaled here, `g` is log decay.
     """
-    state = key.new_zeros(*key.shape[1:], value.shape[-1])
-    decay = g.exp()[..., None, None]
-    outs = []
+    state, decay, outs = key.new_zeros(*key.shape[1:], value.shape[-1]), g.exp()[..., None, None], []
     for q, k, v, d, b in zip(query, key, value, decay, beta, strict=True):
         state = state * d
         correction = b[:, None] * (v - torch.einsum("hk,hkv->hv", k, state))
@@ -51,13 +38,9 @@ def delta_reference(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: 
 def ssd_reference(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """Return ``y_t = c_t S_t`` with ``S_t = exp(a_t) S_(t-1) + b_t x_t`` of one document (Mamba-2 without ``D x``).
 
-    Args:
-        x: (tokens, heads, head size), times its time step.
-        a: (tokens, heads), the logarithm of the decay.
-        b, c: (tokens, heads, state size).
+    All have (tokens, heads, ...); `x` is multiplied by its time step, `a` is the logarithm of the decay.
     """
-    state = x.new_zeros(x.shape[1], b.shape[-1], x.shape[-1])
-    outs = []
+    state, outs = x.new_zeros(x.shape[1], b.shape[-1], x.shape[-1]), []
     for token, log_decay, into, out_of in zip(x, a, b, c, strict=True):
         state = state * log_decay.exp()[:, None, None] + into[..., None] * token[:, None]
         outs.append(torch.einsum("hn,hnp->hp", out_of, state))
