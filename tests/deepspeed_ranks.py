@@ -10,8 +10,7 @@ import torch
 import transformers.training_args
 from compile_material import Counting
 from peft import LoraConfig
-from trainer_material import assert_same_log
-from trainer_material import train as trained
+from trainer_material import assert_same_log, train
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
@@ -19,22 +18,18 @@ from fastpack_trl.compile.layers import compiled_layers
 from fastpack_trl.config import Settings
 
 FOLDER, STAGE, BF16 = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "bf16"
-MICRO_BATCHES = 1 if STAGE == 1 else 2
-"""Of an optimizer step: TRL's configuration of ZeRO 1 fixes one."""
-GRAPHS = Counting(differentiate=True)
+ACCUMULATED = {"gradient_accumulation_steps": 1 if STAGE == 1 else 2}  # TRL's configuration of ZeRO 1 fixes one
 # A CPU has it: only the check of the arguments asks for a GPU.
 transformers.training_args.is_torch_bf16_gpu_available = lambda: BF16
 
 
-def train(cls: Any, *, family: str = "qwen3", lora: bool = False, fast: dict[str, Any], **more: Any) -> Any:
+def trained(cls: Any, fast: dict[str, str], lora: dict[str, Any] | None = None, **options: Any) -> Any:
     # accelerate starts several processes of DeepSpeed on a CPU where the backend is named.
-    base = {"packing": True, "per_device_train_batch_size": 1, "eval_strategy": "no", "max_steps": 3} | more
+    base = {"packing": True, "per_device_train_batch_size": 1, "eval_strategy": "no", "max_steps": 3} | options
     base |= {"use_cpu": False, "ddp_backend": "gloo", "bf16": BF16}
+    fast = {"verify_packing": "on", "packed_attention": "sdpa"} | fast
     torch.manual_seed(0)
-    adapters = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False)
-    given = {"peft_config": adapters} if lora else {}
-    fast = fast if cls is FastSFTTrainer else None
-    trainer = trained(cls, FOLDER, family=family, fast=fast, trainer=given, **base)
+    trainer = train(cls, FOLDER, fast=fast if cls is FastSFTTrainer else None, trainer=lora or {}, **base)
     assert type(trainer.model_wrapped).__name__ == "DeepSpeedEngine"
     assert trainer.accelerator.num_processes == 2
     return trainer
@@ -42,22 +37,17 @@ def train(cls: Any, *, family: str = "qwen3", lora: bool = False, fast: dict[str
 
 def main() -> None:
     """What is on under ZeRO 1 and 2 is stock's under ZeRO 3; the log, gradient norms included, is stock's under all."""
-    compiled_layers.__wrapped__.__kwdefaults__["_backend"] = GRAPHS  # type: ignore[attr-defined]
+    backend = Counting(differentiate=True)
+    compiled_layers.__wrapped__.__kwdefaults__["_backend"] = backend  # type: ignore[attr-defined]
     if STAGE == 3:  # what it lacks is said, and stops nothing
-        Settings.names = lambda *_: False  # type: ignore[method-assign]
-    for options, fast, on in (
-        ({"family": "qwen3_moe"}, {"moe": "on"}, {"moe": "fastpack"}),
-        ({"lora": True, "gradient_checkpointing": True}, {}, {"lora": "fast"}),
-        (
-            {"gradient_accumulation_steps": MICRO_BATCHES},
-            {"layer_compile": "on", "packed_attention": "sdpa"},
-            {"layer_compile": "compiled"},
-        ),
+        Settings.is_explicit = lambda *_: False  # type: ignore[method-assign]
+    adapters = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False)
+    for options, fast, feature, path in (
+        ({"family": "qwen3_moe"}, {"moe": "on"}, "moe", "fastpack"),
+        ({"lora": {"peft_config": adapters}, "gradient_checkpointing": True}, {}, "lora", "fast"),
+        (ACCUMULATED, {"layer_compile": "on"}, "layer_compile", "compiled"),
     ):
-        ours, stock = (
-            train(cls, fast={"verify_packing": "on", "packed_attention": "sdpa"} | fast, **options)
-            for cls in (FastSFTTrainer, SFTTrainer)
-        )
+        ours, stock = (trained(cls, fast, **options) for cls in (FastSFTTrainer, SFTTrainer))
         if BF16:  # updates of bf16 weights differ by whole steps of theirs
             losses = ([row["loss"] for row in one.state.log_history[:-1]] for one in (ours, stock))
             torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-3, atol=0)
@@ -65,9 +55,8 @@ def main() -> None:
             assert_same_log(ours, stock)
         report, whole = ours.fastpack_report, not ours.fastpack_run.is_sharded
         assert whole == (STAGE < 3), report.table()
-        expected = on | {"sync_free": "loss, metrics", "verify_packing": "proof"}
-        for name, path in expected.items():
-            assert (report[name].path == path) == whole, (STAGE, report.table())
+        for name, expected in {feature: path, "sync_free": "loss, metrics", "verify_packing": "proof"}.items():
+            assert (report[name].path == expected) == whole, (STAGE, report.table())
             assert whole or "shard" in report[name].reason, report.table()
         assert "engine owns backward and step" in report["sync_free"].reason
         merges = options.get("gradient_accumulation_steps", 1) > 1

@@ -1,4 +1,4 @@
-"""Models that two ranks shard, for `test_ranks.py`: whole runs of `train` under FSDP 2, and torch's `fully_shard`."""
+"""Whole runs of `train` under FSDP 2 on two ranks, for `test_ranks.py`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ import torch.distributed as dist
 import transformers.integrations
 from compile_material import Counting
 from fsdp2 import fsdp2
-from gemma4_uses import STEPS, gemma4
+from model_material import STEPS, gemma4
 from peft import LoraConfig
 from ranks import leave
 from replayed_graphs import TapeDevice
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from trainer_material import assert_same_log, build, callback
 from trl import SFTTrainer
 
-from fastpack_trl import FastSFTTrainer, PackedBatch, packed_attention
+from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention.varlen import Varlen
 from fastpack_trl.capture import feature as capture
 from fastpack_trl.checkpointing import checkpoint_offload as feature
@@ -33,16 +31,13 @@ from fastpack_trl.checkpointing.activation_memory import ActivationMemory
 from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.compile.layers import compiled_layers
 from fastpack_trl.config import Settings
-from fastpack_trl.errors import PackingError, RankFailedError
-from fastpack_trl.model.sharded import Ranks, keep_unsharded, layer_units, whole_bytes
+from fastpack_trl.errors import PackingError
 from fastpack_trl.step import merge_accumulation as merging
 from fastpack_trl.testing import tiny_model
 
 FOLDER = Path(sys.argv[1] if len(sys.argv) > 1 else "/tmp")
 LINEAR = {"target_modules": "all-linear"}
 GRAPHS = Counting(differentiate=True)
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True)
-LENGTHS = (7, 1, 12)
 
 Options = dict[str, Any]
 CASES: dict[str, Callable[[], None]] = {}
@@ -291,31 +286,6 @@ def stepped_down() -> None:
 
 
 @case
-def left_alike() -> None:
-    """A process that fails takes the others along, also where a question of theirs was another; one alone ends."""
-    ranks, rank = Ranks(2), dist.get_rank()
-    for fails in ((1,), (0, 1), ()):
-        here, said = rank in fails, ""
-        try:
-            with ranks.propagate_failures():
-                if here:
-                    raise ValueError(f"of {rank}")
-        except (ValueError, RuntimeError) as error:
-            said = f"{type(error).__name__}: {error}"
-        assert said == (f"ValueError: of {rank}" if here else "RuntimeError: rank 1: ValueError: of 1" * bool(fails))
-    assert ranks.first_reason(lambda: "no" * rank) == ("no" if rank else "rank 1: no")
-    waits = contextlib.nullcontext() if rank == 0 else pytest.raises(RankFailedError, match="rank 1: ValueError: alone")
-    # The question that it gave up is lost to the others too: they find its connection closed.
-    left = pytest.raises(RuntimeError, match=r"[Cc]onnection closed") if rank == 0 else contextlib.nullcontext()
-    with waits, left, ranks.propagate_failures(0.5):
-        if rank:
-            raise ValueError("alone")
-        dist.barrier()
-    if rank:
-        dist.barrier()  # where the other has waited
-
-
-@case
 def engines() -> None:
     """The table in docs/several-gpus.md: the features that are entered under each engine."""
     page = (Path(__file__).parents[1] / "docs/several-gpus.md").read_text(encoding="utf-8")
@@ -357,70 +327,6 @@ def engines() -> None:
                 found[name] = "on" if on else found.get(name, "stock")
         assert found == {name: row[engine] for name, row in table.items()}, (engine, found)
     patch.undo()
-
-
-def sharded(model: nn.Module, layers_too: bool = True, **policy: Any) -> nn.Module:
-    """A model in the units that accelerate makes, which starts no FSDP on a CPU by itself."""
-    mesh = init_device_mesh("cpu", (2,))
-    for module in (*(model.model.layers if layers_too else ()), model):
-        fully_shard(module, mesh=mesh, **policy)
-    return model
-
-
-@case
-def gathered() -> None:
-    """Weights stay whole from forward to backward, not longer; an exception shards them; gradients are the same."""
-    ids = (torch.arange(24).view(1, 24) * 7 + dist.get_rank()) % 60
-
-    def whole() -> set[bool]:
-        return {not isinstance(p, DTensor) for layer in layers for p in layer.parameters()}
-
-    gradients = []
-    for keep in (False, True):
-        model = sharded(tiny_model("qwen3"))
-        layers = layer_units(model)
-        assert layers == list(model.model.layers)
-        assert whole_bytes(layers, 2) == 2 * sum(p.numel() for layer in layers for p in layer.parameters())
-        with keep_unsharded(layers if keep else []):
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            assert whole() == {keep}
-            loss.backward()
-            assert whole() == {False}
-        gradients.append([p.grad.full_tensor() for p in model.parameters()])
-    assert all(map(torch.equal, *gradients))
-    with pytest.raises(ValueError, match="stopped"), keep_unsharded(layers):
-        model(input_ids=ids, use_cache=False)
-        raise ValueError("stopped")
-    assert whole() == {False}
-    with keep_unsharded(layers):  # a batch that is replaced by a zero has no backward pass
-        model(input_ids=ids, use_cache=False)
-    assert whole() == {False}
-
-
-@case
-def packed() -> None:
-    """Through FSDP's hooks, which rebuild every argument of a forward, documents stay apart and masks are made once."""
-    ids = torch.randint(3, 90, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(dist.get_rank()))
-    for family, path, layers_too in (
-        ("llama", "per_document", True), ("llama", "per_document", False), ("llama", "sdpa", True),
-        ("gpt_oss", "per_document", True),
-    ):  # fmt: skip
-        model = sharded(tiny_model(family), layers_too, mp_policy=BF16)
-        batch = PackedBatch.from_lengths(LENGTHS)
-        with packed_attention(model, path, compute_dtype=torch.bfloat16):
-            logits = model(input_ids=ids, position_ids=batch.position_ids, packed_batch=batch, use_cache=False).logits
-            logits.float().square().mean().backward()
-        norms: Tensor = torch.stack([parameter.grad.to_local().norm() for parameter in model.parameters()])
-        assert torch.isfinite(norms).all()
-        assert norms.sum() > 0
-        assert set(batch.build_counts.values()) == {1}, batch.build_counts
-        batch.clear_derived()
-        assert not batch.derived.values
-        alone = [model(input_ids=part, use_cache=False).logits for part in ids.split(LENGTHS, dim=1)]
-        expected = torch.cat(alone, dim=1)
-        assert logits.dtype == torch.bfloat16
-        budget = 4 * torch.finfo(torch.bfloat16).eps * float(expected.abs().max())
-        torch.testing.assert_close(logits, expected, rtol=0, atol=budget)
 
 
 if __name__ == "__main__":

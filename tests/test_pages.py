@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -74,12 +75,17 @@ def template(node: ast.AST) -> str | None:
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
+@cache
+def said() -> set[str]:
+    """Return every string of the package."""
+    trees = (ast.parse(file.read_text(encoding="utf-8")) for file in PACKAGE.rglob("*.py"))
+    return {text for tree in trees for node in ast.walk(tree) if (text := template(node)) is not None}
+
+
 def test_every_line_of_the_page_is_said_by_the_code_and_has_a_remedy() -> None:
-    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in PACKAGE.rglob("*.py")]
-    said = {template(node) for tree in trees for node in ast.walk(tree)}
     listed = [reason for cell, _ in REASONS for reason in re.findall(r"`([^`]+)`", cell)]
     assert len(listed) > 100
-    assert not [reason for reason in listed if reason not in said]
+    assert not [reason for reason in listed if reason not in said()]
     assert all(len(remedy.split()) >= 2 for _, remedy in REASONS)
     assert len(REASONS) == sum(line.startswith("| `") for line in TROUBLES.splitlines())
 

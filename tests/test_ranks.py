@@ -38,7 +38,7 @@ with ranks.propagate_failures(0.5):
 
 
 def test_two_ranks_train_under_fsdp2_as_stock(tmp_path: Path) -> None:
-    """Steps, compiled layers, plans, offload, proof, experts, merged rows, layers that stay whole: `fsdp2_ranks.py`."""
+    """Steps, compiled layers, plans, offload, proof, experts, merged rows: see `fsdp2_ranks.py`."""
     fork_ranks(HERE / "fsdp2_ranks.py", str(tmp_path), timeout=900)
 
 
@@ -59,8 +59,11 @@ def test_uneven_batches_log_what_stock_logs_and_runs_resume_in_more_and_in_fewer
     assert ours.state.global_step == 6
 
 
-def test_what_one_rank_cannot_do_is_done_by_none(tmp_path: Path) -> None:
-    fork_ranks(UNEVEN, str(tmp_path), "one reason")
+@pytest.mark.parametrize("what", ["one reason", "sharding"])
+def test_what_one_rank_cannot_do_is_done_by_none_and_sharded_layers_stay_whole_for_a_step(
+    what: str, tmp_path: Path
+) -> None:
+    fork_ranks(UNEVEN, str(tmp_path), what)
 
 
 @pytest.mark.parametrize(

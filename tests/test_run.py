@@ -94,18 +94,14 @@ def test_a_feature_that_is_off_misses_no_name(
 
 def test_a_part_is_kept_beside_an_earlier_one_of_its_class(tmp_path: Path) -> None:
     run = make(tmp_path).fastpack_run
-    step = run.get_state(SyncFreeStep)
+    step, other = run.get_state(SyncFreeStep), SyncFreeStep(tiny_model("llama"))
     assert step is not None
-    other = SyncFreeStep(tiny_model("llama"))
-    with pytest.raises(KeyError), run.keeping(other):
-        assert run.get_state(SyncFreeStep) is other
-        raise KeyError
-    assert run.get_state(SyncFreeStep) is step
-    with run.without(SyncFreeStep):
+    with pytest.raises(KeyError), run.without(SyncFreeStep):
         assert run.get_state(SyncFreeStep) is None
         with run.keeping(other):
             assert run.get_state(SyncFreeStep) is other
         assert run.get_state(SyncFreeStep) is None
+        raise KeyError
     assert run.get_state(SyncFreeStep) is step
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import pytest
 from datasets import Dataset, Features, List, Value
 from peft import LoraConfig
 from torch.testing import assert_close
-from trainer_material import assert_same_log, both, build, figures, make_dataset, make_tokenizer, train
-from transformers import DataCollatorForSeq2Seq, TrainerCallback
+from trainer_material import assert_same_log, both, build, callback, figures, make_dataset, make_tokenizer, train
+from transformers import DataCollatorForSeq2Seq
 from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -214,16 +215,16 @@ def _model_state(model: Any) -> Options:
 
 
 def test_model_is_restored_after_training_and_after_an_exception(tmp_path: Path) -> None:
-    class Stop(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            raise RuntimeError("stopped in a callback")
+    def stop(*_: Any) -> None:
+        raise RuntimeError("stopped in a callback")
 
+    given = {"callbacks": [callback("on_step_end", stop)()]}
     stock = train(SFTTrainer, tmp_path / "stock", packing=True)
     ours = train(FastSFTTrainer, tmp_path / "ours", packing=True)
     assert _model_state(ours.model) == _model_state(stock.model)
     model = tiny_model("qwen3")
     with pytest.raises(RuntimeError, match="stopped in a callback"):
-        train(FastSFTTrainer, tmp_path / "stopped", model=model, packing=True, trainer={"callbacks": [Stop()]})
+        train(FastSFTTrainer, tmp_path / "stopped", model=model, packing=True, trainer=given)
     assert _model_state(model) == _model_state(stock.model)
 
 
@@ -333,16 +334,11 @@ def test_signature_and_help_are_those_of_stock() -> None:
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_any_data_set_is_evaluated_before_in_the_middle_of_and_after_training(packing: bool, tmp_path: Path) -> None:
-    class Evaluates(TrainerCallback):
-        trainer: Any = None
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.trainer.evaluate(make_dataset("text", 6, seed=3))
-
     logs = []
     for cls in (FastSFTTrainer, SFTTrainer):
-        callback = Evaluates()
-        trainer = callback.trainer = build(cls, tmp_path, packing=packing, trainer={"callbacks": [callback]})
+        trainer = build(cls, tmp_path, packing=packing)
+        inside = partial(trainer.evaluate, make_dataset("text", 6, seed=3))
+        trainer.add_callback(callback("on_step_end", lambda *_, inside=inside: inside())())
         trainer.evaluate({"train": make_dataset("text", 6, seed=4)})
         trainer.train()
         trainer.evaluate(make_dataset("text", 6, seed=5))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ import torch
 from compile_material import Counting, make, one_step, row
 from hook_material import REGISTER, REGISTER_GLOBAL
 from lora_material import adapted
-from moe_material import moe_model
+from moe_material import STACKS, moe_model
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from trainer_material import train
+from trainer_material import callback, train
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
@@ -36,11 +36,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "dense": lambda: tiny_model("llama", num_hidden_layers=4),
     "lora": lambda: adapted("llama", num_hidden_layers=4, target_modules=["q_proj", "down_proj"]),
     "moe": lambda: moe_model("qwen3_moe", num_hidden_layers=4),
-    "moe lora": lambda: adapted(
-        moe_model("qwen3_moe", num_hidden_layers=4),
-        target_modules=[],
-        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-    ),
+    "moe lora": lambda: adapted(MODELS["moe"](), target_modules=[], target_parameters=STACKS),
 }
 PARTS = {
     "dense": ["", "mlp", "mlp.act_fn", "self_attn.o_proj"],
@@ -62,18 +58,13 @@ def scaled(value: Any, factor: float) -> Any:
 
 
 class Hooks(TrainerCallback):
-    """Registers and removes hooks when steps begin, and writes down their calls.
-
-    Args:
-        plan: called when a step begins, with this, the model and the step.
-    """
+    """Registers and removes hooks when steps begin, and records their calls: ``plan(self, model, step)``."""
 
     def __init__(self, plan: Callable[[Hooks, Any, int], None]) -> None:
-        self.plan = plan
+        self.plan, self.step = plan, 0
         self.calls: list[tuple[int, str, str]] = []
         self.handles: dict[Any, list[RemovableHandle]] = {}
         self.names: dict[int, str] = {}
-        self.step = 0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.step = state.global_step
@@ -85,19 +76,12 @@ class Hooks(TrainerCallback):
         self.calls.append((self.step, kind, name))
         if not changes or name.endswith(".gate"):  # routing stays, whatever the rounding
             return None
-        which = 1 if kind == "forward hook" else 0
-        return scaled(given[which], 1.125 if "forward" in kind else 0.75)
+        return scaled(given[kind == "forward hook"], 1.125 if "forward" in kind else 0.75)
 
     def add(self, key: Any, modules: list[nn.Module]) -> None:
+        kinds = REGISTER.items()
         self.handles[key] = [
-            register(module, partial(self.seen, kind, True))
-            for module in modules
-            for kind, register in REGISTER.items()
-        ]
-
-    def add_global(self) -> None:
-        self.handles["global"] = [
-            register(partial(self.seen, f"global {kind}", False)) for kind, register in REGISTER_GLOBAL.items()
+            register(one, partial(self.seen, kind, True)) for one in modules for kind, register in kinds
         ]
 
     def remove(self, key: Any) -> None:
@@ -105,33 +89,35 @@ class Hooks(TrainerCallback):
             handle.remove()
 
 
-def on_modules(parts: list[str], hooks: Hooks, model: Any, step: int) -> None:
-    """Layer 0 has hooks from the start, layer 1 from the second step on, layer 2 in the first only, layer 3 none."""
-    layers: Any = decoder_layers(model)
-    for index, first in ((0, 0), (1, 1), (2, 0)):
-        if step == first:
-            hooks.add(index, [layers[index].get_submodule(part) for part in parts])
-    if step == 1:
-        hooks.remove(2)
-
-
-def on_all(hooks: Hooks, model: Any, step: int) -> None:
-    """Global hooks from the start, in the first and in the third step."""
-    hooks.remove("global")
-    if step in (0, 2):
-        hooks.add_global()
-
-
 def plan_of(kind: str, where: str) -> Callable[[Hooks, Any, int], None]:
-    return on_all if where == "global" else partial(on_modules, PARTS[kind])
+    """Layer 0 has hooks from the start, layer 1 from the second step on, layer 2 in the first only, layer 3 none.
+
+    Global hooks are there in the first and in the third step.
+    """
+
+    def on_modules(hooks: Hooks, model: Any, step: int) -> None:
+        layers: Any = decoder_layers(model)
+        for index, first in ((0, 0), (1, 1), (2, 0)):
+            if step == first:
+                hooks.add(index, [layers[index].get_submodule(part) for part in PARTS[kind]])
+        if step == 1:
+            hooks.remove(2)
+
+    def on_all(hooks: Hooks, model: Any, step: int) -> None:
+        hooks.remove("global")
+        if step in (0, 2):
+            hooks.handles["global"] = [
+                register(partial(hooks.seen, f"global {kind}", False)) for kind, register in REGISTER_GLOBAL.items()
+            ]
+
+    return on_all if where == "global" else on_modules
 
 
 def run(cls: type[SFTTrainer], folder: Path, kind: str, hooks: Hooks, **options: Any) -> tuple[Any, dict[str, Tensor]]:
-    more = {
-        "model": MODELS[kind](), "max_steps": STEPS, "eval_strategy": "no", "optim": "sgd", "learning_rate": 0.1,
-        "gradient_accumulation_steps": 2, "per_device_train_batch_size": 1, "packing": True, "max_length": 32,
-        "gradient_checkpointing": kind == "dense", "router_aux_loss_coef": 0.0 if "moe" in kind else None,
-    }  # fmt: skip
+    moe, more = "moe" in kind, {"max_steps": STEPS, "eval_strategy": "no", "optim": "sgd", "learning_rate": 0.1}
+    more |= {"model": MODELS[kind](), "packing": True, "max_length": 32, "gradient_checkpointing": kind == "dense"}
+    more |= {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}
+    more |= {"router_aux_loss_coef": 0.0 if moe else None}
     try:
         trainer = train(cls, folder, trainer={"callbacks": [hooks]}, **(more | options))
     finally:
@@ -150,13 +136,10 @@ def traced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Any]:
-    known: dict[tuple[str, str], Any] = {}
-
+    @cache
     def get(kind: str, where: str) -> Any:
-        if (kind, where) not in known:
-            hooks = Hooks(plan_of(kind, where))
-            known[kind, where] = (*run(SFTTrainer, tmp_path_factory.mktemp("stock"), kind, hooks), hooks.calls)
-        return known[kind, where]
+        hooks = Hooks(plan_of(kind, where))
+        return (*run(SFTTrainer, tmp_path_factory.mktemp("stock"), kind, hooks), hooks.calls)
 
     return get
 
@@ -182,8 +165,7 @@ def test_hooks_run_as_in_stock_whenever_they_come_and_go(
         assert mine == known, f"step {step}: {len(mine)} calls, {len(known)} in stock"
     losses, known_losses = ([log["loss"] for log in one.state.log_history if "loss" in log] for one in (ours, theirs))
     assert losses == pytest.approx(known_losses, rel=1e-4)
-    for name, weight in expected.items():
-        torch.testing.assert_close(weights[name], weight, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(weights, expected, rtol=1e-3, atol=1e-5)
     report = ours.fastpack_report
     assert "runs once per micro-batch" in report["merge_accumulation"].reason
     if compiled == "on":
@@ -248,22 +230,21 @@ def test_a_hook_on_a_module_that_layers_share_reaches_each_of_them(kind: str) ->
             assert (seen, compiled.path) == ([], "compiled")
 
 
+def count(*_args: Any) -> None:
+    return None
+
+
 def test_hooked_layers_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     model = make("llama", num_hidden_layers=3)
-
-    def count(*_args: Any) -> None:
-        return None
-
     handles = [layer.register_forward_hook(count) for layer in decoder_layers(model)]
     with packed_attention(model), compiled_layers(model, verbose=False, _backend=Counting()) as layers:
-        one_step(model, *row(0))
-        assert layers.path == "eager"
-        for handle in handles:
-            handle.remove()
-        one_step(model, *row(0))
-        assert layers.path == "compiled"
-        decoder_layers(model)[1].register_forward_hook(count)
-        one_step(model, *row(0))
+        for path in ("eager", "compiled", "compiled, eager"):
+            one_step(model, *row(0))
+            assert layers.path == path
+            for handle in handles:
+                handle.remove()
+            if path == "compiled":
+                decoder_layers(model)[1].register_forward_hook(count)
     (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("fastpack_trl.compile")]
     assert said.startswith("layer_compile: the forward hook count on model.layers.0: ")
     assert "remove it" in said
@@ -287,8 +268,8 @@ REMOVED = {
 @pytest.mark.parametrize("kind", REMOVED)
 def test_a_hook_that_goes_before_the_backward_pass_leaves_the_recompute_as_its_forward_was(kind: str) -> None:
     results = []
+    build, apply, part = REMOVED[kind]
     for fast in (False, True):
-        build, apply, part = REMOVED[kind]
         model = build()
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
@@ -313,13 +294,13 @@ def test_looking_at_a_model_calls_no_hook(tmp_path: Path) -> None:
     for name, parameter in model.named_parameters():
         parameter.register_hook(lambda _, name=name: seen.append(name))
 
-    class Looks(TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            raise StoppedError
+    def stop(*_: Any) -> None:
+        raise StoppedError
 
     fast = {"activation_memory_gib": 1.0, "moe": "on"}
+    given = {"callbacks": [callback("on_train_begin", stop)()]}
     with pytest.raises(StoppedError):
-        train(FastSFTTrainer, tmp_path, model=model, fast=fast, packing=True, trainer={"callbacks": [Looks()]})
+        train(FastSFTTrainer, tmp_path, model=model, fast=fast, packing=True, trainer=given)
     assert seen == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 from attention_material import prepared
-from lora_material import adapted
+from lora_material import adapted, quantised
 from old_device import T4, add_scaler, forced_capability
-from quantised_material import quantised
-from trainer_material import build, figures, make_dataset
-from transformers import TrainerCallback
+from trainer_material import build, callback, figures, make_dataset
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer, apply_lora
@@ -39,41 +38,41 @@ UNPACKED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, 
 SKIPPING = {"packing": True, "optim": "adamw_torch"}
 
 
-class Overflows(TrainerCallback):
-    """Sets a loss scale that is too high at the end of a step, and notes the scale at the end of each."""
+def run(cls: type[SFTTrainer], folder: Path, kind: str, *, device: str = "cpu", **more: Any) -> tuple[Any, list[float]]:
+    """Six steps of which the fourth overflows, after which the loss scale goes back to what it was; all scales."""
+    scales: list[float] = []
 
-    def __init__(self, after: int) -> None:
-        self.after, self.scales, self.trainer = after, [], None  # type: ignore[var-annotated]
+    def overflow(state: Any, model: Any) -> None:
+        scales.append(trainer.accelerator.scaler.get_scale())
+        if state.global_step == 3:
+            trainer.accelerator.scaler.update(OVERFLOW)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        scaler = self.trainer.accelerator.scaler  # type: ignore[attr-defined]
-        self.scales.append(scaler.get_scale())
-        if state.global_step == self.after:
-            scaler.update(OVERFLOW)
-
-
-def run(cls: type[SFTTrainer], folder: Path, model: Any, *, device: str = "cpu", **more: Any) -> tuple[Any, Overflows]:
-    """Six steps of which the fourth overflows; the scale goes back to what it was."""
-    watch = Overflows(after=3)
+    given = {"callbacks": [callback("on_step_end", overflow)()]}
     fields = {"fp16": True, "max_steps": 6, "eval_strategy": "no", "use_cpu": device == "cpu", "warmup_steps": 0} | more
-    data, given = make_dataset("text", 120), {"callbacks": [watch]}
-    trainer = build(cls, folder, model=model.to(device), data=data, trainer=given, **fields)
-    options = {"init_scale": 2.0**12, "backoff_factor": 2.0**-28}
-    if device == "cpu":
-        add_scaler(trainer, **options)
-    else:
-        trainer.accelerator.scaler = torch.amp.GradScaler("cuda", **options)
-        for parameter in trainer.model.parameters():  # stock ends in its first step where adapters are in bf16
-            if parameter.requires_grad:
-                parameter.data = parameter.data.float()
-    watch.trainer = trainer
+    model = MODELS[kind]().to(device)
+    trainer = build(cls, folder, model=model, data=make_dataset("text", 120), trainer=given, **fields)
+    add_scaler(trainer, init_scale=2.0**12, backoff_factor=2.0**-28)
+    for parameter in trainer.model.parameters() if device == "cuda" else ():
+        if parameter.requires_grad:  # stock ends in its first step where adapters are in bf16
+            parameter.data = parameter.data.float()
     trainer.train()
-    return trainer, watch
+    return trainer, scales
 
 
-def assert_same_run(ours: tuple[Any, Overflows], stock: tuple[Any, Overflows], rtol: float, norm: float) -> None:
+def run_both(folder: Path, kind: str, **options: Any) -> list[Any]:
+    return [run(cls, folder / cls.__name__, kind, **options) for cls in (FastSFTTrainer, SFTTrainer)]
+
+
+MODELS = {
+    "nf4": lambda: quantised("nf4", nested=True, dtype=torch.float16),
+    "lora": lambda: adapted("qwen3"),
+    "full": lambda: tiny_model("qwen3"),
+}
+
+
+def assert_same_run(ours: Any, stock: Any, rtol: float, norm: float) -> None:
     """Losses within `rtol`, norms of gradients within `norm`, all that counts equal."""
-    assert ours[1].scales == stock[1].scales == [2.0**12] * 6
+    assert ours[1] == stock[1] == [2.0**12] * 6
     mine, theirs = figures(ours[0]), figures(stock[0])
     assert [row.keys() for row in mine] == [row.keys() for row in theirs]
     for step, (row, expected) in enumerate(zip(mine[:6], theirs[:6], strict=True), start=1):
@@ -88,18 +87,15 @@ def assert_same_run(ours: tuple[Any, Overflows], stock: tuple[Any, Overflows], r
 
 
 @pytest.mark.parametrize("more", [UNPACKED, {"packing": True, "gradient_accumulation_steps": 2}, SKIPPING])
-@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize("kind", ["lora", "full"])
 def test_a_run_under_the_loss_scaler_is_stock_s_with_a_step_that_overflows(
-    lora: bool, more: dict[str, Any], tmp_path: Path
+    kind: str, more: dict[str, Any], tmp_path: Path
 ) -> None:
-    runs = [
-        run(cls, tmp_path / cls.__name__, adapted("qwen3") if lora else tiny_model("qwen3"), **more)
-        for cls in (FastSFTTrainer, SFTTrainer)
-    ]
+    runs = run_both(tmp_path, kind, **more)
     assert_same_run(*runs, rtol=5e-4, norm=5e-3)
     report = runs[0][0].fastpack_report
     on = {line.feature for line in report if line.status == "on"}
-    assert {"packed_attention", "sync_free", *(["lora"] if lora else [])} <= on
+    assert {"packed_attention", "sync_free", *(["lora"] if kind == "lora" else [])} <= on
     assert ("merge_accumulation" in on) == ("gradient_accumulation_steps" in more)
     assert "the loss scaler of fp16 asks the device" in report["sync_free"].reason
 
@@ -141,16 +137,13 @@ def test_repeated_heads_give_what_grouped_ones_do(window: int | None, device: st
         torch.testing.assert_close(other, one)
 
 
-def test_graphs_and_kernels_of_triton_are_for_capability_8_on() -> None:
-    with forced_capability():
-        assert not is_supported(CUDA)
-        assert unavailable(CUDA) == "needs compute capability 8.0, this device has 7.5"
-        assert emulates_bf16(CUDA)
+@pytest.mark.parametrize(("capability", "is_old"), [(T4, True), ((8, 0), False)])
+def test_graphs_and_kernels_of_triton_are_for_capability_8_on(capability: tuple[int, int], is_old: bool) -> None:
+    with forced_capability(capability):
+        assert is_supported(CUDA) != is_old
+        assert unavailable(CUDA) == ("needs compute capability 8.0, this device has 7.5" if is_old else "")
+        assert emulates_bf16(CUDA) == is_old
         assert not emulates_bf16(torch.device("cpu"))
-    with forced_capability((8, 0)):
-        assert is_supported(CUDA)
-        assert not unavailable(CUDA)
-        assert not emulates_bf16(CUDA)
 
 
 def test_experts_stay_stock_s_below_capability_8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,14 +151,12 @@ def test_experts_stay_stock_s_below_capability_8(tmp_path: Path, monkeypatch: py
     fast = trainer.fastpack_run
     fast.training = True
     monkeypatch.setattr(Run, "device", property(lambda self: CUDA))
-    for capability, status in ((T4, "stock"), ((8, 0), "on")):
+    for capability, setting, status in ((T4, "auto", "stock"), ((8, 0), "auto", "on"), (T4, "on", "on")):
+        fast.settings = replace(fast.settings, moe=setting)
         with forced_capability(capability), moe(fast):
-            assert fast.report["moe"].status == status
-    with forced_capability(), moe(fast):
-        assert "its kernels need compute capability 8.0" in fast.report["moe"].reason
-    fast.settings = replace(fast.settings, moe="on")
-    with forced_capability(), moe(fast):
-        assert fast.report["moe"].status == "on"
+            line = fast.report["moe"]
+            assert line.status == status
+            assert status == "on" or "its kernels need compute capability 8.0" in line.reason
 
 
 def test_4_bit_layers_stay_peft_s_in_emulated_bf16_and_are_fast_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,21 +185,12 @@ def test_adapters_in_bf16_become_fp32_where_the_scaler_has_no_kernel_for_them(
     assert {p.dtype for p in adapters} == {torch.float32}
 
 
-def trained(kind: str) -> Any:
-    if kind == "nf4":
-        return quantised("nf4", nested=True, dtype=torch.float16)
-    return adapted("qwen3") if kind == "lora" else tiny_model("qwen3")
-
-
 @pytest.mark.cuda
 @pytest.mark.parametrize("more", [UNPACKED, {"packing": True}])
 @pytest.mark.parametrize("kind", ["nf4", "lora", "full"])
 def test_fp16_on_a_device_that_says_it_is_a_t4_is_stock_s(kind: str, more: dict[str, Any], tmp_path: Path) -> None:
     with forced_capability():
-        runs = [
-            run(cls, tmp_path / cls.__name__, trained(kind), device="cuda", **more)
-            for cls in (FastSFTTrainer, SFTTrainer)
-        ]
+        runs = run_both(tmp_path, kind, device="cuda", **more)
     assert_same_run(*runs, rtol=1e-3, norm=2e-2)
     report = runs[0][0].fastpack_report
     assert report["packed_attention"].path == "per_document"
@@ -237,8 +219,6 @@ def test_stock_ends_in_its_first_step_with_adapters_in_bf16_and_ours_trains(tmp_
 @pytest.mark.parametrize("compute", [torch.float16, torch.float32])
 def test_the_compute_dtype_of_a_4_bit_base_under_bf16_autocast_is_peft_s_on_cuda(compute: torch.dtype) -> None:
     """Below and above the number of rows up to which bitsandbytes multiplies in its own dtype."""
-    import copy
-
     stock = quantised("nf4", nested=True, dtype=torch.float16, compute=compute)
     stock = stock.base_model.model.model.layers[0].mlp.up_proj.cuda()
     fast = copy.deepcopy(stock)

@@ -16,8 +16,8 @@ from attention_material import (
     relative_errors,
     separate,
 )  # fmt: skip
+from model_material import KINDS_OF_TOKENS, SECTIONS, vision_model
 from torch import Tensor
-from vision_material import KINDS_OF_TOKENS, SECTIONS, vision_model
 
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.attention.proof import verify_packing

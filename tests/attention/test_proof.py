@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from model_material import vision_model
 from odd_models import Bigrams, Noise, OneRow, Shift, Strict, Unigrams, capped_sdpa, model_with
 from torch import nn
 from trainer_material import assert_same_log, build, figures, train
 from transformers import TrainerCallback
 from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-from vision_material import vision_model
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention import install, probe, start_proof

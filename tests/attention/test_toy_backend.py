@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from attention_material import assert_packed_equals_separate
-from toy_backend import Toy
 from trainer_material import assert_same_log, both
 
 from fastpack_trl.attention.backends import BACKENDS
@@ -16,12 +17,15 @@ from fastpack_trl.attention.proof import verify_packing
 from fastpack_trl.config import _CHOICES, PACKED_ATTENTION_CHOICES
 from fastpack_trl.testing import gradients, tiny_model
 
-ROOT = Path(__file__).parents[2]
+PAGE = Path(__file__).parents[2] / "docs/adding-an-attention-backend.md"
 
 
 @pytest.fixture(autouse=True)
 def _listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(BACKENDS, "toy", Toy())
+    (source,) = re.findall(r"```python\n(\"{3}Packed attention in .*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    module = ModuleType("toy_backend")
+    exec(compile(source, str(PAGE), "exec"), vars(module))
+    monkeypatch.setitem(BACKENDS, "toy", module.Toy())
     monkeypatch.setitem(_CHOICES, "packed_attention", (*PACKED_ATTENTION_CHOICES, "toy"))
 
 
@@ -52,8 +56,3 @@ def test_model_that_needs_more_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="'toy' cannot be used here: toy has no attention sinks"):
         with packed_attention(tiny_model("gpt_oss"), "toy"):
             pass
-
-
-def test_the_documentation_shows_this_file() -> None:
-    source = (ROOT / "tests/support/toy_backend.py").read_text(encoding="utf-8")
-    assert f"```python\n{source}```" in (ROOT / "docs/adding-an-attention-backend.md").read_text(encoding="utf-8")

@@ -11,9 +11,9 @@ import pytest
 import torch
 from captured_material import At, disable, evaluate_mode, freeze, generate, merge, raise_the_rate, swap_data
 from datasets import Dataset
+from lora_material import quantised
 from out_of_memory import calling_in_backward
 from peft import LoraConfig
-from quantised_material import quantised
 from shared_material import prefixed
 from trainer_material import build, make_dataset
 from transformers import TrainerCallback

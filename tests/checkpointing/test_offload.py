@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from lora_material import quantised
 from offload_material import LAYERS, assert_same, enable, loss_of, make, offloaded, step
-from quantised_material import quantised
 from ranks import fork_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -369,4 +369,4 @@ leave()
 def test_two_processes_under_distributed_data_parallel_and_fully_shard(tmp_path: Path) -> None:
     script = tmp_path / "two.py"
     script.write_text(TWO_PROCESSES, encoding="utf-8")
-    fork_ranks(script, imports="torch.distributed.fsdp,fastpack_trl:packed_attention")
+    fork_ranks(script)

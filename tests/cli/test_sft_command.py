@@ -283,7 +283,7 @@ def test_doctor_in_two_processes_prints_the_plan_of_each_process(material: Mater
     script = material.folder / "doctor.py"
     script.write_text(DOCTOR, encoding="utf-8")
     command = ("--config", str(material.yaml()), "--json", str(found))
-    fork_ranks(script, *command, imports="trl:SFTTrainer,fastpack_trl:FastSFTTrainer")
+    fork_ranks(script, *command)
     ranks = json.loads(found.read_text())["ranks"]
     assert len(ranks) == 2
     assert ranks[0]["features"]["packed_attention"] == ranks[1]["features"]["packed_attention"]

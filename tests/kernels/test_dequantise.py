@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from counted_launches import kernels_of
+from lora_material import dequantise_4bit_torch, packed_weight
 from old_device import forced_capability
-from quantised_material import dequantise_4bit_torch, packed_weight
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastpack_trl.kernels.dequantise import _has_kernel, dequantise_4bit

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from lora_material import reference_projection
-from quantised_material import quantised_linear
+from lora_material import quantised_linear, reference_projection
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint

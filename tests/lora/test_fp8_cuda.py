@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from frozen_base_material import weights
-from lora_material import adapted, any_ids, assert_host_never_waits, joint_error
-from quantised_material import quantised
+from lora_material import adapted, any_ids, assert_host_never_waits, joint_error, quantised, weights
 from trainer_material import figures, make_dataset, make_tokenizer, settings
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer, apply_lora

@@ -11,9 +11,18 @@ from typing import Any
 import pytest
 import torch
 from compile_material import Counting
-from frozen_base_material import LAYERS, At, assert_as_loaded, fast_layers, fp8_checkpoint, lora_layers, made, weights
-from lora_material import adapted
-from quantised_material import quantised
+from lora_material import (
+    LAYERS,
+    At,
+    adapted,
+    assert_as_loaded,
+    fast_layers,
+    fp8_checkpoint,
+    lora_layers,
+    made,
+    quantised,
+    weights,
+)
 from ranks import fork_ranks
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -275,4 +284,4 @@ def test_a_small_product_shows_what_the_device_lacks(
 @pytest.mark.slow
 def test_two_ranks_train_under_ddp_and_are_refused_under_fsdp(tmp_path: Path) -> None:
     script = Path(__file__).with_name("fp8_ranks.py")
-    fork_ranks(script, str(tmp_path), imports="torch.distributed.fsdp,trl:SFTTrainer,peft,fastpack_trl:FastSFTTrainer")
+    fork_ranks(script, str(tmp_path))

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lora_material import adapted, any_ids, functions_for_every_size, joint_error, step  # noqa: F401
-from quantised_material import quantised
+from lora_material import adapted, any_ids, functions_for_every_size, joint_error, quantised, step  # noqa: F401
 from torch import Tensor
 
 from fastpack_trl import apply_lora

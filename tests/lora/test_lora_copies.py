@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from counted_operators import Counted
-from lora_material import adapted, any_ids, functions_for_every_size, joint_error, step  # noqa: F401
-from quantised_material import quantised
+from lora_material import adapted, any_ids, functions_for_every_size, joint_error, quantised, step  # noqa: F401
 from trainer_material import train
 
 from fastpack_trl import FastSFTTrainer, apply_lora

@@ -14,11 +14,12 @@ from lora_material import (
     assert_trains_as_peft,
     functions_for_every_size,  # noqa: F401
     joint_error,
+    quantised,
+    quantised_linear,
     reference_projection,
     saved_bytes,
     step,
 )
-from quantised_material import quantised, quantised_linear
 
 from fastpack_trl import apply_lora
 from fastpack_trl.lora import report as lora_report

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lora_material import any_ids
-from quantised_material import quantised
+from lora_material import any_ids, quantised
 from trainer_material import build, figures
 
 from fastpack_trl import FastSFTTrainer

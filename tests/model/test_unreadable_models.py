@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from gemma4_uses import gemma4
+from model_material import gemma4
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from trainer_material import assert_same_log, train

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from moe_material import STACKS, model_without_gates, moe_model, norm_of_difference
+from model_material import hybrid_model
+from moe_material import STACKS, moe_model, norm_of_difference
 from peft import LoraConfig
 from torch import Tensor
 from trainer_material import assert_same_log, both, build, make_tokenizer, train
@@ -105,8 +106,8 @@ def test_switch_and_the_users_own_choice(
 @pytest.mark.parametrize("setting", ["auto", "off"])
 def test_experts_without_a_gate_train_and_evaluate_as_stock(tmp_path: Path, setting: str, peft: bool) -> None:
     trainer = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "up_proj"])} if peft else None
-    stock = train(SFTTrainer, tmp_path / "stock", model=model_without_gates(), trainer=trainer)
-    ours = fast_trained(tmp_path / "ours", model=model_without_gates(), trainer=trainer, fast={"moe": setting})
+    stock = train(SFTTrainer, tmp_path / "stock", model=hybrid_model("nemotron_h"), trainer=trainer)
+    ours = fast_trained(tmp_path / "ours", model=hybrid_model("nemotron_h"), trainer=trainer, fast={"moe": setting})
     assert_same_log(ours, stock)
     assert ours.evaluate()["eval_loss"] == pytest.approx(stock.evaluate()["eval_loss"], rel=1e-5)
     line = ours.fastpack_report["moe"]
@@ -115,8 +116,8 @@ def test_experts_without_a_gate_train_and_evaluate_as_stock(tmp_path: Path, sett
 
 
 def test_on_evaluates_as_stock_and_stops_training_where_no_layer_has_a_gate(tmp_path: Path) -> None:
-    ours = build(FastSFTTrainer, tmp_path, model=model_without_gates(), fast={"moe": "on"})
-    stock = build(SFTTrainer, tmp_path, model=model_without_gates())
+    ours = build(FastSFTTrainer, tmp_path, model=hybrid_model("nemotron_h"), fast={"moe": "on"})
+    stock = build(SFTTrainer, tmp_path, model=hybrid_model("nemotron_h"))
     assert ours.evaluate()["eval_loss"] == pytest.approx(stock.evaluate()["eval_loss"], rel=1e-5)
     with pytest.raises(ValueError, match=r"^moe='on': 1 layer \(experts without a gate\); set moe='auto' to train"):
         ours.train()

@@ -15,7 +15,7 @@ import pytest
 import torch
 from attention_material import packed
 from compile_material import Counting, one_step
-from hybrid_material import hybrid_model, long_row
+from model_material import hybrid_model, long_row
 
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.compile.layers import compiled_layers

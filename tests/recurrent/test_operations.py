@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid_material import Inside, hybrid_model
+from model_material import Inside, hybrid_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastpack_trl.attention.install import packed_attention

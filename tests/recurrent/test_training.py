@@ -11,7 +11,7 @@ import pytest
 import torch
 from compile_material import Counting, one_step
 from datasets import Dataset
-from hybrid_material import composite_model, hybrid_model, reached
+from model_material import composite_model, hybrid_model, reached
 from peft import LoraConfig
 from trainer_material import assert_same_log, both, build, sentences
 

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from model_material import vision_model
 from ranks import fork_ranks
 from side_by_side import assert_equal
 from trainer_material import build
-from vision_material import vision_model
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.step.metrics import counted_ranks
@@ -20,7 +20,7 @@ from fastpack_trl.step.metrics import counted_ranks
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("ranks")
-    fork_ranks(Path(__file__).with_name("two_ranks.py"), str(folder), imports="peft,trl:SFTTrainer")
+    fork_ranks(Path(__file__).with_name("two_ranks.py"), str(folder))
     logs: dict[str, Any] = json.loads((folder / "logs.json").read_text())
     return logs
 

@@ -102,16 +102,9 @@ def leaks_of_stock(model: Any) -> set[tuple[int, int]]:
 
 
 def assert_packed_equals_separate(
-    model: Any,
-    implementation: str = "auto",
-    *,
-    checkpointing: bool = False,
-    row: tuple[Tensor, PackedBatch] | None = None,
-    stock: str = "eager",
-    rtol: float = 1e-5,
-    of_tokens: dict[str, Tensor] | None = None,
-    **keywords: Any,
-) -> str:
+    model: Any, implementation: str = "auto", *, checkpointing: bool = False, stock: str = "eager", rtol: float = 1e-5,
+    row: tuple[Tensor, PackedBatch] | None = None, of_tokens: dict[str, Tensor] | None = None, **keywords: Any,
+) -> str:  # fmt: skip
     """Loss and gradients of a packed row are those of its documents one by one; returns the path.
 
     `of_tokens`: keywords that documents are given their part of; `keywords`: those of the packed row alone.

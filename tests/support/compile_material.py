@@ -18,15 +18,10 @@ from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwarg
 from fastpack_trl.testing import gradients, tiny_model
 
 FAMILIES = ("llama", "qwen3", "gemma3_text", "phi3", "qwen3_moe", "gpt_oss")
-
-
 # With all experts chosen no token changes its experts for a rounding.
 OVERRIDES: dict[str, dict[str, Any]] = {"qwen3_moe": {"num_experts_per_tok": 4}, "gpt_oss": {"num_experts_per_tok": 4}}
 
-
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"]
-
-
 # Traces, differentiates and partitions as Inductor does, without generating code.
 PARTITIONED = "aot_eager_decomp_partition"
 
@@ -101,14 +96,9 @@ def errors(actual: tuple[float, dict[str, Tensor]], exact: tuple[float, dict[str
 
 
 def compare(
-    model: Any,
-    backend: Any,
-    *,
-    device: str = "cpu",
-    autocast: torch.dtype | None = None,
-    rows: int = 3,
+    model: Any, backend: Any, *, device: str = "cpu", autocast: torch.dtype | None = None, rows: int = 3,
     reference: Any = None,
-) -> CompiledLayers:
+) -> CompiledLayers:  # fmt: skip
     """Asserts: compiled is within twice eager's own error against float64, over a few rows."""
     reference = reference if reference is not None else copy.deepcopy(model).cpu().double()
     if isinstance(getattr(reference.config, "_experts_implementation", None), str):

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from transformers import TrainerCallback
+from trainer_material import callback
 from trl import SFTTrainer
 
 Edit = Callable[[Any], object]
@@ -62,10 +62,9 @@ def in_a_worker(loader: Any, edit: Edit) -> None:
 
 @in_the_trainer
 def in_a_hook(trainer: Any, edit: Edit) -> None:
-    def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         if kwargs.get("labels") is not None:
             edit(kwargs)
-        return args, kwargs
 
     trainer.model.register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -80,20 +79,12 @@ def in_a_forward(trainer: Any, edit: Edit) -> None:
 def in_the_outputs(trainer: Any, edit: Edit) -> None:
     """From the first step on, not before: edit what the model returns."""
 
-    class Adds(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 0:
-                trainer.model.register_forward_hook(lambda *given: edit(given[-1]))
+    def add(state: Any, model: Any) -> None:
+        if state.global_step == 0:
+            trainer.model.register_forward_hook(lambda *given: edit(given[-1]))
 
-    trainer.add_callback(Adds())
+    trainer.add_callback(callback("on_step_begin", add)())
 
 
-PLACES = (
-    in_compute_loss,
-    in_training_step,
-    in_prediction_step,
-    in_prepare_inputs,
-    in_get_batch_samples,
-    in_a_loader,
-    in_a_hook,
-)
+PLACES = (in_compute_loss, in_training_step, in_prediction_step, in_prepare_inputs, in_get_batch_samples, in_a_loader)
+PLACES += (in_a_hook,)

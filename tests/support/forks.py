@@ -1,9 +1,8 @@
-"""Processes of Python forked from one that has imported the libraries, which take longer than most of what they run.
+"""Python processes forked from a parent that has imported the libraries: importing takes longer than most runs.
 
-`python()` is a command that takes ``-c CODE``, ``-m MODULE`` or ``FILE`` with arguments, as an interpreter does. Input,
-output, folder, environment, signals and exit code are those of a process of its own, and so is this package, which the
-parent has not imported. Of variables that libraries read when they are imported, it has those of `ENVIRONMENT`.
-All workers of a test run share the parent; the first command starts it.
+`python()` is a command that takes ``-c CODE``, ``-m MODULE`` or ``FILE`` with arguments, as an interpreter does, with
+its own input, output, folder, environment, signals and exit code. The parent has not imported this package, and has
+the variables of `ENVIRONMENT`, which libraries read on import. All workers share it; the first command starts it.
 """
 
 from __future__ import annotations
@@ -55,22 +54,19 @@ def stop(folder: Path) -> None:
 
 
 def _connect(folder: str) -> socket.socket:
-    """Connect to the parent; the first that comes starts it and waits, as do others meanwhile."""
+    """Connect to the parent; the first command starts it, and the others wait meanwhile."""
     import fcntl
     import subprocess
 
-    asked = socket.socket(socket.AF_UNIX)
+    connection = socket.socket(socket.AF_UNIX)
     with Path(folder, "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
-            asked.connect(f"{folder}/socket")
+            connection.connect(f"{folder}/socket")
         except OSError:
             log = Path(folder, "log")
-            kept = {
-                name: os.environ[name]
-                for name in ("PATH", "HOME", "LANG", "TMPDIR", "PYTHONDONTWRITEBYTECODE")
-                if name in os.environ
-            }
+            names = {"PATH", "HOME", "LANG", "TMPDIR", "PYTHONDONTWRITEBYTECODE"}
+            kept = {name: os.environ[name] for name in names & os.environ.keys()}
             with log.open("w") as written:
                 parent = subprocess.Popen(
                     [sys.executable, __file__, folder, "--parent"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -79,27 +75,25 @@ def _connect(folder: str) -> socket.socket:
             assert parent.stdout is not None
             if parent.stdout.readline() != b"ready\n":
                 sys.exit(f"the parent of forked processes did not start:\n{log.read_text()[-3000:]}")
-            asked.connect(f"{folder}/socket")
-    return asked
+            connection.connect(f"{folder}/socket")
+    return connection
 
 
 def _command(folder: str, argv: list[str]) -> NoReturn:
     """Let the parent run `argv` with this process's environment, folder and files; end as it ends."""
-    asked = _connect(folder)
+    connection = _connect(folder)
     request = json.dumps([argv, dict(os.environ), str(Path.cwd())]).encode()
-    socket.send_fds(asked, [len(request).to_bytes(8, "little")], [0, 1, 2])
-    asked.sendall(request)
+    socket.send_fds(connection, [len(request).to_bytes(8, "little")], [0, 1, 2])
+    connection.sendall(request)
     for number in SIGNALS:
-        signal.signal(number, lambda given, _: asked.sendall(bytes([given])))
-    code = asked.recv(8)
-    if not code:
-        os._exit(70)
-    found = int.from_bytes(code, "little", signed=True)
-    if found < 0:
-        if -found in SIGNALS:
-            signal.signal(-found, signal.SIG_DFL)
-        os.kill(os.getpid(), -found)
-    os._exit(found)
+        signal.signal(number, lambda given, _: connection.sendall(bytes([given])))
+    answer = connection.recv(8)
+    code = int.from_bytes(answer, "little", signed=True) if answer else 70
+    if code < 0:
+        if -code in SIGNALS:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
 
 
 # --- the parent ---
@@ -124,36 +118,36 @@ def _parent(folder: str) -> NoReturn:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 1)
     while True:
-        asked, _ = listening.accept()
+        connection, _ = listening.accept()
         if not os.fork():
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             listening.close()
-            _between(asked)
-        asked.close()
+            _between(connection)
+        connection.close()
 
 
-def _between(asked: socket.socket) -> NoReturn:
-    """Fork the process, pass signals on to it and its exit code back; kill its group once the command has gone."""
+def _between(connection: socket.socket) -> NoReturn:
+    """Fork the process, forward signals and its exit code; kill its group once the command is gone."""
     import select
 
-    head, files, _, _ = socket.recv_fds(asked, 8, 3)
+    head, files, _, _ = socket.recv_fds(connection, 8, 3)
     request = b""
     while len(request) < int.from_bytes(head, "little"):
-        request += asked.recv(1 << 20)
+        request += connection.recv(1 << 20)
     process = os.fork()
     if not process:
         os.setsid()
-        asked.close()
+        connection.close()
         _become(*json.loads(request), files)
     for file in files:
         os.close(file)
     while True:
         done, status = os.waitpid(process, os.WNOHANG)
         if done:
-            asked.sendall(os.waitstatus_to_exitcode(status).to_bytes(8, "little", signed=True))
+            connection.sendall(os.waitstatus_to_exitcode(status).to_bytes(8, "little", signed=True))
             os._exit(0)
-        if select.select([asked], [], [], 0.02)[0]:
-            given = asked.recv(1)
+        if select.select([connection], [], [], 0.02)[0]:
+            given = connection.recv(1)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, given[0]) if given else os.killpg(process, signal.SIGKILL)
             if not given:

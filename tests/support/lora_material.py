@@ -1,9 +1,10 @@
-"""Small PEFT models, and the measurements that the LoRA tests share."""
+"""Small PEFT models, over bases in full, in 4 or 8 bits and in FP8, and the measurements that the LoRA tests share."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,14 @@ from counted_operators import Counted
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
+from trainer_material import make_dataset, make_tokenizer, settings
+from transformers import FineGrainedFP8Config, TrainerCallback
+from transformers.integrations.finegrained_fp8 import FP8Linear, replace_with_fp8_linear
 
-from fastpack_trl import PackedBatch, apply_lora, packed_attention
+from fastpack_trl import FastSFTConfig, FastSFTTrainer, PackedBatch, apply_lora, packed_attention
 from fastpack_trl.lora import projection
 from fastpack_trl.lora.base_weight import BaseWeight
+from fastpack_trl.lora.linear import FastLora
 from fastpack_trl.testing import gradients, tiny_model
 
 SHAPE = ("num_hidden_layers", "hidden_size", "intermediate_size", "head_dim")
@@ -174,11 +179,11 @@ def assert_host_never_waits(model: Any, *, compiled: bool) -> None:
     hidden = torch.randn(1, 63, model.config.hidden_size, device="cuda", dtype=torch.bfloat16).requires_grad_()
     batch = PackedBatch.from_lengths((40, 23)).to("cuda")
 
+    row = {"inputs_embeds": hidden, "position_ids": batch.position_ids, "packed_batch": batch, "use_cache": False}
+
     def run() -> None:
         with torch.autocast("cuda", torch.bfloat16):
-            out = backbone(
-                inputs_embeds=hidden, position_ids=batch.position_ids, packed_batch=batch, use_cache=False
-            ).last_hidden_state
+            out = backbone(**row).last_hidden_state
         out.sum().backward()
 
     with packed_attention(model, compute_dtype=torch.bfloat16):
@@ -189,3 +194,113 @@ def assert_host_never_waits(model: Any, *, compiled: bool) -> None:
             run()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+# --- bitsandbytes ---
+
+
+def quantised(
+    kind: str = "nf4", *, nested: bool = False, dtype: torch.dtype = torch.float32, compute: torch.dtype | None = None,
+    seed: int = 0, **more: Any,
+) -> Any:  # fmt: skip
+    """A tiny llama with LoRA, all decoder projections in bitsandbytes' format; `compute`: default that of `dtype`."""
+    model = tiny_model("llama", seed=seed, hidden_size=64, intermediate_size=128, **more).to(dtype)
+    for block in (block for layer in model.model.layers for block in (layer.self_attn, layer.mlp)):
+        for name, linear in [*block.named_children()]:
+            if isinstance(linear, torch.nn.Linear):
+                setattr(block, name, quantised_linear(linear, kind, nested=nested, dtype=compute or dtype))
+    model.is_loaded_in_4bit, model.is_loaded_in_8bit = kind != "int8", kind == "int8"
+    return adapted(model, target_modules="all-linear")
+
+
+def quantised_linear(linear: Any, kind: str, *, nested: bool = False, dtype: torch.dtype = torch.float32) -> Any:
+    """The layer in the format ``nf4``, ``fp4`` or ``int8``; skips the test without bitsandbytes."""
+    bnb = pytest.importorskip("bitsandbytes")
+    inner, outer = linear.in_features, linear.out_features
+    if kind == "int8":
+        out = bnb.nn.Linear8bitLt(inner, outer, bias=False, has_fp16_weights=False)
+    else:
+        fields = {"compute_dtype": dtype, "quant_type": kind, "compress_statistics": nested}
+        out = bnb.nn.Linear4bit(inner, outer, bias=False, **fields)
+    out.load_state_dict(linear.state_dict())
+    return out.to("cpu")
+
+
+def packed_weight(
+    shape: tuple[int, ...], kind: str, *, nested: bool, blocksize: int = 64, dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """A random weight packed by bitsandbytes, and its `QuantState`; skips the test without bitsandbytes."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    packed, state = functional.quantize_4bit(values, blocksize=blocksize, quant_type=kind, compress_statistics=nested)
+    return packed, state
+
+
+def dequantise_4bit_torch(packed: Tensor, state: Any, code: Tensor) -> Tensor:
+    """The kernel of 4-bit weights in plain torch; `code`: (16,) fp32, the value of each half of a byte."""
+    scales = state.absmax
+    if state.state2 is not None:
+        inner = state.state2
+        scales = inner.code[scales.int()] * inner.absmax.repeat_interleave(inner.blocksize)[: scales.numel()]
+        scales = scales + state.offset
+    stored = packed.contiguous().view(-1).view(torch.uint8)
+    values = code[torch.stack((stored >> 4, stored & 15), dim=1).view(-1).int()][: state.shape.numel()]
+    scales = scales.repeat_interleave(state.blocksize)[: values.numel()]
+    return (values * scales).to(state.dtype).view(state.shape)
+
+
+# --- FP8 ---
+
+LAYERS = 14
+
+
+def made(folder: Path, model: Any = None, callbacks: Any = (), **fields: Any) -> FastSFTTrainer:
+    args = FastSFTConfig(**settings(folder, **({"packing": True, "frozen_base": "fp8"} | fields)))
+    return FastSFTTrainer(
+        adapted("qwen3") if model is None else model, args=args, train_dataset=make_dataset("text"),
+        eval_dataset=make_dataset("text", 8, seed=7), processing_class=make_tokenizer(), callbacks=list(callbacks),
+    )  # fmt: skip
+
+
+def fp8_checkpoint() -> Any:
+    """A model as transformers loads an FP8 checkpoint with scales per block, with LoRA on all projections."""
+    shape = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "head_dim": 128}
+    model = tiny_model("qwen3", num_attention_heads=1, num_key_value_heads=1, **shape)
+    replace_with_fp8_linear(model, modules_to_not_convert=["lm_head"], quantization_config=FineGrainedFP8Config())
+    for module in model.modules():
+        if isinstance(module, FP8Linear):
+            module.to_empty(device="cpu")
+    return get_peft_model(model, LoraConfig(target_modules="all-linear"))
+
+
+def assert_as_loaded(model: Any, before: list[Tensor]) -> None:
+    """Nothing of FP8 is left of a run, and the bases have the `weights` of before it."""
+    assert not fast_layers(model)
+    for layer, weight in zip(lora_layers(model), before, strict=True):
+        assert torch.equal(layer.base_layer.weight, weight)
+        assert not any(name.startswith("fastpack") for name in vars(layer))
+
+
+def fast_layers(model: Any) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, FastLora)]
+
+
+def lora_layers(model: Any) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "lora_A")]
+
+
+def weights(model: Any) -> list[Tensor]:
+    return [layer.base_layer.weight.detach().clone() for layer in lora_layers(model)]
+
+
+class At(TrainerCallback):
+    """Calls a function once, at the end of the first step."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.found: Any = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            self.found = self.function(kwargs["model"])

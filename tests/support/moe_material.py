@@ -5,18 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from model_material import COMMON, random_model
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fastpack_trl.kernels.gate_form import Gate
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.moe.routing import routing_plan
 from fastpack_trl.testing import assert_gradients_close, gradients
 
-_COMMON = {
-    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2, "attention_dropout": 0.0, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-}  # fmt: skip
+_COMMON = COMMON | {"head_dim": 8, "attention_dropout": 0.0, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _MLA = {
     "head_dim": 4, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
     "first_k_dense_replace": 0, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4,
@@ -63,29 +61,8 @@ def gate_name(gate: Gate) -> str:
 
 def moe_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
     """A random model of `family` in training mode; biases, norms and sinks away from 0 and 1."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     config = AutoConfig.for_model(family, **{**_COMMON, **_FAMILIES[family], **overrides})
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).float()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model.to(dtype).train()
-
-
-def model_without_gates(**overrides: Any) -> Any:
-    """nemotron_h: experts that are two matrices with an activation between them, beside Mamba and attention."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    fields = {name: value for name, value in _COMMON.items() if name != "num_hidden_layers"} | overrides
-    config = AutoConfig.for_model(
-        "nemotron_h", **fields, n_routed_experts=4, n_group=1, topk_group=1, mamba_num_heads=8, mamba_head_dim=8,
-        ssm_state_size=8, n_groups=2, chunk_size=8, moe_shared_expert_intermediate_size=16,
-        layers_block_type=["mamba", "attention", "moe", "mlp"],
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).float().train()
+    return random_model(AutoModelForCausalLM, config, seed=seed, noise=0.1).to(dtype)
 
 
 def experts_of(model: nn.Module) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import builtins
+import dis
 import re
 import shlex
 from pathlib import Path
 from textwrap import dedent
+from types import CodeType
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
@@ -77,21 +78,16 @@ def sides(diff: str) -> tuple[str, str]:
 
 def free_names(source: str) -> list[str]:
     """Return the names that a script reads and does not make itself, in order."""
-    tree = ast.parse(source)
-    made = set(dir(builtins))
-    read: dict[str, None] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            if isinstance(node.ctx, ast.Load):
-                read.setdefault(node.id)
-            else:
-                made.add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            made.add(node.name)
-        elif isinstance(node, ast.arg):
-            made.add(node.arg)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            made |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            made.add(node.name)
+    codes, made, read = (
+        [compile(source, "", "exec")],
+        {*dir(builtins), "__name__", "__annotations__"},
+        dict[str, None](),
+    )
+    for code in codes:
+        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+        for step in dis.get_instructions(code):
+            if step.opname in ("LOAD_NAME", "LOAD_GLOBAL"):
+                read.setdefault(step.argval)
+            elif step.opname.startswith("STORE_"):
+                made.add(step.argval)
     return [name for name in read if name not in made]

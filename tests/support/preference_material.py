@@ -22,23 +22,20 @@ ABSOLUTE = {"rewards/": 2e-5, "kl": 2e-5, "logits/": 3e-5, "margin": 2e-5, "_rew
 """Figures that are differences of large sums, or means near zero: part of their key, and the error that is theirs."""
 
 
+def prompts(count: int = 20, seed: int = 0) -> Dataset:
+    return Dataset.from_dict({"prompt": [f"{text} " for text in sentences(count, seed, 40)]})
+
+
 def pairs(count: int = 20, seed: int = 0, prompt: int = 40, answer: int = 12) -> Dataset:
-    columns = [
-        [f"{text} " for text in sentences(count, seed, prompt)],
-        *(sentences(count, seed + n, answer) for n in (1, 2)),
-    ]
-    return Dataset.from_dict(dict(zip(("prompt", "chosen", "rejected"), columns, strict=True)))
+    texts: dict[str, list[str]] = {"prompt": [f"{text} " for text in sentences(count, seed, prompt)]}
+    texts |= {"chosen": sentences(count, seed + 1, answer), "rejected": sentences(count, seed + 2, answer)}
+    return Dataset.from_dict(texts)
 
 
 def judged(count: int = 20, seed: int = 0) -> Dataset:
-    prompts = [f"{text} " for text in sentences(count // 2, seed, 40) for _ in range(2)]
-    return Dataset.from_dict(
-        {"prompt": prompts, "completion": sentences(count, seed + 1, 12), "label": [True, False] * (count // 2)}
-    )
-
-
-def prompts(count: int = 20, seed: int = 0) -> Dataset:
-    return Dataset.from_dict({"prompt": [f"{text} " for text in sentences(count, seed, 40)]})
+    asked = [f"{text} " for text in sentences(count // 2, seed, 40) for _ in range(2)]
+    answers = {"completion": sentences(count, seed + 1, 12), "label": [True, False] * (count // 2)}
+    return Dataset.from_dict({"prompt": asked, **answers})
 
 
 def even_words(completions: list[str], **kwargs: Any) -> list[float]:
@@ -56,12 +53,8 @@ def classifier(family: str = "qwen3") -> Any:
     return AutoModelForSequenceClassification.from_config(config).float()
 
 
-ONLINE: dict[str, Any] = {
-    "max_length": None,
-    "num_generations": 4,
-    "max_completion_length": 8,
-    "per_device_eval_batch_size": 4,
-}
+ONLINE: dict[str, Any] = {"max_length": None, "num_generations": 4, "max_completion_length": 8}
+ONLINE |= {"per_device_eval_batch_size": 4}
 DATA: dict[str, Callable[..., Dataset]] = {
     "DPO": pairs, "KTO": judged, "Reward": pairs, "GRPO": prompts, "RLOO": prompts,
 }  # fmt: skip

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import pkgutil
-import runpy
-import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from time import monotonic, sleep
 from typing import NoReturn
 
 import forks
 
 HERE = Path(__file__).parent
-IMPORTS = "torch.distributed.fsdp,trl:SFTTrainer,peft,fastpack_trl:FastSFTTrainer"
 
 
 def torchrun(*command: str, timeout: float = 400) -> None:
@@ -28,12 +25,27 @@ def torchrun(*command: str, timeout: float = 400) -> None:
     run_ranks(forks.python(), *launcher, forks.python(), *command, timeout=timeout)
 
 
-def fork_ranks(script: Path, *arguments: str, imports: str = IMPORTS, timeout: float = 400) -> None:
-    """Run two processes of a script as torchrun does, forked from one that has imported the modules `imports`.
-
-    They take most of the time of a short run; torchrun would import them in each process.
-    """
-    run_ranks(forks.python(), str(HERE / "ranks.py"), free_port(), imports, str(script), *arguments, timeout=timeout)
+def fork_ranks(script: Path, *arguments: str, timeout: float = 400) -> None:
+    """Run two processes of a script as torchrun does, without torchrun's own; fail unless both end well."""
+    where = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    with tempfile.TemporaryFile("w+") as log:
+        ranks = []
+        for rank in map(str, range(2)):
+            environment = _environment() | where | {"RANK": rank, "LOCAL_RANK": rank}
+            command = [forks.python(), str(script), *arguments]
+            ranks.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
+        try:
+            end = monotonic() + timeout
+            while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+                if monotonic() > end:
+                    raise TimeoutError(f"{script.name} {' '.join(arguments)}: no end after {timeout} s")
+                sleep(0.02)
+        finally:
+            for rank in ranks:
+                rank.terminate()
+                rank.wait()
+        log.seek(0)
+        assert not any(codes), log.read()[-3000:]
 
 
 def free_port() -> str:
@@ -43,15 +55,16 @@ def free_port() -> str:
         return str(free.getsockname()[1])
 
 
+def _environment() -> dict[str, str]:
+    drop = ("WORLD_SIZE", "LOCAL_RANK", "RANK", "ACCELERATE_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
+    kept |= {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return kept | {"PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE), kept.get("PYTHONPATH", "")])}
+
+
 def run_ranks(*command: str, timeout: float, **more: str) -> None:
     """Run a launcher with `more` in its environment, which has no rank of another; fail unless it ends well."""
-    drop = ("WORLD_SIZE", "LOCAL_RANK", "RANK", "ACCELERATE_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
-    path = os.pathsep.join([str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")])
-    environment |= {
-        "PYTHONPATH": path, "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "", **more,
-    }  # fmt: skip
+    environment = _environment() | more
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as ran:
         try:
             _, err = ran.communicate(timeout=timeout)
@@ -69,40 +82,3 @@ def leave() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-def _fork(port: str, imports: str, script: str, *arguments: str) -> NoReturn:
-    """Import, fork twice, and end with 0 once both have ended with 0, else end the other and then with 1."""
-    for name in imports.split(","):
-        pkgutil.resolve_name(name)
-    gc.collect()
-    gc.freeze()  # a collection in each training would copy all of it
-    ranks: set[int] = set()
-
-    def end(*_: object) -> NoReturn:
-        for rank in ranks:
-            os.kill(rank, signal.SIGTERM)
-        os._exit(1)
-
-    for rank in range(2):
-        process = os.fork()
-        if not process:
-            os.environ |= {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-            }  # fmt: skip
-            sys.argv = [script, *arguments]
-            runpy.run_path(script, run_name="__main__")
-            sys.exit("the script ended without `leave`")
-        ranks.add(process)
-    signal.signal(signal.SIGTERM, end)
-    while ranks:
-        process, status = os.wait()
-        ranks.remove(process)
-        if status:
-            end()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    _fork(*sys.argv[1:])

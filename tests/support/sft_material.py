@@ -44,18 +44,9 @@ def save_model(folder: Path, *, tokenizer: Any = None) -> Path:
         tokenizer = make_tokenizer(pad_token="<pad>", eos_token="<eos>")
         tokenizer.chat_template = TEMPLATE
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=304,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape |= {"num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 256, "vocab_size": 304}
+    Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=True)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -69,21 +60,10 @@ def write_jsonl(path: Path, rows: Sequence[Mapping[str, object]] = TEXT_ROWS) ->
 
 def settings(model: Path, data: Path | None, output: Path, **more: object) -> dict[str, object]:
     """Three packed steps on the CPU."""
-    base: dict[str, object] = {
-        "model_name_or_path": str(model),
-        "output_dir": str(output),
-        "max_steps": 3,
-        "max_length": 64,
-        "packing": True,
-        "bf16": False,
-        "use_cpu": True,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "per_device_train_batch_size": 1,
-        "learning_rate": 1.0e-3,
-        "disable_tqdm": True,
-    }
+    base: dict[str, object] = {"model_name_or_path": str(model), "output_dir": str(output), "max_steps": 3}
+    base |= {"max_length": 64, "packing": True, "bf16": False, "use_cpu": True, "report_to": "none"}
+    base |= {"save_strategy": "no", "logging_steps": 1, "per_device_train_batch_size": 1, "learning_rate": 1.0e-3}
+    base |= {"disable_tqdm": True}
     if data is not None:
         base["dataset_name"] = str(data)
     return {key: value for key, value in (base | more).items() if value is not ...}

@@ -116,10 +116,8 @@ def build(
 
     Args:
         data: a kind of `make_dataset`, or a data set; a finite one is evaluated too.
-        fast: fields of `FastSFTConfig`; `None` for a plain `SFTConfig`.
+        fast: fields of `FastSFTConfig`, None for a plain `SFTConfig`, whose fields are `more`.
         trainer: arguments of the trainer.
-        model: None for a tiny one of `family`.
-        more: fields of `SFTConfig`.
     """
     args = settings(folder, **more)
     evaluated = make_dataset(data, 8, seed=7) if isinstance(data, str) else data

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from model_material import gemma3, gemma3_processor
 from peft import LoraConfig, get_peft_model
 from preference_material import (
     DATA,
@@ -29,7 +30,6 @@ from preference_material import (
     prompts,
 )  # fmt: skip
 from trainer_material import TEMPLATE, make_tokenizer, sentences
-from trl_examples import _gemma3, _gemma3_processor
 
 from fastpack_trl.testing import tiny_model
 
@@ -385,11 +385,11 @@ def pictures(name: str) -> Options:
     images = [[Image.new("RGB", (28, 28), (draw.randrange(256), 40, 80))] for _ in range(8)]
     data = talk(DATA[name](8))
     data = Dataset.from_list([{**row, "images": shown} for row, shown in zip(data, images, strict=True)])
-    processor = _gemma3_processor()
+    processor = gemma3_processor()
     processor.chat_template = SEEN
     adapters = LoraConfig(r=4, target_modules=r".*language_model.*\.(q_proj|v_proj)", lora_dropout=0.0)
     return {
-        "model": _gemma3(), "data": data, "eval_strategy": "no", "max_length": None,
+        "model": gemma3(), "data": data, "eval_strategy": "no", "max_length": None,
         "trainer": {"processing_class": processor, "peft_config": adapters, "eval_dataset": None}
         | ({"reward_funcs": [by_length]} if name in CLOSE else {}),
     }  # fmt: skip

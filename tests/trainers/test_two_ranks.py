@@ -11,19 +11,18 @@ from ranks import fork_ranks
 pytestmark = pytest.mark.slow
 
 RANKS = Path(__file__).parent / "preference_ranks.py"
-IMPORTS = "torch.distributed.fsdp,trl:DPOTrainer,trl:GRPOTrainer,peft,fastpack_trl:FastDPOTrainer"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_two_ranks_under_ddp_log_and_learn_what_stock_does(name: str, tmp_path: Path) -> None:
     """Adapters, all weights, accumulation: see `preference_ranks.py`."""
-    fork_ranks(RANKS, str(tmp_path), name, imports=IMPORTS)
+    fork_ranks(RANKS, str(tmp_path), name)
 
 
 def test_two_ranks_compute_the_reference_before(tmp_path: Path) -> None:
-    fork_ranks(RANKS, str(tmp_path), "precomputed", imports=IMPORTS)
+    fork_ranks(RANKS, str(tmp_path), "precomputed")
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_two_ranks_under_fsdp2_log_what_stock_logs(name: str, tmp_path: Path) -> None:
-    fork_ranks(RANKS, str(tmp_path), "fsdp2", name, imports=IMPORTS)
+    fork_ranks(RANKS, str(tmp_path), "fsdp2", name)
