@@ -42,7 +42,7 @@ class RowBuckets:
         choice: the buckets in use; None before the first row, and when other rows have come.
     """
 
-    def __init__(self, run: Run, draw: Callable[[], list[RowSize]] | None = None) -> None:
+    def __init__(self, run: Run, draw: Callable[[int], list[RowSize]] | None = None) -> None:
         self._run, self._draw = run, draw
         self._seen: deque[RowSize] = deque(maxlen=_SAMPLE)
         self._tokens = self._padded = self._rows = self._fitting = 0
@@ -50,11 +50,11 @@ class RowBuckets:
         self._chosen = 0
         self.choice: tuple[Bucket, ...] | None = None
 
-    def find(self, size: RowSize) -> Bucket | None:
+    def find(self, size: RowSize, parts: int = 1) -> Bucket | None:
         """Return the bucket of a row; None where it fits into none, or only into one that is far too long."""
         self._seen.append(size)
         if self.choice is None:
-            expected = self._expected(size.parts) if self._draw is None else self._draw()
+            expected = self._expected(parts) if self._draw is None else self._draw(parts)
             if not expected and len(self._seen) < _SEEN:
                 return None
             self._chosen += 1
@@ -101,7 +101,7 @@ class RowBuckets:
         sizes = []
         for _ in range(min(count, max(_LEAST, _SAMPLE // (parts * each)))):
             collated = [collator([rows[drawn.randrange(count)] for _ in range(each)]) for _ in range(parts)]
-            sizes.append(merged_size([RowSize.of(one["packed_batch"]) for one in collated]))
+            sizes.append(merged_size([RowSize.of_row(one["packed_batch"]) for one in collated]))
         return sizes
 
 

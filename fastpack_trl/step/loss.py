@@ -22,6 +22,7 @@ from transformers.utils import ModelOutput
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.upstream import missing_reason
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, Part
+from fastpack_trl.step.backbone import BackboneCall
 from fastpack_trl.step.head import HeadLoss, head_loss, missing_tile_functions, reference_head_loss
 from fastpack_trl.step.load_balancing import experts_named, load_balancing_losses
 
@@ -60,11 +61,13 @@ class LossForward:
 
     Attributes:
         missing: why it could not be laid; empty where it was.
+        call_backbone: calls the decoder.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._stock: Any = model.forward
+        self.call_backbone = BackboneCall()
         constants, why_not = read_constants(self._stock)
         if not why_not and (constants["temperature"] != 1.0 or constants["cast_lm_head_to_fp32"]):
             why_not = "trl's fused head was set up with a temperature or in fp32"
@@ -72,7 +75,7 @@ class LossForward:
         if self.missing:
             return
         self._lacks_tiles = missing_tile_functions()
-        self._function = _around(self._stock.__func__, constants, self._lacks_tiles)
+        self._function = _around(self._stock.__func__, constants, self._lacks_tiles, self.call_backbone)
         model.forward = types.MethodType(self._function, model)
 
     @property
@@ -131,7 +134,9 @@ def read_constants(forward: Any) -> tuple[dict[str, Any], str]:
     return found, f"trl's fused head has no {', '.join(lacks)} in its closure" if lacks else ""
 
 
-def _around(stock: Callable[..., Any], constants: dict[str, Any], lacks_tiles: str) -> Callable[..., Any]:
+def _around(
+    stock: Callable[..., Any], constants: dict[str, Any], lacks_tiles: str, call_backbone: BackboneCall
+) -> Callable[..., Any]:
     """Return the forward itself. It holds no model: a deep copy of the model runs its own layers."""
     text_config, backbone_attr = constants["text_config"], constants["backbone_attr"]
     knowing_experts = experts_named(text_config)
@@ -160,7 +165,7 @@ def _around(stock: Callable[..., Any], constants: dict[str, Any], lacks_tiles: s
         if getattr(text_config, "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
         # Looked up on each call, as in TRL: PEFT and accelerate replace modules later.
-        outputs = getattr(self, backbone_attr)(*args, **kwargs)
+        outputs = call_backbone(getattr(self, backbone_attr), loss_batch, *args, **kwargs)
         head = head_of(self)
         if isinstance(head, str):
             raise RuntimeError(f"{head}: set sync_free='off'")

@@ -209,7 +209,7 @@ def uneven() -> None:
         {"data": empty},
         {"data": empty, "max_steps": -1, "num_train_epochs": 1, **accumulated},
         {"callbacks": lambda: [At(0, freeze), At(5, unfreeze)], "lora": False, "ddp_find_unused_parameters": True},
-        {"callbacks": lambda: [At(5, swap_data)]},
+        {"callbacks": lambda: [At(5, swap_data)], "max_steps": 14},
     ):
         ours, _ = both(**options)
         assert line(ours).path == "captured", (options, line(ours))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -121,20 +121,6 @@ def replace_forward(model: Any, **_: Any) -> None:
     norm = model.get_decoder().norm
     forward = norm.forward
     norm.forward = lambda hidden: forward(hidden) * 1.5
-
-
-class Clock(TrainerCallback):
-    """Time of the device passes with each step: so much where it ran eager, so much where it was replayed."""
-
-    def __init__(self, devices: Any, eager: float, captured: float, noise: Iterable[float] = ()) -> None:
-        self.devices, self.eager, self.captured, self.noise = devices, eager, captured, iter(noise)
-        self.replays = 0
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        device = self.devices.made[-1]
-        replays = device.log.count("replay")
-        device.now += (self.captured if replays > self.replays else self.eager) * next(self.noise, 1.0)
-        self.replays = replays
 
 
 CHANGES = (freeze, swap_data, replace_forward)

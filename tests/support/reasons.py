@@ -42,7 +42,7 @@ FUNCTIONS = {
     "step/sync_free.py": ["_only_stock_batch", "_only_stock_loss", "_remarks"],
     "step/merge_accumulation.py": ["_reasons"],
     "step/accumulation.py": ["plan", "_look_for_watchers", "split"],
-    "capture/graphs.py": ["_may_replay"],
+    "capture/graphs.py": ["run"],
     "capture/decision.py": ["_weigh", "_recorded", "_judge", "finish", "_model_changed", "reclaim"],
     "capture/feature.py": ["unavailable", "reasons", "_switch", "_reasons_of_step", "_reasons_of_layers"],
     "capture/rows.py": ["hidden"],
