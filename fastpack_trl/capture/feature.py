@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 
 import torch
 
+from fastpack_trl.capture.buckets import Draw, draw_packed
 from fastpack_trl.capture.ddp import reduced_apart, too_large
 from fastpack_trl.capture.decision import EAGER_STEPS, FEATURE
 from fastpack_trl.capture.device import CudaGraphs
@@ -18,7 +19,7 @@ from fastpack_trl.model.changes import callbacks_added, during_training, patch_a
 from fastpack_trl.model.checkpoint_seam import checkpointing_modules, checkpoints_reentrantly
 from fastpack_trl.model.facts import dropout_of
 from fastpack_trl.model.hooks import hook_inside, hook_on_a_gradient, replaced_methods
-from fastpack_trl.packing.buckets import Bucket, RowSize
+from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.run import DEEPSPEED, SHARDED, Run
 from fastpack_trl.step.backbone import BackboneCall
 from fastpack_trl.step.merge_accumulation import rope_follows_length
@@ -67,15 +68,13 @@ def cuda_graph(run: Run) -> Iterator[None]:
 
 
 @contextmanager
-def capture_backbone(
-    run: Run, call: BackboneCall, draw: Callable[[int], list[RowSize]] | None = None
-) -> Iterator[BackboneGraphs | None]:
+def capture_backbone(run: Run, call: BackboneCall, draw: Draw | None = None) -> Iterator[BackboneGraphs | None]:
     """Record the backbone once per bucket of rows, and replay it for rows that fit, while the model trains.
 
     Args:
         run: of a trainer that calls its backbones by `call`.
         call: replays from then on.
-        draw: returns sizes of rows as they will come; see `RowBuckets`.
+        draw: returns sizes of rows; None: SFT's, from its data set.
     """
     reasons = partial(why_not, run, is_sft=draw is None)
     why = "" if not run.training else run.ranks.first_reason(lambda: unavailable(run.device) or reasons())
@@ -86,7 +85,7 @@ def capture_backbone(
         return
     device = CudaGraphs(run.device)
     asked = run.settings.cuda_graph == "on"
-    graphs = BackboneGraphs(run, device, reasons, draw, asked=asked)
+    graphs = BackboneGraphs(run, device, reasons, draw or partial(draw_packed, run), asked=asked)
     weighed = "" if asked else ", if the device waits for the host there"
     run.set_status(FEATURE, "on", "pending", f"from step {EAGER_STEPS + 1} on{weighed}")
     try:
@@ -153,7 +152,7 @@ def _reasons_of_layers(run: Run) -> Iterator[object]:
     """Yield why forward and backward of the layers of a model are not recorded, whatever its trainer."""
     args, model = run.args, run.model
     checkpointing = args.gradient_checkpointing_kwargs or {}
-    yield run.refuses_static(Bucket(1, 1, 1, 1))
+    yield run.refuses_static(Bucket(1, 1, 1))
     yield run.is_sharded and SHARDED
     yield run.is_deepspeed and DEEPSPEED
     yield args.n_gpu > 1 and "several devices in one process"

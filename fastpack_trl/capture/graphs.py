@@ -17,22 +17,24 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fastpack_trl.capture.buckets import RowBuckets
+from fastpack_trl.capture.buckets import Draw, RowBuckets
 from fastpack_trl.capture.decision import WARM_ROWS, GraphDecision
 from fastpack_trl.capture.device import CudaGraphs
 from fastpack_trl.capture.state import GradientBuffers, ModelState
 from fastpack_trl.errors import PackingError
 from fastpack_trl.lora.report import LoraReport
 from fastpack_trl.model.hooks import HookWatch, hook_on_a_gradient, replaced_methods, trained_parameters
-from fastpack_trl.packing.buckets import Bucket, RowSize
+from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.packed_batch import PackedBatch
-from fastpack_trl.packing.static_batch import StaticInputs, copy_row
+from fastpack_trl.packing.static_batch import StaticInputs
 from fastpack_trl.run import Run
 from fastpack_trl.step.backbone import ROUTER_LOGITS, RowOutputs
 from fastpack_trl.step.hostwork import ModelContents
 
 _TRAINED, _SCORED = "trained", "scored"
 """Memory pools: activations of a forward with gradients wait for its backward while a reference is scored."""
+PATIENCE = 4
+"""Rows of a bucket for which its recording waits for a larger bucket's."""
 LOSS_METHODS = ("compute_loss", "training_step")
 """Methods of a trainer that may keep hidden states, which the next replay overwrites, or differentiate twice."""
 
@@ -87,14 +89,11 @@ class BackboneGraphs(GraphDecision):
         run: whose trainer trains.
         device: records and replays.
         why_not: returns why calls cannot be captured as things are now; empty if they can.
-        draw: returns sizes of rows as they will come; see `RowBuckets`.
+        draw: returns sizes of rows.
         asked: see `GraphDecision`.
     """
 
-    def __init__(
-        self, run: Run, device: CudaGraphs, why_not: Callable[[], str], draw: Callable[..., list[RowSize]] | None, *,
-        asked: bool,
-    ) -> None:  # fmt: skip
+    def __init__(self, run: Run, device: CudaGraphs, why_not: Callable[[], str], draw: Draw, *, asked: bool) -> None:
         super().__init__(run, device, asked=asked)
         self._draw, self._why_not, self._present_step = draw, why_not, -1
         self._anchor = torch.empty(0, device=run.device, requires_grad=True)
@@ -105,7 +104,7 @@ class BackboneGraphs(GraphDecision):
 
     def _forget(self) -> None:
         self._slots: dict[_Key, _Slot] = {}
-        self._buckets = RowBuckets(self._run, self._draw)
+        self._buckets = RowBuckets(self._draw)
         self._buffers: GradientBuffers | None = None
         self._version: int | None = None
         for backbone in self._backbones.values():
@@ -149,7 +148,7 @@ class BackboneGraphs(GraphDecision):
             return None
         key = _Key(id(backbone), trains, bool(others.get(ROUTER_LOGITS)), bucket)
         slot = self._slots.setdefault(key, _Slot(bucket, self._run.device))
-        copy_row(slot.inputs, batch, tokens)
+        slot.inputs.copy_row(batch, tokens)
         outputs = self._run_slot(backbone, slot, key, tokens.numel())
         return None if outputs is None else RowOutputs(outputs[0], outputs[1:] or None)
 
@@ -179,7 +178,7 @@ class BackboneGraphs(GraphDecision):
 
     def _bucket(self, batch: PackedBatch) -> Bucket | None:
         """Return the shapes of a row; None if it runs eagerly in its own."""
-        if not self._is_settled or not self._pays or batch.num_padding:
+        if not self._is_settled or not self._pays:
             return None
         if self._run.step.version != self._version:  # layers run otherwise since: compiled, kept
             if why := self._why_not():
@@ -187,7 +186,7 @@ class BackboneGraphs(GraphDecision):
                 return None
             self.drop()
             self._version = self._run.step.version
-        bucket = self._buckets.find(RowSize.of_row(batch), max(1, len(batch.parts)))
+        bucket = self._buckets.find(Bucket.of(batch), max(1, len(batch.parts)))
         if bucket is None or self._run.refuses_static(bucket):
             if self._buckets.are_outgrown():
                 self._drop_graphs()
@@ -196,7 +195,7 @@ class BackboneGraphs(GraphDecision):
 
     def _run_slot(self, backbone: Any, slot: _Slot, key: _Key, tokens: int) -> tuple[Tensor, ...] | None:
         """Run the row that was copied into `slot`; None if that has to be done eagerly."""
-        if slot.forward is None and slot.warm >= slot.needs and (self._buffers is not None or not key.trains):
+        if slot.forward is None and self._is_due(slot, key) and (self._buffers is not None or not key.trains):
             self._record(backbone, slot, key)
             if self._ended:
                 return None
@@ -219,13 +218,18 @@ class BackboneGraphs(GraphDecision):
             outputs = slot.outputs
         return tuple(_of_row(output, tokens) for output in outputs)
 
+    def _is_due(self, slot: _Slot, key: _Key) -> bool:
+        """Return whether a slot is to be recorded; larger buckets go first for a while: others reuse their memory."""
+        larger = [other for other in self._buckets.choice or () if other.tokens > key.bucket.tokens]
+        slots = [self._slots.get(key._replace(bucket=other)) for other in larger]
+        waits = any(other is None or other.forward is None for other in slots)
+        return slot.warm >= slot.needs + PATIENCE * waits
+
     def _static(self, backbone: Any, slot: _Slot, routes: bool) -> tuple[Tensor, ...]:
         """Run the row that is in the tensors of `slot` eagerly."""
         adapters = self._run.get_state(LoraReport)
         adding_up = nullcontext() if adapters is None else adapters.adding_up()
-        keywords = {name: value for name, value in slot.inputs.keywords.items() if name != "labels"}
-        if routes:
-            keywords[ROUTER_LOGITS] = True
+        routing = {ROUTER_LOGITS: True} if routes else {}
         kind = self._run.device.type
         # Casts of weights that an earlier call made would not be in a recording, nor those of a recording elsewhere.
         autocast = torch.autocast(
@@ -233,7 +237,7 @@ class BackboneGraphs(GraphDecision):
         )
         try:
             with autocast, adding_up:
-                outputs = backbone(**keywords, use_cache=False)
+                outputs = backbone(**slot.inputs.keywords, **routing, use_cache=False)
         finally:
             slot.inputs.batch.clear_derived()
         routers = getattr(outputs, "router_logits", None) if routes else None

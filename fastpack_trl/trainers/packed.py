@@ -25,7 +25,7 @@ from fastpack_trl.model.hooks import is_users
 from fastpack_trl.model.precision import fit_precision
 from fastpack_trl.model.preflight import bound, check_adapters
 from fastpack_trl.packing.batching import BatchPlan, plan_prompt_groups
-from fastpack_trl.packing.buckets import RowSize
+from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.examples import check_not_empty, dropped
 from fastpack_trl.packing.prompt_groups import KEY, PromptGroups, PromptGroupsCollator
 from fastpack_trl.run import Run
@@ -178,7 +178,7 @@ class PackedTrainer(FeaturedTrainer):
         with patch_attribute(self, "data_collator", collator):
             yield
 
-    def _fastpack_draw(self, _parts: int = 1) -> list[RowSize]:
+    def _fastpack_draw(self, _parts: int = 1) -> list[Bucket]:
         """Return the sizes of some rows as they will come; none without a collator, by a user's, or from a stream."""
         loader: Any = self.callback_handler.train_dataloader
         data, collate = loader.dataset, loader.collate_fn
@@ -189,7 +189,7 @@ class PackedTrainer(FeaturedTrainer):
         drawn, size = random.Random(self.args.seed), self.args.per_device_train_batch_size
         batches = [collate([data[drawn.randrange(len(data))] for _ in range(size)]) for _ in range(_DRAWN)]
         rows = [groups for batch in batches for groups in batch[KEY].values()]
-        return [RowSize.of_row(groups.batch) for groups in rows if not isinstance(groups, str)]
+        return [Bucket.of(groups.batch) for groups in rows if not isinstance(groups, str)]
 
     def _fastpack_find(self) -> Callable[..., PromptGroups | str] | None:
         """Return what finds the row of a collated batch; None where there is no collator."""
