@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -12,17 +14,34 @@ import torch
 from fastpack_trl.measure.device_memory import allocatable
 from fastpack_trl.model.upstream import resolve
 
+_SAMPLE_SECONDS = 5e-4
 
-class CudaMark:
-    """An event on the current stream."""
 
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event(enable_timing=True)
-        self._event.record()
+class IdleWatch:
+    """Samples whether the current stream has nothing left to do, in a thread of its own; never waits for the device.
 
-    def until(self, later: CudaMark) -> float | None:
-        """Return the seconds to a later mark, None as long as the device has not come that far; never waits."""
-        return self._event.elapsed_time(later._event) / 1e3 if later._event.query() else None
+    Args:
+        device: of the stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device)
+        self._samples: list[bool] = []
+        self._stopped = threading.Event()
+        self._start = time.perf_counter()
+        self._thread = threading.Thread(target=self._sample, name="fastpack-idle", daemon=True)
+        self._thread.start()
+
+    def _sample(self) -> None:
+        while not self._stopped.wait(_SAMPLE_SECONDS):
+            self._samples.append(self._stream.query())
+
+    def stop(self) -> tuple[float, float]:
+        """End it; return the share of samples that found the device idle, and the seconds since the start."""
+        seconds = time.perf_counter() - self._start
+        self._stopped.set()
+        self._thread.join()
+        return sum(self._samples) / max(1, len(self._samples)), seconds
 
 
 @cache
@@ -139,21 +158,13 @@ class CudaGraphs:
             for hook in hooks:
                 hook.remove()
 
-    def wait(self) -> None:
-        """Wait until the device has nothing left to do."""
-        torch.cuda.synchronize(self.device)
-
-    def mark(self) -> CudaMark:
-        """Mark the present end of the queue."""
-        return CudaMark()
+    def watch_idle(self) -> IdleWatch:
+        """Begin to sample whether the device has anything to do."""
+        return IdleWatch(self.device)
 
     def bytes_held(self) -> int:
         """Return the bytes that the pools grew by."""
         return self._held
-
-    def bytes_free(self) -> int:
-        """Return the bytes that can be allocated beside the pool."""
-        return allocatable(self.device)
 
     def lacks_room(self) -> str:
         """Return why a first graph would leave too little memory: it takes that of a step, and eager ones go on."""

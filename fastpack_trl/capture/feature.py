@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
-from typing import TypeVar
 
 import torch
 
+from fastpack_trl.capture.buckets import Draw, draw_packed
 from fastpack_trl.capture.ddp import reduced_apart, too_large
-from fastpack_trl.capture.decision import EAGER_STEPS, FEATURE, GraphDecision
+from fastpack_trl.capture.decision import EAGER_STEPS, FEATURE
 from fastpack_trl.capture.device import CudaGraphs
-from fastpack_trl.capture.graphs import StepGraphs
-from fastpack_trl.capture.rows import RowGraphs
+from fastpack_trl.capture.graphs import LOSS_METHODS, BackboneGraphs
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.changes import callbacks_added, during_training, patch_attribute
 from fastpack_trl.model.checkpoint_seam import checkpointing_modules, checkpoints_reentrantly
-from fastpack_trl.model.hooks import BATCH_METHODS, hook_inside, hook_on_a_gradient, replaced_methods
-from fastpack_trl.packing.buckets import Bucket, RowSize
+from fastpack_trl.model.facts import dropout_of
+from fastpack_trl.model.hooks import hook_inside, hook_on_a_gradient, replaced_methods
+from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.run import DEEPSPEED, SHARDED, Run
+from fastpack_trl.step.backbone import BackboneCall
 from fastpack_trl.step.merge_accumulation import rope_follows_length
-from fastpack_trl.step.token_logps import Rows
+from fastpack_trl.step.sync_free import SyncFreeStep
 
 LEAST_CAPABILITY = (8, 0)
-
-_Graphs = TypeVar("_Graphs", bound=GraphDecision)
 
 
 class _Apart:
@@ -56,51 +55,29 @@ def _apart(run: Run, device: CudaGraphs) -> Iterator[None]:
 
 @contextmanager
 def cuda_graph(run: Run) -> Iterator[None]:
-    """Capture forward, loss and backward of a micro-batch once per bucket of rows, and replay it for those that fit.
+    """Capture the backbone of SFT's micro-batches.
 
-    Graphs hold the activations of a micro-step beside those of eager ones, e.g. of rows without a bucket. Where the
-    plan of the activations does not leave as much, nothing is recorded, and no layer recomputed instead: that costs
-    large models more than graphs gain, and beside a small one there is mostly room for both.
+    Graphs hold the activations of a micro-step beside those of eager ones, e.g. of rows without a bucket. If the plan
+    of the activations does not leave as much, nothing is recorded, and no layer recomputed instead: that costs large
+    models more than graphs gain, and beside a small one there is mostly room for both.
     """
-    reasons = partial(why_not, run)
-
-    def make(device: CudaGraphs, asked: bool) -> StepGraphs:
-        return StepGraphs(run, device, reasons, asked=asked)
-
-    with _graphs(run, make, reasons) as graphs, reduced_apart(run, graphs):
+    step = run.get_state(SyncFreeStep)
+    call = BackboneCall() if step is None else step.forward.call_backbone
+    with capture_backbone(run, call) as graphs, reduced_apart(run, graphs):
         yield
 
 
 @contextmanager
-def row_graphs(run: Run, rows: Rows, dropout: str, draw: Callable[[], list[RowSize]]) -> Iterator[None]:
-    """Capture forward and backward of the layers, for trainers whose losses ask the device; see `RowGraphs`.
+def capture_backbone(run: Run, call: BackboneCall, draw: Draw | None = None) -> Iterator[BackboneGraphs | None]:
+    """Record the backbone once per bucket of rows, and replay it for rows that fit, while the model trains.
 
     Args:
-        run: of such a trainer.
-        rows: that its models run on.
-        dropout: which dropout the model has; empty where it has none.
-        draw: returns sizes of rows as they will come.
+        run: of a trainer that calls its backbones by `call`.
+        call: replays from then on.
+        draw: returns sizes of rows; None: SFT's, from its data set.
     """
-
-    def reasons() -> str:
-        stock = not run.packs and "stock's batches have no packed metadata"
-        several = _is_several(run) and "several processes reduce their gradients inside of the micro-step"
-        drawn = dropout and f"{dropout} is drawn in the forward and again in a recompute"
-        return first_reason(chain(_switch(run), (several, stock, drawn), _reasons_of_layers(run)))
-
-    def make(device: CudaGraphs, asked: bool) -> RowGraphs:
-        return RowGraphs(run, device, reasons, draw, asked=asked)
-
-    with _graphs(run, make, reasons) as graphs, patch_attribute(rows, "replay", graphs and graphs.hidden):
-        yield
-
-
-@contextmanager
-def _graphs(
-    run: Run, make: Callable[[CudaGraphs, bool], _Graphs], why_not: Callable[[], str]
-) -> Iterator[_Graphs | None]:
-    """Record and replay by what `make` returns while the model trains; None where that cannot be, which is said."""
-    why = "" if not run.training else run.ranks.first_reason(lambda: unavailable(run.device) or why_not())
+    reasons = partial(why_not, run, is_sft=draw is None)
+    why = "" if not run.training else run.ranks.first_reason(lambda: unavailable(run.device) or reasons())
     if why or not run.training:
         if why:
             run.set_status(FEATURE, "off", "eager", why)
@@ -108,12 +85,13 @@ def _graphs(
         return
     device = CudaGraphs(run.device)
     asked = run.settings.cuda_graph == "on"
-    graphs = make(device, asked)
+    graphs = BackboneGraphs(run, device, reasons, draw or partial(draw_packed, run), asked=asked)
     weighed = "" if asked else ", if the device waits for the host there"
     run.set_status(FEATURE, "on", "pending", f"from step {EAGER_STEPS + 1} on{weighed}")
     try:
         apart: AbstractContextManager[None] = nullcontext() if run.get_state(_Apart) else _apart(run, device)
-        with callbacks_added(run.trainer, graphs), apart, run.keeping(graphs):
+        replaying = patch_attribute(call, "replay", graphs.run)
+        with callbacks_added(run.trainer, graphs), apart, run.keeping(graphs), replaying:
             yield graphs
     finally:
         graphs.finish()
@@ -144,10 +122,9 @@ def unavailable(device: torch.device) -> str:
     return ""
 
 
-def why_not(run: Run) -> str:
-    """Return why micro-steps of this run are not captured; empty where they may be."""
-    whole = _is_several(run) and too_large(run)
-    return first_reason(chain(_switch(run), _reasons_of_step(run), _reasons_of_layers(run), (whole,)))
+def why_not(run: Run, is_sft: bool = True) -> str:
+    """Return why the backbone of this run is not captured; empty if it may be."""
+    return first_reason(chain(_switch(run), _reasons_of_trainer(run, is_sft), _reasons_of_layers(run)))
 
 
 def _switch(run: Run) -> Iterator[object]:
@@ -158,13 +135,16 @@ def _is_several(run: Run) -> bool:
     return bool(run.trainer.accelerator.num_processes > 1)
 
 
-def _reasons_of_step(run: Run) -> Iterator[object]:
-    """Yield why the loss and metrics of SFT's step are not recorded."""
+def _reasons_of_trainer(run: Run, is_sft: bool) -> Iterator[object]:
+    """Yield why a trainer's calls of its backbone are not recorded."""
     trainer = run.trainer
-    yield not run.loss_is_ours and "a loss over all logits reads sizes on the host (sync_free)"
-    mean = not trainer.model_accepts_loss_kwargs or getattr(trainer, "loss_is_scaled_for_ga", None) is False
-    yield mean and "the loss is a mean per micro-batch"
-    replaced = replaced_methods(trainer, BATCH_METHODS)
+    if is_sft:
+        yield not run.loss_is_ours and "a loss over all logits reads sizes on the host (sync_free)"
+        yield _is_several(run) and too_large(run)
+    else:
+        yield _is_several(run) and "several processes reduce their gradients inside of the micro-step"
+        yield not run.packs and "TRL's batches have no packed metadata"
+    replaced = replaced_methods(trainer, LOSS_METHODS)
     yield replaced and f"{replaced} may look into the micro-step"
 
 
@@ -172,7 +152,7 @@ def _reasons_of_layers(run: Run) -> Iterator[object]:
     """Yield why forward and backward of the layers of a model are not recorded, whatever its trainer."""
     args, model = run.args, run.model
     checkpointing = args.gradient_checkpointing_kwargs or {}
-    yield run.refuses_static(Bucket(1, 1, 1, 1))
+    yield run.refuses_static(Bucket(1, 1, 1))
     yield run.is_sharded and SHARDED
     yield run.is_deepspeed and DEEPSPEED
     yield args.n_gpu > 1 and "several devices in one process"
@@ -181,6 +161,9 @@ def _reasons_of_layers(run: Run) -> Iterator[object]:
     yield offloads and "layer inputs go to host memory in the micro-step"
     reentrant = any(map(checkpoints_reentrantly, checkpointing_modules(model)))  # known once training has begun
     yield reentrant and "use_reentrant=True runs backward in backward"
+    recomputes = any(module.gradient_checkpointing for module in checkpointing_modules(model))
+    drawn = recomputes and dropout_of(model)
+    yield drawn and f"{drawn} is drawn in the forward and again in a recompute"
     yield args.neftune_noise_alpha and "NEFTune draws noise in a hook"
     empties = args.torch_empty_cache_steps
     yield empties and f"torch_empty_cache_steps={empties} empties memory inside of the micro-step"

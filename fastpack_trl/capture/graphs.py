@@ -1,226 +1,288 @@
-"""The micro-step (forward, loss, backward) as one CUDA graph per bucket of rows: recorded once, then replayed.
+"""The backbone of a model from CUDA graphs: its forward is one graph, its backward another; the same for all trainers.
 
-The host launches one graph where it launched thousands of kernels. A row is copied into the static tensors of its
-bucket (`packing.static_batch`), the graph is replayed, and what it returned is copied out. Everything else stays eager,
-with the same result: the first rows (until what compiles, plans and measures has settled), rows that fit no bucket,
-evaluation, clipping, the optimizer, logging.
+The decoder layers launch nearly all kernels of a micro-batch. A row is copied into static tensors
+(`packing.static_batch`), the forward graph is replayed, and the head reads the hidden states of the row. The backward
+graph adds to the gradients of the parameters. Head, loss, metrics, clipping and optimizer stay eager: the host launches
+head and loss while the device runs the forward graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from fastpack_trl.capture.buckets import RowBuckets
-from fastpack_trl.capture.decision import EAGER_STEPS, WARM_ROWS, GraphDecision
+from fastpack_trl.capture.buckets import Draw, RowBuckets
+from fastpack_trl.capture.decision import WARM_ROWS, GraphDecision
 from fastpack_trl.capture.device import CudaGraphs
 from fastpack_trl.capture.state import GradientBuffers, ModelState
 from fastpack_trl.errors import PackingError
 from fastpack_trl.lora.report import LoraReport
-from fastpack_trl.model.hooks import BATCH_METHODS, HookWatch, hook_on_a_gradient, replaced_methods, trained_parameters
-from fastpack_trl.packing.buckets import Bucket, RowSize
-from fastpack_trl.packing.packed_inputs import PackedInputs
-from fastpack_trl.packing.static_batch import StaticInputs, copy_into, is_as_collated
-from fastpack_trl.run import MicroStep, Run
-from fastpack_trl.step.sync_free import SyncFreeStep
+from fastpack_trl.model.hooks import HookWatch, hook_on_a_gradient, replaced_methods, trained_parameters
+from fastpack_trl.packing.buckets import Bucket
+from fastpack_trl.packing.packed_batch import PackedBatch
+from fastpack_trl.packing.static_batch import StaticInputs
+from fastpack_trl.run import Run
+from fastpack_trl.step.backbone import ROUTER_LOGITS, RowOutputs
+from fastpack_trl.step.hostwork import ModelContents
+
+_TRAINED, _SCORED = "trained", "scored"
+"""Memory pools: activations of a forward with gradients wait for its backward while a reference is scored."""
+PATIENCE = 4
+"""Rows of a bucket for which its recording waits for a larger bucket's."""
+LOSS_METHODS = ("compute_loss", "training_step")
+"""Methods of a trainer that may keep hidden states, which the next replay overwrites, or differentiate twice."""
 
 
-class _Recorded(NamedTuple):
-    graph: torch.cuda.CUDAGraph
-    loss: Tensor
-    table: Tensor
+class _Backbone:
+    """What is compared of one backbone from call to call."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.contents = ModelContents()
+        self.state, self.hooks = ModelState(self.contents), HookWatch(module)
+        self.recorded: dict[bool, tuple[Any, ...]] = {}
+        """State when its graphs were made, with gradients and without."""
+
+
+class _Open:
+    """Lives as long as the activations of a forward with gradients are needed."""
+
+
+class _Key(NamedTuple):
+    backbone: int
+    trains: bool
+    routes: bool
+    """Router logits are outputs."""
+    bucket: Bucket
 
 
 class _Slot:
-    """One bucket: its static tensors, the rows that ran eager in them, and its graph."""
+    """A bucket of one backbone, with gradients or without: static tensors and graphs."""
 
-    def __init__(self, inputs: StaticInputs) -> None:
-        self.inputs = inputs
+    def __init__(self, bucket: Bucket, device: torch.device) -> None:
+        self.inputs = StaticInputs(bucket, device)
         self.warm, self.needs = 0, WARM_ROWS
-        self.recorded: _Recorded | None = None
+        self.forward: torch.cuda.CUDAGraph | None = None
+        self.backward: torch.cuda.CUDAGraph | None = None
+        self.outputs: tuple[Tensor, ...] = ()
+        """Hidden states and router logits that the forward graph writes, without a graph of autograd."""
+        self.gradients: tuple[Tensor | None, ...] = ()
+        """Their gradients, which the backward graph reads; None of an output that needs none."""
+
+    def reset(self) -> None:
+        """Drop the graphs."""
+        for graph in (self.forward, self.backward):
+            if graph is not None:
+                graph.reset()
+        self.forward = self.backward = None
 
 
-class StepGraphs(GraphDecision):
-    """Decides for each micro-batch whether it runs eager, is recorded, or is replayed, and runs it.
+class BackboneGraphs(GraphDecision):
+    """Decides for each call of a backbone whether it runs eagerly, is recorded, or is replayed, and runs it.
 
     Args:
         run: whose trainer trains.
         device: records and replays.
-        why_not: returns why micro-steps cannot be captured as things are now; empty where they can.
-        asked: recording was asked for by name: it is neither timed nor weighed against the steps that are left.
+        why_not: returns why calls cannot be captured as things are now; empty if they can.
+        draw: returns sizes of rows.
+        asked: see `GraphDecision`.
     """
 
-    def __init__(self, run: Run, device: CudaGraphs, why_not: Callable[[], str], *, asked: bool) -> None:
+    def __init__(self, run: Run, device: CudaGraphs, why_not: Callable[[], str], draw: Draw, *, asked: bool) -> None:
         super().__init__(run, device, asked=asked)
-        step = run.get_state(SyncFreeStep)
-        assert step is not None
-        self._step, self._state, self._why_not = step, ModelState(step.host.contents), why_not
-        self._items = torch.zeros((), dtype=torch.int64, device=run.device)
-        self._accumulation = torch.zeros((), dtype=torch.float32, device=run.device)
-        self._present_step = -1
-        self._hooks: HookWatch | None = None
+        self._draw, self._why_not, self._present_step = draw, why_not, -1
+        self._anchor = torch.empty(0, device=run.device, requires_grad=True)
+        self._backbones: dict[int, _Backbone] = {}
+        self._open: weakref.ref[_Open] | None = None
+        self._watching = ExitStack()
         self._forget()
+
+    def _forget(self) -> None:
+        self._slots: dict[_Key, _Slot] = {}
+        self._buckets = RowBuckets(self._draw)
+        self._buffers: GradientBuffers | None = None
+        self._version: int | None = None
+        for backbone in self._backbones.values():
+            backbone.recorded.clear()
 
     @property
     def graphs(self) -> int:
-        """Graphs that are there."""
-        return sum(slot.recorded is not None for slot in self._slots.values())
+        """Number of graphs."""
+        slots = self._slots.values()
+        return sum(graph is not None for slot in slots for graph in (slot.forward, slot.backward))
 
-    def _forget(self) -> None:
-        self._slots: dict[Bucket, _Slot] = {}
-        self._buckets = RowBuckets(self._run)
-        self._buffers: GradientBuffers | None = None
-        self._version: int | None = None
-        self._recorded_state: tuple[Any, ...] | None = None
+    def run(self, backbone: Any, batch: PackedBatch, tokens: Tensor, others: Mapping[str, Any]) -> RowOutputs | None:
+        """Return the outputs of a row, or None if the caller has to run it eagerly.
 
-    def run(self, stock: MicroStep, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Run one micro-batch as `stock`, the trainer's own step, does; return its loss."""
-        loss = self._run_once(stock, model, inputs, num_items_in_batch)
-        if self._turns is not None and self._turns.compares:
-            self._turns.worked(sum(getattr(inputs.get("packed_batch"), "seq_lengths", ())))
-        return loss
-
-    def _run_once(self, stock: MicroStep, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:
-        slot = self._slot(inputs) if self._may_replay(model, inputs, num_items_in_batch) else None
-        if slot is not None:
-            # As the trainer's own step begins; the second is for optimizers without a schedule, which evaluation has
-            # switched over.
-            model.train()
-            if callable(switch := getattr(self._run.trainer.optimizer, "train", None)):
-                switch()
-            trainer = self._run.trainer
-            coefficient = trainer.router_aux_loss_coef if trainer.aux_loss_enabled else None
-            state = (self._state.now(self._run.model), coefficient, trainer.args.loss_type)
-            self._recorded_state = self._recorded_state or state
-            if state != self._recorded_state:
-                self._model_changed()
-                slot = None
-        if self._buffers is not None and not self._is_eager_turn:  # that step is as it would be without graphs
-            self._buffers.attach()
-        if slot is None:
-            return stock(model, inputs, num_items_in_batch)
-        copy_into(slot.inputs, inputs)
-        if isinstance(num_items_in_batch, Tensor):
-            self._items.copy_(num_items_in_batch, non_blocking=True)
-        else:
-            self._items.fill_(num_items_in_batch)
-        self._accumulation.fill_(self._run.trainer.current_gradient_accumulation_steps)
-        if slot.recorded is not None:
-            return self._replay(inputs, slot.recorded)
-        return self._warm(stock, model, inputs, num_items_in_batch, slot)
-
-    def _may_replay(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> bool:
-        """Return whether a micro-batch is one of many alike; what excludes all that follow ends the feature."""
-        if self._ended:
-            return False
-        self._hooks = self._hooks or HookWatch(model)
-        found, trainer = self._hooks.look(), self._run.trainer
-        if self._present_step != trainer.state.global_step:
-            self._present_step = trainer.state.global_step
-            self._begin_step()
-            found = found or hook_on_a_gradient(trainer.model, trained_parameters(trainer.optimizer))
-            found = found or replaced_methods(trainer, BATCH_METHODS)
-        if found:
-            self.disable(f"{found} does not run in a replay: remove it to have steps captured")
-        if self.has_ended:
-            return False
-        return num_items_in_batch is not None and self._step.takes(self._run, inputs) and is_as_collated(inputs)
-
-    def _slot(self, inputs: Any) -> _Slot | None:
-        """Return where a row runs; None where it runs eager in its own shapes."""
-        if self._steps_done < EAGER_STEPS or not self._run.step.is_warmed_up or not self._pays:
+        Args:
+            backbone: the decoder without its head.
+            batch: of the row.
+            tokens: (1, total_tokens) int64.
+            others: keywords of the call besides those of a row.
+        """
+        trains = torch.is_grad_enabled()
+        if self._ended or not self._run.model.training:
             return None
-        if self._run.step.version != self._version:  # layers run otherwise since: compiled, kept, offloaded
+        watched = self._watched_of(backbone)
+        if trains and self._present_step != self._run.trainer.state.global_step:
+            self._present_step = self._run.trainer.state.global_step
+            self._begin_step()
+            self._look_for_watchers()
+        if hook := watched.hooks.look():
+            self.disable(f"{hook} does not run in a replay: remove it to have steps captured")
+        if self._ended or _has_extras(others):
+            return None
+        bucket = self._bucket(batch)
+        if bucket is None or (trains and self._is_open):
+            return None
+        state = watched.state.now(backbone)
+        if not trains and watched.state.is_adapted:
+            return None  # the fast LoRA layers read casts of the last forward with gradients: a graph has its own
+        if watched.recorded.setdefault(trains, state) != state:
+            self._model_changed()
+            return None
+        key = _Key(id(backbone), trains, bool(others.get(ROUTER_LOGITS)), bucket)
+        slot = self._slots.setdefault(key, _Slot(bucket, self._run.device))
+        slot.inputs.copy_row(batch, tokens)
+        outputs = self._run_slot(backbone, slot, key, tokens.numel())
+        return None if outputs is None else RowOutputs(outputs[0], outputs[1:] or None)
+
+    def _look_for_watchers(self) -> None:
+        """End the feature if gradients or losses are seen by code of the user that came since the last step."""
+        trainer = self._run.trainer
+        hook = hook_on_a_gradient(trainer.model, trained_parameters(trainer.optimizer))
+        if hook := hook or replaced_methods(trainer, LOSS_METHODS):
+            self.disable(f"{hook} does not run in a replay: remove it to have steps captured")
+
+    def _watched_of(self, backbone: nn.Module) -> _Backbone:
+        if id(backbone) not in self._backbones:
+            made = self._backbones[id(backbone)] = _Backbone(backbone)
+            self._watching.enter_context(made.contents.watched())
+        return self._backbones[id(backbone)]
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether a forward with gradients waits for its backward: its row and activations have to stay."""
+        return self._open is not None and self._open() is not None
+
+    def _opened(self) -> _Open:
+        """Return an object that lives as long as the activations of the present forward."""
+        held = _Open()
+        self._open = weakref.ref(held)
+        return held
+
+    def _bucket(self, batch: PackedBatch) -> Bucket | None:
+        """Return the shapes of a row; None if it runs eagerly in its own."""
+        if not self._is_settled or not self._pays:
+            return None
+        if self._run.step.version != self._version:  # layers run otherwise since: compiled, kept
             if why := self._why_not():
                 self.disable(why)
                 return None
             self.drop()
             self._version = self._run.step.version
-        bucket = self._buckets.find(RowSize.of(inputs["packed_batch"]))
+        bucket = self._buckets.find(Bucket.of(batch), max(1, len(batch.parts)))
         if bucket is None or self._run.refuses_static(bucket):
-            self._left_out += 1  # its step is compared with none
             if self._buckets.are_outgrown():
                 self._drop_graphs()
             return None
-        return None if self._is_eager_turn else self._slot_of(bucket)
+        return bucket
 
-    def _slot_of(self, bucket: Bucket) -> _Slot:
-        if bucket not in self._slots:
-            self._slots[bucket] = _Slot(StaticInputs(bucket, self._run.device))
-        return self._slots[bucket]
+    def _run_slot(self, backbone: Any, slot: _Slot, key: _Key, tokens: int) -> tuple[Tensor, ...] | None:
+        """Run the row that was copied into `slot`; None if that has to be done eagerly."""
+        if slot.forward is None and self._is_due(slot, key) and (self._buffers is not None or not key.trains):
+            self._record(backbone, slot, key)
+            if self._ended:
+                return None
+        if slot.forward is None:
+            slot.warm += 1
+            self.warmed += 1
+            try:
+                outputs = self._static(backbone, slot, key.routes)
+            except PackingError as error:  # something asks for what a static row does not have
+                self.disable(str(error))
+                return None
+            if outputs[0].grad_fn is not None:
+                outputs[0].grad_fn.metadata["fastpack_open"] = self._opened()
+        else:
+            self.replayed += 1
+            if slot.backward is not None:
+                replayed: tuple[Tensor, ...] = _Replay.apply(self._anchor, self._opened(), slot, self._buffers, tokens)
+                return replayed
+            slot.forward.replay()
+            outputs = slot.outputs
+        return tuple(_of_row(output, tokens) for output in outputs)
 
-    def _warm(self, stock: MicroStep, model: nn.Module, inputs: Any, num_items_in_batch: Any, slot: _Slot) -> Tensor:
-        """Run a row eager in static shapes, as the graph will; then record that, if it is due.
+    def _is_due(self, slot: _Slot, key: _Key) -> bool:
+        """Return whether a slot is to be recorded; larger buckets go first for a while: others reuse their memory."""
+        larger = [other for other in self._buckets.choice or () if other.tokens > key.bucket.tokens]
+        slots = [self._slots.get(key._replace(bucket=other)) for other in larger]
+        waits = any(other is None or other.forward is None for other in slots)
+        return slot.warm >= slot.needs + PATIENCE * waits
 
-        A failure to record comes after the micro-batch: what is run again for lack of memory is another one.
-        """
-        try:
-            loss, table = self._static(stock, model, slot)
-        except PackingError as error:  # somebody asks for what a static row does not have
-            self.disable(str(error))
-            return stock(model, inputs, num_items_in_batch)
-        slot.warm += 1
-        self.warmed += 1
-        self._keep(inputs, table)
-        if slot.warm >= slot.needs:
-            self._buffers = self._buffers or GradientBuffers(self._run.model.parameters())
-            self._record_all(stock, model, slot)
-        return loss
-
-    def _static(self, stock: MicroStep, model: nn.Module, slot: _Slot) -> tuple[Tensor, Tensor]:
-        """Run the micro-batch that is in the tensors of `slot`; return its loss and figures and touch no metric."""
+    def _static(self, backbone: Any, slot: _Slot, routes: bool) -> tuple[Tensor, ...]:
+        """Run the row that is in the tensors of `slot` eagerly."""
         adapters = self._run.get_state(LoraReport)
         adding_up = nullcontext() if adapters is None else adapters.adding_up()
+        routing = {ROUTER_LOGITS: True} if routes else {}
+        kind = self._run.device.type
+        # Casts of weights that an earlier call made would not be in a recording, nor those of a recording elsewhere.
+        autocast = torch.autocast(
+            kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind), cache_enabled=False
+        )
         try:
-            with adding_up, self._step.static_loss(self._accumulation) as figures:
-                loss = stock(model, PackedInputs(slot.inputs.keywords), self._items)
+            with autocast, adding_up:
+                outputs = backbone(**slot.inputs.keywords, **routing, use_cache=False)
         finally:
-            slot.inputs.batch.clear_derived()  # made inside of a recording that failed, it is in memory that is gone
-        return loss, figures.table
+            slot.inputs.batch.clear_derived()
+        routers = getattr(outputs, "router_logits", None) if routes else None
+        return outputs.last_hidden_state, *(routers or ())
 
-    def _record_all(self, stock: MicroStep, model: nn.Module, warm: _Slot) -> None:
-        """Record the graph of a bucket whose kernels have run, and of those that launch the same kernels.
-
-        These differ in documents and `max_seqlen` alone, and a recording runs nothing: no row of theirs is needed.
-        """
-        lacks = self._device.lacks_room()
-        if lacks:
+    def _record(self, backbone: Any, slot: _Slot, key: _Key) -> None:
+        """Record the forward of a slot, and its backward if it trains; a failure is tried once more, then reported."""
+        if lacks := self._device.lacks_room():
             self.disable(lacks)
             return
         self._device.prepare()
-        self._record(stock, model, warm)
-        for bucket in self._buckets.beside(warm.inputs.bucket) if warm.recorded is not None else ():
-            slot = self._slot_of(bucket)
-            if slot.recorded is None and not self._run.refuses_static(bucket) and not self._ended:
-                # What would be compiled anew for it waits for a row of its own.
-                with torch.compiler.set_stance("fail_on_recompile"):
-                    self._record(stock, model, slot)
-        self._was_recorded()
-
-    def _record(self, stock: MicroStep, model: nn.Module, slot: _Slot) -> None:
-        """Record the graph of `slot`; where that fails, it is tried again after a further row, then said."""
-        recorded = self._recorded(lambda: self._static(stock, model, slot), slot.warm)
-        if recorded is None:
+        pool = _TRAINED if key.trains else _SCORED
+        forward = self._try_record(lambda: self._static(backbone, slot, key.routes), slot.warm, pool)
+        if forward is None:
             slot.needs = slot.warm + 1
             return
-        graph, (loss, table) = recorded
-        slot.recorded = _Recorded(graph, loss, table)
+        graph, outputs = forward
+        trained = [output for output in outputs if output.requires_grad]  # none if the head alone trains
+        gradients = [torch.zeros_like(output) for output in trained]
+        if trained:
+            assert self._buffers is not None
+            self._buffers.attach()
+            backward = self._try_record(lambda: _backward(trained, gradients), slot.warm, pool)
+            if backward is None:
+                graph.reset()
+                slot.needs = slot.warm + 1
+                return
+            slot.backward = backward[0]
+        made = iter(gradients)
+        slot.gradients = tuple(next(made) if output.requires_grad else None for output in outputs)
+        slot.forward, slot.outputs = graph, tuple(output.detach() for output in outputs)
         self.recorded += 1
+        self._tell()
 
-    def _replay(self, inputs: Any, recorded: _Recorded) -> Tensor:
-        assert self._buffers is not None
-        recorded.graph.replay()
-        self._buffers.were_written()
-        self.replayed += 1
-        self._keep(inputs, recorded.table)
-        return recorded.loss.clone()
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take the gradients of an eager step as those that graphs add to; all of its backward passes are over."""
+        self._open = None  # the frames of an error may hold the tensors of a forward whose backward is over
+        super().on_pre_optimizer_step(args, state, control, **kwargs)
+        if not self._ended and self.warmed and self._buffers is None:
+            self._buffers = GradientBuffers(self._run.model.parameters())
 
-    def _keep(self, inputs: Any, table: Tensor) -> None:
-        self._step.keep(self._run.trainer, table, inputs["packed_batch"])
+    def finish(self) -> None:
+        """Report the run, and drop the graphs."""
+        super().finish()
+        self._watching.close()
 
     def drop(self) -> None:
         """Drop all graphs and buckets; they are made again from the rows that follow."""
@@ -228,10 +290,60 @@ class StepGraphs(GraphDecision):
         self._forget()
 
     def _drop_graphs(self) -> None:
-        for slot in self._slots.values():
-            if slot.recorded is not None:
-                slot.recorded.graph.reset()
+        if not self._is_open:  # else its graphs go with it
+            for slot in self._slots.values():
+                slot.reset()
         self._slots = {}
         self._device.forget()
-        if self._turns is not None:
-            self._turns.compares = False
+
+    def _describe_rows(self) -> str:
+        return str(self._buckets)
+
+
+class _Replay(torch.autograd.Function):
+    """The outputs of a slot for its row; backward adds to the gradients of the parameters, and returns none."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, _anchor: Tensor, held: _Open, slot: _Slot, buffers: GradientBuffers, tokens: int
+    ) -> tuple[Tensor, ...]:
+        """Replay the forward graph of `slot`; the anchor requires a gradient, so that backward is called."""
+        assert slot.forward is not None
+        slot.forward.replay()
+        ctx.held, ctx.slot, ctx.backward_graph, ctx.buffers, ctx.tokens = held, slot, slot.backward, buffers, tokens
+        ctx.set_materialize_grads(False)
+        return tuple(_of_row(output, tokens) for output in slot.outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        """Replay the backward graph on these gradients, which are zero past the row."""
+        for static, given in zip(ctx.slot.gradients, gradients, strict=True):
+            if static is None:
+                continue
+            dim, tokens = static.dim() - 2, 0 if given is None else ctx.tokens
+            if given is not None:
+                static.narrow(dim, 0, tokens).copy_(given)
+            if tokens < static.shape[dim]:
+                static.narrow(dim, tokens, static.shape[dim] - tokens).zero_()
+        ctx.buffers.attach()
+        ctx.backward_graph.replay()
+        ctx.buffers.were_written()
+        ctx.held = None
+        return None, None, None, None, None
+
+
+def _has_extras(others: Mapping[str, Any]) -> bool:
+    """Return whether a call has keywords that a recording does not have."""
+    given = [value for name, value in others.items() if name != ROUTER_LOGITS]
+    return any(value is not None and value is not False for value in given)
+
+
+def _of_row(output: Tensor, tokens: int) -> Tensor:
+    """Return what an output has for the tokens of a row, without the tail of its bucket."""
+    return output.narrow(output.dim() - 2, 0, tokens)
+
+
+def _backward(outputs: list[Tensor], gradients: list[Tensor]) -> tuple[Tensor, ...]:
+    torch.autograd.backward(outputs, gradients)
+    return ()

@@ -188,6 +188,19 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in of_text if hasattr(module, "layer_idx") and hasattr(module, "scaling")]
 
 
+def dropout_of(model: nn.Module) -> str:
+    """Return a dropout of a model, e.g. ``lora_dropout 0.05``; empty if all are 0."""
+    for name, module in model.named_modules():
+        rate = getattr(module, "p", 0.0) if isinstance(module, nn.modules.dropout._DropoutNd) else 0.0
+        if rate:
+            kind = next((part for part in reversed(name.split(".")) if "dropout" in part), type(module).__name__)
+            return f"{kind} {rate:g}"
+    for module in attention_modules(model):
+        if rate := float(getattr(module, "attention_dropout", 0.0) or 0.0):
+            return f"attention_dropout {rate:g}"
+    return ""
+
+
 def state_modules(model: nn.Module) -> list[nn.Module]:
     """Return the mixers that carry state from token to token, outside of attention."""
     return [m for m in model.modules() if isinstance(m, nn.Conv1d) or _STATE_MODULE.search(type(m).__name__)]

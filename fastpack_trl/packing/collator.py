@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fastpack_trl.model.upstream import DataCollatorForLanguageModeling
-from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, to_transformers_kwargs
-from fastpack_trl.packing.packed_inputs import IntArray, PackedInputs, write_segments
+from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, TensorVersion, to_transformers_kwargs
+from fastpack_trl.packing.packed_inputs import IntArray, PackedInputs
 from fastpack_trl.packing.prefixes import score, share
 from fastpack_trl.packing.shared_keys import Documents
 
@@ -32,7 +32,7 @@ class PackingCollator(DataCollatorForLanguageModeling):
     one document), each a NumPy array (the fast path: ``dataset.with_format("numpy")``), a list or a tensor, of
     integers. All rows of a batch become one. Documents of length 0 are skipped; other columns are ignored.
 
-    The result has TRL's keys and values, and ``packed_batch``; all tensors lie in one block (`PackedInputs`):
+    The result has TRL's keys and values, and ``packed_batch``:
 
     - ``input_ids``, ``labels``, ``position_ids``: (1, total_tokens) int64; the label of each first token is -100.
     - ``cu_seq_lens_q``, ``cu_seq_lens_k``: (num_segments + 1,) int32, in tokens.
@@ -118,26 +118,30 @@ class PackingCollator(DataCollatorForLanguageModeling):
             )
             lengths = row.lengths
         self._check_vocabulary("labels", loss_labels)  # only what the loss counts
-        row_shapes = dict.fromkeys(("input_ids", "position_ids", "seq_idx"), (1, total_tokens))
-        loss_shapes = dict.fromkeys(("loss_positions", "loss_labels"), loss_positions.shape)
-        inputs, host = PackedInputs.empty(
-            {"cu_seqlens": (len(segments) + 1,), "labels": (1, label_tokens)} | row_shapes | loss_shapes,
+        whole = np.full((1, total_tokens), self.pad_token_id if num_padding else 0)
+        _flatten(ids, out=whole[0, :tokens])
+        labelled = np.full((1, label_tokens), IGNORE_INDEX)
+        labelled[0, : len(labels)] = labels
+        cu_seqlens, position_ids, seq_idx = _segments(segments)
+        if shared is not None:
+            position_ids += np.repeat(shared.prefix_lengths, segments)
+        tensors = {
+            "cu_seqlens": cu_seqlens, "position_ids": position_ids[None], "seq_idx": seq_idx[None],
+            "loss_positions": loss_positions, "loss_labels": loss_labels,
+        }  # fmt: skip
+        made, targets = {name: torch.from_numpy(array) for name, array in tensors.items()}, torch.from_numpy(labelled)
+        batch = PackedBatch(
             seq_lengths=tuple(lengths.tolist()),
             num_padding=num_padding,
             max_seqlen=int(segments.max()),
+            labels=TensorVersion.of(targets),
+            positions=TensorVersion.of(made["position_ids"]),
             shared=shared,
             documents=documents,
+            **made,
         )
-        _flatten(ids, out=host["input_ids"][:tokens])
-        host["input_ids"][tokens:] = self.pad_token_id if num_padding else 0
-        host["labels"][: len(labels)] = labels
-        host["labels"][len(labels) :] = IGNORE_INDEX
-        write_segments(host, segments)
-        if shared is not None:
-            host["position_ids"] += np.repeat(shared.prefix_lengths, segments)
-        host["loss_positions"][:] = loss_positions
-        host["loss_labels"][:] = loss_labels
-        return inputs
+        inputs = {"input_ids": torch.from_numpy(whole), "labels": targets}
+        return PackedInputs(inputs | to_transformers_kwargs(batch) | {"packed_batch": batch})
 
     def _check_vocabulary(self, name: str, ids: IntArray) -> None:
         if self.vocab_size is None or not ids.size:
@@ -148,6 +152,18 @@ class PackingCollator(DataCollatorForLanguageModeling):
                 f"{name} has token id {low if low < 0 else high}, outside the vocabulary [0, {self.vocab_size}): use "
                 "the tokenizer of this model, or model.resize_token_embeddings"
             )
+
+
+def _segments(lengths: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Return `cu_seqlens`, the position ids and `seq_idx` of segments of these lengths."""
+    ends = lengths.cumsum()
+    # A running sum that falls back to 0 where a segment starts.
+    position_ids = np.ones(ends[-1], np.int64)
+    position_ids[0] = 0
+    position_ids[ends[:-1]] = 1 - lengths[:-1]
+    position_ids.cumsum(out=position_ids)
+    seq_idx: IntArray = np.arange(len(lengths), dtype=np.int32).repeat(lengths)
+    return np.append(0, ends).astype(np.int32), position_ids, seq_idx
 
 
 def unshared(inputs: Mapping[str, Any]) -> Mapping[str, Any]:

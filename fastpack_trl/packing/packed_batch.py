@@ -88,8 +88,8 @@ class PackedBatch(TensorFields):
     With ``num_padding=2`` the tail is one further segment and never a document: ``cu_seqlens=[0, 3, 5, 7]``,
     ``position_ids=[[0, 1, 2, 0, 1, 0, 1]]``.
 
-    A *static* batch (`static_batch.py`) has tensors whose shapes say nothing about its documents, and two tensors
-    more in place of what the host knows of a plain one.
+    A *static* batch (`static_batch.py`) has tensors whose shapes say nothing about its documents; the host knows
+    nothing of them.
 
     The object travels as the keyword ``packed_batch`` of ``model.forward``. It has ``.to`` and ``.pin_memory``, so
     that data loaders, accelerate and checkpointing carry it like a tensor.
@@ -106,9 +106,6 @@ class PackedBatch(TensorFields):
         loss_labels: (num_loss_tokens,) int64, those next tokens.
         labels: the labels that these two were made from; None where that is not known.
         parts: the micro-batches that `merge_batches` made the row of, first to last; empty for a row by itself.
-        loss_mask: (num_loss_tokens,) bool, the entries of `loss_positions` that count; None: all of them do.
-        part_bounds: (num_parts + 1,) int32, in tokens: micro-batch ``i`` of a static batch is
-            ``part_bounds[i] <= token < part_bounds[i + 1]``, the tail follows the last. None in a plain batch.
         shared: the keys of segments that go on from tokens of another one; None: no segment does.
         documents: of a row that the collator made of documents with shared prefixes, to which `labels` belong; None:
             they are the segments, one label per token.
@@ -126,8 +123,6 @@ class PackedBatch(TensorFields):
     labels: TensorVersion | None = None
     positions: TensorVersion | None = None
     parts: tuple[Part, ...] = ()
-    loss_mask: Tensor | None = None
-    part_bounds: Tensor | None = None
     shared: SharedKeys | None = None
     documents: Documents | None = None
     derived: Derived = field(default_factory=Derived, repr=False)
@@ -189,7 +184,7 @@ class PackedBatch(TensorFields):
     @property
     def is_static(self) -> bool:
         """Return whether its tensors get other documents while it stays; the host does not know them then."""
-        return self.part_bounds is not None
+        return self.seq_lengths is NOT_ON_HOST
 
     @property
     def segment_lengths(self) -> tuple[int, ...]:

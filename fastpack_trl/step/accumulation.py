@@ -30,9 +30,8 @@ from fastpack_trl.model.hooks import (
     trained_parameters,
 )
 from fastpack_trl.model.sharded import local
-from fastpack_trl.packing.packed_batch import merge_batches, to_transformers_kwargs
+from fastpack_trl.packing.packed_batch import PackedBatch, merge_batches, to_transformers_kwargs
 from fastpack_trl.packing.packed_inputs import PackedInputs
-from fastpack_trl.packing.static_batch import is_as_collated
 from fastpack_trl.run import Run
 
 logger = get_logger(__name__)
@@ -57,7 +56,12 @@ def merge_inputs(inputs: Sequence[Any]) -> PackedInputs:
 
 def can_merge(inputs: Any) -> bool:
     """Return whether a micro-batch is one packed row as collated, with no further keyword; its tokens may be others."""
-    return is_as_collated(inputs) and not inputs["packed_batch"].parts
+    batch = inputs.get("packed_batch")
+    if not isinstance(batch, PackedBatch) or batch.parts:
+        return False
+    if inputs.keys() != {"input_ids", "labels", "packed_batch", *to_transformers_kwargs(batch)}:
+        return False
+    return batch.counts(inputs["labels"]) and batch.describes(inputs["input_ids"], inputs["position_ids"])
 
 
 def group_by_tokens(tokens: Sequence[int], limit: float) -> list[range]:

@@ -23,7 +23,7 @@ _CHUNK = 1 << 25
 
 
 def load_balancing_losses(
-    router_logits: object, top_k: int, parts: Sequence[int] | Tensor, copies: Tensor | None = None
+    router_logits: object, top_k: int, parts: Sequence[int], copies: Tensor | None = None
 ) -> Tensor | None:
     """Return the load-balancing loss of each micro-batch in a row: (num_parts,) fp32, differentiable in the logits.
 
@@ -33,7 +33,7 @@ def load_balancing_losses(
     Args:
         router_logits: a tuple with (tokens, num_experts) per layer; anything else gives None: stock's loss is 0 then.
         top_k: experts per token.
-        parts: tokens of each part, on the host; or `PackedBatch.part_bounds`. Tokens after the last part count in none.
+        parts: tokens of each part, on the host. Tokens after the last part count in none.
         copies: (tokens,) fp32, how many documents have each token; None: one.
     """
     if not isinstance(router_logits, tuple) or not router_logits:
@@ -41,14 +41,9 @@ def load_balancing_losses(
     first: Tensor = router_logits[0]
     num_tokens, device = len(first), first.device
     # Each part counts in bins of its own, as many kernels as for one; tokens in no part have the last bin.
-    if isinstance(parts, Tensor):
-        bounds = parts.to(device)
-        sizes = bounds.diff().clamp(min=1).float()
-        part = torch.bucketize(torch.arange(num_tokens, device=device, dtype=bounds.dtype), bounds[1:], right=True)
-    else:
-        sizes = torch.cat([torch.full((1,), float(tokens), dtype=torch.float32, device=device) for tokens in parts])
-        counts = [*parts, num_tokens - sum(parts)]
-        part = torch.cat([torch.full((tokens,), place, device=device) for place, tokens in enumerate(counts)])
+    sizes = torch.cat([torch.full((1,), float(tokens), dtype=torch.float32, device=device) for tokens in parts])
+    counts = [*parts, num_tokens - sum(parts)]
+    part = torch.cat([torch.full((tokens,), place, device=device) for place, tokens in enumerate(counts)])
     if copies is not None:
         copies = copies[:num_tokens].to(device)
         sizes = sizes.new_zeros(len(sizes) + 1).index_add_(0, part, copies)[:-1].clamp(min=1)

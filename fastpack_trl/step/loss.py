@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from fastpack_trl.errors import PackingError
 from fastpack_trl.model.upstream import missing_reason
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, Part
+from fastpack_trl.step.backbone import BackboneCall
 from fastpack_trl.step.head import head_loss, missing_tile_functions
 from fastpack_trl.step.load_balancing import experts_named, load_balancing_losses
 
@@ -37,8 +37,7 @@ class ChosenLoss(ModelOutput):
 
     Args:
         total, log_probs, entropy, is_top1: see `HeadLoss`.
-        aux_loss: () load-balancing loss where router logits are asked for; (num_parts,) of a merged row, and of a
-            static one with room for several micro-batches.
+        aux_loss: () load-balancing loss where router logits are asked for; (num_parts,) of a merged row.
         positions: (N,) int64, where the labels are not the collator's any more; None where they are.
         weights: (N,) fp32, how many documents count each position; None: one.
     """
@@ -60,11 +59,13 @@ class LossForward:
 
     Attributes:
         missing: why it could not be laid; empty where it was.
+        call_backbone: calls the decoder.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._stock: Any = model.forward
+        self.call_backbone = BackboneCall()
         constants, why_not = read_constants(self._stock)
         if not why_not and (constants["temperature"] != 1.0 or constants["cast_lm_head_to_fp32"]):
             why_not = "trl's fused head was set up with a temperature or in fp32"
@@ -72,7 +73,7 @@ class LossForward:
         self.missing = missing_reason("sync_free") or why_not or (f"trl lacks {lacks}" if lacks else "")
         if self.missing:
             return
-        self._function = _around(self._stock.__func__, constants)
+        self._function = _around(self._stock.__func__, constants, self.call_backbone)
         model.forward = types.MethodType(self._function, model)
 
     @property
@@ -126,7 +127,7 @@ def read_constants(forward: Any) -> tuple[dict[str, Any], str]:
     return found, f"trl's fused head has no {', '.join(lacks)} in its closure" if lacks else ""
 
 
-def _around(stock: Callable[..., Any], constants: dict[str, Any]) -> Callable[..., Any]:
+def _around(stock: Callable[..., Any], constants: dict[str, Any], call_backbone: BackboneCall) -> Callable[..., Any]:
     """Return the forward itself. It holds no model: a deep copy of the model runs its own layers."""
     text_config, backbone_attr = constants["text_config"], constants["backbone_attr"]
     knowing_experts = experts_named(text_config)
@@ -153,12 +154,12 @@ def _around(stock: Callable[..., Any], constants: dict[str, Any]) -> Callable[..
         if getattr(text_config, "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
         # Looked up on each call, as in TRL: PEFT and accelerate replace modules later.
-        outputs = getattr(self, backbone_attr)(*args, **kwargs)
+        outputs = call_backbone(getattr(self, backbone_attr), loss_batch, *args, **kwargs)
         head = head_of(self)
         if isinstance(head, str):
             raise RuntimeError(f"{head}: set sync_free='off'")
         hidden, edited = outputs.last_hidden_state, None
-        positions, next_tokens, mask = loss_batch.loss_positions, loss_batch.loss_labels, loss_batch.loss_mask
+        positions, next_tokens = loss_batch.loss_positions, loss_batch.loss_labels
         documents = loss_batch.documents
         weights = documents.loss_weights if documents is not None else None
         cut = documents is None and labels is not None and hidden.shape[:2] != labels.shape
@@ -168,7 +169,7 @@ def _around(stock: Callable[..., Any], constants: dict[str, Any]) -> Callable[..
         chosen = hidden.flatten(0, 1).index_select(0, positions)
         weight, bias = map(whole, head)
         assert weight is not None
-        loss = compute(chosen, weight, bias, next_tokens, mask=mask, weights=weights, loss_type=loss_type)
+        loss = compute(chosen, weight, bias, next_tokens, weights=weights, loss_type=loss_type)
         asked = kwargs.get("output_router_logits")
         aux_loss = _balancing(outputs, text_config.num_experts_per_tok, loss_batch) if asked else None
         return ChosenLoss(*loss, aux_loss=aux_loss, positions=edited, weights=weights)
@@ -178,19 +179,13 @@ def _around(stock: Callable[..., Any], constants: dict[str, Any]) -> Callable[..
 
 def _balancing(outputs: Any, top_k: int, batch: PackedBatch) -> Tensor:
     """Return the load-balancing loss of each micro-batch in a row, () of one by itself; padding does not count."""
-    parts: Sequence[int] | Tensor
-    if batch.part_bounds is not None:
-        parts, count = batch.part_bounds, len(batch.part_bounds) - 1
-        by_itself = count == 1
-    else:
-        length = outputs.last_hidden_state.shape[1]  # a row may have been cut short
-        parts = [part.tokens for part in batch.parts] or [min(batch.total_tokens - batch.num_padding, length)]
-        count, by_itself = len(parts), not batch.parts
+    length = outputs.last_hidden_state.shape[1]  # a row may have been cut short
+    parts = [part.tokens for part in batch.parts] or [min(batch.total_tokens - batch.num_padding, length)]
     copies = None if batch.documents is None else batch.documents.copies
     losses = load_balancing_losses(outputs.router_logits, top_k, parts, copies)
     if losses is None:  # this model records no router logits
-        losses = torch.zeros(count, dtype=torch.float32, device=outputs.last_hidden_state.device)
-    return losses[0] if by_itself else losses
+        losses = torch.zeros(len(parts), dtype=torch.float32, device=outputs.last_hidden_state.device)
+    return losses if batch.parts else losses[0]
 
 
 def _counted(hidden: Tensor, labels: Any, shift_labels: Tensor | None, batch: PackedBatch) -> tuple[Tensor, Tensor]:
@@ -198,12 +193,7 @@ def _counted(hidden: Tensor, labels: Any, shift_labels: Tensor | None, batch: Pa
 
     Raises:
         ValueError: labels of another shape than the tokens.
-        PackingError: a static batch, whose shapes hold no other number of them.
     """
-    if batch.is_static:
-        raise PackingError(
-            "the labels of a static batch were moved or edited by a hook: give the model the plain batch"
-        )
     documents = batch.documents
     shape = hidden.shape[:2] if documents is None else (1, documents.token_of.numel())
     next_tokens = shift_labels

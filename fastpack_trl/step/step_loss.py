@@ -19,10 +19,9 @@ class StepLoss(NamedTuple):
     """() fp32, with gradient."""
     table: Tensor
     """(num_parts, 3) fp32 without gradient, a row for each micro-batch: sum of the entropies, correct tokens, auxiliary
-    loss (of no meaning where there is none). A row by itself is one part. A static batch has as many as there is room
-    for; surplus ones count nothing."""
+    loss (of no meaning where there is none). A row by itself is one part."""
     loss_tokens: list[int]
-    """Tokens of each part with a loss; empty for a static batch, where only the host knows (`PackedBatch.parts`)."""
+    """Tokens of each part with a loss."""
     edited: bool
     """Whether the labels are not the collator's any more."""
 
@@ -32,19 +31,16 @@ def step_loss(
     model: nn.Module,
     inputs: dict[str, Any],
     num_items_in_batch: Tensor | int | None,
-    accumulation_steps: Tensor | int,
+    accumulation_steps: int,
     batch: PackedBatch | None,
 ) -> StepLoss:
     """Return the loss of one micro-batch, normalised as in TRL's ``compute_loss``, and its figures; keeps nothing.
-
-    Of a static batch with tensors for both counts nothing is read on the host: a CUDA graph of it and of the backward
-    pass replays for whatever is copied into them.
 
     Args:
         trainer: a `SFTTrainer` whose model has a `LossForward`.
         num_items_in_batch: tokens with a loss in all micro-batches of the step (and, with
             ``average_tokens_across_devices``, of all ranks); None: the mean over this batch, as in evaluation.
-        accumulation_steps: micro-batches of the step, which share the auxiliary loss; a number or ().
+        accumulation_steps: micro-batches of the step, which share the auxiliary loss.
         batch: of `inputs`, with `loss_positions`; None for the outputs of TRL's forward.
     """
     inputs["use_cache"] = False
@@ -88,7 +84,7 @@ class _Split:
     """The micro-batches of a row, to which the positions of `outputs` belong.
 
     Attributes:
-        sizes: positions of each; empty for a static batch. Synchronises only after an edit of the labels.
+        sizes: positions of each. Synchronizes only after an edit of the labels.
         counted: tokens that the loss counts in each: more than positions where documents share some.
         is_one: the row is a micro-batch by itself.
     """
@@ -96,14 +92,6 @@ class _Split:
     def __init__(self, batch: PackedBatch | None, outputs: ChosenLoss) -> None:
         self.sizes: list[int] = []
         self.counted: list[int] = []
-        self._members = self._counts = None
-        if batch is not None and batch.part_bounds is not None:
-            bounds, positions = batch.part_bounds[:, None], batch.loss_positions
-            self._counts = batch.loss_mask if outputs.weights is None else outputs.weights
-            self.is_one = bounds.numel() == 2
-            if not self.is_one:
-                self._members = (bounds[:-1] <= positions) & (positions < bounds[1:])
-            return
         parts = () if batch is None else batch.parts
         self.is_one = not parts
         if not parts:
@@ -119,22 +107,15 @@ class _Split:
             part_of = torch.bucketize(outputs.positions, bounds, right=True)
             self.counted = self.sizes = part_of.bincount(minlength=len(parts)).tolist()
 
-    def count(self) -> Tensor | int:
+    def count(self) -> int:
         """Return the positions that the loss counts in the whole row, at least 1."""
-        return max(1, sum(self.counted)) if self._counts is None else self._counts.sum().clamp(min=1)
+        return max(1, sum(self.counted))
 
     def sums(self, figures: Tensor) -> Tensor:
-        """Return the sum over each micro-batch, (num_parts,) fp32; () for a row by itself.
-
-        Args:
-            figures: (N,), 0 where a position is masked.
-        """
+        """Return the sum over each micro-batch, (num_parts,) fp32; () for a row by itself."""
         if self.is_one:
             return figures.sum(dtype=torch.float32)
-        if self._members is None:
-            return torch.stack([part.sum(dtype=torch.float32) for part in figures.split(self.sizes)])
-        # Chosen, not multiplied: a NaN stays in its own part.
-        return torch.where(self._members, figures, 0).sum(dim=1, dtype=torch.float32)
+        return torch.stack([part.sum(dtype=torch.float32) for part in figures.split(self.sizes)])
 
 
 def _of_stock(outputs: Any, loss_type: str) -> ChosenLoss:

@@ -44,7 +44,6 @@ class SyncFreeStep:
         self.metrics = DeferredMetrics()
         self.forward = LossForward(text_model(model))
         self.host, self.filter = HostWork(), LossFilter()
-        self._apart: _StaticLoss | None = None
 
     def takes(self, run: Run, inputs: Any, return_outputs: bool = False) -> bool:
         """Return whether this batch is a row without padding, whose loss and metrics are made here; else it is said."""
@@ -58,8 +57,6 @@ class SyncFreeStep:
     def batch_loss(self, run: Run, model: Any, inputs: Any, num_items_in_batch: Tensor | int | None) -> Tensor:
         """Return the loss of a micro-batch; its metrics are kept for the next log."""
         trainer = run.trainer
-        if self._apart is not None:
-            return self._apart.loss(trainer, model, inputs, num_items_in_batch)
         mode: Mode = "train" if trainer.model.training else "eval"
         batch, why_stock = inputs.get("packed_batch"), ""
         if not isinstance(batch, PackedBatch) or batch.loss_positions is None:
@@ -79,32 +76,6 @@ class SyncFreeStep:
         self.metrics.keep(trainer, mode, table, loss_tokens, tokens)
         return loss
 
-    def keep(self, trainer: SFTTrainer, table: Tensor, batch: PackedBatch) -> None:
-        """Keep the figures of a static batch for the next log; asks the device nothing.
-
-        Args:
-            trainer: that trains.
-            table: as of `StepLoss`; copied, so that a replay may write it again.
-            batch: the plain one that was copied into the static one.
-        """
-        size = batch.loss_positions.numel() if batch.loss_positions is not None else 0
-        size = size if batch.documents is None else batch.documents.loss_tokens
-        loss_tokens = [part.counted or part.loss_tokens for part in batch.parts] or [size]
-        self.metrics.keep(trainer, "train" if trainer.model.training else "eval", table, loss_tokens, row_tokens(batch))
-
-    @contextlib.contextmanager
-    def static_loss(self, accumulation_steps: Tensor) -> Iterator[_StaticLoss]:
-        """Let a static batch in this context have its loss without any effect on the host; `keep` is for afterwards.
-
-        Args:
-            accumulation_steps: () fp32, read by the device.
-        """
-        self._apart = _StaticLoss(accumulation_steps)
-        try:
-            yield self._apart
-        finally:
-            self._apart = None
-
     def filtered(self, trainer: SFTTrainer, loss: Tensor) -> Tensor:
         """Return the loss that the trainer adds up for the log: what the NaN filter lets pass."""
         return self.filter.apply(trainer, loss) if self.filters else loss
@@ -123,23 +94,6 @@ class SyncFreeStep:
     def close(self) -> None:
         """Take the forward away from the model."""
         self.forward.close()
-
-
-class _StaticLoss:
-    """The loss of a static batch, and its figures.
-
-    Attributes:
-        table: as of `StepLoss`.
-    """
-
-    def __init__(self, accumulation_steps: Tensor) -> None:
-        self._steps = accumulation_steps
-        self.table = accumulation_steps
-
-    def loss(self, trainer: SFTTrainer, model: Any, inputs: Any, num_items_in_batch: Tensor | int | None) -> Tensor:
-        found = step_loss(trainer, model, inputs, num_items_in_batch, self._steps, inputs["packed_batch"])
-        self.table = found.table
-        return found.loss
 
 
 @contextlib.contextmanager

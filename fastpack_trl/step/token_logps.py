@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.upstream import missing_reason, resolve
-from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, TensorVersion, to_transformers_kwargs
+from fastpack_trl.packing.packed_batch import IGNORE_INDEX, TensorVersion, to_transformers_kwargs
 from fastpack_trl.packing.prompt_groups import PromptGroups
+from fastpack_trl.step.backbone import BackboneCall
 from fastpack_trl.step.head import VOCABULARY_SLICE, ChunkedLogProbFunction, head_log_probs, missing_tile_functions
 from fastpack_trl.step.load_balancing import experts_named
 from fastpack_trl.step.loss import head_of, read_constants, whole
@@ -37,7 +38,7 @@ class Rows:
     Attributes:
         entropy_has_gradient: a loss reads the entropy, not only a metric.
         head_trains: the policy's head does. A reference is scored as the policy is: equal models have equal figures.
-        replay: returns the hidden states of a row from a recorded backbone, or None where it is called as it is.
+        call_backbone: calls the decoder.
         ran: forwards that ran on a row.
         missed: forwards over other tokens than those of a known row.
     """
@@ -45,7 +46,7 @@ class Rows:
     def __init__(self) -> None:
         self._known: list[tuple[TensorVersion, PromptGroups]] = []
         self.entropy_has_gradient = self.head_trains = False
-        self.replay: Callable[[Any, PackedBatch, Tensor, dict[str, Any]], Tensor | None] | None = None
+        self.call_backbone = BackboneCall()
         self.ran = self.missed = 0
 
     @contextmanager
@@ -123,14 +124,11 @@ class RowForward:
 
 
 def _run_backbone(rows: Rows, backbone: Callable[..., Any], groups: PromptGroups, ids: Tensor, given: Any) -> Any:
-    """Return the outputs of a backbone over the row of a padded batch; their hidden states may have a longer tail."""
+    """Return the outputs of a backbone over the row of a padded batch."""
     batch, tokens = groups.batch, groups.row(ids)
     own = {name: value for name, value in given.items() if name not in _PADDED}
-    hidden = rows.replay(backbone, batch, tokens, own) if rows.replay is not None else None
-    if hidden is not None:
-        return types.SimpleNamespace(last_hidden_state=hidden, hidden_states=None, attentions=None)
     keywords = to_transformers_kwargs(batch) | {"packed_batch": batch, "use_cache": False}
-    return backbone(input_ids=tokens, **keywords, **own)
+    return rows.call_backbone(backbone, batch, input_ids=tokens, **keywords, **own)
 
 
 def _around_classifier(rows: Rows, state: Any, stock: Callable[..., Any], model: Any) -> Callable[..., Any]:

@@ -6,7 +6,6 @@ import copy
 import gc
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +13,7 @@ from accelerate.logging import get_logger
 from torch import Tensor
 
 from fastpack_trl.capture.ddp import FlatReduce
-from fastpack_trl.capture.graphs import StepGraphs
+from fastpack_trl.capture.graphs import BackboneGraphs
 from fastpack_trl.checkpointing.activation_memory import ActivationMemory
 from fastpack_trl.errors import close_frames, first_reason
 from fastpack_trl.model.hooks import callback_between, hook_on_a_gradient
@@ -65,7 +64,7 @@ class OptimizerStep:
         Raises:
             torch.OutOfMemoryError: nothing is left that could be freed, or the step cannot run again.
         """
-        merging, graphs, place = self._run.get_state(Merging), self._run.get_state(StepGraphs), self._done
+        merging, place = self._run.get_state(Merging), self._done
         is_known = place < len(self._batches) and inputs is self._batches[place]
         self._done += 1
         group = range(place, place + 1) if merging is None else merging.group(inputs, place)
@@ -75,9 +74,8 @@ class OptimizerStep:
             self._start = _Start(self._run)
 
         def attempt(one: Any) -> Tensor:
-            run, row = forward_backward if graphs is None else partial(graphs.run, forward_backward), copy.copy(one)
             with nullcontext() if merging is None else merging.measured(one):
-                return run(model, row, num_items_in_batch)
+                return forward_backward(model, copy.copy(one), num_items_in_batch)
 
         merged = merge_inputs([self._batches[other] for other in group]) if len(group) > 1 else inputs
         try:
@@ -135,7 +133,7 @@ class OptimizerStep:
     def _free(self, group: range) -> bool:
         """Make the next attempt need less memory; return whether anything was left to try."""
         run = self._run
-        graphs, merging, memory = run.get_state(StepGraphs), run.get_state(Merging), run.get_state(ActivationMemory)
+        graphs, merging, memory = run.get_state(BackboneGraphs), run.get_state(Merging), run.get_state(ActivationMemory)
         if graphs is not None and graphs.reclaim():
             return True
         if len(group) > 1 and merging is not None:
@@ -158,7 +156,7 @@ class OptimizerStep:
             close_frames(error)
             if self._run.trainer.accelerator.num_processes > 1 or start.is_over:
                 raise
-        if (graphs := self._run.get_state(StepGraphs)) is not None:
+        if (graphs := self._run.get_state(BackboneGraphs)) is not None:
             graphs.reclaim()
         _empty_caches()
         start.restore()

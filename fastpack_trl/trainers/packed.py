@@ -16,16 +16,16 @@ from torch.utils.data import DataLoader
 from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.attention.feature import choose_attention
 from fastpack_trl.attention.install import packed_attention
-from fastpack_trl.capture.feature import row_graphs
+from fastpack_trl.capture.feature import capture_backbone
 from fastpack_trl.config import Settings
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.changes import patch_attribute, restore_attributes
-from fastpack_trl.model.facts import attention_modules, state_modules, text_model
+from fastpack_trl.model.facts import dropout_of, state_modules, text_model
 from fastpack_trl.model.hooks import is_users
 from fastpack_trl.model.precision import fit_precision
 from fastpack_trl.model.preflight import bound, check_adapters
 from fastpack_trl.packing.batching import BatchPlan, plan_prompt_groups
-from fastpack_trl.packing.buckets import RowSize
+from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.examples import check_not_empty, dropped
 from fastpack_trl.packing.prompt_groups import KEY, PromptGroups, PromptGroupsCollator
 from fastpack_trl.run import Run
@@ -107,7 +107,7 @@ class PackedTrainer(FeaturedTrainer):
             stack.enter_context(self._fastpack_host.running(self))
             switch = AdapterSwitch(self._fastpack_host.contents)
             stack.enter_context(switch.installed(self.model))
-        stack.enter_context(row_graphs(run, self._fastpack_rows, _dropout(run.model), self._fastpack_draw))
+        stack.enter_context(capture_backbone(run, self._fastpack_rows.call_backbone, self._fastpack_draw))
 
     @contextlib.contextmanager
     def _fastpack_reference(self) -> Iterator[None]:
@@ -149,7 +149,7 @@ class PackedTrainer(FeaturedTrainer):
             yield state_modules(model) and "layers with a state go through a row once"
         yield (
             training
-            and (drop := _dropout(run.model))
+            and (drop := dropout_of(run.model))
             and (f"{drop} would drop the same tokens of a prompt for all of its completions; 0 shares them")
         )
 
@@ -176,7 +176,7 @@ class PackedTrainer(FeaturedTrainer):
         with patch_attribute(self, "data_collator", collator):
             yield
 
-    def _fastpack_draw(self) -> list[RowSize]:
+    def _fastpack_draw(self, _parts: int = 1) -> list[Bucket]:
         """Return the sizes of some rows as they will come; none without a collator, by a user's, or from a stream."""
         loader: Any = self.callback_handler.train_dataloader
         data, collate = loader.dataset, loader.collate_fn
@@ -187,7 +187,7 @@ class PackedTrainer(FeaturedTrainer):
         drawn, size = random.Random(self.args.seed), self.args.per_device_train_batch_size
         batches = [collate([data[drawn.randrange(len(data))] for _ in range(size)]) for _ in range(_DRAWN)]
         rows = [groups for batch in batches for groups in batch[KEY].values()]
-        return [RowSize.of_row(groups.batch) for groups in rows if not isinstance(groups, str)]
+        return [Bucket.of(groups.batch) for groups in rows if not isinstance(groups, str)]
 
     def _fastpack_find(self) -> Callable[..., PromptGroups | str] | None:
         """Return what finds the row of a collated batch; None where there is no collator."""
@@ -270,16 +270,3 @@ def _plan_kept(stock: type[Any]) -> Iterator[None]:
 
     with patch_attribute(module, _PAUSE, pause):
         yield
-
-
-def _dropout(model: nn.Module) -> str:
-    """Return which dropout a model has, e.g. ``dropout 0.05 (lora_dropout)``; empty where all are 0."""
-    for name, module in model.named_modules():
-        rate = getattr(module, "p", 0.0) if isinstance(module, nn.modules.dropout._DropoutNd) else 0.0
-        if rate:
-            kind = next((part for part in reversed(name.split(".")) if "dropout" in part), type(module).__name__)
-            return f"{kind} {rate:g}"
-    for module in attention_modules(model):
-        if rate := float(getattr(module, "attention_dropout", 0.0) or 0.0):
-            return f"attention_dropout {rate:g}"
-    return ""

@@ -26,7 +26,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from shared_material import path_of, tree_row, trees
 from static_attention import STATIC_KINDS, assert_as_plain, tensors_of
-from static_material import bucket_for, rows, shared_rows, to_static
+from static_material import bucket_for, rows, to_static
 from static_material import make_inputs as collated
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -41,9 +41,8 @@ from fastpack_trl.attention.per_document import PerDocument
 from fastpack_trl.attention.reference import additive, band_mask, document_attention
 from fastpack_trl.attention.varlen_common import RowInputs, RowLayer, fold_sinks, gather_keys, sink_gradient
 from fastpack_trl.errors import PackingError
-from fastpack_trl.packing.buckets import Bucket, RowSize
+from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
-from fastpack_trl.packing.static_batch import copy_into
 from fastpack_trl.testing import tiny_model
 
 FAMILY = ((12, 5, 7, 1), (-1, 0, 0, 0))
@@ -322,7 +321,7 @@ def test_no_synchronisation_in_forward_and_backward_of_a_model(family: str) -> N
 
 @settings(max_examples=40, deadline=None)
 @given(
-    first=rows | shared_rows, second=rows | shared_rows, tail=st.integers(0, 30), segments=st.integers(0, 4),
+    first=rows, second=rows, tail=st.integers(0, 30), segments=st.integers(0, 4),
     longer=st.integers(0, 3), keys=st.integers(0, 60), keyed=st.booleans(), kind=st.sampled_from(sorted(STATIC_KINDS)),
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["varlen", "flash_attention_4"])
@@ -332,8 +331,8 @@ def test_tail_empty_segments_and_surplus_keys_change_nothing_in_any_row_copied_i
     bucket = bucket_for(second, tail=tail, segments=segments, longer=longer, keys=keys, keyed=keyed)
     static = to_static(second, bucket)
     assert_as_plain(static, second, kind, name)
-    if static.bucket.holds(RowSize.of(first["packed_batch"])):
-        copy_into(static, first)
+    if static.bucket.holds(Bucket.of(first["packed_batch"])):
+        static.copy_row(first["packed_batch"], first["input_ids"])
         assert_as_plain(static, first, kind, name)
 
 
@@ -366,17 +365,16 @@ def test_twin_shows_what_the_kernel_leaves_uninitialised(kind: str) -> None:
 
 
 def test_only_kernels_over_a_row_take_static_batches_up_to_where_int32_ends() -> None:
-    bucket = Bucket(2048, 16, 512, 2048)
+    bucket = Bucket(2048, 16, 512)
     takes = {name for name, backend in BACKENDS.items() if not backend.refuses_static(bucket, PLAIN)}
     assert takes == {"flash_attention_4", "varlen"}
     assert all(BACKENDS[name].refuses_static(bucket, PLAIN).startswith(name) for name in BACKENDS.keys() - takes)
-    model, static = tiny_model("qwen3"), to_static(collated([3, 4]), Bucket(9, 4, 5, 9))
-    keywords = {name: value for name, value in static.keywords.items() if name != "labels"}
+    model, static = tiny_model("qwen3"), to_static(collated([3, 4]), Bucket(9, 4, 5))
     for path in ("per_document", "sdpa"):
         with packed_attention(model, path), pytest.raises(PackingError, match=rf"cannot run: {path} .*plain batch"):
-            model.model(**keywords, use_cache=False)
+            model.model(**static.keywords, use_cache=False)
     wide = replace(HOPPER, num_heads=64, head_dim=128)
-    fits = Bucket(2**31 // (64 * 128) - 128 * 100 - 1, 100, 512, 64)
+    fits = Bucket(2**31 // (64 * 128) - 128 * 100 - 1, 100, 512)
     assert not BACKENDS["varlen"].refuses_static(fits, wide)
     assert "tokens in 101 segments" in BACKENDS["varlen"].refuses_static(fits._replace(segments=101), wide)
     with pytest.raises(ValueError, match=r"too long for varlen's int32 backward: set packed_attention="):

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
-from replayed_graphs import TapeDevice
-
-from fastpack_trl.attention.varlen import Varlen
-from fastpack_trl.capture import feature
+from captured_material import capturing
 
 
 @pytest.fixture
-def devices(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Let runs on the CPU be captured, with attention's twin; return their devices, and let a test set up the next."""
-    made: list[TapeDevice] = []
-    pending: dict[str, Any] = {}
-
-    def make(_device: torch.device) -> TapeDevice:
-        made.append(TapeDevice(**pending))
-        return made[-1]
-
-    monkeypatch.setattr(Varlen, "refuses", lambda self, features: "")
-    monkeypatch.setattr(feature, "unavailable", lambda device: "")
-    monkeypatch.setattr(feature, "CudaGraphs", make)
-    return SimpleNamespace(made=made, options=pending)
+def devices() -> Iterator[SimpleNamespace]:
+    """Let runs on the CPU be captured; `capturing`."""
+    with capturing() as found:
+        yield found

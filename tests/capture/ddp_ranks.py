@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,17 +13,15 @@ import torch
 import torch.distributed as dist
 import trainer_material
 from accelerate.utils import DDPCommunicationHookType
-from captured_material import At, assert_same_run, build, freeze, swap_data, unfreeze, weights
+from captured_material import At, assert_same_run, build, capturing, freeze, swap_data, unfreeze, weights
 from peft import LoraConfig
 from ranks import leave
-from replayed_graphs import TapeDevice
 from torch.nn.parallel import DistributedDataParallel
 from trainer_material import make_dataset
 from transformers import TrainerCallback
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.attention.varlen import Varlen
-from fastpack_trl.capture import ddp, feature, graphs
+from fastpack_trl.capture import ddp, graphs
 from fastpack_trl.capture.decision import EAGER_STEPS
 from fastpack_trl.testing import tiny_model
 
@@ -34,28 +30,11 @@ LORA = {"init_lora_weights": False}
 STEPS = 8
 
 
-@contextmanager
-def devices(**options: Any) -> Iterator[SimpleNamespace]:
-    """Let runs on the CPU be captured; the fixture of the other tests, for a process without pytest."""
-    made: list[TapeDevice] = []
-    pending = dict(options)
-
-    def make(_device: torch.device) -> TapeDevice:
-        made.append(TapeDevice(**pending))
-        return made[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Varlen, "refuses", lambda self, features: "")
-        patch.setattr(feature, "unavailable", lambda device: "")
-        patch.setattr(feature, "CudaGraphs", make)
-        yield SimpleNamespace(made=made, options=pending)
-
-
 def run(setting: str, *, device: Any = None, lora: Any = LORA, prepare: Callable[[Any], None] | None = None,
         callbacks: Callable[[], Any] = tuple, fast: Any = None, **more: Any) -> Any:  # fmt: skip
     """Train with graphs ``on`` or ``off``; the trainer, with the log of its device."""
     options = {"data": make_dataset("text", 90), "per_device_train_batch_size": 1, "max_steps": STEPS, **more}
-    with devices(**(device or {})) as fakes:
+    with capturing(**(device or {})) as fakes:
         torch.manual_seed(0)  # of the adapters
         given = {"cuda_graph": setting, **(fast or {})}
         trainer = build(
@@ -209,7 +188,7 @@ def uneven() -> None:
         {"data": empty},
         {"data": empty, "max_steps": -1, "num_train_epochs": 1, **accumulated},
         {"callbacks": lambda: [At(0, freeze), At(5, unfreeze)], "lora": False, "ddp_find_unused_parameters": True},
-        {"callbacks": lambda: [At(5, swap_data)]},
+        {"callbacks": lambda: [At(5, swap_data)], "max_steps": 14},
     ):
         ours, _ = both(**options)
         assert line(ours).path == "captured", (options, line(ours))

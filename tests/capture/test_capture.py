@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -90,22 +89,6 @@ def test_gradients_are_as_in_stock_between_steps(tmp_path: Path, devices: Any) -
     assert torch.equal(model.unused, torch.ones(3))
 
 
-def test_a_nan_in_a_replay_is_filtered_from_the_log_as_in_an_eager_step(tmp_path: Path, devices: Any) -> None:
-    def poison(results: tuple[torch.Tensor, ...]) -> None:
-        if devices.made[0].log.count("replay") == 2:
-            for result in results:
-                result.fill_(math.nan)
-
-    devices.options["after_replay"] = poison
-    trainer = build(FastSFTTrainer, tmp_path, devices)
-    trainer.train()
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    assert len(losses) == STEPS
-    assert not any(map(math.isnan, losses))
-    entropies = [row["entropy"] for row in trainer.state.log_history if "entropy" in row]
-    assert sum(map(math.isnan, entropies)) == 1
-
-
 def test_a_comparison_has_the_losses_of_captured_steps(tmp_path: Path, devices: Any) -> None:
     def make(cls: type[SFTTrainer], config: type[SFTConfig], **changes: Any) -> SFTTrainer:
         args = settings(tmp_path, packing=True, eval_strategy="no") | changes
@@ -129,8 +112,8 @@ def test_a_replay_adds_the_gradients_of_all_adapters_by_one_operator(tmp_path: P
 
     class Looks(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            slots = trainer.fastpack_run.get_state(graphs.StepGraphs)._slots.values()
-            tapes.extend(slot.recorded.graph._operations for slot in slots if slot.recorded is not None)
+            slots = trainer.fastpack_run.get_state(graphs.BackboneGraphs)._slots.values()
+            tapes.extend(slot.backward._operations for slot in slots if slot.backward is not None)
 
     trainer = build(FastSFTTrainer, tmp_path / "ours", devices, callbacks=[Looks()], **options)
     trainer.train()

@@ -31,7 +31,7 @@ from transformers import TrainerCallback
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.capture import decision
-from fastpack_trl.capture.graphs import StepGraphs
+from fastpack_trl.capture.graphs import BackboneGraphs
 from fastpack_trl.testing import tiny_model
 
 
@@ -101,7 +101,7 @@ def test_a_model_that_changes_again_and_again_runs_eager(tmp_path: Path, devices
     line = trainer.fastpack_report["cuda_graph"]
     assert (line.status, line.path) == ("off", "eager")
     assert "again and again" in line.reason
-    assert devices.made[0].log.count("record") > decision.MOST_CHANGES
+    assert devices.made[0].log.count("record") > decision.MAX_RERECORDINGS
 
 
 def test_hooks_that_came_end_it_and_see_every_row(tmp_path: Path, devices: Any) -> None:
@@ -159,7 +159,7 @@ def test_an_exception_between_replays_leaves_the_model_as_it_was(tmp_path: Path,
         trainer.train()
     log = devices.made[0].log
     assert log.count("reset") == log.count("record") >= 1
-    assert trainer.fastpack_run.get_state(StepGraphs) is None
+    assert trainer.fastpack_run.get_state(BackboneGraphs) is None
     trainer.remove_callback(At)
     trainer.train()
     assert len(devices.made) == 2

@@ -213,10 +213,10 @@ def test_memory_that_a_step_lacks_is_taken_from_the_graphs(tmp_path: Path) -> No
     class Lacks(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
             if state.global_step == 15:
-                captured = trainer.fastpack_run.get_state(graphs.StepGraphs)
+                captured = trainer.fastpack_run.get_state(graphs.BackboneGraphs)
                 assert captured is not None
                 assert captured.replayed
-                assert trainer.fastpack_run.get_state(graphs.StepGraphs).reclaim()
+                assert trainer.fastpack_run.get_state(graphs.BackboneGraphs).reclaim()
 
     trainer = made(tmp_path, max_steps=18, trainer={"callbacks": [Lacks()]})
     trainer.train()
@@ -349,9 +349,8 @@ def test_an_eager_row_that_runs_out_of_memory_beside_graphs_takes_theirs(tmp_pat
     class Odd(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 15:
-                captured = trainer.fastpack_run.get_state(graphs.StepGraphs)
-                assert captured.replayed
-                captured._may_replay = lambda *_: False
+                assert trainer.fastpack_run.get_state(graphs.BackboneGraphs).replayed
+                trainer._fastpack_step.forward.call_backbone.replay = lambda *_: None
 
     model, given = calling_in_backward(ask_too_much), {"callbacks": [Odd()]}
     trainer = made(tmp_path, model=model, fast={"layer_compile": "off"}, max_steps=18, trainer=given)

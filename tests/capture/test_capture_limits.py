@@ -8,18 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from captured_material import Clock, assert_same_run, build
+from captured_material import assert_same_run, build
 from old_device import forced_capability
 from out_of_memory import calling_in_backward
 from transformers import TrainerCallback
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.capture import feature
+from fastpack_trl.capture import decision, feature
 from fastpack_trl.capture.buckets import RowBuckets
-from fastpack_trl.capture.graphs import StepGraphs
 from fastpack_trl.checkpointing.streams import GIB
 from fastpack_trl.moe.layout import experts_modules
-from fastpack_trl.packing.buckets import Bucket, RowSize
+from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.run import Run
 from fastpack_trl.testing import tiny_model
 
@@ -39,32 +38,23 @@ def test_what_cannot_be_recorded_runs_eager_named_once(
     tmp_path: Path, devices: Any, error: Exception, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     devices.options["fail"] = lambda number: error
-    ours = build(FastSFTTrainer, tmp_path / "ours", devices)
+    ours = build(FastSFTTrainer, tmp_path / "ours", devices, max_steps=14)
     ours.train()
     assert "replay" not in devices.made[0].log
     line = ours.fastpack_report["cuda_graph"]
     assert (line.status, line.path, said in line.reason) == ("off", "eager", True), line
     assert sum("cuda_graph: eager from here on" in text for text in caplog.messages) == 1
-    eager = build(FastSFTTrainer, tmp_path / "eager", devices, fast={"cuda_graph": "off"})
+    eager = build(FastSFTTrainer, tmp_path / "eager", devices, fast={"cuda_graph": "off"}, max_steps=14)
     eager.train()
     assert_same_run(ours, eager)
 
 
-def test_a_row_is_not_padded_to_several_times_its_length(tmp_path: Path, devices: Any) -> None:
-    trainer = build(FastSFTTrainer, tmp_path, devices)
-    buckets = RowBuckets(trainer.fastpack_run)
-    long = RowSize(tokens=9000, segments=4, max_seqlen=4000, loss_tokens=8990, parts=1)
+def test_a_row_is_not_padded_to_several_times_its_length() -> None:
+    long = Bucket(tokens=9000, segments=4, max_seqlen=4000)
+    buckets = RowBuckets(lambda parts: [long] * 64)
     assert buckets.find(long) is not None
-    assert buckets.find(long._replace(tokens=2000, loss_tokens=1990, max_seqlen=900)) is None
+    assert buckets.find(long._replace(tokens=2000, max_seqlen=900)) is None
     assert str(buckets).startswith("padding of ")
-
-
-def test_a_bucket_of_one_document_waits_for_a_row_of_its_own(tmp_path: Path, devices: Any) -> None:
-    """Its kernel may be another one, which no row of several documents has loaded."""
-    buckets = RowBuckets(build(FastSFTTrainer, tmp_path, devices).fastpack_run)
-    one, few, many = Bucket(8192, 1, 8192, 8192), Bucket(8192, 8, 8192, 8192), Bucket(8192, 64, 1280, 8192)
-    buckets.choice = (few, many, one)
-    assert [buckets.beside(bucket) for bucket in (one, few, many)] == [[], [many], [few]]
 
 
 def test_a_model_that_lacks_room_for_a_graph_runs_eager(tmp_path: Path, devices: Any) -> None:
@@ -92,7 +82,6 @@ def test_what_the_plan_leaves_holds_a_graph_or_nothing_is_recorded_and_nothing_r
             devices,
             fast=fast,
             max_steps=16,
-            callbacks=[Clock(devices, 5, 1)],
         )
         made = len(devices.made)
         trainer.train()
@@ -148,8 +137,8 @@ def test_a_row_that_runs_out_of_memory_beside_graphs_takes_theirs(
     class Fails(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
             if state.global_step == 9:
-                graphs = trainer.fastpack_run.get_state(StepGraphs)
-                graphs._may_replay = lambda *_: False  # every row of this step is out of the ordinary
+                call = trainer._fastpack_step.forward.call_backbone
+                call.replay = lambda *_: None  # every row of this step is out of the ordinary
 
     def fail_once(_gradient: torch.Tensor) -> None:
         if trainer.state.global_step == 9 and not failed:
@@ -170,36 +159,26 @@ def test_a_row_that_runs_out_of_memory_beside_graphs_takes_theirs(
     assert_same_run(*runs)
 
 
-def test_auto_keeps_graphs_that_make_steps_shorter(tmp_path: Path, devices: Any) -> None:
-    devices.options["late"] = 2
-    trainer = build(
-        FastSFTTrainer, tmp_path, devices, fast={"cuda_graph": "auto"}, max_steps=60,
-        callbacks=[Clock(devices, 0.5, 0.2)],
-    )  # fmt: skip
-    trainer.train()
-    reason = trainer.fastpack_report["cuda_graph"].reason
-    assert "steps of 500.0 ms eager, 200.0 ms captured" in reason
-    assert devices.made[0].log.count("replay") > 20
-
-
 @pytest.mark.parametrize(
-    ("times", "steps", "said"),
+    ("idle", "steps", "said"),
     [
-        ((0.5, 0.49), 40, "save less than 5% of a step, or no more than its noise: steps of 500.0 ms eager, 490.0"),
-        ((0.01, 0.001), 20, "steps of 10 ms are left: recording would not be paid back"),
+        (0.3, 12, "the device was idle for 30% of 3 eager steps; "),
+        (0.02, 12, "the device was idle for 2% of 3 eager steps: graphs pay off from 10% on"),
+        (0.3, 5, "1 steps of 1000 ms are left: recording would not be paid back"),
     ],
-    ids=["busy", "short"],
+    ids=["idle", "busy", "short"],
 )
-def test_auto_gives_up_what_gains_nothing(
-    tmp_path: Path, devices: Any, times: tuple[float, float], steps: int, said: str
+def test_auto_captures_if_the_device_waits_for_the_host_and_steps_are_left(
+    tmp_path: Path, devices: Any, idle: float, steps: int, said: str
 ) -> None:
-    trainer = build(
-        FastSFTTrainer, tmp_path, devices, fast={"cuda_graph": "auto"}, max_steps=steps,
-        callbacks=[Clock(devices, *times)],
-    )  # fmt: skip
+    devices.options["idle"] = idle
+    trainer = build(FastSFTTrainer, tmp_path, devices, fast={"cuda_graph": "auto"}, max_steps=steps)
     trainer.train()
-    line = trainer.fastpack_report["cuda_graph"]
-    assert (line.status, said in line.reason) == ("off", True), line
+    line, log = trainer.fastpack_report["cuda_graph"], devices.made[0].log
+    assert said in line.reason, line
+    assert log.count("watch") == decision.WATCHED_STEPS
+    assert (line.status, "replay" in log) == (("on", True) if line.path == "captured" else ("off", False))
+    assert (line.path == "captured") == said.endswith("; ")
 
 
 def test_two_steps_are_over_before_anything_is_recorded(tmp_path: Path, devices: Any) -> None:
@@ -208,14 +187,13 @@ def test_two_steps_are_over_before_anything_is_recorded(tmp_path: Path, devices:
     assert [entry for entry in devices.made[0].log if entry != "forget"] == ["apart", "together"]
 
 
-def test_rows_of_other_sizes_get_other_buckets(tmp_path: Path, devices: Any) -> None:
-    trainer = build(FastSFTTrainer, tmp_path, devices)
-    buckets = RowBuckets(trainer.fastpack_run)
-    usual = RowSize(tokens=160, segments=9, max_seqlen=30, loss_tokens=150, parts=1)
+def test_rows_of_other_sizes_get_other_buckets() -> None:
+    usual = Bucket(tokens=160, segments=9, max_seqlen=30)
+    buckets = RowBuckets(lambda parts: [usual] * 64)
     first = buckets.find(usual)
     assert first is not None
     assert first.holds(usual)
-    other = usual._replace(tokens=500, loss_tokens=480, segments=30)
+    other = usual._replace(tokens=500, segments=30)
     for _ in range(64):
         assert buckets.find(other) is None
         if buckets.are_outgrown():
@@ -229,7 +207,7 @@ def test_rows_of_other_sizes_get_other_buckets(tmp_path: Path, devices: Any) -> 
 @pytest.mark.parametrize(
     ("memory", "options", "said"),
     [
-        ("off", {}, ""),
+        ("off", {}, "lora_dropout 0.1 is drawn in the forward and again in a recompute"),
         ("keep", {}, ""),
         ("keep", {"gradient_checkpointing_kwargs": {"use_reentrant": True}}, ""),
         ("off", {"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant=True runs backward in"),
@@ -239,7 +217,7 @@ def test_rows_of_other_sizes_get_other_buckets(tmp_path: Path, devices: Any) -> 
 def test_what_layers_do_decides_and_not_the_flags_of_the_run(
     tmp_path: Path, devices: Any, memory: str, options: dict[str, Any], said: str
 ) -> None:
-    """Dropout is drawn in a graph, in its checkpoints too; layers that are kept run no backward pass of their own."""
+    """A recompute would draw dropout anew; layers that are kept run no backward pass of their own."""
     trainer = build(
         FastSFTTrainer, tmp_path, devices, lora={"lora_dropout": 0.1}, fast={"activation_memory": memory}, **options
     )

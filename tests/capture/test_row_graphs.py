@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
 from preference_material import assert_same, build, trained
 from transformers import TrainerCallback
 
 import fastpack_trl
-from fastpack_trl.capture.rows import RowGraphs
+from fastpack_trl.capture.graphs import BackboneGraphs
 
 STEPS = {"GRPO": 26, "RLOO": 26}
 """Rows of the online ones are not known before they come."""
@@ -76,7 +75,7 @@ def test_settings_of_a_run(options: dict[str, Any], tmp_path: Path, devices: Any
 def test_reference_and_policy_have_graphs_of_their_own(tmp_path: Path, devices: Any) -> None:
     made = run("DPO", tmp_path, devices)
     assert devices.made[0].log.count("record") >= 3  # forward and backward of the policy, forward of the reference
-    assert made.fastpack_run.get_state(RowGraphs) is None
+    assert made.fastpack_run.get_state(BackboneGraphs) is None
 
 
 def test_a_hook_of_the_user_ends_it_by_name(tmp_path: Path, devices: Any) -> None:
@@ -98,9 +97,9 @@ def test_memory_is_given_back_between_a_forward_and_its_backward(
     tmp_path: Path, devices: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where the reference runs out of memory: the open row still has its backward."""
-    stock = RowGraphs.hidden
+    stock = BackboneGraphs.run
 
-    def hidden(self: RowGraphs, *args: Any) -> Any:
+    def run_or_reclaim(self: BackboneGraphs, *args: Any) -> Any:
         if not torch.is_grad_enabled() and self._steps_done == 5 and self.graphs:
             dropped.append(self.graphs)
             self.reclaim()
@@ -108,7 +107,7 @@ def test_memory_is_given_back_between_a_forward_and_its_backward(
 
     dropped: list[int] = []
     eager = run("DPO", tmp_path / "off", devices, cuda_graph="off")
-    monkeypatch.setattr(RowGraphs, "hidden", hidden)
+    monkeypatch.setattr(BackboneGraphs, "run", run_or_reclaim)
     ours = run("DPO", tmp_path / "on", devices)
     assert dropped
     assert dropped[0] >= 3
@@ -120,16 +119,12 @@ def test_memory_is_given_back_between_a_forward_and_its_backward(
     ("options", "reason"),
     [
         ({"lora": False, "fp16": True}, "fp16"),
-        ({"disable_dropout": False, "dropout": 0.1}, "lora_dropout"),
         ({"cuda_graph": "off"}, "switched off"),
     ],
-    ids=["fp16", "dropout", "off"],
+    ids=["fp16", "off"],
 )
 def test_what_excludes_it_is_said(options: dict[str, Any], reason: str, tmp_path: Path, devices: Any) -> None:
     given: dict[str, Any] = {"cuda_graph": "auto", **options}
-    if rate := given.pop("dropout", 0.0):
-        adapters = LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=rate)
-        given["trainer"] = {"peft_config": adapters}
     config = fastpack_trl.FastDPOConfig
     made = build("DPO", tmp_path, fast=True, config=config, max_steps=1, packed_attention="varlen", **given)
     devices.options["model"] = made.model

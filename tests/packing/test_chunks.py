@@ -8,7 +8,6 @@ from static_material import bucket_for, make_rows, to_static
 
 from fastpack_trl.packing.chunks import CHUNK, Chunks, chunks_of
 from fastpack_trl.packing.packed_batch import PackedBatch
-from fastpack_trl.packing.static_batch import copy_into
 
 
 def checked_chunks(batch: PackedBatch) -> Chunks:
@@ -39,7 +38,7 @@ def test_a_static_batch_has_the_masks_of_the_documents_copied_into_it() -> None:
     static = to_static(first, bucket_for(first, tail=8, segments=2))
     shapes = [getattr(part, "shape", part) for part in checked_chunks(static.batch)]
     static.batch.clear_derived()
-    copy_into(static, second)
+    static.copy_row(second["packed_batch"], second["input_ids"])
     assert [getattr(part, "shape", part) for part in checked_chunks(static.batch)] == shapes
 
 

@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import trainer_material
 from peft import LoraConfig
+from replayed_graphs import TapeDevice
 from trainer_material import assert_same_log, make_dataset
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
+from fastpack_trl.attention.varlen import Varlen
+from fastpack_trl.capture import feature, graphs
 
 STEPS = 8
 CAPTURED: dict[str, Any] = {"packed_attention": "varlen", "cuda_graph": "on"}
+
+
+@contextlib.contextmanager
+def capturing(**options: Any) -> Iterator[SimpleNamespace]:
+    """Let runs on the CPU be captured, with attention's twin; `made` are their devices, `options` those of the next."""
+    made: list[TapeDevice] = []
+    pending = dict(options)
+
+    def make(_device: torch.device) -> TapeDevice:
+        made.append(TapeDevice(**pending))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Varlen, "refuses", lambda self, features: "")
+        patch.setattr(feature, "unavailable", lambda device: "")
+        patch.setattr(feature, "CudaGraphs", make)
+        patch.setattr(graphs, "PATIENCE", 0)  # runs of a few steps
+        yield SimpleNamespace(made=made, options=pending)
 
 
 def build(
@@ -121,20 +145,6 @@ def replace_forward(model: Any, **_: Any) -> None:
     norm = model.get_decoder().norm
     forward = norm.forward
     norm.forward = lambda hidden: forward(hidden) * 1.5
-
-
-class Clock(TrainerCallback):
-    """Time of the device passes with each step: so much where it ran eager, so much where it was replayed."""
-
-    def __init__(self, devices: Any, eager: float, captured: float, noise: Iterable[float] = ()) -> None:
-        self.devices, self.eager, self.captured, self.noise = devices, eager, captured, iter(noise)
-        self.replays = 0
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        device = self.devices.made[-1]
-        replays = device.log.count("replay")
-        device.now += (self.captured if replays > self.replays else self.eager) * next(self.noise, 1.0)
-        self.replays = replays
 
 
 CHANGES = (freeze, swap_data, replace_forward)

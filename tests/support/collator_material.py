@@ -36,10 +36,6 @@ def tensors_of(inputs):
     return found | {name: getattr(batch, name) for name in BATCH_TENSORS}
 
 
-def storages_of(inputs):
-    return {tensor.untyped_storage()._cdata for tensor in tensors_of(inputs).values()}
-
-
 def assert_same_batch(ours, reference):
     for name in BATCH_TENSORS:
         mine, other = getattr(ours, name), getattr(reference, name)

@@ -13,15 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class Instant:
-    """A point in time, which the device has passed `late` looks later."""
+class Idle:
+    """A device that was found idle for a share of the time."""
 
-    def __init__(self, seconds: float, late: int = 0) -> None:
-        self._seconds, self._late = seconds, late
+    def __init__(self, share: float) -> None:
+        self._share = share
 
-    def until(self, later: Instant) -> float | None:
-        later._late -= 1
-        return None if later._late >= 0 else later._seconds - self._seconds
+    def stop(self) -> tuple[float, float]:
+        return self._share, 1.0
 
 
 class Tape(TorchDispatchMode):
@@ -65,15 +64,13 @@ class TapeDevice:
     """What `CudaGraphs` does, with a log of it."""
 
     model: nn.Module
-    now: float = 0.0
-    """Set on by whoever runs steps."""
-    late: int = 0
+    idle: float = 0.5
+    """Share of eager steps for which it waits for the host."""
     log: list[str] = field(default_factory=list)
     fail: Callable[[int], BaseException | None] = lambda number: None
     after_replay: Callable[[tuple[Tensor, ...]], None] | None = None
     room: str = ""
     held: int = 3 << 30
-    free: int = 30 << 30
     _recorded: int = 0
 
     def prepare(self) -> None:
@@ -116,17 +113,12 @@ class TapeDevice:
         yield
         self.log.append(f"leave {type(optimizer).__name__}")
 
-    def wait(self) -> None:
-        self.log.append("wait")
-
-    def mark(self) -> Instant:
-        return Instant(self.now, self.late)
+    def watch_idle(self) -> Idle:
+        self.log.append("watch")
+        return Idle(self.idle)
 
     def bytes_held(self) -> int:
         return self.held
-
-    def bytes_free(self) -> int:
-        return self.free
 
     def lacks_room(self) -> str:
         return self.room

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from fastpack_trl.packing.buckets import Bucket, RowSize
+from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX
 from fastpack_trl.packing.prefixes import share
-from fastpack_trl.packing.static_batch import StaticInputs, copy_into
+from fastpack_trl.packing.static_batch import StaticInputs
 from fastpack_trl.step.accumulation import merge_inputs
 
 VOCABULARY = 96
@@ -53,19 +53,12 @@ def make_rows(parts: list[list[int]], *, device: str = "cpu", **options: Any) ->
 
 
 def bucket_for(
-    inputs: Any, *, tail: int = 0, segments: int = 0, longer: int = 0, loss: int = 0, parts: int = 0, keys: int = 0,
-    keyed: bool = False,
-) -> Bucket:  # fmt: skip
+    inputs: Any, *, tail: int = 0, segments: int = 0, longer: int = 0, keys: int = 0, keyed: bool = False
+) -> Bucket:
     """The smallest bucket of a row, and so much more of each; `keyed`: with keys though nothing is shared."""
-    size = RowSize.of(inputs["packed_batch"])
+    size = Bucket.of(inputs["packed_batch"])
     size, longest = size.with_keys if keyed else size, size.max_seqlen + longer
-    bucket = Bucket(
-        tokens=size.tokens + tail,
-        segments=size.segments + segments,
-        max_seqlen=longest,
-        loss_tokens=size.loss_tokens + loss,
-        parts=size.parts + parts,
-    )
+    bucket = Bucket(size.tokens + tail, size.segments + segments, longest)
     if size.keys:
         keys = size.keys + tail + (keys if tail else 0)
         pieces = max(1, min(tail, -(-tail // longest)))
@@ -77,21 +70,17 @@ def bucket_for(
 def to_static(inputs: Any, bucket: Bucket) -> StaticInputs:
     """The static form of a micro-batch in tensors of its own, on the device of its row."""
     static = StaticInputs(bucket, inputs["input_ids"].device)
-    copy_into(static, inputs)
+    static.copy_row(inputs["packed_batch"], inputs["input_ids"])
     return static
 
 
 documents = st.lists(st.integers(1, 12), min_size=1, max_size=6)
 rows = st.builds(
-    make_rows, st.lists(documents, min_size=1, max_size=3), ignored=st.sampled_from([0.0, 0.5, 1.0]),
-    pad_to=st.sampled_from([None, 8]),
-)  # fmt: skip
-shared_rows = st.builds(
-    make_rows, st.lists(documents, min_size=1, max_size=3), ignored=st.sampled_from([0.0, 0.5, 1.0]),
-    pad_to=st.sampled_from([None, 8]), shared=st.just(True),
-)  # fmt: skip
-"""Some of them have nothing in common after all."""
+    make_rows, st.lists(documents, min_size=1, max_size=3), pad_to=st.sampled_from([None, 8]), shared=st.booleans()
+)
+"""Some of those that share have nothing in common after all."""
+plain_rows = rows.filter(lambda inputs: inputs["packed_batch"].shared is None)
 surplus = st.fixed_dictionaries(
-    {"tail": st.integers(0, 30), "segments": st.integers(0, 6), "longer": st.integers(0, 9), "loss": st.integers(0, 40),
-     "parts": st.integers(0, 3), "keys": st.integers(0, 50), "keyed": st.booleans()}
+    {"tail": st.integers(0, 30), "segments": st.integers(0, 6), "longer": st.integers(0, 9),
+     "keys": st.integers(0, 50), "keyed": st.booleans()}
 )  # fmt: skip
