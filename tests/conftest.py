@@ -134,7 +134,7 @@ def _leave_out(patch: pytest.MonkeyPatch) -> None:
 _FIRST = (
     "test_inductor", "test_notebooks", "test_compile_parity", "test_compile", "test_users_hooks",
     "test_capture_changes", "test_quickstart", "test_sft_command", "test_everyday", "test_nested",
-    "test_capture", "test_beside_others", "test_step_metrics", "test_capture_limits", "test_one_graph",
+    "test_capture", "test_beside_others", "test_step_metrics", "test_capture_limits",
     "test_trl_examples", "test_activation_memory", "test_without_bf16", "test_moved_names",
     "test_unreadable_models", "test_pays", "test_packed_inputs", "test_lora_copies", "test_quantised_experts",
     "test_moe_compile", "test_case_activation_memory", "test_case_moe", "test_ranks",
