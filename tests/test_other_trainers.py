@@ -45,7 +45,7 @@ def _moe(trainer: Any) -> Iterator[None]:
 @contextmanager
 def _offload(trainer: Any) -> Iterator[None]:
     added = AsyncCheckpointCallback()
-    added._min_bytes, added._streams = 1, HostStreams  # a machine without a device
+    added._options = {"min_bytes": 1, "streams": HostStreams}  # a machine without a device
     trainer.add_callback(added)
     yield
     assert added.use is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, get_args
 
@@ -18,7 +18,7 @@ from fastpack_trl.checkpointing.offload import (
     checkpointed_layers,
     offload_checkpoints,
 )
-from fastpack_trl.checkpointing.streams import CudaStreams, HostStreams
+from fastpack_trl.checkpointing.streams import CudaStreams
 from fastpack_trl.config import refusing_removed
 from fastpack_trl.errors import short_repr
 from fastpack_trl.model.changes import callbacks_added, callers
@@ -61,9 +61,8 @@ def checkpoint_offload(run: Run) -> Iterator[None]:
         ValueError: requested under an engine that excludes it.
     """
     mode = next((mode for mode in MODES if run.settings.checkpoint_offload == mode), None)
-    reason = _why_off(run, mode)
-    if run.step.activations_left is not None:
-        mode, reason = None, "by the plan of activation_memory"
+    planned = run.step.activations_left is not None
+    reason = "by the plan of activation_memory" if planned else _why_off(run, mode)
     if mode is None or reason or not run.training:
         # By that plan, in the requested mode; or the memory of the layers is the host's already.
         run.set_status(FEATURE, "off", "stock", reason, holds=True)
@@ -75,7 +74,7 @@ def checkpoint_offload(run: Run) -> Iterator[None]:
         logger.warning(message)
 
     callback = AsyncCheckpointCallback(mode)
-    callback._say = say
+    callback._options["tell"] = say
     run.set_status(FEATURE, "on", mode, "asked for; layer inputs go to pinned host memory")
     run.step.offloads = True
     try:
@@ -134,10 +133,8 @@ class AsyncCheckpointCallback(TrainerCallback):
         self.offload: Offload | None = None
         self.use: HostUse | None = None
         self.reason = ""
-        # Set by tests on machines without a device, and by the feature `checkpoint_offload`.
-        self._min_bytes = MIN_BYTES
-        self._streams: Callable[[torch.device], HostStreams] | None = None
-        self._say: Callable[[str], None] = logger.warning
+        # Of `offload_checkpoints`: set by tests on machines without a device, and by the feature `checkpoint_offload`.
+        self._options: dict[str, Any] = {}
         self._stack = ExitStack()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -145,12 +142,13 @@ class AsyncCheckpointCallback(TrainerCallback):
         self.close()  # what an exception in an earlier run left behind
         if conflict := offload_conflict(args, next(callers(Trainer.train), None)):
             raise ValueError(f"AsyncCheckpointCallback: {conflict}")
-        self.reason = "" if self._streams is not None else offload_unavailable(args.device)
+        options: dict[str, Any] = {"min_bytes": MIN_BYTES, "streams": CudaStreams, "tell": logger.warning}
+        options |= self._options
+        self.reason = "" if "streams" in self._options else offload_unavailable(args.device)
         if self.reason:
-            self._say(f"{FEATURE}: off ({self.reason})")
+            options["tell"](f"{FEATURE}: off ({self.reason})")
             return
-        layers, streams = checkpointed_layers(model), self._streams or CudaStreams
-        offload = offload_checkpoints(layers, self.mode, min_bytes=self._min_bytes, streams=streams, tell=self._say)
+        offload = offload_checkpoints(checkpointed_layers(model), self.mode, **options)
         self.offload = self._stack.enter_context(offload)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

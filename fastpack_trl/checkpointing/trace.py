@@ -50,7 +50,8 @@ def decoder_run(run: Run) -> DecoderRun:
         batch = PackedBatch.from_lengths(lengths).to(run.device)
         kwargs = to_transformers_kwargs(batch) | ({"packed_batch": batch} if run.packs else {}) | {"use_cache": False}
         ids = torch.arange(tokens, device=run.device)[None] % table.num_embeddings
-        leaf = torch.randn(1, tokens, table.embedding_dim, device=run.device).requires_grad_()
+        size = (1, tokens, table.embedding_dim)
+        leaf = torch.randn(size, device=run.device, dtype=table.weight.dtype).requires_grad_()
         with embeddings_put_in(run.model, leaf), head_sees_last(run.model, 1), run.trainer.accelerator.autocast():
             out = model(input_ids=ids, **kwargs)
         return leaf, out.logits if run.is_fsdp2 else out[0]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from fastpack_trl.compile.layers import CompiledLayers, compiled_layers, decoder_layers
+from fastpack_trl.compile.kind import CompiledLayers
+from fastpack_trl.compile.layers import compiled_layers, decoder_layers
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.upstream import resolve

@@ -282,22 +282,6 @@ def kept_by(folder: Path, *, accumulate: int = 1, **own: Any) -> tuple[Any, list
     return trainer, kept.steps
 
 
-@pytest.mark.slow
-def test_before_layers_are_compiled_they_keep_their_inputs_alone(tmp_path: Path, compiles: list[bool]) -> None:
-    planned, kept = kept_by(tmp_path / "auto", activation_memory_gib=1.0)
-    assert planned.fastpack_report["activation_memory"].path == "keep"
-    assert planned.fastpack_report["layer_compile"].path == "compiled"
-    assert compiles == [False], "weighed as the plan has them"
-    asked, everything = kept_by(tmp_path / "keep", activation_memory="keep")
-    stock, inputs = kept_by(tmp_path / "checkpoint", activation_memory="checkpoint")
-    assert kept[0] == inputs[0] < everything[0] / 2
-    assert kept[1:] == everything[1:]
-    for other in (asked, stock):  # dropout draws the same numbers
-        assert_same_log(planned, other)
-        for mine, theirs in zip(planned.model.parameters(), other.model.parameters(), strict=True):
-            assert torch.equal(mine, theirs)
-
-
 class Measured(Merging):
     """As on a device, whose memory is measured; this one's has no end."""
 
@@ -307,17 +291,29 @@ class Measured(Merging):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("why", ["nothing is compiled", "merged rows are measured"])
-def test_a_first_step_that_says_what_later_ones_take_keeps_what_they_keep(
-    tmp_path: Path, compiles: list[bool], why: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("first", ["compiled later", "nothing is compiled", "merged rows are measured"])
+def test_before_layers_are_compiled_they_keep_their_inputs_alone_unless_that_step_is_measured(
+    tmp_path: Path, compiles: list[bool], first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own: dict[str, Any] = {"layer_compile": "off"}
-    if why == "merged rows are measured":
+    own: dict[str, Any] = {"layer_compile": "off"} if first == "nothing is compiled" else {}
+    if first == "merged rows are measured":
         monkeypatch.setattr(merge_accumulation, "Merging", Measured)
         own = {"merge_accumulation": "on", "accumulate": 2}
-    _, kept = kept_by(tmp_path / "auto", activation_memory_gib=1.0, **own)
-    _, everything = kept_by(tmp_path / "keep", activation_memory="keep", **own)
-    assert kept == everything
+    planned, kept = kept_by(tmp_path / "auto", activation_memory_gib=1.0, **own)
+    asked, everything = kept_by(tmp_path / "keep", activation_memory="keep", **own)
+    assert planned.fastpack_report["activation_memory"].path == "keep"
+    if first != "compiled later":
+        assert kept == everything
+        return
+    assert planned.fastpack_report["layer_compile"].path == "compiled"
+    assert compiles[:1] == [False], "weighed as the plan has them"
+    stock, inputs = kept_by(tmp_path / "checkpoint", activation_memory="checkpoint")
+    assert kept[0] == inputs[0] < everything[0] / 2
+    assert kept[1:] == everything[1:]
+    for other in (asked, stock):  # dropout draws the same numbers
+        assert_same_log(planned, other)
+        for mine, theirs in zip(planned.model.parameters(), other.model.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("way", ["offload", "none"])

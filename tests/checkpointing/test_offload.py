@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from lora_material import quantised
-from offload_material import LAYERS, assert_same, enable, loss_of, make, offloaded, step
+from offload_material import HOST, LAYERS, assert_same, enable, loss_of, make, offloaded, step
 from ranks import fork_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -189,7 +189,7 @@ def test_evaluation_and_generation_are_not_touched() -> None:
 
 def callback() -> AsyncCheckpointCallback:
     made = AsyncCheckpointCallback()
-    made._min_bytes, made._streams = 1, HostStreams
+    made._options = dict(HOST)
     return made
 
 

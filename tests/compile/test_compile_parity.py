@@ -1,8 +1,10 @@
-"""Compiled layers compute what eager ones do: families, LoRA, four-bit bases, experts."""
+"""Compiled layers compute what eager ones do: families, LoRA, four-bit bases, experts; rows share a graph."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +22,14 @@ from compile_material import (
     one_step,
     row,
 )
+from peft import LoraConfig, get_peft_model
+from static_material import bucket_for, make_rows, to_static
 from torch import Tensor
 
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.compile.layers import compiled_layers
+from fastpack_trl.lora.linear import apply_lora
+from fastpack_trl.moe.feature import apply_moe
 from fastpack_trl.packing.packed_batch import to_transformers_kwargs
 from fastpack_trl.testing import gradients
 
@@ -106,3 +112,56 @@ def test_cuda_bf16_within_twice_the_error_of_eager(family: str, lora: bool, indu
     dtype = torch.bfloat16 if family in OVERRIDES else torch.float32
     model = make(family, lora=lora, checkpointing=lora, head_dim=16).to("cuda", dtype)
     compare(model, "inductor", device="cuda", autocast=torch.bfloat16, rows=6)
+
+
+@contextlib.contextmanager
+def adapted(family: str, backend: Any) -> Iterator[tuple[Any, Any]]:
+    """A model with adapters of ours, also of its experts, that is compiled; it and the compiled layers."""
+    experts = family == "gpt_oss"
+    config = LoraConfig(
+        r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", *([] if experts else ["gate_proj", "up_proj"])],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if experts else None,
+        init_lora_weights=False,
+    )  # fmt: skip
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2} if experts else {}
+    model = get_peft_model(make(family, num_hidden_layers=4, **kinds), config).train()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(packed_attention(model, "varlen"))
+        stack.enter_context(apply_moe(model))
+        stack.callback(apply_lora(model).revert)
+        yield model, stack.enter_context(compiled_layers(model, verbose=False, _backend=backend))
+
+
+def run(model: Any, inputs: Any) -> None:
+    model(**inputs, use_cache=False).logits.sum().backward()
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_merged_and_static_rows_run_the_graph_of_the_plain_ones(family: str) -> None:
+    """Each further graph is seconds of a first step."""
+    graphs = Counting()
+    with adapted(family, graphs) as (model, layers):
+        plain, merged = make_rows([[7, 9]]), make_rows([[7, 9], [4, 6, 8]])
+        run(model, plain)
+        once = graphs.graphs
+        assert once == len(layers.kinds) < 4
+        run(model, merged)
+        run(model, to_static(plain, bucket_for(plain, tail=20, segments=3)).keywords)
+        run(model, to_static(merged, bucket_for(merged, tail=9, segments=5)).keywords)
+        assert graphs.graphs == once
+        assert layers.path == "compiled", layers.reason
+
+
+def test_the_rank_of_adapters_and_the_widths_of_the_model_are_constants_of_the_graph() -> None:
+    symbols: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        made = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+        sizes = [size for value in made for size in getattr(value, "shape", ())]
+        symbols.extend(sorted({str(size) for size in sizes if not isinstance(size, int)}))
+        return graph.forward
+
+    with adapted("llama", backend) as (model, _):
+        run(model, make_rows([[7, 9]]))
+    assert len(symbols) == 2, symbols  # the tokens of the row, and the length of `cu_seqlens`

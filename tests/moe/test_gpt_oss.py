@@ -88,7 +88,7 @@ def test_one_step_of_the_trainer_equals_separate_documents_under_stock_eager(
     if streams is not None:  # every input, however small; on the CPU with streams that raise on what nothing orders
         make = CudaStreams if on_cuda else lambda device: RecordingStreams()
         offload = AsyncCheckpointCallback()
-        offload._min_bytes, offload._streams = 1, make
+        offload._options = {"min_bytes": 1, "streams": make}
         callbacks.append(offload)
     args = settings(
         tmp_path, packing=True, max_length=sum(LENGTHS), max_steps=1, per_device_train_batch_size=1, eval_strategy="no",
