@@ -60,7 +60,7 @@ def run(args: Namespace) -> int:
         raise UserError(f"--steps {args.steps} must be >= 1")
     if args.audit and _ranks() > 1:
         raise UserError("--audit trains in one process: run it without `accelerate launch`")
-    # Under `accelerate launch` and torchrun the first process speaks for all.
+    # Under `accelerate launch` and torchrun only the first process prints.
     first = os.environ.get("RANK", "0") == "0"
     file, record = json_file(args) if first else None, dict[str, Any](error=None)
     try:
@@ -250,7 +250,11 @@ def _missing() -> Iterator[dict[str, str]]:
 def _is_there(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except (ImportError, OSError, RuntimeError):  # it imports the package around a module: absent here, or broken
+    except (
+        ImportError,
+        OSError,
+        RuntimeError,
+    ):  # `find_spec` imports the package around a module: absent here, or broken
         return False
 
 
@@ -261,7 +265,7 @@ def _config(record: dict[str, Any], config: str, folder: str, flags: list[str]) 
     record["config"] = {"not_used": arguments.launch}
     if arguments.launch and _ranks() == 1:
         print(f"one process; options of `accelerate launch` are not used: {' '.join(arguments.launch)}\n", flush=True)
-    # The banner is printed below, also where fastpack is disabled and the trainer prints none.
+    # The banner is printed below, even if fastpack is disabled and the trainer prints none.
     with preparing(), redirect_stdout(io.StringIO()):
         trainer = make_trainer(arguments)
         refusal = _enter_features(trainer)
@@ -276,7 +280,7 @@ def _config(record: dict[str, Any], config: str, folder: str, flags: list[str]) 
 
 
 def _enter_features(trainer: Any) -> str:
-    """Enter a trainer's features, which fills its report; return why its base in FP8 is refused, and left out then."""
+    """Enter a trainer's features to fill its report; if its FP8 base is refused, leave it out and return the reason."""
     try:
         with trainer._fastpack_features(announce=True):
             return ""
@@ -304,7 +308,7 @@ def _each_rank(trainer: Any) -> list[dict[str, Any]]:
 
 
 def _compared(ranks: list[dict[str, Any]]) -> dict[str, str]:
-    """Return what each process runs on, and which of its features run otherwise than those of the first one."""
+    """Return the device of each process, and which of its features run differently from the first one's."""
     plans = [[f"{name} {line['status']}: {line['path']}" for name, line in rank["features"].items()] for rank in ranks]
     rows = {}
     for number, (rank, plan) in enumerate(zip(ranks, plans, strict=True)):

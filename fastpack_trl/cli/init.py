@@ -65,7 +65,7 @@ def _list(found: Mapping[str, Path]) -> str:
 
 
 def _next(name: str, file: str, text: str) -> str:
-    """Name what comes next; the first command on a line of its own is the one that trains."""
+    """Name the next commands; the last one trains."""
     yours = "" if name == QUICKSTART else "yours to change: model_name_or_path, dataset_name, output_dir\n"
     if name.startswith("bench/"):
         return f"{yours}measure: fastpack-trl bench --config {file}"

@@ -60,7 +60,7 @@ COMMANDS = {
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Reports a wrong argument as `UserError` (one line) where argparse prints its usage and exits."""
+    """A parser that raises `UserError` for a wrong argument instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
         """Raise `UserError` with the message, and with the choice that a wrong one is near to."""
@@ -166,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = next((word for word in arguments if word != "--traceback"), None)
     chosen = None if chosen is None or chosen.startswith("-") else chosen
     name = f"{PROG} {chosen}" if chosen in COMMANDS else PROG
-    # Under a launcher every process reports its own error; rank 0 alone speaks without a label.
+    # Under a launcher every process reports its own error, labeled by its rank except for rank 0.
     rank = os.environ.get("RANK", "0")
     of_rank = "" if rank == "0" else f" [rank {rank}]"
     try:

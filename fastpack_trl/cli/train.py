@@ -23,7 +23,7 @@ from fastpack_trl.recipe.methods import SFT, Method
 from fastpack_trl.recipe.train import train_parsed
 from fastpack_trl.report import enable_verbose
 
-# Set for the processes that we launch: they take the launch options of the YAML as done.
+# Set for the processes that we launch, which ignore the launch options of the YAML.
 _LAUNCHED = "FASTPACK_LAUNCHED"
 _QUANTISATION = {"load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"}
 
@@ -40,7 +40,7 @@ def main(argv: Sequence[str], method: Method = SFT) -> int:
         )
     if "--verbose" in argv:
         enable_verbose()
-    # Asked before anything is imported: configuration classes set such variables themselves.
+    # Read before anything is imported: configuration classes set such variables themselves.
     launched = under_launcher()
     with preparing():
         words = [word for word in argv if word not in ("--traceback", "--verbose")]
@@ -74,10 +74,10 @@ def _print_help(method: Method, *, whole: bool) -> None:
 
 
 def _what_next(arguments: Arguments) -> str:
-    """Return the commands that load what a run has saved; empty where it is nothing that they can."""
+    """Return the commands that load what a run has saved; empty if they cannot load it."""
     folder, model = Path(str(arguments.training.output_dir)), arguments.model
     adapter, whole = ((folder / f"{name}config.json").is_file() for name in ("adapter_", ""))
-    if adapter and whole:  # of two runs: the commands would take the adapter
+    if adapter and whole:  # left by two runs: the commands would load the adapter
         return ""
     words, (config, flags) = [str(folder)], split_off("config", arguments.words)
     given = {word[2:].partition("=")[0].replace("-", "_") for word in flags if word.startswith("--")}

@@ -112,7 +112,7 @@ class Trained:
 
 
 def _find(args: Namespace) -> Trained:
-    """Return what the options name; raise `UserError` if nothing is named, or no model or adapter is there."""
+    """Return the model or adapter that the options name; raise `UserError` if there is none."""
     from fastpack_trl.model.preflight import check_weights, file_fault
     from fastpack_trl.recipe.make_trainer import check_model
     from fastpack_trl.recipe.methods import METHODS, SFT

@@ -72,7 +72,7 @@ def run(args: Namespace) -> int:
             f"--lengths has a document of {max(lengths)} tokens, the model has {facts['positions']} positions"
         )
     with ExitStack() as stack:
-        with preparing():  # a backend that is wrong for this model is a setting
+        with preparing():  # a backend that does not fit the model is a wrong setting
             attention = stack.enter_context(packed_attention(model, args.attn))
         try:
             proof = verify_packing(model, attention=attention, lengths=lengths)

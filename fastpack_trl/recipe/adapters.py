@@ -1,4 +1,4 @@
-"""An adapter over its base: embeddings and head resized to it, and untied before a merge that changes one of them."""
+"""Load adapters: resize embeddings and head to it, and untie them before a merge changes one of them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _UNTIED = "lm_head: a weight of its own (tie_word_embeddings=false), as the adap
 
 
 def resize_to_adapter(model: Any, folder: Path, tokenizer: Callable[[], Any]) -> str:
-    """Resize embeddings and head of a base to the rows that its adapter was saved with; return a line if it did.
+    """Resize the embeddings and head of a base to the vocabulary of its adapter; return a line about it, or "".
 
-    An adapter that was saved without them needs a row for each token that it trains and, as in PEFT's `AutoPeftModel`,
-    for each token of the tokenizer in its folder.
+    An adapter that was saved without embeddings needs a row for each token that it trains and, as in PEFT's
+    `AutoPeftModel`, for each token of the tokenizer in its folder.
     """
     from torch import nn
 
@@ -43,7 +43,7 @@ def resize_to_adapter(model: Any, folder: Path, tokenizer: Callable[[], Any]) ->
 
 
 def _saved_rows(model: Any, folder: Path) -> int:
-    """Return the rows of the embeddings or the head in the file of an adapter; 0 if it holds neither."""
+    """Return the number of rows of the embeddings or head that an adapter has saved; 0 if it has saved neither."""
     from peft import load_peft_weights
 
     ends = model.get_input_embeddings(), model.get_output_embeddings()
@@ -56,11 +56,11 @@ def _saved_rows(model: Any, folder: Path) -> int:
 
 
 def with_adapter(model: Any, folder: str) -> Any:
-    """Return an adapter over its base; None if it lacks weights that it would have over such a model."""
+    """Return an adapter over its base; None if it lacks weights that an adapter of this base would have."""
     from peft import PeftModel
 
     with warnings.catch_warnings():
-        # How to untie by hand: `merge_adapter` does it.
+        # The warning says how to untie by hand, which `merge_adapter` does.
         warnings.filterwarnings("ignore", message="Model (has|with) `tie_word_embeddings=True`")
         warnings.filterwarnings("error", message="Found missing adapter keys")
         try:
@@ -72,7 +72,7 @@ def with_adapter(model: Any, folder: str) -> Any:
 def merge_adapter(model: Any) -> tuple[Any, str]:
     """Merge an adapter into its base; return the model, and a line if its embeddings and head are no longer tied.
 
-    Tied, they are one tensor: with what an adapter of one of them adds, the other one would compute too.
+    Tied weights are one tensor: merging an adapter of one of them would change what the other computes.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
@@ -85,7 +85,7 @@ def merge_adapter(model: Any) -> tuple[Any, str]:
     if plain != ends and plain[1] is not None and plain[0].weight is plain[1].weight:
         plain[1].weight = nn.Parameter(plain[1].weight.detach().clone(), requires_grad=False)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied")  # said below
+        warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied")  # reported below
         merged = model.merge_and_unload(safe_merge=True)
     embeddings, head = merged.get_input_embeddings(), merged.get_output_embeddings()
     if isinstance(head, ModulesToSaveWrapper):  # PEFT unwraps one of two wrappers (`check_runs`)
@@ -102,7 +102,7 @@ def merge_adapter(model: Any) -> tuple[Any, str]:
 
 
 def check_runs(model: Any) -> None:
-    """Check that PEFT can run an adapter, which for a head in `modules_to_save` with trained tokens it cannot."""
+    """Raise `UserError` for an adapter that PEFT cannot run: a head in `modules_to_save` with trained tokens."""
     from peft.utils import ModulesToSaveWrapper
 
     # TRL asks for both if `chat_template_path` adds tokens to a model with tied weights.

@@ -31,10 +31,10 @@ COMMAND_OPTIONS: Mapping[str, str] = {
     "--traceback": "show the traceback of an error that is otherwise one line (also: FASTPACK_TRACEBACK=1)",
     "--help-all": "show this text and every option of TRL",
 }
-"""Options of the command itself, which no dataclass has."""
+"""Options of the command itself; they are fields of no dataclass."""
 # Text in these is the path of a JSON file; in the other mappings it is JSON.
 _PATH_OR_MAPPING = {"accelerator_config", "deepspeed", "fsdp_config"}
-# These say which program is launched: that is ours to set.
+# These name the program to launch, which the command sets itself.
 _RESERVED_LAUNCH_OPTIONS = {"help", "module", "no_python", "training_script", "training_script_args"}
 _OTHER_NAMES: Mapping[str, str] = {
     "model": "model_name_or_path", "base_model": "model_name_or_path", "torch_dtype": "dtype",
@@ -93,7 +93,7 @@ def parse(argv: Sequence[str], method: Method = SFT, *, may_launch: bool = True)
         raise UserError(f"--config is given {len(paths)} times ({', '.join(paths)}): merge them into one file")
     if paths == [""]:
         raise UserError("--config needs a YAML file, e.g. --config sft.yaml")
-    # Before torch is imported: a typing error shows at once, and `env` may hold what torch reads on import.
+    # Read before torch is imported: a typo shows at once, and `env` may hold what torch reads on import.
     path, config = "".join(paths), load_config(paths[0]) if paths else {}
     env = config.pop("env", {})
     if not isinstance(env, Mapping) or any(isinstance(value, list | dict) for value in env.values()):
@@ -134,7 +134,7 @@ def as_flags(values: Mapping[str, object]) -> list[str]:
 
 
 def split_off(name: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the values of an option, empty text for one that lacks its value, and the other words."""
+    """Return the values of an option (empty text if its value is missing) and the remaining words."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     spellings = {f"--{name}": None, f"--{name.replace('_', '-')}": None}
     parser.add_argument(*spellings, dest="values", action="append", nargs="?", const="", default=[])
@@ -149,7 +149,8 @@ def make_parser(method: Method = SFT, kinds: Sequence[Any] | None = None) -> Any
     class Parser(_OneLine, TrlParser):
         pass
 
-    parser = Parser(kinds or method.dataclasses(), prog=f"fastpack-trl {method.command}", allow_abbrev=False)
+    make: Any = Parser
+    parser = make(kinds or method.dataclasses(), prog=f"fastpack-trl {method.command}", allow_abbrev=False)
     parser.hints = {name: str(kind) for own in parser.dataclass_types for name, kind in get_type_hints(own).items()}
     for action in parser._actions:
         if "dict" in parser.hints.get(action.dest, ""):
@@ -181,7 +182,7 @@ def _mapping(text: str) -> dict[str, Any]:
 
 
 def _path_or_mapping(text: str) -> Any:
-    return _mapping(text) if text.startswith("{") else text  # the test that transformers makes
+    return _mapping(text) if text.startswith("{") else text  # as transformers tests it
 
 
 def _words_of(config: Mapping[str, Any], parser: Any, launcher: _OneLine, path: str) -> Iterator[str]:
@@ -191,7 +192,7 @@ def _words_of(config: Mapping[str, Any], parser: Any, launcher: _OneLine, path: 
     What a word cannot express, `null` and lists of fields that are single options, becomes a default of the parser,
     as TRL does it.
     """
-    # Reversed, so that the first one stays: `--no_x` shares the name of `--x`.
+    # Reversed so that the first action wins: `--no_x` has the same name as `--x`.
     actions = {action.dest: action for action in reversed(parser._actions)}
     for name in config:
         if name not in actions and f"--{name}" not in launcher._option_string_actions:
@@ -263,9 +264,9 @@ def _launch_options(words: Sequence[str], parser: Any, launcher: _OneLine, sourc
     if unknown:
         _refuse_unknown(unknown[0].partition("=")[0], {}, parser, launcher)
     for name in ("num_processes", "num_machines"):
-        if (count := getattr(options, name, 1)) < 1:  # accelerate trains in one process for these, without a word
+        if (count := getattr(options, name, 1)) < 1:  # accelerate silently trains in one process for these
             raise UserError(f"{source}{name}={count} must be >= 1")
-    return {name: value for name, value in vars(options).items() if name != "nondefault"}  # which accelerate notes
+    return {name: value for name, value in vars(options).items() if name != "nondefault"}  # accelerate's own note
 
 
 def _as_words(options: Mapping[str, Any]) -> list[str]:
@@ -280,7 +281,7 @@ def _as_words(options: Mapping[str, Any]) -> list[str]:
     }
     if Path(name).is_file():
         if not name.endswith(".json"):
-            load_config(name)  # accelerate reads it after us, and says less about what is wrong
+            load_config(name)  # its errors are clearer than those of accelerate, which reads it later
     elif name not in shipped:
         raise UserError(
             f"accelerate_config={short_repr(name)} is neither a file nor one of {', '.join(sorted(shipped))}"

@@ -1,4 +1,4 @@
-"""Training data by name: a hub data set, a local file, a folder of files, or a folder made by `save_to_disk`."""
+"""Load training data by name: a hub data set, a local file, a folder of files, or a folder made by `save_to_disk`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 BUILDERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 """Suffix of a data file -> the builder of `datasets.load_dataset` that reads it."""
 _COMPRESSIONS = {".gz", ".bz2", ".xz", ".zst"}
-_MOST_LINES = 1_000_000  # are looked at: the loader has failed, and the user waits for the reason
+_MOST_LINES = 1_000_000  # to search: the loader has failed, and the user waits for the reason
 
 
 def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
-    """Load the splits that the arguments name; as in TRL, ``datasets`` goes before ``dataset_name``.
+    """Load the splits that the arguments name; as in TRL, ``datasets`` takes precedence over ``dataset_name``.
 
-    Raises `UserError` for none, for nothing at that path or on the hub, and for files that cannot be read.
+    Raises `UserError` if none are named, if a name leads nowhere, or if a file cannot be read.
     """
     from datasets.exceptions import DatasetsError
     from trl import get_dataset

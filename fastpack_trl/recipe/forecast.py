@@ -1,4 +1,4 @@
-"""What a step of a YAML would hold on a GPU that is not here: the model on the meta device, its bytes by their kind.
+"""Forecast the memory per step of a YAML on an absent GPU, by kind, from the model on the meta device.
 
 Weights, gradients and optimizer are counted by shape, activations by the passes of the plan (`probe.py`), the head by
 its tiles. The rest, what the allocator holds beside the tensors, is a constant and a share, fitted on one model's rows.
@@ -22,17 +22,17 @@ from fastpack_trl.recipe.make_trainer import short_run_arguments
 _GIB = 2**30
 _NF4_BLOCK, _NESTED_BLOCK = 64, 256  # numbers per scale; scales per scale of scales
 CONTEXT_GIB = 0.8
-"""CUDA's context and kernels, beside torch's allocator: 0.74 to 0.82 on an H200."""
+"""CUDA's context and kernels, outside torch's allocator: 0.74 to 0.82 on an H200."""
 RESERVE_GIB, RESERVE_SHARE = 0.12, 0.03
-"""What the allocator holds beside the tensors, and that per byte of what comes and goes in a step."""
-_ROOM = 0.98  # of a device, that the longest row may take
+"""Memory of the allocator on top of its tensors: a constant, and a share of what a step allocates and frees."""
+_ROOM = 0.98  # share of a device that the longest row may take
 _ROW = 256  # tokens: rows are multiples
 _LONGEST = 2**20
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model by its bytes.
+    """Sizes of a model, in bytes.
 
     Attributes:
         module: on ``meta``.
@@ -73,7 +73,7 @@ class Need:
 
     @property
     def moving(self) -> float:
-        """Bytes that come and go in a step; a CUDA graph holds as many once more."""
+        """Bytes that a step allocates and frees; a CUDA graph holds them a second time."""
         return self.parts["activations"] + self.parts["head and loss"]
 
 
@@ -97,7 +97,7 @@ class Forecast:
     unknown: str = ""
 
     def need(self, tokens: int, longest: int, *, deepest: bool = False, level: Any = None) -> Need:
-        """Return what a row of `tokens` tokens takes: by the plan for this GPU, by the one of least, or at `level`."""
+        """Return the memory of a row: under this GPU's plan, the plan of least memory, or all layers at `level`."""
         from fastpack_trl.checkpointing.plan import Level, Planner
         from fastpack_trl.run.budget import HEAD_BYTES, MARGIN
         from fastpack_trl.step.head import TILE_ELEMENTS
@@ -124,7 +124,7 @@ class Forecast:
         return bisect(range(1, _LONGEST // _ROW + 1), 0, key=exceeds) * _ROW if self.costs is not None else 0
 
     def graphs_refused(self, need: Need) -> str:
-        """Return why CUDA graphs are not recorded under the plan of a row, by the feature's own rule."""
+        """Return why CUDA graphs would not be recorded under a plan, by the feature's own rule."""
         from fastpack_trl.capture.feature import why_not
         from fastpack_trl.checkpointing.plan import Level
 
@@ -136,15 +136,15 @@ class Forecast:
 
 
 def elsewhere(config: str, folder: str, flags: Sequence[str]) -> tuple[Arguments, str]:
-    """Return the arguments of a YAML for a GPU that is not here, and its precision: ``bf16``, ``fp16`` or ``fp32``."""
-    # transformers refuses bf16 for a GPU that is not here.
+    """Return the arguments of a YAML for an absent GPU, and its precision: ``bf16``, ``fp16`` or ``fp32``."""
+    # Without it transformers refuses bf16 on a machine that lacks such a GPU.
     arguments = short_run_arguments(config, folder, *flags, "--use_cpu", "True")
     training = arguments.training
     return arguments, "fp16" if training.fp16 else "bf16" if training.bf16 else "fp32"
 
 
 def forecast(arguments: Arguments, gpus: Sequence[Gpu], precision: str = "bf16") -> dict[str, Any]:
-    """Return per GPU what a step holds, part by part, what is on, the longest row that fits and what to change.
+    """Return for each GPU the memory of a step by part, what is on, the longest row that fits and what to change.
 
     No weights and no data are read: rows are as long as `max_length` lets them be. Full replicas: what is sharded
     across processes is not counted.
@@ -184,7 +184,7 @@ def forecast(arguments: Arguments, gpus: Sequence[Gpu], precision: str = "bf16")
 
 
 def predict(arguments: Arguments, gpu: Gpu, precision: str = "bf16", seen: dict[Any, Any] | None = None) -> Forecast:
-    """Return the model of `arguments` on one kind of GPU; `seen` keeps what other kinds have alike."""
+    """Return the forecast for one kind of GPU; `seen` caches what several kinds share."""
     import torch
 
     from fastpack_trl.attention.backends import BACKENDS
@@ -208,7 +208,7 @@ def predict(arguments: Arguments, gpu: Gpu, precision: str = "bf16", seen: dict[
         lora, moe = (on.get(name, "").startswith("on") for name in ("lora", "moe"))
         key = (path, lora, moe)
         if key not in seen:
-            # Its tensors are fake after the passes; those of another backend begin with `meta` again.
+            # The passes leave fake tensors in the module: another backend needs a new one on `meta`.
             module = (model_of(arguments) if "probed" in seen else model).module
             seen["probed"] = True
             try:
@@ -221,7 +221,7 @@ def predict(arguments: Arguments, gpu: Gpu, precision: str = "bf16", seen: dict[
 
 
 def fixed_bytes(model: Model, training: Any) -> dict[str, float]:
-    """Return what no row changes: weights, gradients and the optimizer's state."""
+    """Return the memory that does not depend on rows: weights, gradients and the optimizer's state."""
     from fastpack_trl.run.budget import state_bytes
 
     width = int(model.trained / max(1, model.numbers))
@@ -232,7 +232,7 @@ def fixed_bytes(model: Model, training: Any) -> dict[str, float]:
 
 
 def attention_of(module: Any, gpu: Gpu, dtype: Any, asked: str = "auto") -> tuple[Any, str]:
-    """Return the features of a model on a GPU, and the backend that is taken there, of those installed here."""
+    """Return the features of a model on a GPU, and which of the installed backends is chosen there."""
     from fastpack_trl.attention.backends import AUTO
     from fastpack_trl.model.facts import read_features
     from fastpack_trl.packing.documents import PADDED_DOCUMENTS
@@ -245,7 +245,7 @@ def attention_of(module: Any, gpu: Gpu, dtype: Any, asked: str = "auto") -> tupl
 
 
 def stand_in(arguments: Arguments, model: Any, features: Any, attention: str, precision: str) -> Any:
-    """Return what stands in for the `Run` of one process on such a device, which features are asked with."""
+    """Return a stand-in for the `Run` of one process on such a device, to ask features about it."""
     import torch
 
     from fastpack_trl.attention.backends import BACKENDS
@@ -269,7 +269,7 @@ def stand_in(arguments: Arguments, model: Any, features: Any, attention: str, pr
 def paths(
     arguments: Arguments, model: Any, features: Any, attention: str, precision: str, run: Any = None
 ) -> dict[str, str]:
-    """Return how each feature would run, by entering it on the model for a moment; inside of `as_if_on`."""
+    """Return how each feature would run, by entering it on the model briefly; call it inside `as_if_on`."""
     from fastpack_trl.capture.feature import unavailable
     from fastpack_trl.capture.feature import why_not as why_not_captured
     from fastpack_trl.compile.layer_compile import why_not as why_not_compiled
@@ -295,7 +295,7 @@ def paths(
 
 
 def _change(arguments: Arguments, short: Forecast, longest: int, precision: str) -> str:
-    """Return what to change so that it fits; the first of the usual remedies that is enough, with its figure."""
+    """Return the first of the usual remedies that makes it fit, with its figure."""
     if longest:
         batch = arguments.training.per_device_train_batch_size
         less = "per_device_train_batch_size: 1 and " if batch > 1 else ""

@@ -1,4 +1,4 @@
-"""YAMLs of Axolotl, LLaMA-Factory and Unsloth-style scripts: recognized, and their keys mapped to ours by a table."""
+"""Recognize YAMLs of Axolotl, LLaMA-Factory and Unsloth-style scripts, and map their keys to ours by a table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SIGNS: Mapping[str, str] = {
     "overwrite_cache preprocessing_num_workers",
     "Unsloth": "max_seq_length model_name use_gradient_checkpointing random_state full_finetuning r target_modules",
 }
-"""Keys that only this tool has: two of them tell its files."""
+"""Keys that only this tool has: two of them identify its files."""
 _SECTIONS = {"model", "lora", "data", "training", "train", "logging", "peft"}
 _DATA_KEYS = {"path", "name", "split", "data_files", "data_dir"}
 _CHECKPOINT_HAS = ("chat_template", "model_type", "template", "tokenizer_type")

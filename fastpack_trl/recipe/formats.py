@@ -1,4 +1,4 @@
-"""Data in the columns of Alpaca and ShareGPT, brought to those that TRL reads: the option ``dataset_format``."""
+"""Convert data in the columns of Alpaca and ShareGPT to those that TRL reads: the option ``dataset_format``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def reshape(split: Any, name: str, wanted: str) -> Any:
     - ``sharegpt``: ``messages``; with ``chosen`` and ``rejected``, ``prompt`` beside them.
 
     Raises:
-        DataError: other columns, or a turn of nobody that is known.
+        DataError: other columns, or a turn of an unknown role.
     """
     if wanted == AS_IS:
         return split
@@ -53,7 +53,7 @@ def reshape(split: Any, name: str, wanted: str) -> Any:
 
 
 def format_of(row: Row) -> str:
-    """Return the format of a row that TRL would not read as it is meant; ``as_is`` for others."""
+    """Return the format of a row that TRL would misread; ``as_is`` for all others."""
     match row:
         case {"instruction": _, "output": _}:
             return ALPACA

@@ -1,4 +1,4 @@
-"""GPUs by name: memory and compute capability, and what runs on one that is not here."""
+"""GPUs by name: memory and compute capability, and a context that acts as if one were present."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ GPUS = {
         ("DGX-Spark", 119.6, (12, 1)),
     )
 }  # fmt: skip
-"""By name, with the memory that the driver leaves to programs; that of H200 is measured, the others are about that."""
+"""By name, with the memory that the driver leaves to programs: measured for the H200, estimated for the others."""
 _BESIDE_A_NAME = {"nvidia", "geforce", "rtx", "tesla", "sxm4", "sxm5", "pcie", "80", "hbm3", ""}
-"""Words that drivers and people say with a name: ``NVIDIA A100-SXM4-80GB``."""
+"""Words that drivers and people add to a name: ``NVIDIA A100-SXM4-80GB``."""
 COMMON = ("T4", "4090", "A100-40", "H100", "H200")
 
 
@@ -59,7 +59,7 @@ def gpu_of(text: str) -> Gpu:
 
 @contextmanager
 def as_if_on(capability: tuple[int, int]) -> Iterator[None]:
-    """Let CUDA devices say that they have this capability: what chooses by it chooses as it would there."""
+    """Let CUDA devices report this capability, so that choices are made as they would be there."""
     import torch
 
     from fastpack_trl.kernels._triton import is_supported

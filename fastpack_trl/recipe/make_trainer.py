@@ -1,4 +1,4 @@
-"""From parsed arguments to a trainer: settings and data are checked before the weights are read."""
+"""Make a trainer from parsed arguments; settings and data are checked before the weights are read."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def short_run_arguments(config: str, folder: str, *flags: str) -> Arguments:
 
 
 def method_of_run(config: str, flags: Sequence[str] = ()) -> Method:
-    """Return the method of a YAML: what ``--trainer`` among the flags says, else what its keys say."""
+    """Return the method of a YAML: the one that ``--trainer`` names, else the one that its keys fit."""
     named, _ = split_off("trainer", flags)
     return method_of(load_config(config), *named[-1:])
 
@@ -95,7 +95,7 @@ def make_trainer(
         "attn_implementation": model.attn_implementation, "dtype": model.dtype,
     } | given  # fmt: skip
     if isinstance(quantization := given.get("quantization_config"), Mapping):
-        # For a checkpoint that is quantized itself, as gpt-oss is, `from_pretrained` compares classes.
+        # `from_pretrained` compares classes if the checkpoint itself is quantized, as gpt-oss is.
         quantization = AutoQuantizationConfig.from_dict(dict(quantization))
         training.model_init_kwargs["quantization_config"] = quantization
     with naming_data(name), naming_keys({"model_init_kwargs": given}):
@@ -137,7 +137,7 @@ def check_settings(arguments: Arguments, *, weights: bool = True) -> None:
     for field in ("load_in_4bit", "load_in_8bit"):
         if getattr(model, field) and find_spec("bitsandbytes") is None:
             raise UserError(f"{field}=True needs bitsandbytes: pip install 'fastpack-trl[qlora]'")
-    # The steps would end with these two, after the weights are loaded.
+    # These two would fail only after the weights are loaded.
     for name in {*training.report_to} - {*get_available_reporting_integrations()}:
         raise UserError(f"report_to={name!r} is not installed: pip install {name}, or set report_to: none")
     if training.eval_on_start and training.eval_strategy == "no":
@@ -194,7 +194,7 @@ def check_model(
         raise UserError(f"{option} {name!r} cannot be used: {describe(error)}{meant}") from error
     heads = (*_HEADS, "ForSequenceClassification") if method.command == "reward" else _HEADS
     kind = (config.architectures or ["a model without a head"])[0]
-    # A class that comes with the checkpoint may have any name; its `auto_map` says what it is.
+    # A class that comes with the checkpoint may have any name; its `auto_map` names its kind.
     if getattr(config, "is_encoder_decoder", False) or not (kind.endswith(heads) or hasattr(config, "auto_map")):
         raise UserError(
             f"{option} {name!r} is {kind} (model_type {config.model_type!r}): {method.what} needs a causal language "
@@ -203,7 +203,7 @@ def check_model(
 
 
 def _take_split(splits: Mapping[str, Any], name: str, field: str) -> Any:
-    """Return the split that `field` names, once it is there and has examples."""
+    """Return the split that `field` names; raise `UserError` if it is missing or empty."""
     if name not in splits:
         fix = ", or eval_strategy to 'no'" if field == "dataset_test_split" else ""
         raise UserError(
@@ -216,7 +216,7 @@ def _take_split(splits: Mapping[str, Any], name: str, field: str) -> Any:
 
 
 def _check_columns(split: Any, role: str, training: Any, method: Method) -> Mapping[str, Any]:
-    """Return the first example, which has columns that `method` trains on; raise `DataError` with the fix if not."""
+    """Return the first example; raise `DataError` with the fix if `method` does not train on its columns."""
     row: Mapping[str, Any] = next(iter(split))
     kinds = method.columns
     if method is SFT:

@@ -1,4 +1,4 @@
-"""The commands that train: each is a script of TRL with our trainer and configuration in place of TRL's."""
+"""The commands that train: each is a TRL script with our trainer and configuration."""
 
 from __future__ import annotations
 

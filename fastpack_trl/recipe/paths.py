@@ -1,4 +1,4 @@
-"""Files of the commands: shipped configs, ``--json`` and ``--output``, local models, and what a wrong path means."""
+"""Files of commands: shipped configs, ``--json`` and ``--output``, local models, and suggestions for wrong paths."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def looks_local(name: str) -> bool:
 
 
 def missing_hint(name: str) -> str:
-    """Return where a local path was looked for, and what makes it or is meant: ``" (looked for /a/b)"``."""
+    """Return where a local path was looked for, and a suggestion: ``" (looked for /a/b)"``."""
     path = Path(name).expanduser()
     made = path.parts[:2] in ((_QUICKSTART.name, "model"), (_QUICKSTART.name, "data"))
     meant = "; 'fastpack-trl init quickstart' makes it" if made else did_you_mean_path(name)
@@ -74,7 +74,7 @@ def missing_hint(name: str) -> str:
 
 
 def did_you_mean_path(name: str) -> str:
-    """Return ``"; did you mean 'quickstart-output/model'?"``; empty if nothing there has such a name."""
+    """Return ``"; did you mean 'quickstart-output/model'?"``; empty if no name is similar."""
     path = Path(name).expanduser()
     there = Path(path.anchor or ".")
     try:

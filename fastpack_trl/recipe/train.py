@@ -1,4 +1,4 @@
-"""Train from the arguments of a command in this process, with the steps of TRL's script of that name."""
+"""Train in this process from the arguments of a command, as TRL's script of that name does."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def train_parsed(arguments: Arguments, callbacks: Sequence[TrainerCallback] | No
             trainer = make_trainer(arguments, callbacks)
         progress = _progress()
         trainer.add_callback(progress)
-        # Resuming and the check at the start still belong to the preparation; a failing step keeps its traceback.
+        # Resuming and the packing check are part of the preparation; a failing step keeps its traceback.
         with (
             preparing(finished=lambda: progress.training),
             naming_data(data_name(arguments.script, arguments.mixture)),
@@ -70,7 +70,7 @@ def train_parsed(arguments: Arguments, callbacks: Sequence[TrainerCallback] | No
 
 @contextmanager
 def _noting_sigterm() -> Iterator[list[int]]:
-    """Yield a list of the signals that transformers' ``enable_jit_checkpoint`` handles in the context."""
+    """Yield a list to which SIGTERM is added when transformers' ``enable_jit_checkpoint`` handles it."""
     received: list[int] = []
     handler: Any = signal.getsignal(signal.SIGTERM)
 
@@ -84,7 +84,7 @@ def _noting_sigterm() -> Iterator[list[int]]:
 
 
 def how_to_resume(arguments: Arguments, step: int) -> str:
-    """Return what a run that was interrupted at `step` has saved, and the command that goes on from there."""
+    """Return what an interrupted run has saved, and the command that resumes it."""
     training = arguments.training
     checkpoint = newest_checkpoint(training.output_dir)
     if checkpoint is None:
@@ -114,7 +114,7 @@ def _finish(trainer: Any, arguments: Arguments) -> None:
 
 
 def _last_line(trainer: Any) -> str:
-    """Return what a run ends with: losses, tokens per second, peak memory, what TRL ran, and where the report is."""
+    """Return the last line of a run: losses, tokens per second, peak memory, what TRL ran, and the report's path."""
     import torch
 
     from fastpack_trl.callbacks import MeasuredRate
@@ -152,7 +152,7 @@ def _release_ddp(trainer: Any) -> None:
 
 
 def _progress() -> Any:
-    """Return a callback whose ``training`` becomes True when everything is prepared and the steps begin."""
+    """Return a callback whose ``training`` becomes True when the preparation is done and the steps begin."""
     from transformers import TrainerCallback
 
     class Progress(TrainerCallback):
@@ -166,7 +166,7 @@ def _progress() -> Any:
 
 @contextmanager
 def _nothing_left_behind(folder: Path) -> Iterator[None]:
-    """Remove the empty folders that a refused or interrupted run has made.
+    """Remove the empty folders that a refused or interrupted run leaves.
 
     `Trainer.__init__` makes ``output_dir``; an error found later must not leave it behind.
     """

@@ -1,4 +1,4 @@
-"""Configuration files: a YAML mapping, read with every fault as one line."""
+"""Read configuration files, YAML mappings; every fault is one line."""
 
 from __future__ import annotations
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 import tomllib
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -28,56 +26,30 @@ def run(*arguments: object) -> int:
     return cli.main(["doctor", *map(str, arguments)])
 
 
-def audited(material: Material, *flags: object, **settings: object) -> dict[str, Any]:
-    file = material.folder / "doctor.json"
-    assert run("--config", material.yaml(**settings), "--audit", "--json", file, *flags) == 0
-    return dict(json.loads(file.read_text()))
-
-
-@pytest.fixture(scope="module")
-def audit(sft_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
-    """The audit of two micro-batches per step and a log in every second step: its record, and what it printed."""
-    folder = tmp_path_factory.mktemp("audit")
-    material = Material(sft_folder / "model", sft_folder / "train.jsonl", folder)
-    with redirect_stdout(io.StringIO()) as out:
-        record = audited(material, "--steps", 2, gradient_accumulation_steps=2, logging_steps=2)
-    assert not material.out.exists()
-    return record["audit"], out.getvalue()
-
-
-def test_without_a_config_it_names_versions_device_and_what_can_be_installed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "doctor.json"
-    assert run("--json", file) == 0
-    out = capsys.readouterr().out
-    record = json.loads(file.read_text())
-    assert record["error"] is None
-    assert record["versions"]["torch"] == torch.__version__
-    assert record["attention"]["per_document"] == "available"
-    assert all(row["there"] for row in record["upstream"])
-    assert any(line.split()[:1] == ["transformers"] and line.endswith("found") for line in out.splitlines())
-    assert "missing       none; docs/upstream.md says" in out
-    for row in record["missing"]:
-        assert row["install"] in out
-        assert row["install"].startswith("pip install ")
-    lines = [line.split() for line in out.splitlines()]
-    assert all([name, *value.split()] in lines for name, value in record["versions"].items())
-
-
-def test_a_module_that_is_missing_is_named_with_the_command_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_it_names_versions_device_names_and_what_can_be_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     packages = {"bitsandbytes": "'fastpack-trl[qlora]'", "liger_kernel": "'fastpack-trl[liger]'", "triton": "triton"}
     for module in packages:
         monkeypatch.setitem(sys.modules, module, None)  # type: ignore[arg-type] # what Python takes for not installed
-    assert run() == 0
-    lines = capsys.readouterr().out.splitlines()
-    for module, package in packages.items():
-        (line,) = [line for line in lines if line.endswith(f": pip install {package}")]
-        assert line.split()[0] == module
-    assert packages.keys().isdisjoint(doctor._versions())
-    assert not any("found none" in line for line in lines), "what is required is installed"
+    file = tmp_path / "doctor.json"
+    assert run("--json", file) == 0
+    out, record = capsys.readouterr().out, json.loads(file.read_text())
+    assert record["error"] is None
+    assert record["versions"]["torch"] == torch.__version__
+    assert record["attention"]["per_document"] == "available"
+    assert all(row["there"] for row in record["upstream"])
+    assert "missing       none; docs/upstream.md says" in out
+    lines = [line.split() for line in out.splitlines()]
+    assert any(line[:1] == ["transformers"] and line[-1] == "found" for line in lines)
+    assert all([name, *value.split()] in lines for name, value in record["versions"].items())
+    missing = {row["name"]: row for row in record["missing"]}
+    assert {name: f"pip install {package}" for name, package in packages.items()}.items() <= {
+        name: row["install"] for name, row in missing.items()
+    }.items()
+    assert all(f"{row['needed_for']}: {row['install']}" in out for row in missing.values())
+    assert packages.keys().isdisjoint(record["versions"])
+    assert "found none" not in out, "what is required is installed"
 
 
 def test_the_extras_are_those_of_the_project() -> None:
@@ -103,8 +75,14 @@ def test_a_config_shows_the_report_of_the_trainer_it_would_make(
     assert not material.out.exists()
 
 
-def test_an_audit_lists_each_wait_with_its_line_for_stock_and_for_fastpack(audit: tuple[dict[str, Any], str]) -> None:
-    record, out = audit
+def test_an_audit_lists_each_wait_with_its_line_for_stock_and_for_fastpack(
+    material: Material, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two micro-batches per step, and a log in every second step."""
+    file, path = material.folder / "doctor.json", material.yaml(gradient_accumulation_steps=2, logging_steps=2)
+    assert run("--config", path, "--audit", "--steps", 2, "--json", file) == 0
+    out, record = capsys.readouterr().out, json.loads(file.read_text())["audit"]
+    assert not material.out.exists()
     assert record["micro_batches_per_step"] == 2
     assert record["backend"] == ("cuda" if torch.cuda.is_available() else "dispatch")
     assert record["sides"]["stock"]["error"] is record["sides"]["fastpack"]["error"] is None
@@ -112,14 +90,13 @@ def test_an_audit_lists_each_wait_with_its_line_for_stock_and_for_fastpack(audit
     accuracy = [call for call in calls if '"mean_token_accuracy"' in call["code"]]
     assert sum(call["stock"] for call in accuracy) == 2 * 2
     assert accuracy[0]["file"] == "trl/trainer/sft_trainer.py"
-    for side in ("stock", "fastpack"):
-        assert sum(call[side] for call in calls) == pytest.approx(record["sides"][side]["total"])
-    assert record["sides"]["fastpack"]["total"] < record["sides"]["stock"]["total"]
-    for call in calls:
-        assert f"{call['file']}:{call['line']} " in out
+    totals = {side: sum(call[side] for call in calls) for side in ("stock", "fastpack")}
+    assert totals == pytest.approx({side: record["sides"][side]["total"] for side in totals})
+    assert totals["fastpack"] < totals["stock"]
+    assert all(f"{call['file']}:{call['line']} " in out for call in calls)
     # The logging that the config asks for: once in two steps, on both sides.
     reads = [call for call in calls if "nested_gather" in call["code"] and call["kind"] == "sync"]
-    assert [sum(float(call[side]) for call in reads) for side in ("stock", "fastpack")] == [0.5, 0.5]
+    assert [sum(float(call[side]) for call in reads) for side in totals] == [0.5, 0.5]
 
 
 @pytest.mark.parametrize(

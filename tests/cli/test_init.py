@@ -26,12 +26,19 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_without_a_name_every_config_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_configs_are_listed_and_a_file_is_replaced_only_by_force(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["init"]) == 0
     out = capsys.readouterr().out
     assert all(f"{name} " in out for name in shipped())
     assert max(map(len, out.splitlines())) <= 80
     assert "quickstart" in out.splitlines()[0]
+    (file := here / "mine.yaml").write_text("mine", encoding="utf-8")
+    assert main(["init", "qwen3-8b-lora-8k", "--output", "mine.yaml"]) == 2
+    assert file.read_text(encoding="utf-8") == "mine"
+    assert main(["init", "qwen3-8b-lora-8k", "--output", "mine.yaml", "--force"]) == 0
+    assert "Qwen3-8B" in file.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", shipped())
@@ -49,16 +56,6 @@ def test_a_config_is_written_with_its_own_name_and_says_what_comes_next(
     command = "bench" if name.startswith("bench/") else of_another if of_another in METHODS else "sft"
     assert f"fastpack-trl {command} --config {file.name}" in text
     assert f"fastpack-trl {command} --config {file.name}" in capsys.readouterr().out
-
-
-def test_a_file_is_replaced_only_by_force(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = here / "mine.yaml"
-    file.write_text("mine", encoding="utf-8")
-    assert main(["init", "qwen3-8b-lora-8k", "--output", "mine.yaml"]) == 2
-    assert file.read_text(encoding="utf-8") == "mine"
-    assert "mine.yaml exists: --force replaces it" in capsys.readouterr().err
-    assert main(["init", "qwen3-8b-lora-8k", "--output", "mine.yaml", "--force"]) == 0
-    assert "Qwen3-8B" in file.read_text(encoding="utf-8")
 
 
 def test_the_quickstart_trains_from_an_empty_folder(

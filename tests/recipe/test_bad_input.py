@@ -14,26 +14,26 @@ from fastpack_trl.cli.main import main
 from fastpack_trl.errors import UserError
 
 MANY = "[" * 5000 + "]" * 5000
-CONFIGS: list[tuple[str, bytes, list[str]]] = [
-    ("empty", b"", ["is empty", "YAML mapping"]),
-    ("a list", b"- a\n- b\n", ["holds a list", "YAML mapping"]),
-    ("a syntax error", b"max_length: 64\npacking: [true\nmax_steps: 3\n", ["line 3, column", "not valid YAML"]),
-    ("a tab", b"env:\n\tA: 1\n", ["line 2, column 1"]),
-    ("a python object", b"run_name: !!python/object/apply:os.getcwd []\n", ["line 1", "python/object/apply:os.getcwd"]),
-    ("not text", b"\xff\xfe\x00", ["cannot be read as UTF-8"]),
-    ("a control character", b'run_name: "a\x07b"\n', ["unacceptable character"]),
-    ("brackets without end", f"qqq: {MANY}".encode(), ["not valid YAML"]),
-]
+CONFIGS: dict[bytes, list[str]] = {
+    b"": ["is empty", "YAML mapping"],
+    b"- a\n- b\n": ["holds a list", "YAML mapping"],
+    b"max_length: 64\npacking: [true\nmax_steps: 3\n": ["line 3, column", "not valid YAML"],
+    b"env:\n\tA: 1\n": ["line 2, column 1"],
+    b"run_name: !!python/object/apply:os.getcwd []\n": ["line 1", "python/object/apply:os.getcwd"],
+    b"\xff\xfe\x00": ["cannot be read as UTF-8"],
+    b'run_name: "a\x07b"\n': ["unacceptable character"],
+    f"qqq: {MANY}".encode(): ["not valid YAML"],
+}
 
 
-@pytest.mark.parametrize(("content", "parts"), [row[1:] for row in CONFIGS], ids=[row[0] for row in CONFIGS])
-def test_config_file_that_holds(
-    material: Material, capsys: pytest.CaptureFixture[str], content: bytes, parts: list[str]
+@pytest.mark.parametrize("content", CONFIGS, ids=lambda content: repr(content[:20]))
+def test_config_file_that_cannot_be_read(
+    material: Material, capsys: pytest.CaptureFixture[str], content: bytes
 ) -> None:
     path = material.folder / "sft.yaml"
     path.write_bytes(content)
     line = refused(material, capsys, "--config", path)
-    assert all(part in line for part in [*parts, str(path)]), line
+    assert all(part in line for part in [*CONFIGS[content], str(path)]), line
 
 
 def config(model_type: str, *architectures: str) -> dict[str, str]:

@@ -47,23 +47,13 @@ FAMILIES = {
 """Hub name -> transformers' model type, and its shape in `SHAPES`."""
 
 SHAPES = MODELS | {
-    "mixtral-8x7b": ModelShape(
-        "mixtral",
-        {
-            "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
-            "num_key_value_heads": 8, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2,
-        },
-    ),
-    "moonlight-16b-a3b": ModelShape(
-        "deepseek_v3",
-        {
-            "num_hidden_layers": 27, "hidden_size": 2048, "intermediate_size": 11264, "moe_intermediate_size": 1408,
-            "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 163840, "n_routed_experts": 64,
-            "n_shared_experts": 2, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1, "q_lora_rank": None,
-            "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
-            "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
-        },
-    ),
+    "mixtral-8x7b": ModelShape("mixtral", {"num_hidden_layers": 32, "hidden_size": 4096}),  # transformers' defaults
+    "moonlight-16b-a3b": ModelShape("deepseek_v3", {
+        "num_hidden_layers": 27, "hidden_size": 2048, "intermediate_size": 11264, "moe_intermediate_size": 1408,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 163840, "n_routed_experts": 64,
+        "n_shared_experts": 2, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1, "q_lora_rank": None,
+        "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
+    }),
 }  # fmt: skip
 """Public shapes of the models, those of the benchmarks and two more."""
 OVERRIDES = {
