@@ -56,11 +56,9 @@ class LossParityError(UserError):
 def tolerance(dtype: str, figure: str = LOSS) -> float:
     """Return the largest relative difference of two losses that counts as rounding; of two gradient norms ten times it.
 
-    In fp32 (and fp64) 1e-5: the same sums in another order differ by a few units of 6e-8, and the optimizer carries
-    them on. In bf16 and fp16 the spacing of their numbers, `torch.finfo(dtype).eps` (0.8 % and 0.1 %): hidden states
-    and logits are rounded to half of it in each operation, on both sides, in another order. A smaller difference says
-    little about packing on an untrained model: `fastpack-trl verify` checks that documents do not mix. A gradient norm
-    has the rounding of the forward pass and of the backward pass through all layers.
+    1e-5 in fp32 and fp64, where sums in another order differ by a few units of 6e-8 that the optimizer carries on. In
+    bf16 and fp16 the spacing of numbers, `torch.finfo(dtype).eps` (0.8 % and 0.1 %): each operation rounds to half of
+    it. Gradient norms are rounded in the forward pass and in the backward pass through all layers.
     """
     of_loss = float(torch.finfo(getattr(torch, dtype)).eps) if dtype in ("bfloat16", "float16") else FLOAT32_TOLERANCE
     return of_loss if figure == LOSS else 10 * of_loss
