@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import textwrap
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from fastpack_trl._version import __version__
@@ -41,42 +41,36 @@ class FeatureLine:
 class FeatureReport:
     """The chosen paths, with reasons. Banner, ``trainer.fastpack_report`` and the command line print this object."""
 
-    lines: list[FeatureLine] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
-    """Figures beside the lines: packing fill, documents, truncated tokens."""
+    """Figures besides the lines: packing fill, documents, truncated tokens."""
+    _lines: dict[str, FeatureLine] = field(default_factory=dict)
 
     def add(self, feature: str, status: Status, path: str, reason: str = "") -> FeatureLine:
-        """Set the line of `feature`; a later line replaces an earlier one."""
-        line = FeatureLine(feature, status, path, reason)
-        self.lines = [other for other in self.lines if other.feature != feature] + [line]
-        return line
+        """Set the line of `feature`; it replaces an earlier one, and becomes the last."""
+        self._lines.pop(feature, None)
+        return self._lines.setdefault(feature, FeatureLine(feature, status, path, reason))
 
     def remark(self, feature: str, text: str) -> None:
-        """Add `text` to the reason of a feature, and say it in the log, the first time that it is heard in a run."""
+        """Append `text` to the reason of a feature, and log it, once per run."""
         line = self[feature]
         if text not in line.reason:
             logger.warning(f"{feature}: {text}")
-            reason = "; ".join(filter(None, [line.reason, text]))
-            self.lines = [replace(other, reason=reason) if other is line else other for other in self.lines]
+            self._lines[feature] = replace(line, reason="; ".join(filter(None, [line.reason, text])))
 
     def __getitem__(self, feature: str) -> FeatureLine:
-        for line in self.lines:
-            if line.feature == feature:
-                return line
-        known = ", ".join(line.feature for line in self.lines)
-        raise KeyError(f"the report has no feature {feature!r}; it has: {known}")
+        if feature not in self._lines:
+            raise KeyError(f"the report has no feature {feature!r}; it has: {', '.join(self._lines)}")
+        return self._lines[feature]
 
     def __contains__(self, feature: object) -> bool:
-        return any(line.feature == feature for line in self.lines)
+        return feature in self._lines
 
     def __iter__(self) -> Iterator[FeatureLine]:
-        return iter(self.lines)
+        return iter(self._lines.values())
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON: ``{"features": {name: {"status", "path", "reason"}}, "facts": {...}}``."""
-        features = {line.feature: asdict(line) for line in self.lines}
-        for row in features.values():
-            row.pop("feature")
+        features = {line.feature: {"status": line.status, "path": line.path, "reason": line.reason} for line in self}
         return {"features": features, "facts": dict(self.facts)}
 
     def __str__(self) -> str:
@@ -84,38 +78,29 @@ class FeatureReport:
 
     def table(self) -> str:
         """Return every feature with its reason, then the figures; at most `WIDTH` characters a line."""
-        width = max((len(line.feature) for line in self.lines), default=0)
-        return _page([_row(line, width) for line in self._sorted()], self.facts)
+        return self._page(list(self))
 
     def banner(self) -> str:
         """Return what a run prints when it starts: as `table`, but features that are off are one line of names."""
-        shown = [line for line in self._sorted() if line.status != "off"]
-        off = [line.feature for line in self.lines if line.status == "off"]
-        if not shown or is_verbose():
-            return self.table()
-        width = max(len(line.feature) for line in shown)
-        rows = [_row(line, width) for line in shown]
+        shown = [line for line in self if line.status != "off"]
+        off = [line.feature for line in self if line.status == "off"]
+        return self.table() if not shown or is_verbose() else self._page(shown, off)
+
+    def _page(self, lines: list[FeatureLine], off: Sequence[str] = ()) -> str:
+        """Return the lines, the names of features that are off, and the facts, wrapped under the end of their heads."""
+        width = max((len(line.feature) for line in lines), default=0)
+        rows = []
+        for line in sorted(lines, key=lambda line: _ORDER.index(line.status)):
+            text = f"{line.path}: {line.reason}" if line.reason else line.path
+            rows.append((f"{line.status.ljust(_STATUS)}{line.feature.ljust(width)}  ", text))
         if off:
             rows.append(("off".ljust(_STATUS), f"{', '.join(off)} (why: --verbose or {_VERBOSE}=1)"))
-        return _page(rows, self.facts)
-
-    def _sorted(self) -> list[FeatureLine]:
-        return sorted(self.lines, key=lambda line: _ORDER.index(line.status))
-
-
-def _row(line: FeatureLine, width: int) -> tuple[str, str]:
-    said = f"{line.path}: {line.reason}" if line.reason else line.path
-    return f"{line.status.ljust(_STATUS)}{line.feature.ljust(width)}  ", said
-
-
-def _page(rows: list[tuple[str, str]], facts: dict[str, Any]) -> str:
-    """Return the rows, each ``(head, text)``, wrapped under the end of its head."""
-    rows = rows + [(f"{name}: ", str(value)) for name, value in facts.items()]
-    out = [f"fastpack-trl {__version__}"]
-    for head, text in rows:
-        indent = len(head) if len(head) < WIDTH // 2 else _STATUS
-        out += textwrap.wrap(head + text, WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False)
-    return "\n".join(out)
+        rows += [(f"{name}: ", str(value)) for name, value in self.facts.items()]
+        out = [f"fastpack-trl {__version__}"]
+        for head, text in rows:
+            indent = len(head) if len(head) < WIDTH // 2 else _STATUS
+            out += textwrap.wrap(head + text, WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False)
+        return "\n".join(out)
 
 
 def is_verbose() -> bool:

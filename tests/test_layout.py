@@ -30,7 +30,7 @@ TABLE = re.findall(r"^\| *(\d*) *\| `(\w+)` \|", ARCHITECTURE, re.MULTILINE)
 
 BUDGETS = {
     "attention": 2650,
-    "bench": 1400,
+    "bench": 1350,
     "callbacks": 300,
     "capture": 1800,
     "checkpointing": 1500,

@@ -31,9 +31,8 @@ import datasets
 import torch
 from tqdm.auto import tqdm
 
-from fastpack_trl.bench.gate import GRADIENT_NORM, LossParityError, tolerance
 from fastpack_trl.bench.sides import OURS, SIDES, STOCK, Side, side_of
-from fastpack_trl.bench.watch import SETTLING, TIMED, WARMUP, SideResult, Watch, run_side
+from fastpack_trl.bench.watch import GRADIENT_NORM, LOSS, SETTLING, TIMED, WARMUP, SideResult, Watch, run_side
 from fastpack_trl.errors import UserError, did_you_mean
 from fastpack_trl.measure.code_hash import code_hashes
 from fastpack_trl.measure.device_memory import free_memory
@@ -45,8 +44,24 @@ from fastpack_trl.measure.tables import aligned
 Build = Callable[..., Any]
 """``build(trainer_class, config_class, **changes)`` returns a new trainer; see `compare`."""
 GATE, ROUNDS = 2, 2
+FLOAT32_TOLERANCE = 1e-5
 LONG = {"max_steps": LONG_RUN, "report_to": "none", "save_strategy": "no", "eval_strategy": "no", "disable_tqdm": True}
 """Fields of every side: the watch ends the run; nothing is written."""
+
+
+class LossParityError(UserError):
+    """The sides of a comparison do not compute the same: a time would compare different work."""
+
+
+def tolerance(dtype: str, figure: str = LOSS) -> float:
+    """Return the largest relative difference of two losses that counts as rounding; of two gradient norms ten times it.
+
+    1e-5 in fp32 and fp64, where sums in another order differ by a few units of 6e-8 that the optimizer carries on. In
+    bf16 and fp16 the spacing of numbers, `torch.finfo(dtype).eps` (0.8 % and 0.1 %): each operation rounds to half of
+    it. Gradient norms are rounded in the forward pass and in the backward pass through all layers.
+    """
+    of_loss = float(torch.finfo(getattr(torch, dtype)).eps) if dtype in ("bfloat16", "float16") else FLOAT32_TOLERANCE
+    return of_loss if figure == LOSS else 10 * of_loss
 
 
 def compare(

@@ -1,16 +1,5 @@
 """`OwnProcess`: a function that runs in a new interpreter, or in several, and answers with plain data.
 
-In ``benchmarks/mine.py``:
-
-```python
-def measure_side(row, side, *, seed):  # in its own process
-    return asdict(run_side(lambda: make_trainer(row, side, seed), Watch(warmup=6, timed=12)))
-
-
-launch = OwnProcess("benchmarks.mine:measure_side", options={"seed": 0}, timeout=400)
-launch({"tokens": 4096}, "stock")  # {"losses": [...], "seconds": [...], ...}
-```
-
 This module imports neither torch nor transformers: a function may have to import something before them.
 """
 
@@ -41,17 +30,18 @@ class OwnProcess:
     """A launcher: a new interpreter per run, or several of them, that call a function.
 
     ```python
-    OwnProcess("benchmarks.mine:measure_side")
+    launch = OwnProcess("benchmarks.mine:measure_side", options={"seed": 0}, timeout=400)
+    launch({"tokens": 4096}, "stock")  # calls measure_side({"tokens": 4096}, "stock", seed=0) in its own process
     OwnProcess("benchmarks.mine:measure_side", command=accelerate_launch(2, "--use_fsdp"))  # a process per GPU
     ```
 
     Attributes:
         function: ``module:name``; called as ``name(row, side, **options)``, it returns plain data for JSON. Of several
-            processes the one of rank 0 answers.
+            processes rank 0 answers.
         options: further arguments, plain data too.
-        timeout: seconds after which its processes are ended.
-        command: what starts them, before ``-m``.
-        environment: variables beside those of this process.
+        timeout: seconds after which the processes are ended.
+        command: the words before ``-m`` that start them.
+        environment: additional variables.
     """
 
     function: str

@@ -1,7 +1,7 @@
-"""Packed attention with metadata that is not made once per batch, but rebuilt from positions in every layer.
+"""Packed attention whose metadata is rebuilt from positions in every layer, not made once per batch.
 
-A reconstruction in plain torch of the baseline that published figures are measured against. The attention itself is
-stock's own function under a dense mask, so that against this side only the bookkeeping and the kernel differ.
+It reconstructs, in plain torch, the baseline of published figures. Attention is TRL's own function under a dense mask,
+so that only bookkeeping and kernel differ.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import transformers.utils
 
-from fastpack_trl.bench.gate import GRADIENT_NORM, LOSS
 from fastpack_trl.bench.learner import learner_alone
 from fastpack_trl.bench.rebuild import rebuild_per_layer
+from fastpack_trl.bench.watch import GRADIENT_NORM, LOSS
 from fastpack_trl.config import _CHOICES
 from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.recipe.methods import SFT, Method

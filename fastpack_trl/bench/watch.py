@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import DeviceType
 from transformers import TrainerCallback, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from fastpack_trl.bench.gate import LOSS, without_dropout
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.device_memory import free_memory
 from fastpack_trl.measure.host_syncs import count_host_syncs
@@ -36,6 +35,9 @@ SETTLING = 10
 """Steps of the warm-up on CUDA after layers are compiled: graphs are weighed, and recorded for rows of each length."""
 LONGEST_WARMUP = 48
 """Steps after which the warm-up ends even if features of the run are still undecided."""
+LOSS, GRADIENT_NORM = "loss", "gradient norm"
+"""The figure that is compared; the second if the loss says little about the model."""
+_DROPOUT_FIELDS = ("attention_dropout", "attn_dropout")
 _LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphL")
 
 
@@ -267,6 +269,18 @@ def run_side(
     finally:
         trainer = None
         free_memory("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@contextlib.contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Drop nothing inside: sides that draw other random numbers would differ in their losses."""
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            for name in ("p",) if isinstance(module, nn.modules.dropout._DropoutNd) else _DROPOUT_FIELDS:
+                value = getattr(module, name, None)
+                if isinstance(value, float) and value > 0:
+                    stack.enter_context(patch_attribute(module, name, 0.0))
+        yield
 
 
 def digest_of(inputs: Any, pad_token_id: int | None) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""The report of a run where people look later: a file beside the checkpoints, and the model card."""
+"""The report of a run in two places: a file next to the checkpoints, and the model card."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 FILE = "fastpack_report.json"
 _CHANGING = ("frozen_base",)
-"""Features that change what is computed; each has a line only where it is on."""
+"""Features that change the computation; each has a line only if it is on."""
 _CARD = "README.md"
 _TITLE = "### fastpack-trl"
 
@@ -44,7 +44,7 @@ def save_report(run: Run) -> Iterator[None]:
         yield
         return
     rate = MeasuredRate()
-    run.set_state(rate)  # also afterwards: the model card may be written then
+    run.set_state(rate)  # kept after training, for the model card
     with callbacks_added(run.trainer, rate, _Saves(run)):
         yield
 
@@ -70,9 +70,9 @@ def _write(run: Run, folder: Path, step: int) -> None:
 
 
 def add_to_card(run: Run) -> None:
-    """Add a section to the model card that TRL has just written; none where the report is not saved.
+    """Add a section to the model card that TRL has just written, unless the report is not saved.
 
-    Version, the features that are on, measured tokens per second, and the proof of packing.
+    It has the version, the features that are on, the measured tokens per second, and the packing proof.
     """
     card = Path(run.args.output_dir) / _CARD
     if run.settings.save_report == "off" or not run.trainer.is_world_process_zero() or not card.is_file():
@@ -88,8 +88,8 @@ def _section(run: Run) -> str:
     on = ", ".join(f"`{line.feature}` ({line.path})" for line in run.report if line.status == "on")
     rate, proof = run.get_state(MeasuredRate), run.get_state(PackingProof)
     name = "fastpack-trl" if "/OWNER/" in REPOSITORY else f"[fastpack-trl]({REPOSITORY})"
-    lines = [f"Trained with {name} {__version__}: {on or 'everything off, as stock'}.", ""]
-    lines += [f"- What is computed is not stock's: {line}." for line in run.report if line.feature in _CHANGING]
+    lines = [f"Trained with {name} {__version__}: {on or 'all features off'}.", ""]
+    lines += [f"- The computation differs from TRL's: {line}." for line in run.report if line.feature in _CHANGING]
     if rate is not None and rate.per_second:
         lines.append(f"- Speed: {rate.per_second:,.0f} tokens/s, between logs, of all processes.")
     if proof is not None:

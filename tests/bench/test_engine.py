@@ -17,9 +17,17 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
-from fastpack_trl.bench.compare import check_losses, compare_sides, quartiles
-from fastpack_trl.bench.gate import GRADIENT_NORM, LOSS, LossParityError, tolerance, without_dropout
-from fastpack_trl.bench.watch import SideResult, Watch, covered, is_warmed_up, run_side
+from fastpack_trl.bench.compare import LossParityError, check_losses, compare_sides, quartiles, tolerance
+from fastpack_trl.bench.watch import (
+    GRADIENT_NORM,
+    LOSS,
+    SideResult,
+    Watch,
+    covered,
+    is_warmed_up,
+    run_side,
+    without_dropout,
+)
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.payback import LONG_RUN
 from fastpack_trl.testing import tiny_model

@@ -11,8 +11,7 @@ import torch
 from preference_material import build
 from trainer_material import make_tokenizer
 
-from fastpack_trl.bench.compare import compare_sides, losses_line, train_side
-from fastpack_trl.bench.gate import LossParityError
+from fastpack_trl.bench.compare import LossParityError, compare_sides, losses_line, train_side
 from fastpack_trl.bench.learner import learner_alone
 from fastpack_trl.bench.sides import side_of
 from fastpack_trl.recipe.methods import METHODS
