@@ -1,4 +1,4 @@
-"""`FastSFTTrainer`: wires the features around `trl.SFTTrainer`; nothing is computed here."""
+"""`FastSFTTrainer`: wires the features around `trl.SFTTrainer`, in the order of a step; computes nothing itself."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fastpack_trl.packing.examples import check_label_column, check_not_empty
 from fastpack_trl.packing.packed_inputs import PackedInputs
 from fastpack_trl.run import Run
 from fastpack_trl.step.hostwork import HostWork
-from fastpack_trl.step.metrics import SettledAtRead
+from fastpack_trl.step.metrics import FlushedOnRead
 from fastpack_trl.step.sync_free import SyncFreeStep
 from fastpack_trl.trainers.featured import FeaturedTrainer
 from fastpack_trl.trainers.optimizer_step import OptimizerStep, clear_derived
@@ -39,22 +39,22 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
 
     One file more: ``fastpack_report.json`` in `output_dir`, which ``save_report="off"`` leaves out.
 
-    `args` may be a `trl.SFTConfig`, a `FastSFTConfig` or None. What cannot be used on this model, data or machine runs
-    as stock, with the reason in `fastpack_report`. ``FASTPACK_DISABLE=1`` gives plain stock.
+    `args` may be a `trl.SFTConfig`, a `FastSFTConfig` or None. TRL's implementation runs where a feature does not
+    support the model, data or machine; `fastpack_report` has the reason. ``FASTPACK_DISABLE=1`` disables all of them.
 
     Attributes:
-        fastpack_run: what this trainer has decided; the features read it.
+        fastpack_run: decisions of this trainer, for its features.
 
     Raises:
-        ValueError: beside those of `SFTTrainer`: an attention that would be wrong for the model, token ids outside of
-            the vocabulary, labels of another length than the tokens, an empty data set.
+        ValueError: in addition to those of `SFTTrainer`: an attention that would be wrong for the model, token ids
+            outside the vocabulary, labels and tokens of different lengths, an empty data set.
     """
 
     _fastpack_stock = SFTTrainer
     _fastpack_kinds = ("any", "sft")
     data_collator: Any  # set by transformers' Trainer; swapped while a loader is built
-    _metrics = SettledAtRead()
-    _total_train_tokens = SettledAtRead()
+    _metrics = FlushedOnRead()
+    _total_train_tokens = FlushedOnRead()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = bound(SFTTrainer, self, args, kwargs)
@@ -70,7 +70,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         check_given(given)
         check_not_empty(given.get("train_dataset"))
         super().__init__(*args, **kwargs)
-        self._fastpack_quantize(self.model)  # where nobody has moved the model
+        self._fastpack_quantize(self.model)  # if nobody has moved the model
         run.report.facts |= fit_precision(self)
         if run.settings.sync_free != "off":
             run.set_state(SyncFreeStep(self.model))  # before accelerate wraps the model
@@ -110,7 +110,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
             self.data_collator = stock
 
     def _fastpack_collates(self, dataset: Any, is_training: bool, description: str) -> bool:
-        """Return whether a loader gets our collator; evaluation that returns predictions keeps stock's shapes."""
+        """Return whether a loader gets our collator; evaluation that returns predictions keeps TRL's shapes."""
         run = self.fastpack_run
         if self._fastpack_disabled or not self._fastpack_entered or run.plan.kind == "stock":
             return False
@@ -154,11 +154,11 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
             if not run.training:  # features are off
                 return forward_backward(model, inputs, num_items_in_batch)
             with reduced_after(run, model), gathered_once(run):
-                # The rows of merged micro-batches, graphs of rows of a known size, and the way out of an out-of-memory.
+                # Runs merged micro-batches as one row, replays graphs, and runs the step again after an out-of-memory.
                 loss = self._fastpack_optimizer_step.run(forward_backward, model, inputs, num_items_in_batch)
             return loss if step is None else step.filtered(self, loss)
         finally:
-            clear_derived(inputs)  # what was derived from the batch is not needed after its backward pass
+            clear_derived(inputs)  # masks and metadata are not needed after the backward pass
 
     def _prepare_input(self, data: Any) -> Any:
         # Where processes share a CPU the device is "cpu:0", to which torch copies what is on "cpu".
@@ -170,7 +170,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
     ) -> Any:
         if inputs.get("position_ids") is None:
-            inputs.pop("packed_batch", None)  # without its positions a row is one document, as in stock
+            inputs.pop("packed_batch", None)  # without its positions a row is one document, as in TRL
         run, step = self.fastpack_run, self._fastpack_step
         if step is None or not step.takes(run, inputs, return_outputs):
             return super().compute_loss(model, unshared(inputs), return_outputs, num_items_in_batch)
@@ -183,17 +183,17 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.control.should_log or self.control.should_evaluate:
-            self._fastpack_settle()
+            self._fastpack_flush()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        self._fastpack_settle()
+        self._fastpack_flush()
         return super()._finalize_training(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        self._fastpack_settle()  # stock reports the tokens trained on so far beside the evaluation
+        self._fastpack_flush()  # TRL logs the number of trained tokens with the evaluation
         outputs = super().evaluation_loop(*args, **kwargs)
-        self._fastpack_settle()
+        self._fastpack_flush()
         return outputs
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -211,14 +211,14 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
             logits, labels = as_one_row(inputs["attention_mask"], logits, labels)
         return loss, logits, labels
 
-    def _fastpack_settle(self, alone: bool = False) -> None:
-        """Complete the metrics; `alone`: another rank may not come here, and to settle is for all of them together."""
-        accelerator = getattr(self, "accelerator", None)  # absent while stock constructs
+    def _fastpack_flush(self, alone: bool = False) -> None:
+        """Flush the deferred metrics; `alone`: other ranks may not come here, so with several processes do nothing."""
+        accelerator = getattr(self, "accelerator", None)  # absent while SFTTrainer constructs
         step = self._fastpack_step
         if step is not None and accelerator is not None and not (alone and accelerator.num_processes > 1):
             step.metrics.flush(self)
 
     def close(self) -> None:
-        """Give the model its stock forward back; further runs of this trainer use stock's loss and metrics."""
+        """Restore TRL's forward of the model; further runs of this trainer use TRL's loss and metrics."""
         if (step := self._fastpack_step) is not None:
             step.close()

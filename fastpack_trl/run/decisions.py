@@ -18,14 +18,14 @@ class Choice:
     """The path that keeps packed documents apart, and the reason."""
 
     path: str
-    """A backend (``varlen``, ...), `PADDED_DOCUMENTS`, or ``off``: stock's attention."""
+    """A backend (``varlen``, ...), `PADDED_DOCUMENTS`, or ``off``: transformers' attention."""
     reason: str
     flattens: bool = False
-    """Batches that stock pads become rows without padding."""
+    """Batches that TRL pads become rows without padding."""
     refuses_compile: str = ""
-    """The reason why layers are not compiled; empty where they may be."""
+    """The reason why layers are not compiled; empty if they may be."""
     unproven: str = ""
-    """The reason why batches that stock pads stay so, though the path flattens them; empty where they may be."""
+    """The reason why batches that TRL pads stay padded although the path can flatten them; empty if they need not."""
 
 
 @dataclass(eq=False, repr=False)

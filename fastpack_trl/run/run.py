@@ -29,7 +29,7 @@ SHARDED = "parameters are sharded while the step runs"
 ONCE_SHARDED = "decided when train() begins, once FSDP has parted the parameters; its banner says what"
 DEEPSPEED = "DeepSpeed's engine owns backward and step"
 MERGED_ROW_TOKENS = 8192
-"""Tokens of a row up to which ``merge_accumulation`` merges on CUDA by itself: beyond, kernels outlast launches."""
+"""Tokens of a row up to which ``merge_accumulation="auto"`` merges on CUDA: in longer rows kernels outlast launches."""
 
 _Part = TypeVar("_Part")
 PlanBatches = Callable[[Any, str, bool, str], BatchPlan]
@@ -130,7 +130,7 @@ class Run(Decisions):
 
     @property
     def attention_path(self) -> str:
-        """The attention that runs on packed rows; ``stock`` where batches are stock's."""
+        """The attention path of packed rows; ``stock`` if TRL collates the batches."""
         return self.choice.path if self.packs else "stock"
 
     @property

@@ -1,4 +1,4 @@
-"""Work of the host in each micro-batch that need not be done in each: walks over modules, the filter of the loss."""
+"""Host work that need not be done in each micro-batch: walks over modules, the filter of the loss."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class ModelContents:
 
 
 class HostWork:
-    """What TRL asks all modules of a model in each step, from a list of them; inside of `running`.
+    """Lists of modules and parameters that replace TRL's walks over the model in each step; inside `running`.
 
     Attributes:
         contents: the list.
@@ -94,7 +94,7 @@ class HostWork:
 
     @contextlib.contextmanager
     def running(self, trainer: Trainer) -> Iterator[None]:
-        """Spare the walks over ``trainer.model`` until the context ends."""
+        """Replace the walks over ``trainer.model`` until the context ends."""
         self._per_token = self._version = None
         model = trainer.model
         # A deep copy of the model has these methods too: they must not keep the run alive, and leave the copy alone.
@@ -144,7 +144,7 @@ class HostWork:
         return listed if trained <= set(map(id, listed)) else None
 
     def count_flops(self, trainer: Trainer, inputs: Mapping[str, Any], stock: Callable[[Any], int]) -> int:
-        """Return the result of `stock`, a factor per token, which is read once per run from the first batch."""
+        """Return the result of `stock`, whose factor per token is read once per run from the first batch."""
         tokens = inputs.get(getattr(trainer.model, "main_input_name", "input_ids"))
         if not isinstance(tokens, Tensor) or not tokens.numel():
             return stock(inputs)
@@ -159,8 +159,8 @@ class HostWork:
 class LossFilter:
     """The NaN filter of the logged loss (``logging_nan_inf_filter``), on the device.
 
-    Stock asks the device after each micro-batch whether the loss is NaN or infinite, and if so adds the mean of the
-    losses since the last log instead. `apply` puts that mean in the place of such a loss; a merged row is one. The
+    TRL synchronizes after each micro-batch to check for a NaN or infinite loss, and if so adds the mean of the losses
+    since the last log instead. `apply` puts that mean in the place of such a loss; a merged row is one. The
     argument is off only from there to `restore`, which is the one line of the trainer that reads it in training;
     evaluation, saving and callbacks see what the user set.
     """
@@ -172,7 +172,7 @@ class LossFilter:
         """Return what the trainer adds to its running loss for the `loss`, (), of what just ran."""
         args, running = trainer.args, getattr(trainer, "_tr_loss", None)
         if not isinstance(running, Tensor) or running.device != loss.device or is_torch_xla_available():
-            return loss  # stock says what is wrong, or filters nothing
+            return loss  # transformers raises, or filters nothing
         if not args.logging_nan_inf_filter or not hasattr(trainer, "_globalstep_last_logged"):
             return loss
         self._switched_off.enter_context(patch_attribute(args, "logging_nan_inf_filter", False))

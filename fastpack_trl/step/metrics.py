@@ -105,10 +105,10 @@ def counted_ranks(accelerator: Any) -> int:
     return ranks
 
 
-class SettledAtRead:
-    """An attribute of TRL's trainer to which `DeferredMetrics` adds: complete for whoever reads it between two logs.
+class FlushedOnRead:
+    """An attribute of TRL's trainer that `DeferredMetrics` completes when somebody reads it between two logs.
 
-    In one of several processes it is as of the last log: to settle the metrics is for all of them together.
+    With several processes it is as of the last log, because flushing is a collective.
     """
 
     def __set_name__(self, owner: type[Any], name: str) -> None:
@@ -117,7 +117,7 @@ class SettledAtRead:
     def __get__(self, instance: Any, owner: type[Any] | None = None) -> Any:
         if instance is None:
             return self
-        instance._fastpack_settle(alone=True)
+        instance._fastpack_flush(alone=True)
         try:
             return instance.__dict__[self._name]
         except KeyError:

@@ -20,9 +20,9 @@ from fastpack_trl.step.hostwork import ModelContents
 
 
 class AdapterSwitch:
-    """``disable_adapter`` of a PEFT model that sets one attribute of each LoRA layer where that is all it takes.
+    """``disable_adapter`` of a PEFT model that sets one attribute of each LoRA layer, if that is enough.
 
-    Stock also takes the adapters' ``requires_grad`` away and gives it back, which shows where gradients are on.
+    PEFT also clears and restores ``requires_grad`` of the adapters, which matters only with gradients enabled.
 
     Args:
         contents: lists the modules of the model.
@@ -54,7 +54,7 @@ class AdapterSwitch:
         return patch_attribute(model, "disable_adapter", types.MethodType(disable_adapter, model))
 
     def _plain_layers(self, model: nn.Module) -> list[Any] | None:
-        """Return the layers with adapters; None where they are not LoRA alone, enabled, and trained."""
+        """Return the layers with adapters; None unless all are LoRA, enabled and trained."""
         if self._version != self._contents.refresh(model):
             self._version, wrapper = self._contents.version, resolve("peft.utils.other.AuxiliaryTrainingWrapper")
             layers = [module for module in self._contents.modules if isinstance(module, BaseTunerLayer)]
@@ -68,7 +68,7 @@ class AdapterSwitch:
 
 
 def _is_trained(layer: Any) -> bool:
-    """Return whether the active adapters of a layer all train, and no other does: so stock leaves them."""
+    """Return whether exactly the active adapters of a layer train, which is how PEFT leaves them."""
     active = layer.active_adapters
     return all(
         parameter.requires_grad == (name in active)

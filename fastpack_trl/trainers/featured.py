@@ -1,4 +1,4 @@
-"""`FeaturedTrainer`: what every trainer of this package has around its stock methods."""
+"""`FeaturedTrainer`: the base class of every trainer of this package."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ _SHOWN = ("__init__", "train", "evaluate", "predict", "create_model_card")
 
 
 class FeaturedTrainer(_Stock):
-    """Enters the features around the methods of the trainer of TRL that comes after it among the bases.
+    """Enters the features around methods of the TRL trainer that follows it in the method resolution order.
 
-    A class that names its ``_fastpack_stock`` has that one's signatures and docstrings.
+    A class that sets ``_fastpack_stock`` gets the signatures and docstrings of that TRL trainer.
 
     Attributes:
-        fastpack_run: what this trainer has decided; the features read it.
+        fastpack_run: decisions of this trainer, for its features.
     """
 
     fastpack_run: Run
@@ -85,7 +85,7 @@ class FeaturedTrainer(_Stock):
 
     @property
     def fastpack_report(self) -> FeatureReport:
-        """The chosen paths, with reasons; `FeatureReport.to_dict` for machines. Complete once training has started."""
+        """The chosen paths with reasons, complete once training has started; `FeatureReport.to_dict` for machines."""
         return self.fastpack_run.report
 
     @property
@@ -94,7 +94,7 @@ class FeaturedTrainer(_Stock):
         return self.fastpack_run.get_state(PackingProof)
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
-        # Called while stock constructs. Packed on their way, expert stacks need not fit the device as dense ones.
+        # Called while TRL constructs: dense expert stacks need not fit the device, because each is packed on its way.
         self._fastpack_quantize(model, device)
         super()._move_model_to_device(model, device)
 
@@ -129,13 +129,13 @@ class FeaturedTrainer(_Stock):
             return super().predict(*args, **kwargs)
 
     def _fastpack_lists(self) -> HostWork | None:
-        """Return the lists that stand for walks over the model; None if there are none."""
+        """Return the lists that replace walks over the model; None if there are none."""
         return None
 
     def _fastpack_with_gradients(self, model: Any) -> Any:
-        """Return what stands for `model` where stock reads its gradients only; `model` itself where it may not.
+        """Return an object with the parameters that have a gradient, or `model` itself if that is not enough.
 
-        FSDP compares all parameters, and a method that somebody put in the place of stock's may ask for anything.
+        FSDP compares all parameters, and a replaced method may read anything.
         """
         host, stock = self._fastpack_lists(), self._fastpack_stock
         replaced = is_users(stock._clip_grad_norm) or is_users(stock._get_grad_norm)
@@ -153,7 +153,7 @@ class FeaturedTrainer(_Stock):
         return super()._get_grad_norm(listed, grad_norm=grad_norm)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Count operations as stock does, without its walk over all parameters."""
+        """Count operations as TRL does, without its walk over all parameters."""
         host = self._fastpack_lists()
         if host is None or not host.active or not isinstance(inputs, Mapping):  # prompts to complete are a list
             return int(super().floating_point_ops(inputs))
@@ -170,7 +170,7 @@ class FeaturedTrainer(_Stock):
     @contextlib.contextmanager
     def _fastpack_features(self, announce: bool = False) -> Iterator[None]:
         if self._fastpack_disabled or self._fastpack_entered:
-            yield  # evaluation inside of training: installed already
+            yield  # evaluation during training: already installed
             return
         run = self.fastpack_run
         run.settings, run.training, run.is_strict = self._fastpack_settings(announce), announce, announce
@@ -189,7 +189,7 @@ class FeaturedTrainer(_Stock):
                 if announce:
                     self._fastpack_announce()
 
-            if announce and run.is_fsdp2:  # some of it is decided once the parameters are parted
+            if announce and run.is_fsdp2:  # some decisions need sharded parameters
                 stack.enter_context(during_training(self, at_begin=begin))
             else:
                 begin()
@@ -198,7 +198,7 @@ class FeaturedTrainer(_Stock):
             yield
 
     def _fastpack_enter(self, stack: contextlib.ExitStack) -> None:
-        """Install what is of one trainer alone, after the features."""
+        """Install the parts of this kind of trainer, after the features."""
 
     def _fastpack_announce(self) -> None:
         """Print the banner, once per content: `train` may be called many times."""

@@ -29,10 +29,10 @@ logger = get_logger(__name__)
 
 MERGING = "merge_accumulation"
 ON_HOST = "fastpack_on_host"
-"""Of what was generated: (rows, 2, width) tokens and mask on the host, one read of the device for all of it."""
+"""Key of (rows, 2, width): tokens and mask of a generation on the host, copied in one read of the device."""
 _GENERATE = "_generate_and_score_completions"
 _MEMORY_SHARE = 0.7
-"""Of the free device memory that the forward pass of a whole step may take by prediction."""
+"""Share of the free device memory that the forward pass of a whole step may take by prediction."""
 _IMAGES = ("pixel_values", "image_grid_thw", "num_images", "token_type_ids", "mm_token_type_ids")
 
 Figures = tuple[Tensor, Tensor]
@@ -40,11 +40,11 @@ Figures = tuple[Tensor, Tensor]
 
 
 class _OnlineTrainer(PackedTrainer):
-    """One that generates; generation, rewards and their metrics are TRL's."""
+    """A trainer that generates; generation, rewards and their metrics are TRL's."""
 
     _fastpack_window: _Window | None = None
     _fastpack_on_host: Tensor | None = None
-    """What is scored next, as `ON_HOST` has it; None where it has to be read from the device."""
+    """Host copy of the rows that are scored next, as in `ON_HOST`; None if they must be read from the device."""
     _fastpack_regenerates = False
     _fastpack_room = True
     _fastpack_bytes_per_row = 0.0
@@ -82,7 +82,7 @@ class _OnlineTrainer(PackedTrainer):
         yield getattr(self, "aux_loss_enabled", False) and "the auxiliary loss of experts is one per micro-batch"
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Return stock's, which begins an optimizer step."""
+        """Return TRL's micro-batches of an optimizer step."""
         window = self._fastpack_window
         if window is not None and 0 < window.served < window.count:
             raise RuntimeError(
@@ -94,7 +94,7 @@ class _OnlineTrainer(PackedTrainer):
         return found
 
     def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
-        """Return stock's, with a copy of tokens and masks on the host, which TRL shuffles and cuts with the others."""
+        """Generate as TRL does, and add a host copy of tokens and masks, which TRL shuffles and cuts like the rest."""
         made = super()._generate_and_score_completions(*args, **kwargs)
         if self._fastpack_entered and self.fastpack_run.packs and not self._fastpack_regenerates:
             made[ON_HOST] = _host_copy(*_padded([made]))
@@ -103,7 +103,7 @@ class _OnlineTrainer(PackedTrainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute stock's loss of a micro-batch, from the figures of its whole optimizer step."""
+        """Compute TRL's loss of a micro-batch, from the figures of its whole optimizer step."""
         window = self._fastpack_window if self._fastpack_entered and self.model.training else None
         if window is not None and window.figures is None:
             window = self._fastpack_window = self._fastpack_open(window, model, inputs)
@@ -171,7 +171,7 @@ class _OnlineTrainer(PackedTrainer):
             )
 
     def _fastpack_measure(self, rows: int) -> None:
-        """Measure on CUDA what a micro-batch takes, forward and backward: from its first pass to that of the next."""
+        """Measure the CUDA memory of a micro-batch, forward and backward: from its first pass to the next one's."""
         device = self.args.device
         is_asked = torch.is_grad_enabled() and not (self._fastpack_why_single or self._fastpack_bytes_per_row)
         if device.type != "cuda" or not is_asked:
@@ -186,7 +186,7 @@ class _OnlineTrainer(PackedTrainer):
     def _fastpack_groups(
         self, ids: Tensor, attention_mask: Tensor, logits_to_keep: int, size: int
     ) -> list[tuple[Tensor, PromptGroups | str]]:
-        """Return the row of each `size` rows of a batch of this learner."""
+        """Return, for every `size` padded rows of a batch, the row that they become."""
         on_host = self._fastpack_on_host
         tokens, mask = (_host_copy(ids, attention_mask) if on_host is None else on_host).unbind(1)
         scored = mask.clone()
@@ -218,14 +218,14 @@ def _host_copy(ids: Tensor, attention_mask: Tensor) -> Tensor:
 class _Window:
     """The micro-batches of an optimizer step, whose figures come from one forward pass.
 
-    Each but the one that comes last gets copies, which take the gradient of its loss; backward through the last one's
-    hands all of them on at once.
+    Each but the last gets copies, which take the gradient of its loss; backward through the last one passes all of them
+    on at once.
 
     Args:
-        count: micro-batches.
+        count: number of micro-batches.
 
     Attributes:
-        place: of the micro-batch that is asked for; None where none is.
+        place: index of the micro-batch that is served; None if there is none.
     """
 
     def __init__(self, count: int) -> None:
@@ -250,7 +250,7 @@ class _Window:
 
     @contextlib.contextmanager
     def serving(self, inputs: Any) -> Iterator[None]:
-        """Have the figures of a micro-batch at hand, if it is one of these that had none yet."""
+        """Serve the figures of a micro-batch in the context, if it belongs to the step and had none yet."""
         places = (place for place, batch in enumerate(self._batches) if batch is inputs and place not in self._copies)
         with patch_attribute(self, "place", next(places, None)):
             yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -152,56 +153,60 @@ class Modes(TrainerCallback):
         self.watch.remove()
 
 
-@pytest.mark.parametrize("cls", BOTH, ids=["ours", "stock"])
-def test_modes_are_set_where_they_change_and_only_there(
-    cls: type[SFTTrainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[bool] = []
-    real = nn.Module.train
-
-    def counting(self: nn.Module, mode: bool = True) -> nn.Module:
-        if isinstance(self, PreTrainedModel) and self.can_generate():
-            calls.append(mode)
-        return real(self, mode)
-
-    model = tiny_model("qwen3").eval()
-    monkeypatch.setattr(nn.Module, "train", counting)
+def test_modes_that_somebody_changed_are_set_again(tmp_path: Path) -> None:
     callback = Modes()
     train(
-        cls, tmp_path, model=model, packing=True, max_steps=6, gradient_accumulation_steps=2, eval_strategy="no",
-        trainer={"callbacks": [callback]}, fast=APART,
+        FastSFTTrainer, tmp_path, model=tiny_model("qwen3").eval(), packing=True, max_steps=6, eval_strategy="no",
+        gradient_accumulation_steps=2, trainer={"callbacks": [callback]}, fast=APART,
     )  # fmt: skip
     assert len(callback.in_step) >= 10
     assert all(callback.in_step)
-    # Of ours: the first micro-batch, after a part was in evaluation mode, after all of it was.
-    trains = [mode for mode in calls if mode]
-    assert len(trains) == (3 if cls is FastSFTTrainer else len(callback.in_step))
 
 
-def test_parameters_are_counted_once_and_total_flos_is_that_of_stock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class Walks(TrainerCallback):
+    """Counts the walks over the whole model in the last step."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.count: Counter[str] = Counter()
+        for name in ("train", "zero_grad", "named_parameters"):
+            patch.setattr(nn.Module, name, self._counted(getattr(nn.Module, name)))
+        patch.setattr(PreTrainedModel, "num_parameters", self._counted(PreTrainedModel.num_parameters))
+
+    def _counted(self, real: Any) -> Any:
+        def count(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            self.count.update([real.__name__] * hasattr(module, "lm_head"))
+            return real(module, *args, **kwargs)
+
+        return count
+
+    def on_step_begin(self, *_: Any, **kwargs: Any) -> None:
+        self.count.clear()
+
+
+@pytest.mark.parametrize("norm", [1e-3, 0.0], ids=["clipped", "only logged"])
+def test_modes_gradients_and_operations_take_no_walk_over_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, norm: float
 ) -> None:
-    real, flops, calls = PreTrainedModel.num_parameters, [], []
-
-    def counting(self: Any, *args: Any, **kwargs: Any) -> int:
-        if kwargs.get("exclude_embeddings"):
-            calls.append(1)
-        return real(self, *args, **kwargs)
-
-    monkeypatch.setattr(PreTrainedModel, "num_parameters", counting)
+    counts, logs, flops = [], [], []
     for cls in BOTH:
-        trainer = train(cls, tmp_path, packing=True, gradient_accumulation_steps=2)
+        with monkeypatch.context() as patch:
+            walks = Walks(patch)
+            trainer = train(
+                cls, tmp_path, packing=True, eval_strategy="no", max_grad_norm=norm, trainer={"callbacks": [walks]},
+                fast={"verify_packing": "off"},
+            )  # fmt: skip
+        counts.append(walks.count)
+        logs.append(figures(trainer))
         flops.append(trainer.state.total_flos)
+    assert_equal(*logs, nan_ok=True)
+    assert all("grad_norm" in row for row in logs[0] if "loss" in row)
     assert flops[0] == flops[1] > 0
-    assert len(calls) == 1 + 8  # ours, stock
+    assert not counts[0]
+    assert set(counts[1]) == {"train", "zero_grad", "named_parameters", "num_parameters"}
 
 
-def test_gradients_are_reset_without_a_walk_and_copies_reset_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    walks, left = [], []
-    real = nn.Module.zero_grad
-    monkeypatch.setattr(nn.Module, "zero_grad", lambda self, *args: walks.append(1) or real(self, *args))
+def test_a_copy_of_the_model_resets_its_own_gradients(tmp_path: Path) -> None:
+    left = []
 
     class Copies(TrainerCallback):
         def on_pre_optimizer_step(self, *_: Any, model: Any = None, **kwargs: Any) -> None:
@@ -215,51 +220,11 @@ def test_gradients_are_reset_without_a_walk_and_copies_reset_their_own(
         def on_step_end(self, *_: Any, model: Any = None, **kwargs: Any) -> None:
             left.extend(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
 
-    steps = {}
-    for cls in BOTH:
-        walks.clear()
-        train(
-            cls, tmp_path, packing=True, eval_strategy="no", trainer={"callbacks": [Copies()]},
-            fast={"verify_packing": "off"},
-        )  # fmt: skip
-        steps[cls] = len(walks)
+    train(
+        FastSFTTrainer, tmp_path, packing=True, eval_strategy="no", trainer={"callbacks": [Copies()]},
+        fast={"verify_packing": "off"},
+    )  # fmt: skip
     assert not left
-    # Each copy walks; stock walks in each of four steps, and before the first.
-    assert steps == {FastSFTTrainer: 4, SFTTrainer: 1 + 4 + 4}
-
-
-@pytest.mark.parametrize("norm", [1e-3, 0.0], ids=["clipped", "only logged"])
-def test_gradients_are_clipped_without_a_walk_over_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, norm: float
-) -> None:
-    walks: list[int] = []
-    real = nn.Module.named_parameters
-    monkeypatch.setattr(
-        nn.Module, "named_parameters", lambda self, *args, **kw: walks.append(1) or real(self, *args, **kw)
-    )
-
-    class Counts(TrainerCallback):
-        def __init__(self) -> None:
-            self.steps: list[int] = []
-
-        def on_step_begin(self, *_: Any, **kwargs: Any) -> None:
-            walks.clear()
-
-        def on_step_end(self, *_: Any, **kwargs: Any) -> None:
-            self.steps.append(len(walks))
-
-    rows, seen = [], []
-    for cls in BOTH:
-        counts = Counts()
-        trainer = train(
-            cls, tmp_path, packing=True, eval_strategy="no", max_grad_norm=norm, trainer={"callbacks": [counts]},
-            fast={"verify_packing": "off"},
-        )  # fmt: skip
-        rows.append(figures(trainer))
-        seen.append(counts.steps[-1])
-    assert_equal(*rows, nan_ok=True)
-    assert all("grad_norm" in row for row in rows[0] if "loss" in row)
-    assert (seen[0], seen[1] > 0) == (0, True)
 
 
 def test_a_patched_clipping_gets_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
