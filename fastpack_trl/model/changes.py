@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from fastpack_trl.model.hooks import users_hooks_off
 from fastpack_trl.model.sharded import local
@@ -80,19 +79,6 @@ def shared(owner: Any, name: str, install: Callable[[], AbstractContextManager[_
         if not patch.holders:
             delattr(owner, name)
             patch.value[1].close()
-
-
-def silence_renamed_checkpointing() -> AbstractContextManager[None]:
-    """Let models answer `is_gradient_checkpointing` without a FutureWarning of transformers in the context.
-
-    transformers 5.23 renamed the property. PEFT 0.21 and TRL 1.16 read the old name, which users cannot change.
-    """
-    renamed = vars(PreTrainedModel).get("is_activation_checkpointing")
-    if renamed is None:
-        return nullcontext()
-    answer = property(lambda model: model.is_activation_checkpointing)  # as a subclass has it
-    patch = partial(patch_attribute, PreTrainedModel, "is_gradient_checkpointing", answer)
-    return shared(PreTrainedModel, "_fastpack_checkpointing_name", patch)
 
 
 @contextmanager

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import datasets
-import numpy as np
-import pyarrow.compute as pc
 from accelerate import PartialState
-from datasets import Dataset, IterableDataset, LargeList, List
+from datasets import Dataset, IterableDataset
 
 from fastpack_trl.errors import DataError, describe, short_repr
-from fastpack_trl.packing.dataset import column_lengths, is_integer_list, pieces
+from fastpack_trl.packing.dataset import column_lengths, is_integer_list
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX
-
-_CONVERSATIONS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
-_CONTENT, _CALLS = ("content", "value"), ("tool_calls", "function_call")
 
 
 def naming_the_row(prepare: Callable[..., Any], stock: Callable[..., Any], dataset: Any, *given: Any) -> Any:
@@ -49,8 +44,6 @@ def naming_the_row(prepare: Callable[..., Any], stock: Callable[..., Any], datas
         if not why:
             raise
         if row is not None:
-            turn = next((place for _, place in _null_turns(dataset.select([row]))), "")
-            why += f"; {turn} has no content (null): fill it or drop the row" if turn else ""
             with contextlib.suppress(UnicodeDecodeError):
                 why += f"; it holds {short_repr(dataset[row])}"
         raise DataError(why) from error
@@ -117,37 +110,6 @@ def check_label_column(dataset: Dataset | IterableDataset, name: str) -> None:
             "(`dataset.remove_columns('labels')`) or rename it; token labels are lists of token ids, "
             f"{IGNORE_INDEX} where no loss is counted"
         )
-
-
-def null_turns(dataset: Any) -> str:
-    """Describe the conversations that have a turn without content, for the report; empty if none has."""
-    if not isinstance(dataset, Dataset) or dataset.format["type"] == "custom" or "input_ids" in dataset.column_names:
-        return ""
-    rows = {row for row, _ in _null_turns(dataset)}
-    if not rows:
-        return ""
-    return (
-        f"{len(rows):,} of {len(dataset):,} conversations have a turn whose content is null, which the chat template "
-        f"leaves out or writes as 'None'; the first is row {min(rows)} (the first is 0): fill it or drop the row"
-    )
-
-
-def _null_turns(dataset: Dataset) -> Iterator[tuple[int, str]]:
-    """Yield the row of each turn that has neither content nor tool calls, and its place: ``turn 1 of 'messages'``."""
-    for column in _CONVERSATIONS:
-        kind = dataset.features.get(column)
-        fields = kind.feature if isinstance(kind, List | LargeList) and isinstance(kind.feature, dict) else {}
-        if not fields.keys() & set(_CONTENT):
-            continue
-        before = 0
-        for lengths, turns in (piece[column] for piece in pieces(dataset, column)):
-            read = [pc.struct_field(turns, field) for field in (*_CONTENT, *_CALLS) if field in fields]
-            null = np.logical_and.reduce([pc.is_null(values).to_numpy(zero_copy_only=False) for values in read])
-            rows, inside = np.arange(len(lengths)).repeat(lengths), np.arange(len(turns))
-            inside -= (lengths.cumsum() - lengths).repeat(lengths)
-            for row, turn in zip(rows[null], inside[null], strict=True):
-                yield before + int(row), f"turn {turn} of {column!r}"
-            before += len(lengths)
 
 
 def dropped(stock: Callable[..., Any], prepared: Any, dataset: Any, tokenizer: Any, args: Any, name: str) -> str:

@@ -14,12 +14,12 @@ from fastpack_trl.attention.proof import PackingProof
 from fastpack_trl.callbacks.save_report import add_to_card
 from fastpack_trl.config import Settings
 from fastpack_trl.features import FEATURES
-from fastpack_trl.model.changes import during_training, silence_renamed_checkpointing
+from fastpack_trl.model.changes import during_training
 from fastpack_trl.model.hooks import is_users
 from fastpack_trl.model.preflight import choose_checkpoint
 from fastpack_trl.model.upstream import missing_names
 from fastpack_trl.moe.quantised import quantize_experts
-from fastpack_trl.packing.examples import naming_the_row, null_turns
+from fastpack_trl.packing.examples import naming_the_row
 from fastpack_trl.report import FeatureReport, disabled_by_environment
 from fastpack_trl.run import Run
 from fastpack_trl.step.hostwork import HostWork
@@ -71,10 +71,6 @@ class FeaturedTrainer(_Stock):
     _fastpack_shown = ""
     _fastpack_disabled = ""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with contextlib.nullcontext() if self._fastpack_disabled else silence_renamed_checkpointing():
-            super().__init__(*args, **kwargs)
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         stock = vars(cls).get("_fastpack_stock")
@@ -110,12 +106,8 @@ class FeaturedTrainer(_Stock):
         facts.setdefault("quantised experts", str(done))  # a second call finds nothing left to do
 
     def _fastpack_name_faults(self, prepare: Callable[..., Any], stock: Callable[..., Any], *given: Any) -> Any:
-        """Prepare a data set; name the example at fault, and report turns without content."""
-        if self._fastpack_disabled:
-            return stock(*given)
-        if given[-1] == "train" and (turns := null_turns(given[0])):
-            self.fastpack_report.facts["turns without content"] = turns
-        return naming_the_row(prepare, stock, *given)
+        """Prepare a data set; name the example at fault."""
+        return stock(*given) if self._fastpack_disabled else naming_the_row(prepare, stock, *given)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not self._fastpack_disabled:
@@ -181,7 +173,6 @@ class FeaturedTrainer(_Stock):
         run.settings, run.training, run.is_strict = self._fastpack_settings(announce), announce, announce
         with contextlib.ExitStack() as stack:
             stack.callback(setattr, run, "is_strict", False)  # also where a feature stops the run
-            stack.enter_context(silence_renamed_checkpointing())
             if announce:
                 stack.enter_context(during_training(self, at_begin=run.begin_steps))
             for feature in FEATURES:

@@ -333,16 +333,6 @@ def test_rows_that_are_evaluated_before_training_are_checked_once(tmp_path: Path
     assert (off.fastpack_proof, off.fastpack_run.plan.kind) == (None, "padding_free")
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-def test_rows_of_one_document_are_checked_only_where_they_are_merged_or_evaluated(tmp_path: Path, steps: int) -> None:
-    alone = trainer_of(FastSFTTrainer, tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=steps)
-    alone.eval_dataset, rows = None, alone.eval_dataset
-    alone.train()
-    assert (alone.fastpack_proof is None) == (steps == 1)
-    alone.evaluate(rows)
-    assert alone.fastpack_proof is not None
-
-
 @pytest.mark.parametrize("attention", ["auto", "per_document"])
 def test_evaluation_before_training_takes_stocks_batches_where_documents_leak(tmp_path: Path, attention: str) -> None:
     ours = trainer_of(FastSFTTrainer, tmp_path, model_with(Shift), {"packed_attention": attention})
