@@ -31,7 +31,7 @@ TABLE = re.findall(r"^\| *(\d*) *\| `(\w+)` \|", ARCHITECTURE, re.MULTILINE)
 """Rooms and files of the package from the highest floor to the lowest: each imports from floors below its own."""
 
 BUDGETS = {
-    "attention": 2650,
+    "attention": 2350,
     "bench": 1600,
     "callbacks": 300,
     "capture": 1800,
@@ -43,7 +43,7 @@ BUDGETS = {
     "measure": 850,
     "model": 1450,
     "moe": 1150,
-    "packing": 2600,
+    "packing": 2550,
     "recurrent": 800,
     "recipe": 2200,
     "run": 450,
