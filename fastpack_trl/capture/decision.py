@@ -54,6 +54,7 @@ class GraphDecision(TrainerCallback, abc.ABC):
     def __init__(self, run: Run, device: CudaGraphs, *, asked: bool) -> None:
         self._run, self._device, self._asked = run, device, asked
         self._first_step: int | None = None
+        self._present_step = -1
         self._pays = asked
         self._watch: IdleWatch | None = None
         self._watched: list[tuple[float, float]] = []
@@ -75,10 +76,15 @@ class GraphDecision(TrainerCallback, abc.ABC):
     def _is_settled(self) -> bool:
         return self._steps_done >= EAGER_STEPS and self._run.step.is_warmed_up
 
-    def _begin_step(self) -> None:
-        """Watch the device in a settled step, from its first forward pass on."""
+    def _begins_step(self) -> bool:
+        """Return whether this is the first forward pass of an optimizer step; watch the device from there on."""
+        step = self._run.trainer.state.global_step
+        if step == self._present_step:
+            return False
+        self._present_step = step
         if self._is_settled and not self._pays and self._watch is None:
             self._watch = self._device.watch_idle()
+        return True
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Decide once the backward passes of enough steps are launched."""

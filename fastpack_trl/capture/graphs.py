@@ -95,7 +95,7 @@ class BackboneGraphs(GraphDecision):
 
     def __init__(self, run: Run, device: CudaGraphs, why_not: Callable[[], str], draw: Draw, *, asked: bool) -> None:
         super().__init__(run, device, asked=asked)
-        self._draw, self._why_not, self._present_step = draw, why_not, -1
+        self._draw, self._why_not = draw, why_not
         self._anchor = torch.empty(0, device=run.device, requires_grad=True)
         self._backbones: dict[int, _Backbone] = {}
         self._open: weakref.ref[_Open] | None = None
@@ -129,12 +129,7 @@ class BackboneGraphs(GraphDecision):
         if self._ended or not self._run.model.training:
             return None
         watched = self._watched_of(backbone)
-        if trains and self._present_step != self._run.trainer.state.global_step:
-            self._present_step = self._run.trainer.state.global_step
-            self._begin_step()
-            self._look_for_watchers()
-        if hook := watched.hooks.look():
-            self.disable(f"{hook} does not run in a replay: remove it to have steps captured")
+        self._look_for_watchers(watched, begins=trains and self._begins_step())
         if self._ended or _has_extras(others):
             return None
         bucket = self._bucket(batch)
@@ -152,11 +147,13 @@ class BackboneGraphs(GraphDecision):
         outputs = self._run_slot(backbone, slot, key, tokens.numel())
         return None if outputs is None else RowOutputs(outputs[0], outputs[1:] or None)
 
-    def _look_for_watchers(self) -> None:
-        """End the feature if gradients or losses are seen by code of the user that came since the last step."""
-        trainer = self._run.trainer
-        hook = hook_on_a_gradient(trainer.model, trained_parameters(trainer.optimizer))
-        if hook := hook or replaced_methods(trainer, LOSS_METHODS):
+    def _look_for_watchers(self, watched: _Backbone, begins: bool) -> None:
+        """End the feature if code of the user that came since sees layers, gradients or losses."""
+        hook, trainer = watched.hooks.look(), self._run.trainer
+        if begins:
+            hook = hook or hook_on_a_gradient(trainer.model, trained_parameters(trainer.optimizer))
+            hook = hook or replaced_methods(trainer, LOSS_METHODS)
+        if hook:
             self.disable(f"{hook} does not run in a replay: remove it to have steps captured")
 
     def _watched_of(self, backbone: nn.Module) -> _Backbone:
