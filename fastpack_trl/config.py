@@ -275,10 +275,9 @@ class Settings(ModelSettings):
 
     cuda_graph: Switch = choice(
         "auto",
-        "Forward, loss and backward of a micro-batch as one CUDA graph per size of rows: auto (where steps become "
-        "shorter by 5 percent, or 2 where graphs hold little memory, and enough are left), on (neither timed nor "
-        "weighed), or off. Costs the activations of one micro-batch, held for the run, and half a second for each "
-        "length of rows.",
+        "The decoder as CUDA graphs, forward and backward, one pair per size of rows: auto (if the device is idle for "
+        "10 percent of an eager step, and enough steps are left), on (not weighed), or off. The loss stays eager. "
+        "Costs the activations of one micro-batch, held for the run.",
     )
     sync_free: Switch = choice(
         "auto",

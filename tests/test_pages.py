@@ -29,7 +29,6 @@ TOPICS = {
     "loss head": ("step/step_loss.py", 6),
     "FP8 base": ("lora/frozen_base.py", 5),
     "capture": ("capture/graphs.py", 6),
-    "capture of preference steps": ("capture/rows.py", 6),
     "activation plan": ("checkpointing/activation_memory.py", 6),
 }
 """Part -> the file where it begins, and the most files that one has to read. The aim is 6."""

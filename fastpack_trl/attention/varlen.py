@@ -54,11 +54,6 @@ class Varlen(Backend):
         return common.RowLayer.of("varlen", batch, device)
 
 
-def elements_per_token(features: ModelFeatures) -> int:
-    """Return the elements of the kernel's backward buffer per token: num_heads x round32(head_dim)."""
-    return features.num_heads * (-(-features.head_dim // 32) * 32)
-
-
 def can_index(tokens: int, features: ModelFeatures, segments: int) -> bool:
     """Return whether the kernel's backward can index so many tokens and segments, empty ones too, with an int32.
 

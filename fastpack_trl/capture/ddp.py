@@ -17,7 +17,8 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
-from fastpack_trl.capture.decision import EAGER_STEPS, GraphDecision
+from fastpack_trl.capture.decision import EAGER_STEPS
+from fastpack_trl.capture.graphs import BackboneGraphs
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.changes import callbacks_added, patch_attribute
 from fastpack_trl.run import Run
@@ -44,19 +45,17 @@ class _Flat:
     @torch.no_grad()
     def reduce(self, group: Any) -> None:
         """Set each gradient to its mean over the processes; one that is missing here counts as zeros."""
-        gradients = [parameter.grad for parameter in self._parameters]
-        if any(own is None for own in gradients):
-            self._whole.zero_()
-        there = [(part, own) for part, own in zip(self._parts, gradients, strict=True) if own is not None]
-        if there:
-            torch._foreach_copy_([part for part, _ in there], [own for _, own in there])
+        self._whole.zero_()
+        for parameter in self._parameters:
+            if parameter.grad is None and parameter.requires_grad:  # not one that was frozen since
+                parameter.grad = torch.zeros_like(parameter)
+        pairs = zip(self._parts, self._parameters, strict=True)
+        there = [(part, parameter.grad) for part, parameter in pairs if parameter.grad is not None]
+        parts, gradients = [part for part, _ in there], [gradient for _, gradient in there]
+        torch._foreach_copy_(parts, gradients)
         self._whole.mul_(1 / group.size())  # before the sum, as DDP does
         distributed.all_reduce(self._whole, group=group)
-        if there:
-            torch._foreach_copy_([own for _, own in there], [part for part, _ in there])
-        for parameter, part in zip(self._parameters, self._parts, strict=True):
-            if parameter.grad is None and parameter.requires_grad:  # not one that was frozen since
-                parameter.grad = part.clone()
+        torch._foreach_copy_(gradients, parts)
 
 
 class FlatReduce(TrainerCallback):
@@ -67,7 +66,7 @@ class FlatReduce(TrainerCallback):
         graphs: of this process; disabled where the processes do not agree.
     """
 
-    def __init__(self, run: Run, graphs: GraphDecision) -> None:
+    def __init__(self, run: Run, graphs: BackboneGraphs) -> None:
         self._run, self._graphs = run, graphs
         self._begin(0)
 
@@ -168,7 +167,7 @@ def too_large(run: Run) -> str:
 
 
 @contextmanager
-def reduced_apart(run: Run, graphs: GraphDecision | None) -> Iterator[None]:
+def reduced_apart(run: Run, graphs: BackboneGraphs | None) -> Iterator[None]:
     """Let the gradients of several processes be reduced between micro-steps, where there are graphs."""
     if graphs is None or run.ranks.count == 1:
         yield

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any
 
 import torch
 
 from fastpack_trl.measure.device_memory import allocatable
+from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.upstream import resolve
 
 _SAMPLE_SECONDS = 5e-4
@@ -44,7 +45,7 @@ class IdleWatch:
         return sum(self._samples) / max(1, len(self._samples)), seconds
 
 
-@cache
+@functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """Make one per device and process: DDP, with its nodes, stays from one `train` to the next."""
     return torch.cuda.Stream(device)
@@ -134,29 +135,20 @@ class CudaGraphs:
     @contextlib.contextmanager
     def steps_in_order(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Make the default stream the current one in each step: what torch launches there is in order too."""
-        side: Any = None
-        default = torch.cuda.default_stream(self.device)
+        default, step = torch.cuda.default_stream(self.device), optimizer.step
 
-        def before(*_: Any) -> None:
-            nonlocal side
+        @functools.wraps(step)  # with the mark of a scheduler, which warns of a step without it
+        def ordered(*args: Any, **kwargs: Any) -> Any:
             side = torch.cuda.current_stream(self.device)
             default.wait_stream(side)  # gradients are written
-            torch.cuda.set_stream(default)
+            try:
+                with torch.cuda.stream(default):
+                    return step(*args, **kwargs)
+            finally:
+                side.wait_stream(default)  # parameters are written, and gradients read
 
-        def after(*_: Any) -> None:
-            nonlocal side
-            side.wait_stream(default)  # parameters are written, and gradients read
-            torch.cuda.set_stream(side)
-            side = None
-
-        hooks = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
-        try:
+        with patch_attribute(optimizer, "step", ordered):
             yield
-        finally:
-            if side is not None:  # a step raised, and torch calls no hook after it
-                after()
-            for hook in hooks:
-                hook.remove()
 
     def watch_idle(self) -> IdleWatch:
         """Begin to sample whether the device has anything to do."""

@@ -84,9 +84,8 @@ def capture_backbone(run: Run, call: BackboneCall, draw: Draw | None = None) -> 
         yield None
         return
     device = CudaGraphs(run.device)
-    asked = run.settings.cuda_graph == "on"
-    graphs = BackboneGraphs(run, device, reasons, draw or partial(draw_packed, run), asked=asked)
-    weighed = "" if asked else ", if the device waits for the host there"
+    graphs = BackboneGraphs(run, device, reasons, draw or partial(draw_packed, run))
+    weighed = "" if run.settings.cuda_graph == "on" else ", if the device waits for the host there"
     run.set_status(FEATURE, "on", "pending", f"from step {EAGER_STEPS + 1} on{weighed}")
     try:
         apart: AbstractContextManager[None] = nullcontext() if run.get_state(_Apart) else _apart(run, device)

@@ -10,31 +10,36 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
-from typing import Any, NamedTuple
+from contextlib import ExitStack
+from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from transformers import TrainerCallback
 
 from fastpack_trl.capture.buckets import Draw, RowBuckets
-from fastpack_trl.capture.decision import WARM_ROWS, GraphDecision
+from fastpack_trl.capture.decision import FEATURE, IdleRule
 from fastpack_trl.capture.device import CudaGraphs
+from fastpack_trl.capture.slot import Key, Open, Slot, of_row
 from fastpack_trl.capture.state import GradientBuffers, ModelState
-from fastpack_trl.errors import PackingError
-from fastpack_trl.lora.report import LoraReport
+from fastpack_trl.errors import PackingError, close_frames, describe, first_cause
 from fastpack_trl.model.hooks import HookWatch, hook_on_a_gradient, replaced_methods, trained_parameters
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.packed_batch import PackedBatch
-from fastpack_trl.packing.static_batch import StaticInputs
 from fastpack_trl.run import Run
 from fastpack_trl.step.backbone import ROUTER_LOGITS, RowOutputs
 from fastpack_trl.step.hostwork import ModelContents
 
-_TRAINED, _SCORED = "trained", "scored"
-"""Memory pools: activations of a forward with gradients wait for its backward while a reference is scored."""
+logger = get_logger(__name__)
+
+WARM_ROWS = 1
+"""Rows of a bucket that run eagerly in its static shapes: they load and tune kernels, which cannot be recorded. One
+more if a recording fails after them."""
 PATIENCE = 4
 """Rows of a bucket for which its recording waits for a larger bucket's."""
+MAX_RERECORDINGS = 3
+"""How often graphs are recorded again because the model was changed."""
 LOSS_METHODS = ("compute_loss", "training_step")
 """Methods of a trainer that may keep hidden states, which the next replay overwrites, or differentiate twice."""
 
@@ -49,40 +54,7 @@ class _Backbone:
         """State when its graphs were made, with gradients and without."""
 
 
-class _Open:
-    """Lives as long as the activations of a forward with gradients are needed."""
-
-
-class _Key(NamedTuple):
-    backbone: int
-    trains: bool
-    routes: bool
-    """Router logits are outputs."""
-    bucket: Bucket
-
-
-class _Slot:
-    """A bucket of one backbone, with gradients or without: static tensors and graphs."""
-
-    def __init__(self, bucket: Bucket, device: torch.device) -> None:
-        self.inputs = StaticInputs(bucket, device)
-        self.warm, self.needs = 0, WARM_ROWS
-        self.forward: torch.cuda.CUDAGraph | None = None
-        self.backward: torch.cuda.CUDAGraph | None = None
-        self.outputs: tuple[Tensor, ...] = ()
-        """Hidden states and router logits that the forward graph writes, without a graph of autograd."""
-        self.gradients: tuple[Tensor | None, ...] = ()
-        """Their gradients, which the backward graph reads; None of an output that needs none."""
-
-    def reset(self) -> None:
-        """Drop the graphs."""
-        for graph in (self.forward, self.backward):
-            if graph is not None:
-                graph.reset()
-        self.forward = self.backward = None
-
-
-class BackboneGraphs(GraphDecision):
+class BackboneGraphs(TrainerCallback):
     """Decides for each call of a backbone whether it runs eagerly, is recorded, or is replayed, and runs it.
 
     Args:
@@ -90,20 +62,25 @@ class BackboneGraphs(GraphDecision):
         device: records and replays.
         why_not: returns why calls cannot be captured as things are now; empty if they can.
         draw: returns sizes of rows.
-        asked: see `GraphDecision`.
+
+    Attributes:
+        has_ended: all that follows runs eagerly.
+        replayed: number of replays.
     """
 
-    def __init__(self, run: Run, device: CudaGraphs, why_not: Callable[[], str], draw: Draw, *, asked: bool) -> None:
-        super().__init__(run, device, asked=asked)
-        self._draw, self._why_not, self._present_step = draw, why_not, -1
+    def __init__(self, run: Run, device: CudaGraphs, why_not: Callable[[], str], draw: Draw) -> None:
+        self._run, self._device, self._why_not, self._draw = run, device, why_not, draw
+        self._rule = IdleRule(run, device)
         self._anchor = torch.empty(0, device=run.device, requires_grad=True)
         self._backbones: dict[int, _Backbone] = {}
-        self._open: weakref.ref[_Open] | None = None
+        self._open: weakref.ref[Open] | None = None
         self._watching = ExitStack()
+        self.has_ended = False
+        self.replayed = self._warmed = self._recorded = self._changes = 0
         self._forget()
 
     def _forget(self) -> None:
-        self._slots: dict[_Key, _Slot] = {}
+        self._slots: dict[Key, Slot] = {}
         self._buckets = RowBuckets(self._draw)
         self._buffers: GradientBuffers | None = None
         self._version: int | None = None
@@ -113,8 +90,7 @@ class BackboneGraphs(GraphDecision):
     @property
     def graphs(self) -> int:
         """Number of graphs."""
-        slots = self._slots.values()
-        return sum(graph is not None for slot in slots for graph in (slot.forward, slot.backward))
+        return sum(slot.graphs for slot in self._slots.values())
 
     def run(self, backbone: Any, batch: PackedBatch, tokens: Tensor, others: Mapping[str, Any]) -> RowOutputs | None:
         """Return the outputs of a row, or None if the caller has to run it eagerly.
@@ -126,16 +102,12 @@ class BackboneGraphs(GraphDecision):
             others: keywords of the call besides those of a row.
         """
         trains = torch.is_grad_enabled()
-        if self._ended or not self._run.model.training:
+        if self.has_ended or not self._run.model.training:
             return None
-        watched = self._watched_of(backbone)
-        if trains and self._present_step != self._run.trainer.state.global_step:
-            self._present_step = self._run.trainer.state.global_step
-            self._begin_step()
-            self._look_for_watchers()
-        if hook := watched.hooks.look():
-            self.disable(f"{hook} does not run in a replay: remove it to have steps captured")
-        if self._ended or _has_extras(others):
+        watched = self._watched(backbone)
+        self._look_for_watchers(watched, begins=trains and self._rule.begins_step())
+        given = [value for name, value in others.items() if name != ROUTER_LOGITS]
+        if self.has_ended or any(value is not None and value is not False for value in given):
             return None
         bucket = self._bucket(batch)
         if bucket is None or (trains and self._is_open):
@@ -146,20 +118,23 @@ class BackboneGraphs(GraphDecision):
         if watched.recorded.setdefault(trains, state) != state:
             self._model_changed()
             return None
-        key = _Key(id(backbone), trains, bool(others.get(ROUTER_LOGITS)), bucket)
-        slot = self._slots.setdefault(key, _Slot(bucket, self._run.device))
-        slot.inputs.copy_row(batch, tokens)
-        outputs = self._run_slot(backbone, slot, key, tokens.numel())
+        key = Key(id(backbone), trains, bool(others.get(ROUTER_LOGITS)), bucket)
+        if key not in self._slots:
+            self._slots[key] = Slot(self._run, backbone, key, WARM_ROWS)
+        self._slots[key].inputs.copy_row(batch, tokens)
+        outputs = self._run_slot(self._slots[key], key, tokens.numel())
         return None if outputs is None else RowOutputs(outputs[0], outputs[1:] or None)
 
-    def _look_for_watchers(self) -> None:
-        """End the feature if gradients or losses are seen by code of the user that came since the last step."""
-        trainer = self._run.trainer
-        hook = hook_on_a_gradient(trainer.model, trained_parameters(trainer.optimizer))
-        if hook := hook or replaced_methods(trainer, LOSS_METHODS):
+    def _look_for_watchers(self, watched: _Backbone, begins: bool) -> None:
+        """End the feature if code of the user that came since sees layers, gradients or losses."""
+        hook, trainer = watched.hooks.look(), self._run.trainer
+        if begins:
+            hook = hook or hook_on_a_gradient(trainer.model, trained_parameters(trainer.optimizer))
+            hook = hook or replaced_methods(trainer, LOSS_METHODS)
+        if hook:
             self.disable(f"{hook} does not run in a replay: remove it to have steps captured")
 
-    def _watched_of(self, backbone: nn.Module) -> _Backbone:
+    def _watched(self, backbone: nn.Module) -> _Backbone:
         if id(backbone) not in self._backbones:
             made = self._backbones[id(backbone)] = _Backbone(backbone)
             self._watching.enter_context(made.contents.watched())
@@ -170,15 +145,14 @@ class BackboneGraphs(GraphDecision):
         """Whether a forward with gradients waits for its backward: its row and activations have to stay."""
         return self._open is not None and self._open() is not None
 
-    def _opened(self) -> _Open:
-        """Return an object that lives as long as the activations of the present forward."""
-        held = _Open()
+    def _opened(self) -> Open:
+        held = Open()
         self._open = weakref.ref(held)
         return held
 
     def _bucket(self, batch: PackedBatch) -> Bucket | None:
         """Return the shapes of a row; None if it runs eagerly in its own."""
-        if not self._is_settled or not self._pays:
+        if not self._rule.pays or not self._rule.is_settled:
             return None
         if self._run.step.version != self._version:  # layers run otherwise since: compiled, kept
             if why := self._why_not():
@@ -187,102 +161,109 @@ class BackboneGraphs(GraphDecision):
             self.drop()
             self._version = self._run.step.version
         bucket = self._buckets.find(Bucket.of(batch), max(1, len(batch.parts)))
-        if bucket is None or self._run.refuses_static(bucket):
-            if self._buckets.are_outgrown():
-                self._drop_graphs()
-            return None
-        return bucket
+        if bucket is not None and not self._run.refuses_static(bucket):
+            return bucket
+        if self._buckets.are_outgrown():
+            self._drop_graphs()
+        return None
 
-    def _run_slot(self, backbone: Any, slot: _Slot, key: _Key, tokens: int) -> tuple[Tensor, ...] | None:
+    def _run_slot(self, slot: Slot, key: Key, tokens: int) -> tuple[Tensor, ...] | None:
         """Run the row that was copied into `slot`; None if that has to be done eagerly."""
         if slot.forward is None and self._is_due(slot, key) and (self._buffers is not None or not key.trains):
-            self._record(backbone, slot, key)
-            if self._ended:
+            self._record(slot)
+            if self.has_ended:
                 return None
-        if slot.forward is None:
-            slot.warm += 1
-            self.warmed += 1
-            try:
-                outputs = self._static(backbone, slot, key.routes)
-            except PackingError as error:  # something asks for what a static row does not have
-                self.disable(str(error))
-                return None
-            if outputs[0].grad_fn is not None:
-                outputs[0].grad_fn.metadata["fastpack_open"] = self._opened()
-        else:
+        if slot.forward is not None:
             self.replayed += 1
-            if slot.backward is not None:
-                replayed: tuple[Tensor, ...] = _Replay.apply(self._anchor, self._opened(), slot, self._buffers, tokens)
-                return replayed
-            slot.forward.replay()
-            outputs = slot.outputs
-        return tuple(_of_row(output, tokens) for output in outputs)
+            return slot.replay(self._anchor, self._opened() if slot.backward else Open(), self._buffers, tokens)
+        slot.warm += 1
+        self._warmed += 1
+        try:
+            outputs = slot.run_eagerly()
+        except PackingError as error:
+            self.disable(str(error))
+            return None
+        if outputs[0].grad_fn is not None:
+            outputs[0].grad_fn.metadata["fastpack_open"] = self._opened()
+        return of_row(outputs, tokens)
 
-    def _is_due(self, slot: _Slot, key: _Key) -> bool:
+    def _is_due(self, slot: Slot, key: Key) -> bool:
         """Return whether a slot is to be recorded; larger buckets go first for a while: others reuse their memory."""
         larger = [other for other in self._buckets.choice or () if other.tokens > key.bucket.tokens]
         slots = [self._slots.get(key._replace(bucket=other)) for other in larger]
         waits = any(other is None or other.forward is None for other in slots)
         return slot.warm >= slot.needs + PATIENCE * waits
 
-    def _static(self, backbone: Any, slot: _Slot, routes: bool) -> tuple[Tensor, ...]:
-        """Run the row that is in the tensors of `slot` eagerly."""
-        adapters = self._run.get_state(LoraReport)
-        adding_up = nullcontext() if adapters is None else adapters.adding_up()
-        routing = {ROUTER_LOGITS: True} if routes else {}
-        kind = self._run.device.type
-        # Casts of weights that an earlier call made would not be in a recording, nor those of a recording elsewhere.
-        autocast = torch.autocast(
-            kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind), cache_enabled=False
-        )
-        try:
-            with autocast, adding_up:
-                outputs = backbone(**slot.inputs.keywords, **routing, use_cache=False)
-        finally:
-            slot.inputs.batch.clear_derived()
-        routers = getattr(outputs, "router_logits", None) if routes else None
-        return outputs.last_hidden_state, *(routers or ())
-
-    def _record(self, backbone: Any, slot: _Slot, key: _Key) -> None:
-        """Record the forward of a slot, and its backward if it trains; a failure is tried once more, then reported."""
+    def _record(self, slot: Slot) -> None:
+        """Record a slot; a failure is tried once more after another row, then reported."""
         if lacks := self._device.lacks_room():
             self.disable(lacks)
             return
-        self._device.prepare()
-        pool = _TRAINED if key.trains else _SCORED
-        forward = self._try_record(lambda: self._static(backbone, slot, key.routes), slot.warm, pool)
-        if forward is None:
+        try:
+            slot.record(self._device, self._buffers)
+        except torch.OutOfMemoryError as error:
+            close_frames(error)
+            self.disable("no memory for the graph of a micro-step beside what eager ones need")
+        except Exception as error:
+            logger.debug(f"{FEATURE}: {error}", exc_info=True)
+            close_frames(error)
             slot.needs = slot.warm + 1
-            return
-        graph, outputs = forward
-        trained = [output for output in outputs if output.requires_grad]  # none if the head alone trains
-        gradients = [torch.zeros_like(output) for output in trained]
-        if trained:
-            assert self._buffers is not None
-            self._buffers.attach()
-            backward = self._try_record(lambda: _backward(trained, gradients), slot.warm, pool)
-            if backward is None:
-                graph.reset()
-                slot.needs = slot.warm + 1
-                return
-            slot.backward = backward[0]
-        made = iter(gradients)
-        slot.gradients = tuple(next(made) if output.requires_grad else None for output in outputs)
-        slot.forward, slot.outputs = graph, tuple(output.detach() for output in outputs)
-        self.recorded += 1
-        self._tell()
+            if slot.warm > WARM_ROWS:  # the same rows ran eagerly in these shapes: recording is what fails
+                self.disable(f"a micro-step cannot be recorded: {describe(first_cause(error))}")
+        else:
+            self._recorded += 1
+            self._tell()
+
+    def _model_changed(self) -> None:
+        """Drop the recordings of a model that has changed since."""
+        self._changes += 1
+        if self._changes > MAX_RERECORDINGS:
+            self.disable("the model is changed again and again (weights moved, frozen or merged, modes)")
+        else:
+            self.drop()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take the gradients of an eager step as those that graphs add to; all of its backward passes are over."""
         self._open = None  # the frames of an error may hold the tensors of a forward whose backward is over
-        super().on_pre_optimizer_step(args, state, control, **kwargs)
-        if not self._ended and self.warmed and self._buffers is None:
+        why = self._rule.end_step()
+        if why and not self.has_ended:
+            self.disable(why)
+        if not self.has_ended and self._warmed and self._buffers is None:
             self._buffers = GradientBuffers(self._run.model.parameters())
+
+    def disable(self, reason: str) -> None:
+        """Run all that follows eagerly; reported once."""
+        if not self.has_ended:
+            self.has_ended = True
+            self._run.disable(FEATURE, "eager", reason)
+        self.drop()
+
+    def reclaim(self) -> bool:
+        """Free the memory of the graphs after a step ran out of it; False if there are none."""
+        held = self.graphs > 0
+        if held:
+            self.disable("a step ran out of memory beside the graphs")
+        return held
 
     def finish(self) -> None:
         """Report the run, and drop the graphs."""
-        super().finish()
+        self._rule.close()
+        if self._recorded and not self.has_ended:
+            self._tell()
+        elif not self.has_ended:
+            why = f"no row was recorded in {self._rule.steps_done} steps"
+            if self._run.settings.cuda_graph == "on":
+                self._run.disable(FEATURE, "eager", why)
+            else:
+                self._run.set_status(FEATURE, "off", "eager", why)
+        self.drop()
         self._watching.close()
+
+    def _tell(self) -> None:
+        """Report what there is."""
+        memory = f"{self.graphs} graph{'s' * (self.graphs != 1)} of {self._device.bytes_held() / 2**30:.2f} GiB"
+        notes = filter(None, (self._rule.note, memory, str(self._buckets)))
+        self._run.set_status(FEATURE, "on", "captured", "; ".join(notes))
 
     def drop(self) -> None:
         """Drop all graphs and buckets; they are made again from the rows that follow."""
@@ -295,55 +276,3 @@ class BackboneGraphs(GraphDecision):
                 slot.reset()
         self._slots = {}
         self._device.forget()
-
-    def _describe_rows(self) -> str:
-        return str(self._buckets)
-
-
-class _Replay(torch.autograd.Function):
-    """The outputs of a slot for its row; backward adds to the gradients of the parameters, and returns none."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, _anchor: Tensor, held: _Open, slot: _Slot, buffers: GradientBuffers, tokens: int
-    ) -> tuple[Tensor, ...]:
-        """Replay the forward graph of `slot`; the anchor requires a gradient, so that backward is called."""
-        assert slot.forward is not None
-        slot.forward.replay()
-        ctx.held, ctx.slot, ctx.backward_graph, ctx.buffers, ctx.tokens = held, slot, slot.backward, buffers, tokens
-        ctx.set_materialize_grads(False)
-        return tuple(_of_row(output, tokens) for output in slot.outputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        """Replay the backward graph on these gradients, which are zero past the row."""
-        for static, given in zip(ctx.slot.gradients, gradients, strict=True):
-            if static is None:
-                continue
-            dim, tokens = static.dim() - 2, 0 if given is None else ctx.tokens
-            if given is not None:
-                static.narrow(dim, 0, tokens).copy_(given)
-            if tokens < static.shape[dim]:
-                static.narrow(dim, tokens, static.shape[dim] - tokens).zero_()
-        ctx.buffers.attach()
-        ctx.backward_graph.replay()
-        ctx.buffers.were_written()
-        ctx.held = None
-        return None, None, None, None, None
-
-
-def _has_extras(others: Mapping[str, Any]) -> bool:
-    """Return whether a call has keywords that a recording does not have."""
-    given = [value for name, value in others.items() if name != ROUTER_LOGITS]
-    return any(value is not None and value is not False for value in given)
-
-
-def _of_row(output: Tensor, tokens: int) -> Tensor:
-    """Return what an output has for the tokens of a row, without the tail of its bucket."""
-    return output.narrow(output.dim() - 2, 0, tokens)
-
-
-def _backward(outputs: list[Tensor], gradients: list[Tensor]) -> tuple[Tensor, ...]:
-    torch.autograd.backward(outputs, gradients)
-    return ()

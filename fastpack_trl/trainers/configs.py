@@ -23,10 +23,9 @@ class RowSettings(ModelSettings):
     )
     cuda_graph: Switch = choice(
         "auto",
-        "Forward and backward of the layers as CUDA graphs, one pair per size of rows, and the forward of the "
-        "reference: auto (where steps become shorter by 5 percent, or 2 where graphs hold little memory, and enough "
-        "are left), on (neither timed nor weighed), or off. The loss stays TRL's. One process, without dropout. Costs "
-        "the activations of one micro-batch, held for the run.",
+        "The decoder as CUDA graphs, forward and backward, one pair per size of rows: auto (if the device is idle for "
+        "10 percent of an eager step, and enough steps are left), on (not weighed), or off. The loss stays eager. "
+        "Costs the activations of one micro-batch, held for the run. One process.",
     )
 
     def __post_init__(self) -> None:

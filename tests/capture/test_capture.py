@@ -26,7 +26,7 @@ def test_a_captured_run_trains_as_an_eager_one(tmp_path: Path, devices: Any, fam
     ours, eager = both(tmp_path, devices, family=family, lora=lora)
     (device,) = devices.made
     assert device.log.count("record") >= 1
-    assert device.log.count("replay") >= STEPS - decision.EAGER_STEPS - 2 * decision.WARM_ROWS - 1, device.log
+    assert device.log.count("replay") >= STEPS - decision.EAGER_STEPS - 2 * graphs.WARM_ROWS - 1, device.log
     assert device.log[0] == "apart"
     assert device.log[-1] == "forget"
     assert device.log.count("reset") == device.log.count("record")

@@ -30,7 +30,7 @@ from edited_batches import in_a_loader
 from transformers import TrainerCallback
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.capture import decision
+from fastpack_trl.capture import graphs
 from fastpack_trl.capture.graphs import BackboneGraphs
 from fastpack_trl.testing import tiny_model
 
@@ -101,7 +101,7 @@ def test_a_model_that_changes_again_and_again_runs_eager(tmp_path: Path, devices
     line = trainer.fastpack_report["cuda_graph"]
     assert (line.status, line.path) == ("off", "eager")
     assert "again and again" in line.reason
-    assert devices.made[0].log.count("record") > decision.MAX_RERECORDINGS
+    assert devices.made[0].log.count("record") > graphs.MAX_RERECORDINGS
 
 
 def test_hooks_that_came_end_it_and_see_every_row(tmp_path: Path, devices: Any) -> None:

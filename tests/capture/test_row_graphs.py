@@ -100,7 +100,7 @@ def test_memory_is_given_back_between_a_forward_and_its_backward(
     stock = BackboneGraphs.run
 
     def run_or_reclaim(self: BackboneGraphs, *args: Any) -> Any:
-        if not torch.is_grad_enabled() and self._steps_done == 5 and self.graphs:
+        if not torch.is_grad_enabled() and self._rule.steps_done == 5 and self.graphs:
             dropped.append(self.graphs)
             self.reclaim()
         return stock(self, *args)

@@ -1,0 +1,170 @@
+"""One bucket of one backbone: static tensors, the graphs of forward and backward, and their replay."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fastpack_trl.capture.device import CudaGraphs
+from fastpack_trl.capture.state import GradientBuffers
+from fastpack_trl.lora.report import LoraReport
+from fastpack_trl.packing.buckets import Bucket
+from fastpack_trl.packing.static_batch import StaticInputs
+from fastpack_trl.run import Run
+from fastpack_trl.step.backbone import ROUTER_LOGITS
+
+_TRAINED, _SCORED = "trained", "scored"
+"""Memory pools: activations of a forward with gradients wait for its backward while a reference is scored."""
+
+
+class Key(NamedTuple):
+    """What the graphs of a slot are for."""
+
+    backbone: int
+    trains: bool
+    routes: bool
+    """Router logits are outputs."""
+    bucket: Bucket
+
+
+class Open:
+    """Lives as long as the activations of a forward with gradients are needed."""
+
+
+class Slot:
+    """Static tensors of a bucket, with gradients or without, and graphs.
+
+    Attributes:
+        warm: number of rows that ran eagerly in these tensors.
+        needs: number of rows that have to, before it is recorded.
+    """
+
+    def __init__(self, run: Run, backbone: Any, key: Key, needs: int) -> None:
+        self.inputs = StaticInputs(key.bucket, run.device)
+        self._run, self._backbone, self._key = run, backbone, key
+        self.warm, self.needs = 0, needs
+        self.forward: torch.cuda.CUDAGraph | None = None
+        self.backward: torch.cuda.CUDAGraph | None = None
+        self.outputs: tuple[Tensor, ...] = ()
+        """Hidden states and router logits that the forward graph writes, without a graph of autograd."""
+        self.gradients: tuple[Tensor | None, ...] = ()
+        """Their gradients, which the backward graph reads; None of an output that needs none."""
+
+    @property
+    def graphs(self) -> int:
+        """Number of graphs."""
+        return (self.forward is not None) + (self.backward is not None)
+
+    def run_eagerly(self) -> tuple[Tensor, ...]:
+        """Run the row that is in the tensors; return hidden states and router logits.
+
+        Raises:
+            PackingError: something asks for what a static row does not have.
+        """
+        adapters = self._run.get_state(LoraReport)
+        adding_up = nullcontext() if adapters is None else adapters.adding_up()
+        routing = {ROUTER_LOGITS: True} if self._key.routes else {}
+        kind = self._run.device.type
+        # Casts of weights that an earlier call made would not be in a recording, nor those of a recording elsewhere.
+        autocast = torch.autocast(
+            kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind), cache_enabled=False
+        )
+        try:
+            with autocast, adding_up:
+                outputs = self._backbone(**self.inputs.keywords, **routing, use_cache=False)
+        finally:
+            self.inputs.batch.clear_derived()
+        routers = getattr(outputs, "router_logits", None) if routing else None
+        return outputs.last_hidden_state, *(routers or ())
+
+    def record(self, device: CudaGraphs, buffers: GradientBuffers | None) -> None:
+        """Record the forward, and the backward if it trains, right after each other: one frees what the other holds.
+
+        Args:
+            device: records.
+            buffers: gradients that the backward adds to.
+        """
+        device.prepare()
+        pool = _TRAINED if self._key.trains else _SCORED
+        graph, outputs = device.record(self.run_eagerly, pool)
+        trained = [output for output in outputs if output.requires_grad]  # none if the head alone trains
+        gradients = [torch.zeros_like(output) for output in trained]
+        if trained:
+            assert buffers is not None
+            buffers.attach()
+            try:
+                self.backward, _ = device.record(lambda: _backward(trained, gradients), pool)
+            except BaseException:
+                graph.reset()
+                raise
+        made = iter(gradients)
+        self.gradients = tuple(next(made) if output.requires_grad else None for output in outputs)
+        self.forward, self.outputs = graph, tuple(output.detach() for output in outputs)
+
+    def replay(self, anchor: Tensor, held: Open, buffers: GradientBuffers | None, tokens: int) -> tuple[Tensor, ...]:
+        """Replay the forward graph; return the outputs for the row of so many tokens.
+
+        Args:
+            anchor: requires a gradient, so that backward is called.
+            held: is kept until backward.
+            buffers: gradients that the backward adds to.
+            tokens: of the row.
+        """
+        assert self.forward is not None
+        if self.backward is not None:
+            replayed: tuple[Tensor, ...] = _Replay.apply(anchor, held, self, buffers, tokens)
+            return replayed
+        self.forward.replay()
+        return of_row(self.outputs, tokens)
+
+    def reset(self) -> None:
+        """Drop the graphs."""
+        for graph in (self.forward, self.backward):
+            if graph is not None:
+                graph.reset()
+        self.forward = self.backward = None
+
+
+class _Replay(torch.autograd.Function):
+    """The outputs of a slot for its row; backward adds to the gradients of the parameters, and returns none."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, _anchor: Tensor, held: Open, slot: Slot, buffers: GradientBuffers, tokens: int
+    ) -> tuple[Tensor, ...]:
+        assert slot.forward is not None
+        slot.forward.replay()
+        ctx.held, ctx.slot, ctx.backward_graph, ctx.buffers, ctx.tokens = held, slot, slot.backward, buffers, tokens
+        ctx.set_materialize_grads(False)
+        return of_row(slot.outputs, tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        for static, given in zip(ctx.slot.gradients, gradients, strict=True):
+            if static is None:
+                continue
+            dim, tokens = static.dim() - 2, 0 if given is None else ctx.tokens
+            if given is not None:
+                static.narrow(dim, 0, tokens).copy_(given)
+            if tokens < static.shape[dim]:  # the tail has no loss
+                static.narrow(dim, tokens, static.shape[dim] - tokens).zero_()
+        ctx.buffers.attach()
+        ctx.backward_graph.replay()
+        ctx.buffers.were_written()
+        ctx.held = None
+        return None, None, None, None, None
+
+
+def of_row(outputs: tuple[Tensor, ...], tokens: int) -> tuple[Tensor, ...]:
+    """Return what outputs have for the tokens of a row, without the tail of its bucket."""
+    return tuple(output.narrow(output.dim() - 2, 0, tokens) for output in outputs)
+
+
+def _backward(outputs: list[Tensor], gradients: list[Tensor]) -> tuple[Tensor, ...]:
+    torch.autograd.backward(outputs, gradients)
+    return ()
