@@ -81,7 +81,9 @@ def test_every_attention_refuses_rows_that_are_cut_inside_of_a_model(
 
 
 @of_models
-@pytest.mark.parametrize("options", [{"packing": True}, {"packing": True, "trainer": LORA}, {}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"packing": True}, {"packing": True, "trainer": LORA}, {}], ids=["packed", "packed-lora", "padded"]
+)
 def test_training_is_as_under_stock(kind: str, shared: int, last: str, options: dict[str, Any], tmp_path: Path) -> None:
     ours, stock = both(tmp_path, model=gemma4(kind, shared, last), **options, **STEPS)
     assert ours.fastpack_report["packed_attention"].path == "per_document"
