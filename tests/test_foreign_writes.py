@@ -16,9 +16,8 @@ import fastpack_trl
 
 PACKAGE = Path(fastpack_trl.__file__).parent
 ALLOWED = {
-    "attention": "_attn_implementation_internal * num_hidden_layers pad_token_id",  # put back; of a config of our own
+    "attention": "* num_hidden_layers pad_token_id",  # of a config of our own
     "bench": "device dtype warmup_steps should_log should_training_stop",  # of our result; a callback's control
-    "capture": "backward forward",  # of our slot
     "config.py": "* __doc__",  # of a parser's namespace, of a class of ours
     "lora": "__class__",  # put back by `_restore`, unless FSDP 2 has put a class of its own over ours
     "model": "*",  # `changes`, and the property of `checkpoint_seam` that stands for an attribute of the layer
