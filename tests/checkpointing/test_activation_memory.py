@@ -260,9 +260,9 @@ def compiles(monkeypatch: pytest.MonkeyPatch, varlen_on_the_cpu: None) -> list[b
     seen: list[bool] = []
     pays = kinds.LayerKind._pays
 
-    def watched(kind: Any, call: Any) -> bool:
+    def watched(kind: Any, call: Any, left: Any) -> bool:
         seen.append(call.layer.gradient_checkpointing)
-        return pays(kind, call)
+        return pays(kind, call, left)
 
     monkeypatch.setattr("fastpack_trl.compile.layer_compile.why_not", lambda run: "")
     monkeypatch.setattr(kinds, "COMPILE_SECONDS", 0.0)

@@ -18,17 +18,11 @@ from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwarg
 from fastpack_trl.testing import gradients, tiny_model
 
 FAMILIES = ("llama", "qwen3", "gemma3_text", "phi3", "qwen3_moe", "gpt_oss")
-
-
-# With all experts chosen no token changes its experts for a rounding.
 OVERRIDES: dict[str, dict[str, Any]] = {"qwen3_moe": {"num_experts_per_tok": 4}, "gpt_oss": {"num_experts_per_tok": 4}}
-
-
+"""With all experts chosen no token changes its experts for a rounding."""
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"]
-
-
-# Traces, differentiates and partitions as Inductor does, without generating code.
 PARTITIONED = "aot_eager_decomp_partition"
+"""Traces, differentiates and partitions as Inductor does, without generating code."""
 
 
 class Counting:
