@@ -30,7 +30,7 @@ _AMPLE = 2.0  # memory left per byte of gathered weights, from which on FSDP 2 k
 
 
 class LevelError(ValueError):
-    """Says why the level that was asked for cannot be used."""
+    """The requested level cannot be used; the message is the reason."""
 
 
 @contextlib.contextmanager
@@ -42,7 +42,7 @@ def activation_memory(run: Run) -> Iterator[None]:
     """
     reason = run.ranks.first_reason(lambda: _why_not(run))
     if reason:
-        # A conflict with a requested level raises; of these reasons one is that layers keep everything as it is.
+        # A conflict with a requested level has raised. One of these reasons is that layers keep everything anyway.
         run.set_status(FEATURE, "off", "stock", reason, holds=run.settings.activation_memory == "keep")
         yield
         return
@@ -165,7 +165,7 @@ class ActivationMemory(TrainerCallback):
             self._install()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Report the peaks: beside model, gradients and optimizer state, and of all that torch reserved."""
+        """Report two peaks: activations alone (no weights, gradients, optimizer state), and all that torch reserved."""
         if args.device.type == "cuda":
             measured = (torch.cuda.max_memory_allocated(args.device) - self._static) / GIB
             reserved = torch.cuda.max_memory_reserved(args.device) / GIB

@@ -103,10 +103,10 @@ def _why_off(run: Run, mode: Mode | None) -> str:
 
 
 class AsyncCheckpointCallback(TrainerCallback):
-    """Inputs of checkpointed layers in host memory, fetched ahead in backward, also with the stock `SFTTrainer`.
+    """Keep inputs of checkpointed layers in host memory, fetched ahead in backward; also for TRL's own `SFTTrainer`.
 
     ``SFTTrainer(..., callbacks=[AsyncCheckpointCallback()])``. Frees ``layers x tokens x hidden x itemsize`` bytes of
-    the device; two inputs remain there. The copies run beside the recompute. Loss and gradients are those of
+    the device; two inputs remain there. The copies overlap with the recompute. Loss and gradients are those of
     checkpointing without it, bit for bit. It is installed when training begins and taken out when it ends.
 
     transformers sends no event when training ends by an exception: what then runs with gradients is offloaded too,
@@ -116,9 +116,9 @@ class AsyncCheckpointCallback(TrainerCallback):
         mode: ``double_buffer``, or ``single_buffer``: each input is fetched when it is needed.
 
     Attributes:
-        offload: of the run under way, with its use of host memory; None where it is off.
+        offload: offload of the current run, with its use of host memory; None if it is off.
         use: host memory of the last run; None before.
-        reason: why it is off on this machine; empty where it is on.
+        reason: why it is off on this machine; empty if it is on.
 
     Raises:
         ValueError: an unknown mode or a removed argument. When training begins: no checkpointing,

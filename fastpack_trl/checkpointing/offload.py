@@ -142,7 +142,7 @@ class Offload:
 
     Attributes:
         prefetch: fetch the next input while a layer is recomputed.
-        said: the fallbacks, each once, in order.
+        fallbacks: messages about fallbacks, each once, in order.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Offload:
         tell: Callable[[str], None] = logger.warning,
     ) -> None:
         self.prefetch = mode == "double_buffer"
-        self.said: list[str] = []
+        self.fallbacks: list[str] = []
         self._budget, self._min_bytes, self._tell = budget_bytes, min_bytes, tell
         self._streams = functools.cache(streams)
         self._lock, self._local = threading.Lock(), threading.local()
@@ -174,8 +174,8 @@ class Offload:
         return HostUse(held, sum(self._most.values()), sum(map(len, self._buffers.values())))
 
     def say(self, message: str) -> None:
-        if message not in self.said:
-            self.said.append(message)
+        if message not in self.fallbacks:
+            self.fallbacks.append(message)
             self._tell(f"checkpoint_offload: {message}")
 
     @torch.compiler.disable

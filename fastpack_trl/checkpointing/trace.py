@@ -208,7 +208,7 @@ class Passes:
         }
 
     def working(self, growth: Mapping[Level, Sequence[Growth]]) -> Growth:
-        """Return the bytes that a checkpointed pass works with beside all that is kept, gradients of weights apart.
+        """Return the bytes that a checkpointed pass needs on top of all kept ones, without gradients of weights.
 
         The last layer's backward has them, when all others have what they keep: gradients of activations, and weights
         that are made for one use.

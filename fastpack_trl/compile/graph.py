@@ -178,8 +178,8 @@ def hooks_active() -> bool:
 def _floats_as_constants(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make floats constants of the graph: ``dynamic=True`` would first make symbols of them, give up, and trace again.
 
-    Set around every call, since any row may need a second graph, and around nothing else: what a user compiles beside
-    it may have floats that change. In torch 2.13 the setting is one of the thread, a recompute may be in another.
+    Set around every call, since any row may need a second graph, and around nothing else: functions that a user
+    compiles may have floats that change. In torch 2.13 the setting is one of the thread, a recompute may be in another.
     """
     import torch._dynamo.config as config
 

@@ -56,13 +56,12 @@ class CompiledLayers:
         self,
         names: Mapping[nn.Module, str],
         backend: str | Callable[..., Any],
-        left: Callable[[], StepsLeft] | None,
-        early: Callable[[], bool] | None,
+        left: Callable[[], StepsLeft | None] | None,
         on_change: Callable[[CompiledLayers], None] | None,
         verbose: bool,
     ) -> None:
         self.kinds: list[LayerKind] = []
-        self.backend, self.left, self.early, self.verbose = backend, left, early, verbose
+        self.backend, self.left, self.verbose = backend, left, verbose
         self._watches = {layer: HookWatch(layer, name) for layer, name in names.items()}
         self._on_change = on_change
         self._warned: set[str] = set()
@@ -112,7 +111,7 @@ class CompiledLayers:
         if hooks:
             layers = "1 layer runs" if len(hooks) == 1 else f"{len(hooks)} layers run"
             reasons.append(f"{layers} eager for {hooks[0]}: remove it to have them compiled")
-        later = ", after the first step" if self.early is not None else ""
+        later = ", after the first step" if self.left is not None else ""
         pending = sorted({kind.name for kind in self.kinds if kind.path == "pending"})
         return "; ".join([*reasons, *(f"{name} is compiled at its first packed row{later}" for name in pending)])
 
@@ -144,13 +143,14 @@ class LayerKind:
         self._compile_errors = (exc.TorchDynamoException, exc.FailOnRecompileLimitHit, OSError)
 
     def run(self, call: LayerCall, eager: LayerRun) -> Any:
-        """Run one layer of this kind; `eager` runs it as it is, on given hidden states."""
+        """Run one layer of this kind; `eager` runs it uncompiled on given hidden states."""
         place = call.place
         if place not in self._tried:
-            if self._handle.early is not None and self._handle.early():
+            left = self._handle.left and self._handle.left()
+            if self._handle.left is not None and left is None:  # too early
                 return eager(call.given)
             self._tried.add(place)
-            self._decide(call)
+            self._decide(call, left)
             if self.path == "eager":
                 return eager(call.given)
         try:
@@ -168,27 +168,24 @@ class LayerKind:
             self._graph = CompiledLayer(self.name, self._handle.backend)
         return self._graph(call, hidden)
 
-    def _decide(self, call: LayerCall) -> None:
+    def _decide(self, call: LayerCall, left: StepsLeft | None) -> None:
         """Compile forward and backward on a copy of the layer's input, before anything depends on them."""
         if is_reentrant(call.checkpoint):
             self._give_up("reentrant checkpointing: set gradient_checkpointing_kwargs={'use_reentrant': False}")
             return
         with _isolated(call):
             trial = call.for_trial()
-            if self.path != "pending" or self._pays(trial):
+            if self.path != "pending" or left is None or self._pays(trial, left):
                 self._compile(trial)
         self._handle.changed()
 
-    def _pays(self, call: LayerCall) -> bool:
+    def _pays(self, call: LayerCall, left: StepsLeft) -> bool:
         """Return whether the remaining steps pay for compiling, by one timed eager layer step."""
-        if self._handle.left is None:
-            return True
         try:
             seconds = [_timed_step(run_eagerly, call) for _ in range(2)][-1]
         except FAILURES as error:  # the compiled step will tell
             close_frames(error)
             return True
-        left = self._handle.left()
         cost = StartUpCost(COMPILE_SECONDS, SAVED * seconds * len(self.members) * left.rows)
         if cost.pays(left.steps):
             return True
@@ -275,6 +272,6 @@ def _trained(layer: nn.Module) -> Iterator[Tensor]:
     made = {id(parameter) for cast in casts for parameter in cast.made_from[:2]}
     for cast in casts:
         yield from (tensor for tensor in (cast.a, cast.b) if tensor.requires_grad)
-    # A hook on a parameter would see each gradient that is asked for.
+    # A hook on a parameter would see each gradient that is requested.
     parameters = (p for p in layer.parameters() if p.requires_grad and not p._backward_hooks)
     yield from (p for p in parameters if id(p) not in made)

@@ -33,9 +33,8 @@ def layer_compile(run: Run) -> Iterator[None]:
     weighs = run.settings.layer_compile == "auto"
     with compiled_layers(
         run.model,
-        left=run.steps_left if weighs else None,
         # The first step shows within seconds that the run works, and how long merged rows are.
-        early=(lambda: run.is_in_first_step) if weighs else None,
+        left=(lambda: None if run.is_in_first_step else run.steps_left()) if weighs else None,
         hooks_outside=run.is_fsdp2,
         on_change=tell,
         verbose=run.trainer.is_world_process_zero(),
@@ -70,8 +69,8 @@ def start_workers(run: Run) -> None:
     """Start the processes to which Inductor gives its Triton kernels, where layers of this run may be compiled.
 
     They import torch first, which takes seconds; kernels that come before are compiled one after the other in this
-    process. torch starts them when it has traced the first graph, so here they get ready beside the packing proof and
-    the plan. Nothing is started twice, and torch's own settings hold (``TORCH_WARM_POOL=0``,
+    process. torch starts them when it has traced the first graph, so here they get ready during the packing proof
+    and the plan. Nothing is started twice, and torch's own settings hold (``TORCH_WARM_POOL=0``,
     ``TORCHINDUCTOR_COMPILE_THREADS=1``).
     """
     if run.device.type != "cuda" or why_not(run):  # other devices compile no Triton

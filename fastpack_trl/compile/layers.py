@@ -4,8 +4,8 @@ Where the compiled function is hooked in. `accelerate.utils.compile_regions` rep
 `OptimizedModule`, which renames the parameters of a saved state (``_orig_mod``); an instance attribute ``forward``
 would travel with a pickled or copied model. Here each layer gets torch's own slot for this, ``_compiled_call_impl``
 (what `nn.Module.compile` sets): its hooks stay, and torch drops it when a module is copied or pickled. In the slot lies
-not the compiled layer but `_Call`, which hands everything but a packed training row to the layer as it is: evaluation,
-`generate` and padded batches neither run compiled nor cause a recompile.
+not the compiled layer but `_Call`, which runs everything but a packed training row uncompiled: evaluation, `generate`
+and padded batches neither run compiled nor cause a recompile.
 
 A checkpointed layer calls its checkpoint function with its own forward, above `__call__` in older transformers and
 below it in 5.23; so that function is wrapped as well (`model.checkpoint_seam`). The checkpoint is compiled together
@@ -44,8 +44,7 @@ from fastpack_trl.model.upstream import GradientCheckpointingLayer
 def compiled_layers(
     model: nn.Module,
     *,
-    left: Callable[[], StepsLeft] | None = None,
-    early: Callable[[], bool] | None = None,
+    left: Callable[[], StepsLeft | None] | None = None,
     hooks_outside: bool = False,
     on_change: Callable[[CompiledLayers], None] | None = None,
     verbose: bool = True,
@@ -69,9 +68,8 @@ def compiled_layers(
 
     Args:
         model: a transformers causal language model, plain or inside PEFT.
-        left: returns the steps left of the run: layers are then compiled only if that is paid back
-            (`measure.payback`), by an eager layer step that is timed before. None: however many are left.
-        early: returns whether it is too early to decide: the layers run as they are. None: it never is.
+        left: returns the remaining steps of the run, None while it is too early to decide. Layers are compiled only if
+            that pays back (`measure.payback`), by one timed eager layer step. None: compile however many are left.
         hooks_outside: compile the layers' own forwards, beneath their hooks. For FSDP 2, whose hooks gather the
             parameters of a layer before it runs; the model may be sharded meanwhile.
         on_change: called with the yielded object whenever a kind was decided.
@@ -86,7 +84,7 @@ def compiled_layers(
     if not layers:
         raise ValueError(f"{type(model).__name__} has no decoder layers with packed attention: set layer_compile='off'")
     names = {module: name for name, module in model.named_modules() if module in layers}
-    handle = CompiledLayers(names, _backend, left, early, on_change, verbose)
+    handle = CompiledLayers(names, _backend, left, on_change, verbose)
     groups: dict[Any, list[nn.Module]] = {}
     for layer in layers:
         if layer._compiled_call_impl is None:  # else somebody compiled it already
@@ -107,17 +105,17 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return the members of module lists that hold the attention modules and mixers of the text decoder."""
     base = text_model(model)
     mixing = {id(module) for module in (*attention_modules(base), *mixers(base))}
-    found: dict[int, nn.Module] = {}
+    layers: dict[int, nn.Module] = {}
     for stack in base.modules():
         for layer in stack if isinstance(stack, nn.ModuleList) else ():
             if any(id(module) in mixing for module in layer.modules()):
-                found.setdefault(id(layer), layer)
-    inner = {id(module) for layer in found.values() for module in layer.modules() if module is not layer}
-    return [layer for key, layer in found.items() if key not in inner]
+                layers.setdefault(id(layer), layer)
+    inner = {id(module) for layer in layers.values() for module in layer.modules() if module is not layer}
+    return [layer for key, layer in layers.items() if key not in inner]
 
 
 def _structure(layer: nn.Module) -> Any:
-    """Return what a graph depends on beside shapes: the classes of the modules and the windows of the attentions."""
+    """Return what a graph depends on, shapes aside: the classes of the modules and the windows of the attentions."""
     modules = list(layer.modules())
     windows = [window_of(module) for module in modules if hasattr(module, "config") and hasattr(module, "layer_idx")]
     return tuple(map(type, modules)), tuple(windows)
@@ -146,10 +144,10 @@ class _Call:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer = self._layer
-        stock = partial(type(layer).forward, layer) if self._hooks_outside else layer._call_impl
+        eager = partial(type(layer).forward, layer) if self._hooks_outside else layer._call_impl
         if self._in_checkpoint and getattr(layer, "gradient_checkpointing", False) and layer.training:
-            return stock(*args, **kwargs)  # inside of the checkpoint or before it: its function decides
-        return self._run(None, lambda *hidden: stock(*hidden, *args[1:], **kwargs), args, kwargs)
+            return eager(*args, **kwargs)  # inside of the checkpoint or before it: its function decides
+        return self._run(None, lambda *hidden: eager(*hidden, *args[1:], **kwargs), args, kwargs)
 
     def _checkpointed(self, inner: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run the layer compiled, inside of its checkpoint or with it."""

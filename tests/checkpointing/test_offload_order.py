@@ -123,6 +123,7 @@ def test_any_schedule_is_ordered_exact_and_leaves_nothing_behind(
             graphs.pop(first % len(graphs))
         elif graphs:
             model.backward(graphs[first % len(graphs)], count, retain=what == "retained")
+        assert model.offload.use.pinned <= budget
     graphs.clear()
     assert model.offload.use.held == 0
     model.offload.close()
