@@ -111,31 +111,6 @@ def test_what_comes_next_knows_quantised_bases_and_scores(
     assert ("generate" in _what_next(arguments)) == (command == "sft")
 
 
-def test_an_interrupted_run_says_how_to_go_on(
-    material: Material, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`tests/test_misuses.py` has one that has saved nothing."""
-
-    class Interrupts(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 2:
-                raise KeyboardInterrupt
-
-    make = train.make_trainer
-    monkeypatch.setattr(train, "make_trainer", lambda arguments, _: make(arguments, [Interrupts()]))
-    path = material.yaml(save_strategy="steps", save_steps=1)
-    command = ["sft", "--config", str(path), "--learning_rate", "1e-4"]
-    assert main(command) == 130
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert "interrupted at step 2; go on from checkpoint-2: fastpack-trl sft --config " in line
-    monkeypatch.setattr(train, "make_trainer", make)
-    again = shlex.split(line.rpartition("fastpack-trl ")[2])
-    assert again == [*command, "--resume_from_checkpoint", "true"]
-    assert main(again) == 0
-    state = json.loads((material.out / "checkpoint-3" / "trainer_state.json").read_text(encoding="utf-8"))
-    assert [row["step"] for row in state["log_history"] if "loss" in row] == [1, 2, 3]
-
-
 def make_data(kind: str, folder: Path) -> Path:
     """The rows of `TEXT_ROWS` in another form."""
     data, path = Dataset.from_list([dict(row) for row in TEXT_ROWS]), folder / f"data.{kind}"
