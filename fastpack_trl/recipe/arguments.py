@@ -163,11 +163,13 @@ def _launch_parser(method: Method) -> _OneLine:
     from accelerate.commands.launch import launch_command_parser
 
     parser = _OneLine(prog=f"fastpack-trl {method.command}", add_help=False, allow_abbrev=False)
-    parser.add_argument("--accelerate_config", "--accelerate-config", default=argparse.SUPPRESS)
+    parser.add_argument("--accelerate_config", "--accelerate-config", action="append", default=argparse.SUPPRESS)
     for action in launch_command_parser()._actions:
         if action.option_strings and action.dest not in _RESERVED_LAUNCH_OPTIONS:
-            action.default = argparse.SUPPRESS
-            parser._add_action(action)
+            name = next(option[2:] for option in action.option_strings if option.startswith("--"))
+            how: dict[str, Any] = {"action": "append", "type": action.type, "choices": action.choices}
+            how = {"action": "store_true"} if action.nargs == 0 else how
+            parser.add_argument(*action.option_strings, dest=name, default=argparse.SUPPRESS, **how)
     return parser
 
 
@@ -258,24 +260,27 @@ def _refuse_unknown(name: str, config: Mapping[str, Any], parser: Any, launcher:
 
 
 def _launch_options(words: Sequence[str], parser: Any, launcher: _OneLine, source: str) -> dict[str, Any]:
-    """Return what TRL's parser leaves as options of `accelerate launch`; `source` begins the lines of errors."""
+    """Return the options of `accelerate launch` among words, by name; `source` begins the lines of errors."""
     parser.source = launcher.source = source
     options, unknown = launcher.parse_known_args(parser.parse_known_args(words)[1])
     if unknown:
         _refuse_unknown(unknown[0].partition("=")[0], {}, parser, launcher)
     for name in ("num_processes", "num_machines"):
-        if (count := getattr(options, name, 1)) < 1:  # accelerate silently trains in one process for these
+        if (count := getattr(options, name, [1])[-1]) < 1:  # accelerate silently trains in one process for these
             raise UserError(f"{source}{name}={count} must be >= 1")
-    return {name: value for name, value in vars(options).items() if name != "nondefault"}  # accelerate's own note
+    return vars(options)
 
 
 def _as_words(options: Mapping[str, Any]) -> list[str]:
     """Return options of `accelerate launch` as words, TRL's own accelerate configs by their path:
-    ``{"accelerate_config": "zero2", "multi_gpu": True}`` -> ``--config_file=.../zero2.yaml --multi_gpu``.
+    ``{"accelerate_config": ["zero2"], "multi_gpu": True}`` -> ``--config_file=.../zero2.yaml --multi_gpu``.
     """
-    words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
-    if (name := options.get("accelerate_config")) is None:
+    words = []
+    for name, values in options.items():
+        words += [f"--{name}"] if values is True else [f"--{name}={value}" for value in values]
+    if "accelerate_config" not in options:
         return words
+    name = options["accelerate_config"][-1]
     shipped = {
         file.name[:-5]: str(file) for file in files("trl.accelerate_configs").iterdir() if file.name.endswith(".yaml")
     }
@@ -286,5 +291,5 @@ def _as_words(options: Mapping[str, Any]) -> list[str]:
         raise UserError(
             f"accelerate_config={short_repr(name)} is neither a file nor one of {', '.join(sorted(shipped))}"
         )
-    words.remove(f"--accelerate_config={name}")
+    words = [word for word in words if not word.startswith("--accelerate_config")]
     return [f"--config_file={name if Path(name).is_file() else shipped[name]}", *words]

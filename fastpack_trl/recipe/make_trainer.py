@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 _OVERLONG = "get_soft_overlong_punishment"
 _REWARDS_OF_TRL = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", _OVERLONG)
+_REPORTERS = {"clearml", "codecarbon", "comet_ml", "dvclive", "mlflow", "neptune", "swanlab", "trackio", "wandb"}
+"""Targets of `report_to` that are names of packages."""
 _HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
@@ -131,15 +133,14 @@ def check_settings(arguments: Arguments, *, weights: bool = True) -> None:
     Raises:
         UserError: names the setting, its value and the fix.
     """
-    from transformers.integrations import get_available_reporting_integrations
-
     training, model = arguments.training, arguments.model
     for field in ("load_in_4bit", "load_in_8bit"):
         if getattr(model, field) and find_spec("bitsandbytes") is None:
             raise UserError(f"{field}=True needs bitsandbytes: pip install 'fastpack-trl[qlora]'")
     # These two would fail only after the weights are loaded.
-    for name in {*training.report_to} - {*get_available_reporting_integrations()}:
-        raise UserError(f"report_to={name!r} is not installed: pip install {name}, or set report_to: none")
+    for name in training.report_to:
+        if name in _REPORTERS and find_spec(name) is None:
+            raise UserError(f"report_to={name!r} is not installed: pip install {name}, or set report_to: none")
     if training.eval_on_start and training.eval_strategy == "no":
         raise UserError("eval_on_start=True evaluates nothing: set eval_strategy to steps or epoch, or leave it out")
     if model.use_peft and arguments.method.command == "reward" and model.lora_task_type != "SEQ_CLS":

@@ -111,31 +111,6 @@ def test_what_comes_next_knows_quantised_bases_and_scores(
     assert ("generate" in _what_next(arguments)) == (command == "sft")
 
 
-def test_an_interrupted_run_says_how_to_go_on(
-    material: Material, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`tests/test_misuses.py` has one that has saved nothing."""
-
-    class Interrupts(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 2:
-                raise KeyboardInterrupt
-
-    make = train.make_trainer
-    monkeypatch.setattr(train, "make_trainer", lambda arguments, _: make(arguments, [Interrupts()]))
-    path = material.yaml(save_strategy="steps", save_steps=1)
-    command = ["sft", "--config", str(path), "--learning_rate", "1e-4"]
-    assert main(command) == 130
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert "interrupted at step 2; go on from checkpoint-2: fastpack-trl sft --config " in line
-    monkeypatch.setattr(train, "make_trainer", make)
-    again = shlex.split(line.rpartition("fastpack-trl ")[2])
-    assert again == [*command, "--resume_from_checkpoint", "true"]
-    assert main(again) == 0
-    state = json.loads((material.out / "checkpoint-3" / "trainer_state.json").read_text(encoding="utf-8"))
-    assert [row["step"] for row in state["log_history"] if "loss" in row] == [1, 2, 3]
-
-
 def make_data(kind: str, folder: Path) -> Path:
     """The rows of `TEXT_ROWS` in another form."""
     data, path = Dataset.from_list([dict(row) for row in TEXT_ROWS]), folder / f"data.{kind}"
@@ -236,13 +211,13 @@ def test_env_is_set_and_launch_options_are_split_off(material: Material, monkeyp
         "env: {FASTPACK_TEST_VARIABLE: 7}\nnum_processes: 2\nmulti_gpu: true\nquiet: false\naccelerate_config: zero2\n"
     )
     path = str(material.yaml(text=text))
-    flags = "--mixed_precision=no --main_process_port 29511 --packing --accelerate-config zero3"
+    flags = "--mixed_precision=no --main_process_port 29511 --no-tpu-cluster --packing --accelerate-config zero3"
     arguments = parse([f"--config={path}", *flags.split()])
     assert os.environ["FASTPACK_TEST_VARIABLE"] == "7"
     assert arguments.launch[0].startswith("--config_file=")
     assert arguments.launch[0].endswith("zero3.yaml")  # the flag wins
     assert arguments.launch[1:] == [
-        "--num_processes=2", "--multi_gpu", "--mixed_precision=no", "--main_process_port=29511",
+        "--num_processes=2", "--multi_gpu", "--mixed_precision=no", "--main_process_port=29511", "--no_tpu_cluster",
     ]  # fmt: skip
     assert arguments.training.packing
 

@@ -133,18 +133,17 @@ def test_merged_model_computes_what_the_adapter_does(
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "apart"])
 def test_template_of_another_model_adds_tokens_and_the_run_is_merged(material: Material, tied: bool) -> None:
     """`sft` with the template of another model, whose tokens are new, then `merge` with the same YAML."""
-    other = make_tokenizer(pad_token="<pad>", eos_token="<end>")
+    other, model = make_tokenizer(pad_token="<pad>", eos_token="<end>"), material.folder / "model"
     other.add_tokens(["<user>", "<assistant>"])
     other.chat_template = TEMPLATE.replace("<eos>", "<end>")
     other.save_pretrained(material.folder / "other")
-    save_model(material.folder / "model")
+    save_model(model)
     if not tied:
-        model = tiny_model("qwen3", hidden_size=32, head_dim=16, vocab_size=ROWS)
-        model.save_pretrained(material.folder / "model")
+        base_of("qwen3").save_pretrained(model)
     turns = [[{"role": role, "content": text} for role in ("user", "assistant")] for text in SENTENCES * 2]
+    data = write_jsonl(material.folder / "turns.jsonl", [{"messages": each} for each in turns])
     path = material.yaml(
-        model_name_or_path=str(material.folder / "model"), chat_template_path=str(material.folder / "other"),
-        dataset_name=str(write_jsonl(material.folder / "turns.jsonl", [{"messages": each} for each in turns])),
+        model_name_or_path=str(model), chat_template_path=str(material.folder / "other"), dataset_name=str(data),
         use_peft=True, lora_r=4, lora_target_modules="all-linear", learning_rate=0.05,
     )  # fmt: skip
     assert main(["sft", "--config", str(path)]) == 0

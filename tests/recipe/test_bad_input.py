@@ -36,29 +36,28 @@ def test_config_file_that_cannot_be_read(
     assert all(part in line for part in [*CONFIGS[content], str(path)]), line
 
 
-def config(model_type: str, *architectures: str) -> dict[str, str]:
-    return {"config.json": json.dumps({"model_type": model_type, "architectures": architectures or None})}
-
-
 @pytest.mark.parametrize(
-    ("files", "parts"),
+    ("about", "parts"),
     [
-        (config("bert", "BertForMaskedLM"), ["is BertForMaskedLM", "'bert'", "causal language model"]),
-        (config("t5", "T5ForConditionalGeneration"), ["T5ForConditionalGeneration", "'t5'", "causal language model"]),
-        (config("qwen3"), ["a model without a head", "causal language model"]),
-        (config("qwen3", "Qwen3ForSequenceClassification"), ["Qwen3ForSequenceClassification", "causal language"]),
-        (config("qwen99"), ["cannot be used", "qwen99"]),
-        ({"adapter_config.json": "{}"}, ["PEFT adapter", "base model"]),
-        ({}, ["has no config.json", "hub name"]),
+        ("bert BertForMaskedLM", ["is BertForMaskedLM", "'bert'", "causal language model"]),
+        ("t5 T5ForConditionalGeneration", ["T5ForConditionalGeneration", "'t5'", "causal language model"]),
+        ("qwen3", ["a model without a head", "causal language model"]),
+        ("qwen3 Qwen3ForSequenceClassification", ["Qwen3ForSequenceClassification", "causal language"]),
+        ("qwen99", ["cannot be used", "qwen99"]),
+        ("adapter", ["PEFT adapter", "base model"]),
+        ("", ["has no config.json", "hub name"]),
     ],
 )
 def test_folder_without_a_causal_model(
-    material: Material, capsys: pytest.CaptureFixture[str], files: dict[str, str], parts: list[str]
+    material: Material, capsys: pytest.CaptureFixture[str], about: str, parts: list[str]
 ) -> None:
-    folder = material.folder / "other"
-    folder.mkdir()
-    for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
+    (folder := material.folder / "other").mkdir()
+    kind, *heads = about.split() or [""]
+    config = {"model_type": kind, "architectures": heads or None}
+    if kind == "adapter":
+        (folder / "adapter_config.json").write_text("{}", encoding="utf-8")
+    elif kind:
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     line = refused(material, capsys, "--config", material.yaml(model_name_or_path=str(folder)))
     assert all(part in line for part in [*parts, str(folder)]), line
 

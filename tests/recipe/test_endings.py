@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import signal
 import subprocess
@@ -19,8 +20,9 @@ from fastpack_trl.model.preflight import checkpoint_fault
 @pytest.mark.parametrize("save_steps", [1, 10**6], ids=["while saving", "in a step"])
 def test_signal_leaves_a_checkpoint_that_resumes(material: Material, number: signal.Signals, save_steps: int) -> None:
     path = material.yaml(max_steps=10**6, save_strategy="steps", save_steps=save_steps, save_total_limit=2)
+    flags = ["--config", str(path), "--learning_rate", "1e-4"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "fastpack_trl", "sft", "--config", str(path)],
+        [sys.executable, "-m", "fastpack_trl", "sft", *flags],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert process.stdout is not None
@@ -37,8 +39,12 @@ def test_signal_leaves_a_checkpoint_that_resumes(material: Material, number: sig
     assert f"{'terminated' if number == signal.SIGTERM else 'interrupted'} at step" in said
     checkpoint = said.partition("go on from ")[2].partition(":")[0]
     assert not checkpoint_fault(material.out / checkpoint)
-    words = [*shlex.split(said.rpartition("fastpack-trl ")[2]), "--max_steps", "1", "--save_strategy", "no"]
-    assert main(words) == 0
+    again = shlex.split(said.rpartition("fastpack-trl ")[2])
+    assert again == ["sft", *flags, "--resume_from_checkpoint", "true"]
+    steps = int(checkpoint.removeprefix("checkpoint-"))
+    assert main([*again, "--max_steps", str(steps + 1)]) == 0
+    state = json.loads((material.out / f"checkpoint-{steps + 1}" / "trainer_state.json").read_text(encoding="utf-8"))
+    assert [row["step"] for row in state["log_history"] if "loss" in row] == list(range(1, steps + 2))
 
 
 def test_run_of_one_process_logs_without_its_rank(

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import yaml
+from datasets import Dataset
 from sft_material import Material, refused, write_jsonl
 
 from fastpack_trl.cli.main import main
 from fastpack_trl.errors import UserError
 from fastpack_trl.recipe.arguments import as_flags
 from fastpack_trl.recipe.foreign import convert, tool_of
+from fastpack_trl.recipe.formats import reshape
 from fastpack_trl.recipe.methods import METHODS
 
 AXOLOTL_QLORA = """
@@ -164,10 +166,6 @@ def test_values_keep_their_meaning(files: Mapping[str, Path]) -> None:
 
 
 def rows_of(material: Material, row: Mapping[str, object], wanted: str) -> list[dict[str, Any]]:
-    from datasets import Dataset
-
-    from fastpack_trl.recipe.formats import reshape
-
     return list(reshape(Dataset.from_list([dict(row)] * 2), "train", wanted))
 
 

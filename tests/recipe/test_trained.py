@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import save_file
 from sft_material import TEMPLATE, Material, make_tokenizer, write_jsonl
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from fastpack_trl.cli.main import main
 from fastpack_trl.testing import tiny_model
@@ -25,8 +27,6 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def load(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
     return AutoModelForCausalLM.from_pretrained(folder)
 
 
@@ -37,31 +37,11 @@ def trained(material: Material, **more: object) -> Path:
     return path
 
 
-def test_a_merged_model_computes_what_the_adapter_did(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
-    from peft import PeftModel
-
-    trained(material)
-    merged = material.folder / "merged"
-    assert main(["merge", str(material.out), "--output", str(merged)]) == 0
-    said = capsys.readouterr().out
-    assert f"{material.out} merged into {material.model}\nwritten: {merged}" in said
-    base = load(material.model)
-    before = logits(base)
-    expected = logits(PeftModel.from_pretrained(base, material.out))
-    assert (expected - before).abs().max() > 0.01, "the adapter has learned"
-    torch.testing.assert_close(logits(load(merged)), expected, rtol=1e-4, atol=1e-4)
-    assert (merged / "tokenizer_config.json").is_file()
-    assert not (merged / "adapter_config.json").exists()
-
-
 @pytest.mark.parametrize("named", ["--config", "--load_in_4bit"])
 def test_after_qlora_it_is_merged_into_the_base_that_was_trained_on(
     material: Material, capsys: pytest.CaptureFixture[str], named: str
 ) -> None:
     pytest.importorskip("bitsandbytes")
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
     model = material.folder / "wide"
     tiny_model("qwen3", hidden_size=64, head_dim=16, intermediate_size=64, vocab_size=304).save_pretrained(model)
     tokenizer = make_tokenizer(pad_token="<pad>", eos_token="<eos>")
@@ -82,22 +62,31 @@ def test_after_qlora_it_is_merged_into_the_base_that_was_trained_on(
     assert (found - expected).abs().mean() < 0.2 * (found - unquantised).abs().mean()
 
 
-def test_answers_of_an_adapter_stand_beside_those_of_its_base(
+def test_a_run_is_merged_and_its_answers_stand_beside_those_of_the_base(
     material: Material, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = trained(material)
+    path, merged, record = trained(material), material.folder / "merged", material.folder / "answers.json"
+    assert main(["merge", str(material.out), "--output", str(merged)]) == 0
+    assert f"{material.out} merged into {material.model}\nwritten: {merged}" in capsys.readouterr().out
+    base = load(material.model)
+    before = logits(base)
+    expected = logits(PeftModel.from_pretrained(base, material.out))
+    assert (expected - before).abs().max() > 0.01, "the adapter has learned"
+    torch.testing.assert_close(logits(load(merged)), expected, rtol=1e-4, atol=1e-4)
+    assert (merged / "tokenizer_config.json").is_file()
+    assert not (merged / "adapter_config.json").exists()
     prompts = write_jsonl(material.folder / "prompts.jsonl", [{"prompt": "the quick"}, {"prompt": "a b"}])
-    record = material.folder / "answers.json"
-    words = ["--file", prompts, "--max_new_tokens", 6, "--json", record]
-    assert main(["generate", "--config", *map(str, [path, *words])]) == 0
-    rows = json.loads(record.read_text(encoding="utf-8"))["rows"]
+
+    def answers(*words: object) -> list[dict[str, str]]:
+        asked = [*words, "--file", prompts, "--max_new_tokens", 6, "--json", record]
+        assert main(["generate", *map(str, asked)]) == 0
+        return list(json.loads(record.read_text(encoding="utf-8"))["rows"])
+
+    rows, out = answers("--config", path), capsys.readouterr().out
     assert [row.keys() for row in rows] == [{"prompt", "base", "adapter"}] * 2
     assert any(row["base"] != row["adapter"] for row in rows)
-    out = capsys.readouterr().out
     assert all(f"{name}: {text.strip()}" in out for row in rows for name, text in row.items())
-    assert main(["generate", str(material.model), *map(str, words)]) == 0
-    alone = json.loads(record.read_text(encoding="utf-8"))["rows"]
-    assert [row["model"] for row in alone] == [row["base"] for row in rows]
+    assert [row["model"] for row in answers(material.model)] == [row["base"] for row in rows]
 
 
 def test_a_base_that_was_not_trained_on_is_not_merged_into(
