@@ -47,7 +47,7 @@ BUDGETS = {
     "recurrent": 800,
     "recipe": 2200,
     "run": 450,
-    "step": 2000,
+    "step": 1950,
     "trainers": 1250,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
