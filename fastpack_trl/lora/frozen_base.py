@@ -127,13 +127,13 @@ def _reason_against(layer: Any, head: Any, uses: Mapping[int, int]) -> str:
     if layer.merged:
         return "merged adapters: call model.unmerge_adapter() first"
     if weight is None or weight.requires_grad:
-        return "a base that is no frozen parameter"
+        return "a base that is not a frozen parameter"
     if uses[id(weight)] > 1:
         return "a weight that other modules have too"
     if layer.fastpack_active_adapter() is None:
         return "no or several active adapters"
     if layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
-        return f"dimensions that are no multiples of {MULTIPLE}"
+        return f"dimensions that are not multiples of {MULTIPLE}"
     return ""
 
 

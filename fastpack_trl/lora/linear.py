@@ -198,8 +198,8 @@ def apply_lora(model: nn.Module, *, compute_dtype: torch.dtype | None = None) ->
         What was done, with `LoraReport.revert`.
 
     Raises:
-        TypeError: `model` is no module.
-        ValueError: `compute_dtype` is no floating dtype.
+        TypeError: `model` is not a module.
+        ValueError: `compute_dtype` is not a floating dtype.
     """
     return make_fast(model, compute_dtype)
 
@@ -210,7 +210,7 @@ def make_fast(model: nn.Module, compute_dtype: torch.dtype | None, *, copies: bo
         raise TypeError(f"apply_lora({short_repr(model)}): give the model that get_peft_model returned")
     if not (compute_dtype is None or (isinstance(compute_dtype, torch.dtype) and compute_dtype.is_floating_point)):
         raise ValueError(
-            f"compute_dtype={short_repr(compute_dtype)} is no floating dtype: give torch.bfloat16, say, or None"
+            f"compute_dtype={short_repr(compute_dtype)} must be a floating dtype such as torch.bfloat16, or None"
         )
     report = LoraReport()
     with ExitStack() as undo:

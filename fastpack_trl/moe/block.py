@@ -114,7 +114,7 @@ def run_experts(
         gate_up, down: in the dtype of the stacks.
     """
     state: ExpertsState = module._fastpack_moe
-    if weights_tk.shape != ids_tk.shape:  # (T, E), as some routers of earlier transformers give them
+    if weights_tk.shape != ids_tk.shape:  # (T, E) from some routers of earlier transformers
         weights_tk = weights_tk.gather(1, ids_tk.long())
     if not torch.compiler.is_compiling():
         state.sorts += 1

@@ -1,4 +1,4 @@
-"""Read an experts module of transformers from its flags and by a try of its own gate; never from shapes."""
+"""Read an experts module of transformers from its flags and a trial of its own gate, never from shapes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def not_covered(module: Any) -> str:
             continue
         parameter = getattr(module, name, None)
         if parameter is None or parameter.ndim != 3:
-            return f"{name} is no stack of matrices"
+            return f"{name} is not a stack of matrices"
         if parameter.dtype not in _DTYPES:
             return f"{name} is in {str(parameter.dtype).removeprefix('torch.')}"
         if type(parameter.data).__name__ == "DTensor":
@@ -59,7 +59,7 @@ def read_gate(module: Any) -> Gate:
     probe = torch.linspace(-3 * limit, 3 * limit, 254).view(2, 127).repeat(1, 2)[:, :252]
     probe = probe[:, torch.randperm(252, generator=torch.Generator().manual_seed(0))]
     expert = torch.zeros(2, dtype=torch.int32)
-    passes_at_bounds()  # asked here, and not in the first backward pass
+    passes_at_bounds()  # cached here instead of in the first backward pass
     with torch.no_grad(), users_hooks_off(module):
         expected: Tensor = module._apply_gate(probe)
         for gate in known:

@@ -126,7 +126,7 @@ def _reason_for_peft(adapter: ExpertLora) -> str:
         # Older PEFT always reads a stack as (experts, in, out), and so gives the factors the other way round.
         if bool(getattr(wrapper, "_did_swap_in_out_features", False)) == bool(module.is_transposed):
             return "this PEFT stores the factors the other way round"
-    # What PEFT's path would call, and ours goes past.
+    # PEFT's path would call these modules; ours does not.
     if adapter.hooked(module, *adapter.wrappers[1:], *gate_modules(module)):
         if read_stack(module, STACKS[0])[1] is None:
             return "hooks on the experts module, inside of it or on every module"

@@ -1,7 +1,7 @@
 """Expert stacks in four bits: stored packed by bitsandbytes, made dense for each use and never kept.
 
-bitsandbytes' own parametrisation dequantises on access, so that whoever reads the parameter gets a dense stack, which
-autograd would then hold until backward. The experts function takes the packed stack and dequantises again in backward.
+bitsandbytes' own parametrization dequantizes on access, so reading the parameter gives a dense stack, which autograd
+would hold until backward. The experts function takes the packed stack and dequantises again in backward.
 """
 
 from __future__ import annotations

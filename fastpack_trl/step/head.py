@@ -1,9 +1,8 @@
-"""Loss of the language-model head at chosen positions, without the full logits and without a second product for them.
+"""Loss of the language-model head at chosen positions, without full logits and without computing them twice.
 
-TRL's `ChunkedLogProbFunction` goes through the vocabulary in tiles and makes each tile of logits twice: in the forward
-pass for the log-probabilities, in the backward pass for the gradients. Here a tile holds whole rows of the vocabulary,
-so that its gradients are taken while it is there: two products of tokens x hidden x vocabulary where the head is frozen
-(logits, gradient of the hidden states), three where it is trained, instead of three and four.
+TRL's `ChunkedLogProbFunction` computes each tile of logits twice: for the log-probabilities in forward and for the
+gradients in backward. Here a tile holds whole rows of the vocabulary, so its gradients are taken while it exists: two
+matmuls of tokens x hidden x vocabulary with a frozen head, three with a trained one, instead of three and four.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ ChunkedLogProbFunction = resolve("trl.kernels.ChunkedLogProbFunction")
 chunked_logprob = resolve("trl.kernels.chunked_logprob")
 LOSS_TYPES = ("nll", "dft")
 VOCABULARY_SLICE = 32768
-"""Columns of the weight that are converted at a time where its dtype is not the compute dtype; as in TRL."""
+"""Number of rows of the weight converted at a time if its dtype is not the compute dtype; as in TRL."""
 TILE_ELEMENTS = 2**27
-"""Logits that exist at a time: 256 MiB in bf16, as many as in TRL's tile of 4096 x 32768."""
+"""Logits in memory at a time: 256 MiB in bf16, as in TRL's tile of 4096 x 32768."""
 PLAIN_TILE_ELEMENTS = 2**22
-"""Without Triton, where each step over a tile is a pass of torch over memory."""
+"""The same without Triton, when each operation on a tile is a pass over memory."""
 PLAIN_TILE_ROWS = 64
-"""There at least: each tile reads the whole weight."""
+"""Minimum rows of a tile without Triton, because each tile reads the whole weight."""
 TILE_ALIGNMENT = 64
-"""Logits that the rows of a tile are apart in multiples of: with a row of odd length (128,257 tokens) products of a GPU
-read and write a few bytes at a time."""
+"""The stride of a tile's rows is a multiple of this: with odd strides (128,257 tokens) GPU matmuls read and write a few
+bytes at a time."""
 
 _FORWARD = (
     "tile", "tile_stride", "targets", "running_max", "sum_exp", "x_sum_exp", "sq_sum_exp", "z_sum",
@@ -54,8 +53,8 @@ class HeadLoss(NamedTuple):
 
     Attributes:
         total: () fp32, the sum of the losses; the only part with a gradient.
-        log_probs: (N,) fp32, of each target; 0 where it is masked.
-        entropy: (N,) fp32, of each distribution, in nats; 0 where it is masked.
+        log_probs: (N,) fp32, log-probability of each target; 0 if masked.
+        entropy: (N,) fp32, entropy of each distribution in nats; 0 if masked.
         is_top1: (N,) bool, whether the target is the first of the most likely tokens.
     """
 
@@ -66,8 +65,8 @@ class HeadLoss(NamedTuple):
 
 
 def missing_tile_functions() -> str:
-    """Return the functions on tiles that `head_loss` uses and the installed TRL lacks; empty if all are there."""
-    # Where Triton is missing a kernel does not show its parameters; its twin in torch has the same ones.
+    """Return the first tile function that `head_loss` needs and the installed TRL lacks; empty if it has all."""
+    # Without Triton a kernel does not show its parameters; its twin in torch has the same ones.
     for name, parameters in (("_forward_tile", _FORWARD), ("_backward_tile", _BACKWARD)):
         function = getattr(chunked_logprob, name, None)
         if function is None or tuple(inspect.signature(function).parameters) != parameters:
@@ -92,21 +91,21 @@ def head_loss(
 ) -> HeadLoss:
     """Return the sum of the losses of N positions under ``softcap(logit_scale * (hidden @ weight.T + bias))``.
 
-    The gradients are made in the forward pass and only scaled in the backward pass, which may therefore run once.
-    Never synchronises. Compiled code calls it as one opaque operation.
+    Gradients are computed in forward and only scaled in backward, which may therefore run once. Never synchronizes.
+    Compiled code calls it as one opaque operation.
 
     Args:
         hidden: (N, H), N may be 0. Products run in the autocast dtype, else in this tensor's; sums are fp32.
         weight: (V, H).
         bias: (V,).
-        targets: (N,) int64, in [0, V); also where they are masked: -100 is not one.
-        mask: (N,) bool, the positions that count; the others have a valid hidden state and target all the same, a loss
-            and a gradient of 0, and no figures. None: all count.
-        weights: (N,) fp32, how often each position counts in the sum; its figures are of it once. None: once.
+        targets: (N,) int64 in [0, V), masked positions included: -100 is not allowed.
+        mask: (N,) bool, the positions that count; others need a valid hidden state and target too, and get zero loss,
+            gradient and figures. None: all count.
+        weights: (N,) fp32, how often each position counts in the sum, but not in its figures. None: once.
         loss_type: ``nll``, or ``dft`` (arXiv:2508.05629): each loss times its probability, which gets no gradient.
         logit_scale: factor of the logits.
         softcap: the logits become ``softcap * tanh(logits / softcap)``.
-        tile_elements: logits that exist at a time; default `TILE_ELEMENTS`, twice that where the weight is trained, and
+        tile_elements: logits in memory at a time; default `TILE_ELEMENTS`, twice that where the weight is trained, and
             `PLAIN_TILE_ELEMENTS` without Triton.
 
     Raises:
@@ -123,12 +122,12 @@ def head_loss(
 
 
 class _Pass:
-    """One pass over N positions by tiles, which hold whole rows of the vocabulary.
+    """One pass over N positions in tiles, which hold whole rows of the vocabulary.
 
     Attributes:
-        log_probs, entropy: (N,) fp32, written as the pass goes on; 0 where they are masked.
+        log_probs, entropy: (N,) fp32, written during the pass; 0 if masked.
         is_top1: (N,) bool.
-        dtype: of the products.
+        dtype: dtype of the matmuls.
     """
 
     def __init__(
@@ -159,7 +158,7 @@ class _Pass:
         self.slices = _slices(weight, self.dtype)
 
     def tiles(self, targets: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Any]]:
-        """Yield positions, their hidden states in the dtype of the products, the tile, and what `fold` has left."""
+        """Yield positions, their hidden states in the compute dtype, the tile, and the result of `fold`."""
         (count, _), vocabulary = self.hidden.shape, self.weight.shape[0]
         stride = -(-vocabulary // TILE_ALIGNMENT) * TILE_ALIGNMENT
         buffer = torch.empty(min(count, self.height), stride, device=self.hidden.device, dtype=self.dtype)[
@@ -180,7 +179,7 @@ class _Pass:
             yield rows, inputs, tile, folded
 
     def through_weight(self, tile: Tensor, out: Tensor) -> None:
-        """Write the gradients of hidden states, by those of a tile of logits, into `out`."""
+        """Write the gradients of hidden states, from those of a tile of logits, into `out`."""
         part = torch.zeros(out.shape, device=out.device, dtype=torch.float32)
         for columns in self.slices:
             chunked_logprob._addmm_fp32(part, tile[:, columns], self.weight[columns].to(self.dtype))
@@ -201,7 +200,7 @@ class _HeadLossFunction(torch.autograd.Function):
         differentiable: bool,
         form: _Form,
     ) -> tuple[Tensor, ...]:
-        # Under `no_grad` a trained weight still says that it needs a gradient.
+        # `needs_input_grad` is true for a trained weight even under `no_grad`.
         wants = [differentiable and needed for needed in ctx.needs_input_grad[:3]]
         fp32 = {"device": hidden.device, "dtype": torch.float32}
         grad_hidden = torch.empty_like(hidden) if wants[0] else None
@@ -230,7 +229,7 @@ class _HeadLossFunction(torch.autograd.Function):
         ctx.gradients = (grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = (hidden.dtype, weight.dtype, bias.dtype if bias is not None else None)
         ctx.mark_non_differentiable(over.log_probs, over.entropy, over.is_top1)
-        ctx.set_materialize_grads(False)  # no zeros for them in backward
+        ctx.set_materialize_grads(False)  # backward is handed no zeros for them
         return total, over.log_probs, over.entropy, over.is_top1
 
     @staticmethod
@@ -262,11 +261,11 @@ def head_log_probs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probabilities (N,) and entropies (N,), both fp32, and top-1 flags (N,), of a head without gradients.
 
-    The gradient of a log-probability by its own hidden state depends on no loss: it is made while the tile is there,
-    and backward multiplies each row by what arrives for it. Only log-probabilities have a gradient.
+    The gradient of a log-probability with respect to its hidden state is independent of the loss: it is computed while
+    the tile exists, and backward scales each row. Only log-probabilities have a gradient.
 
     Args:
-        hidden, weight, bias, targets, logit_scale, softcap, tile_elements: as of `head_loss`.
+        hidden, weight, bias, targets, logit_scale, softcap, tile_elements: see `head_loss`.
     """
     form = (logit_scale, softcap, tile_elements)
     found: tuple[Tensor, Tensor, Tensor] = _HeadLogProbsFunction.apply(

@@ -32,9 +32,9 @@ eight times as many the longer row has left the cache, and they take 1.3 to 1.8 
 
 @contextlib.contextmanager
 def merge_accumulation(run: Run) -> Iterator[None]:
-    """Run the micro-batches of an optimizer step as fewer, longer rows; after `sync_free`, whose losses it needs."""
+    """Run the micro-batches of an optimizer step as fewer, longer rows; needs the losses of `sync_free`."""
     setting = run.settings.merge_accumulation
-    # As one: under FSDP 2 `Merging` asks the others in each step, and hooks or callbacks may be those of one process.
+    # A joint decision: under FSDP 2 `Merging` uses collectives, and hooks or callbacks may exist on one rank only.
     why = run.ranks.first_reason(lambda: first_reason(_reasons(run)))
     if why:
         run.set_status(FEATURE, "off", "stock", why, holds=run.args.gradient_accumulation_steps == 1)
@@ -92,7 +92,7 @@ def _reasons(run: Run) -> Iterator[object]:
 
 
 def rope_follows_length(model: Any) -> bool:
-    """Return whether a document is rotated otherwise beside a long one (``dynamic`` and ``longrope`` scaling)."""
+    """Return whether the rotation of a document depends on the longest one (``dynamic`` and ``longrope`` scaling)."""
     types: set[Any] = set()
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
@@ -101,7 +101,7 @@ def rope_follows_length(model: Any) -> bool:
 
 
 def drops_layers(model: Any) -> bool:
-    """Return whether whole layers are left out at random in training (``layerdrop``)."""
+    """Return whether training drops whole layers at random (``layerdrop``)."""
     config = model.config.get_text_config()
     return any(getattr(config, name, 0) for name in ("layerdrop", "decoder_layerdrop"))
 

@@ -75,7 +75,7 @@ class _OnlineTrainer(PackedTrainer):
         yield not run.packs and "batches are stock's"
         yield args.gradient_accumulation_steps == 1 and "gradient_accumulation_steps is 1"
         yield args.steps_per_generation % args.gradient_accumulation_steps != 0 and (
-            f"steps_per_generation={args.steps_per_generation} is no multiple of gradient_accumulation_steps="
+            f"steps_per_generation={args.steps_per_generation} is not a multiple of gradient_accumulation_steps="
             f"{args.gradient_accumulation_steps}"
         )
         yield run.ranks.count > 1 and "each process has gradients reduced with its last micro-batch alone"

@@ -165,7 +165,7 @@ KINDS: dict[str, tuple[Callable[[], Any], int, str]] = {
     "odd sizes": (
         lambda: adapted(tiny_model("qwen3", intermediate_size=40)),
         8,
-        "as loaded: 6 (dimensions that are no multiples of 16)",
+        "as loaded: 6 (dimensions that are not multiples of 16)",
     ),
 }
 

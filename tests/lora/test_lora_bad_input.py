@@ -103,8 +103,8 @@ def test_an_adapter_on_another_device_than_its_base_is_as_with_peft(moved: str, 
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"compute_dtype": "bf16"}, r"compute_dtype='bf16' is no floating dtype: give torch\.bfloat16"),
-        ({"compute_dtype": torch.int8}, r"compute_dtype=torch\.int8 is no floating dtype: give torch\.bfloat16"),
+        ({"compute_dtype": "bf16"}, r"compute_dtype='bf16' must be a floating dtype such as torch\.bfloat16"),
+        ({"compute_dtype": torch.int8}, r"compute_dtype=torch\.int8 must be a floating dtype such as torch\.bfloat16"),
         ({"cache_dequantized": "on"}, r"apply_lora\(cache_dequantized=\) was removed in 0\.2\.0: leave it out"),
     ],
 )

@@ -20,6 +20,7 @@ from trainer_material import assert_same_log, both, build, figures, train
 from transformers import TrainerCallback
 from transformers.trainer_pt_utils import LabelSmoother
 from trl import SFTTrainer
+from trl.kernels import chunked_logprob
 from trl.trainer.utils import add_fused_lm_head
 
 from fastpack_trl import FastSFTTrainer, PackedBatch
@@ -372,3 +373,13 @@ def test_what_still_asks_the_device_and_evaluation_with_predictions_are_named_on
     assert said(caplog.messages, PADDED) == 1
     trainer.train()
     assert PADDED not in trainer.fastpack_report["sync_free"].reason
+
+
+def test_where_trl_has_other_tiles_its_own_loss_runs_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = chunked_logprob._backward_tile
+    monkeypatch.setattr(chunked_logprob, "_backward_tile", lambda *args, **kwargs: known(*args, **kwargs))
+    ours, stock = both(tmp_path, packing=True, trainer=LORA)
+    assert_same_log(ours, stock)
+    assert "trl lacks trl.kernels.chunked_logprob._backward_tile" in ours.fastpack_report["sync_free"].reason

@@ -64,7 +64,7 @@ def test_a_step_is_one_forward_and_one_backward_and_its_gradients_are_stocks(nam
     ("options", "why"),
     [
         ({"gradient_accumulation_steps": 1}, "gradient_accumulation_steps is 1"),
-        ({"steps_per_generation": 2, "gradient_accumulation_steps": 4}, "is no multiple"),
+        ({"steps_per_generation": 2, "gradient_accumulation_steps": 4}, "is not a multiple"),
         ({"family": "qwen3_moe", "router_aux_loss_coef": 0.1}, "auxiliary loss"),
     ],
 )
