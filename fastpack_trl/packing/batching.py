@@ -119,7 +119,8 @@ def _padded(trainer: Any, path: str, flattens: bool, *methods: str) -> Iterator[
 def reads_rows(trainer: Any, *methods: str) -> Iterator[object]:
     """Yield what reads rows, or draws numbers for them, and gets them as TRL makes them: one of `methods`, say."""
     args, config = trainer.args, trainer.args.accelerator_config
-    yield trainer.compute_loss_func is not None and "compute_loss_func may expect the rows that TRL makes"
+    # TRL keeps a string there in some of its trainers.
+    yield callable(trainer.compute_loss_func) and "compute_loss_func may expect the rows that TRL makes"
     yield (own := replaced_methods(trainer, methods)) and f"{own} may expect the rows that TRL makes"
     yield (hook := hook_inside(trainer.model)) and f"{hook} may expect the rows that TRL makes"
     yield is_invoked_once_per_row(trainer.model) and ALORA
