@@ -131,17 +131,16 @@ def _error_of(backend: Backend, features: ModelFeatures) -> float:
     scale, softcap = features.head_dim**-0.5, 30.0 if features.softcap else None
     sinks = (leaves[3], exact[3]) if features.sinks else (None, None)
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        call = AttentionCall(*leaves[:3], scale, window, sinks[0], softcap)
+        query, key, value = leaves[:3]
+        call = AttentionCall(query, key, value, scale, window, sinks[0], softcap)
         out = backend.prepare(PackedBatch.from_lengths(_LENGTHS).to(device), features, device).attend(call)
         expected = []
-        for part in zip(*(tensor.split(_LENGTHS, dim=2) for tensor in exact[:3]), strict=True):
-            mask = band_mask(part[0].shape[2], window or part[0].shape[2], device)
-            expected.append(document_attention(*part, mask, scale, sinks[1], softcap)[0].transpose(1, 2))
+        for query, key, value in zip(*(tensor.split(_LENGTHS, dim=2) for tensor in exact[:3]), strict=True):
+            mask = band_mask(query.shape[2], window or query.shape[2], device)
+            expected.append(document_attention(query, key, value, mask, scale, sinks[1], softcap)[0].transpose(1, 2))
         oracle = torch.cat(expected, dim=1)
         upstream = torch.randn(oracle.shape, generator=generator).to(device)
         found = [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(dtype))]
         right = [oracle.detach(), *torch.autograd.grad(oracle, exact, upstream)]
-    errors = [
-        (one.detach().float() - other.detach()).norm() / other.norm() for one, other in zip(found, right, strict=True)
-    ]
+    errors = [(one.float() - other).norm() / other.norm() for one, other in zip(found, right, strict=True)]
     return float(torch.stack(errors).max())  # NaN if one is

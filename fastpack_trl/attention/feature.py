@@ -14,9 +14,9 @@ from datasets import Dataset
 
 from fastpack_trl.attention import install
 from fastpack_trl.attention.backends import BACKENDS, choose, failure
-from fastpack_trl.attention.install import PackedAttention
 from fastpack_trl.attention.start_proof import is_examined, prove, prove_stock, tell_stock_error
 from fastpack_trl.errors import PackingError
+from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.facts import asked_for, attention_modules, read_features
 from fastpack_trl.packing.batching import BatchPlan, vocabulary
 from fastpack_trl.packing.dataset import check_vocabulary, highest_padding_cost, is_token_lists
@@ -49,7 +49,7 @@ def choose_attention(run: Run, *, by_name: bool) -> None:
         features,
         stock_requested=asked_for(run.model, keywords.get("attn_implementation") if by_name else None),
         attempt=failure,
-        elements=_tokens_of(run) * features.num_heads * features.head_dim * len(list(attention_modules(run.model))),
+        elements=_tokens_of(run) * features.num_heads * features.head_dim * len(attention_modules(run.model)),
     )
     plan_rows(run)
     run.set_state(_Asked(run.settings.packed_attention, by_name))
@@ -84,11 +84,9 @@ def _tell(run: Run) -> None:
     choice = run.choice
     if run.packs:
         run.set_status("packed_attention", "on", choice.path, choice.reason)
-    elif choice.path == "off":
+    elif choice.path in ("off", PADDED_DOCUMENTS):
         status: Status = "off" if run.settings.packed_attention == "off" else "stock"
         run.set_status("packed_attention", status, "stock", choice.reason)
-    elif choice.path == PADDED_DOCUMENTS:
-        run.set_status("packed_attention", "stock", "stock", choice.reason)
     else:
         run.set_status("packed_attention", "off", "stock", run.plan.reason, holds=not run.trainer.padding_free)
 
@@ -152,7 +150,13 @@ def _install(run: Run, stack: ExitStack) -> None:
     if run.training:
         tell_stock_error(run)
     attempt = stack.enter_context(ExitStack())
-    attention = attempt.enter_context(_installed(run))
+    attention = attempt.enter_context(
+        install.packed_attention(run.model, run.choice.path, compute_dtype=run.compute_dtype)
+    )
+    attention.remark = partial(run.report.remark, "packed_attention")
+    refuses_static = partial(BACKENDS[attention.path].refuses_static, features=attention.features)
+    attempt.enter_context(patch_attribute(run, "refuses_static", refuses_static))
+    attempt.enter_context(run.keeping(attention))  # for `share_prefixes`
     if not run.training and is_examined(run):
         return
     unasked = run.plan.kind == "padding_free"
@@ -174,16 +178,3 @@ def _install(run: Run, stack: ExitStack) -> None:
     run.choice = replace(run.choice, unproven=failed) if unasked else Choice(PADDED_DOCUMENTS, failed)
     plan_rows(run)
     logger.warning(f"batches: {run.plan.kind} ({failed})")
-
-
-@contextmanager
-def _installed(run: Run) -> Iterator[PackedAttention]:
-    with install.packed_attention(run.model, run.choice.path, compute_dtype=run.compute_dtype) as attention:
-        attention.remark = partial(run.report.remark, "packed_attention")
-        backend = BACKENDS[attention.path]
-        before, run.refuses_static = run.refuses_static, partial(backend.refuses_static, features=attention.features)
-        try:
-            with run.keeping(attention):  # for `share_prefixes`
-                yield attention
-        finally:
-            run.refuses_static = before

@@ -178,21 +178,17 @@ def _fed(model: nn.Module, backend: Backend, handle: PackedAttention) -> Iterato
 
 @contextlib.contextmanager
 def _hooked(base: nn.Module) -> Iterator[list[_Prepare]]:
-    prepares: list[_Prepare] = []
-    hook = partial(_prepare_by_the_latest, prepares)
-    # On the backbone, not on the whole model: TRL reads the outer attention_mask for the auxiliary loss of experts.
-    hooks = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in backbones(base)]
-    try:
+    prepares = _Prepares()
+    with contextlib.ExitStack() as stack:
+        # On the backbone, not on the whole model: TRL reads the outer attention_mask for the auxiliary loss of experts.
+        for module in backbones(base):
+            stack.callback(module.register_forward_pre_hook(prepares, with_kwargs=True).remove)
         yield prepares
-    finally:
-        for handle in hooks:
-            handle.remove()
 
 
-def _prepare_by_the_latest(
-    prepares: list[_Prepare], _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    return prepares[-1](args, kwargs)
+class _Prepares(list["_Prepare"]):
+    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self[-1](args, kwargs)
 
 
 @dataclass(eq=False)
@@ -269,9 +265,8 @@ class _Prepare:
             raise PackingError(f"a static batch cannot run: {reason}; give the model the plain batch")
         if batch.shared is not None and (reason := shared_refusal(self.backend, self.features)):
             raise PackingError(f"a row with shared prefixes cannot run: {reason}; give the model each prefix repeated")
-        kinds = [name for name in KINDS if self.by_kind and isinstance(kwargs.get(name), Tensor)]
-        for name in kinds:
-            if bool((kwargs[name] > 0).any()):  # asks the device, in rows with such ids
+        for name in KINDS if self.by_kind else ():
+            if isinstance(kwargs.get(name), Tensor) and (kwargs[name] > 0).any():  # synchronizes in rows with such ids
                 raise PackingError(
                     f"{name} of {self.features.model_type} says which tokens see each other in both directions (those "
                     f"of an image), and packed_attention={self.backend.name!r} would make them causal: train such data "

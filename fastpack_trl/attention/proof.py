@@ -138,13 +138,12 @@ def verify_packing(
         leaks, _, difference = _examine(row, seed + 1)
         sizes = attention.features.windows
         past = row.lengths if lengths else probe.lengths_past(model, sizes)
-        windows: tuple[tuple[str, int, int], ...] = ()
         # In fp16 the softmax rounds weights to zero of keys that are seen, but hardly.
-        if _compute_dtype(model) == torch.float16:
-            past = ()
-        if sizes and past:
-            with contextlib.suppress(torch.OutOfMemoryError):
-                windows = Probe(model, attention, past, seed).wrong_windows()
+        past = past if sizes and _compute_dtype(model) != torch.float16 else ()
+        try:
+            windows = Probe(model, attention, past, seed).wrong_windows() if past else ()
+        except torch.OutOfMemoryError:
+            past = windows = ()
     # The last token of a document predicts nothing.
     skipped = tuple(f"window {size}" for size in sorted(sizes) if max(past, default=0) <= size + 1)
     path = attention.path if attention.path != "off" else "stock"

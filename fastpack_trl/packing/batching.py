@@ -69,9 +69,8 @@ def plan_prompt_groups(trainer: Any, path: str, flattens: bool, unproven: str = 
 
 
 def _without_padding(why_padded: str) -> BatchPlan:
-    if why_padded:
-        return BatchPlan("stock", why_padded)
-    return BatchPlan("padding_free", "rows without padding, same tokens")
+    padding_free = BatchPlan("padding_free", "rows without padding, same tokens")
+    return BatchPlan("stock", why_padded) if why_padded else padding_free
 
 
 # A subclass may count on one document per row in them.
@@ -107,10 +106,7 @@ def _only_stock(trainer: SFTTrainer, path: str) -> Iterator[object]:
 
 
 def _padded(trainer: Any, path: str, flattens: bool, *methods: str) -> Iterator[object]:
-    """Yield why stock's padded batches stay, though rows without padding would compute the same.
-
-    `methods`: further ones that see batches.
-    """
+    """Yield why stock's padded batches stay, though rows without padding would compute the same."""
     yield path == PADDED_DOCUMENTS and "no packed attention keeps this model's documents apart"
     yield not flattens and f"{path} gains nothing from one long row"
     yield from reads_rows(trainer, *_SEE_BATCHES, *methods)
@@ -119,7 +115,8 @@ def _padded(trainer: Any, path: str, flattens: bool, *methods: str) -> Iterator[
 def reads_rows(trainer: Any, *methods: str) -> Iterator[object]:
     """Yield what reads rows, or draws numbers for them, and gets them as TRL makes them: one of `methods`, say."""
     args, config = trainer.args, trainer.args.accelerator_config
-    yield trainer.compute_loss_func is not None and "compute_loss_func may expect the rows that TRL makes"
+    has_loss = callable(trainer.compute_loss_func)  # some trainers of TRL put a string there
+    yield has_loss and "compute_loss_func may expect the rows that TRL makes"
     yield (own := replaced_methods(trainer, methods)) and f"{own} may expect the rows that TRL makes"
     yield (hook := hook_inside(trainer.model)) and f"{hook} may expect the rows that TRL makes"
     yield is_invoked_once_per_row(trainer.model) and ALORA
