@@ -11,11 +11,13 @@ import transformers.training_args
 from compile_material import Counting
 from peft import LoraConfig
 from trainer_material import assert_same_log, train
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.compile.layers import compiled_layers
 from fastpack_trl.config import Settings
+from fastpack_trl.testing import tiny_model
 
 FOLDER, STAGE, BF16 = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "bf16"
 ACCUMULATED = {"gradient_accumulation_steps": 1 if STAGE == 1 else 2}  # TRL's configuration of ZeRO 1 fixes one
@@ -23,13 +25,18 @@ ACCUMULATED = {"gradient_accumulation_steps": 1 if STAGE == 1 else 2}  # TRL's c
 transformers.training_args.is_torch_bf16_gpu_available = lambda: BF16
 
 
-def trained(cls: Any, fast: dict[str, str], lora: dict[str, Any] | None = None, **options: Any) -> Any:
+def trained(
+    cls: Any, fast: dict[str, str], family: str = "qwen3", lora: dict[str, Any] | None = None, **options: Any
+) -> Any:
+    unset_hf_deepspeed_config()  # of the trainer before: under ZeRO 3 a model would be sharded when it is made
+    model = tiny_model(family)
     # accelerate starts several processes of DeepSpeed on a CPU where the backend is named.
     base = {"packing": True, "per_device_train_batch_size": 1, "eval_strategy": "no", "max_steps": 3} | options
     base |= {"use_cpu": False, "ddp_backend": "gloo", "bf16": BF16}
     fast = {"verify_packing": "on", "packed_attention": "sdpa"} | fast
     torch.manual_seed(0)
-    trainer = train(cls, FOLDER, fast=fast if cls is FastSFTTrainer else None, trainer=lora or {}, **base)
+    fields = fast if cls is FastSFTTrainer else None
+    trainer = train(cls, FOLDER, model=model, fast=fields, trainer=lora or {}, **base)
     assert type(trainer.model_wrapped).__name__ == "DeepSpeedEngine"
     assert trainer.accelerator.num_processes == 2
     return trainer
@@ -55,7 +62,8 @@ def main() -> None:
             assert_same_log(ours, stock)
         report, whole = ours.fastpack_report, not ours.fastpack_run.is_sharded
         assert whole == (STAGE < 3), report.table()
-        for name, expected in {feature: path, "sync_free": "loss, metrics", "verify_packing": "proof"}.items():
+        assert report["verify_packing"].path == "proof", report.table()
+        for name, expected in {feature: path, "sync_free": "loss, metrics"}.items():
             assert (report[name].path == expected) == whole, (STAGE, report.table())
             assert whole or "shard" in report[name].reason, report.table()
         assert "engine owns backward and step" in report["sync_free"].reason

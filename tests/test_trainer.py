@@ -93,6 +93,18 @@ PACKED: list[Options] = [
 ]
 
 
+def _model_state(model: Any) -> Options:
+    return {
+        "implementation": model.config._attn_implementation,
+        "classes": [type(module) for module in model.modules()],
+        "hooks": [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()],
+        "own": [
+            (name, [own for own in vars(module) if own == "forward" or own.startswith("_fastpack")])
+            for name, module in model.named_modules()
+        ],
+    }
+
+
 @pytest.mark.parametrize(
     ("path", "options"),
     [
@@ -103,10 +115,11 @@ PACKED: list[Options] = [
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
-def test_log_is_that_of_stock(path: str, options: Options, tmp_path: Path) -> None:
+def test_log_and_model_are_those_of_stock(path: str, options: Options, tmp_path: Path) -> None:
     ours, stock = both(tmp_path, **options)
     rtol, atol = (2**-7, 2**-7) if "bf16" in options else (3e-5, 5e-6) if path == "padding-free" else (1e-5, 2e-6)
     assert_same_log(ours, stock, rtol, atol)
+    assert _model_state(ours.model) == _model_state(stock.model)
     report = ours.fastpack_report
     assert report["batches"].path == path
     assert report["batches"].reason
@@ -202,30 +215,17 @@ def test_predictions_of_padded_documents_have_every_token_of_the_rows(tmp_path: 
     assert tokens[0] == tokens[1]
 
 
-def _model_state(model: Any) -> Options:
-    return {
-        "implementation": model.config._attn_implementation,
-        "classes": [type(module) for module in model.modules()],
-        "hooks": [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()],
-        "own": [
-            (name, [own for own in vars(module) if own == "forward" or own.startswith("_fastpack")])
-            for name, module in model.named_modules()
-        ],
-    }
-
-
-def test_model_is_restored_after_training_and_after_an_exception(tmp_path: Path) -> None:
+def test_model_is_restored_after_an_exception(tmp_path: Path) -> None:
     def stop(*_: Any) -> None:
         raise RuntimeError("stopped in a callback")
 
-    given = {"callbacks": [callback("on_step_end", stop)()]}
-    stock = train(SFTTrainer, tmp_path / "stock", packing=True)
-    ours = train(FastSFTTrainer, tmp_path / "ours", packing=True)
-    assert _model_state(ours.model) == _model_state(stock.model)
-    model = tiny_model("qwen3")
-    with pytest.raises(RuntimeError, match="stopped in a callback"):
-        train(FastSFTTrainer, tmp_path / "stopped", model=model, packing=True, trainer=given)
-    assert _model_state(model) == _model_state(stock.model)
+    states = []
+    for cls in (FastSFTTrainer, SFTTrainer):
+        model, stops = tiny_model("qwen3"), {"callbacks": [callback("on_step_end", stop)()]}
+        with pytest.raises(RuntimeError, match="stopped in a callback"):
+            train(cls, tmp_path, model=model, packing=True, trainer=stops)
+        states.append(_model_state(model))
+    assert states[0] == states[1]
 
 
 def test_masks_are_built_once_per_batch_and_nothing_is_alive_after_the_step(
