@@ -67,7 +67,7 @@ def row_of(own: Field[Any]) -> str:
 
 @pytest.mark.parametrize("own", fields(Settings), ids=lambda own: own.name)
 def test_the_page_of_features_and_the_docstring_have_the_help_of_every_field(own: Field[Any]) -> None:
-    assert row_of(own) in (ROOT / "docs" / "features.md").read_text(encoding="utf-8").splitlines()
+    assert row_of(own) in (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8").splitlines()
     assert f"{own.name}: {own.metadata['help']}" in " ".join(str(FastSFTConfig.__doc__).split())
 
 

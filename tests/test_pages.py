@@ -1,4 +1,4 @@
-"""docs/architecture.md, troubleshooting.md, hardware.md, models.md, usage.md, adding-a-feature.md are true."""
+"""docs/architecture.md, troubleshooting.md, hardware.md, models.md, cli.md and contributing/ are true."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_every_gpu_that_doctor_knows_has_a_column() -> None:
 @pytest.fixture
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return the feature of the guide, in the list of features."""
-    guide = ROOT / "docs" / "adding-a-feature.md"
+    guide = ROOT / "docs" / "contributing" / "adding-a-feature.md"
     (source,) = re.findall(r"```python\n(.*?)```", guide.read_text(encoding="utf-8"), re.DOTALL)
     module = ModuleType("fastpack_trl.step.deterministic")
     monkeypatch.setitem(sys.modules, module.__name__, module)

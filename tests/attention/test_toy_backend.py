@@ -1,4 +1,4 @@
-"""A backend is one file: that of docs/adding-an-attention-backend.md is listed, tried, checked and trained."""
+"""A backend is one file: that of adding-an-attention-backend.md is listed, tried, checked and trained."""
 
 from __future__ import annotations
 
@@ -56,4 +56,5 @@ def test_model_that_needs_more_is_refused_by_name() -> None:
 
 def test_the_documentation_shows_this_file() -> None:
     source = (ROOT / "tests/support/toy_backend.py").read_text(encoding="utf-8")
-    assert f"```python\n{source}```" in (ROOT / "docs/adding-an-attention-backend.md").read_text(encoding="utf-8")
+    page = ROOT / "docs/contributing/adding-an-attention-backend.md"
+    assert f"```python\n{source}```" in page.read_text(encoding="utf-8")

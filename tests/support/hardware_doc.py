@@ -1,4 +1,4 @@
-"""Tables of `docs/hardware.md` and `docs/models.md`, a print of `docs/usage.md`; run as a script, they are made new."""
+"""Tables of `docs/hardware.md` and `docs/models.md`, a print of `docs/cli.md`; run as a script, they are made new."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fastpack_trl.testing import FAMILIES, tiny_model
 
 DOCS = Path(__file__).parents[2] / "docs"
 MARKS = {name: (f"<!-- {name} -->", f"<!-- /{name} -->") for name in ("paths", "rows", "families", "doctor")}
-PAGES = {"paths": "hardware.md", "rows": "hardware.md", "families": "models.md", "doctor": "usage.md"}
+PAGES = {"paths": "hardware.md", "rows": "hardware.md", "families": "models.md", "doctor": "cli.md"}
 ALL, PROJECTIONS = "all-linear", ["q_proj", "k_proj", "v_proj", "o_proj"]
 NF4 = {"load_in_4bit": True, "use_bnb_nested_quant": True}
 LORA: dict[str, tuple[str, dict[str, Any]]] = {
