@@ -73,7 +73,8 @@ def test_the_page_lists_the_files_to_read(topic: str) -> None:
 
 
 TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-REASONS = re.findall(r"^\| (`.*?`) \| (.+) \|$", TROUBLES, re.MULTILINE)
+REASONS = re.findall(r"^- (`.+?`): (.+)$", TROUBLES, re.MULTILINE)
+COMMONEST = re.findall(r"^1\. `(.+?)`: ", TROUBLES, re.MULTILINE)
 
 NO_REASONS = {
     "not run", "asked for", "proof of stock", "split again", "a parameter",  # paths, and parts of a sentence
@@ -104,7 +105,13 @@ def test_every_feature_has_its_section_and_every_row_a_remedy() -> None:
     features = {feature.install.__name__ for feature in FEATURES if feature.falls_back}
     assert sections == features | {"fastpack", "batches", "packed_attention", "verify_packing"}
     assert all(len(remedy.split()) >= 2 for _, remedy in REASONS)
-    assert len(REASONS) == sum(line.startswith("| `") for line in TROUBLES.splitlines())
+    assert len(REASONS) == sum(line.startswith("- `") for line in TROUBLES.splitlines())
+
+
+def test_the_ten_commonest_lines_are_printed_by_the_code() -> None:
+    patterns = [re.compile(re.escape(text).replace(r"\.\.\.", ".+")) for text in given() if len(text) > 12]
+    assert len(COMMONEST) == 10
+    assert not [line for line in COMMONEST if not any(pattern.search(line) for pattern in patterns)]
 
 
 @pytest.mark.parametrize(
