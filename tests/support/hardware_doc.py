@@ -7,6 +7,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import redirect_stdout
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,17 @@ from fastpack_trl.attention.backends import choose
 from fastpack_trl.attention.flash_attention_4 import has_device
 from fastpack_trl.attention.per_document import has_grouped_kernel
 from fastpack_trl.cli.main import main
+from fastpack_trl.config import _CHOICES, Settings
 from fastpack_trl.model.facts import read_features
 from fastpack_trl.recipe.forecast import attention_of, model_of, paths, predict
 from fastpack_trl.recipe.gpus import GPUS, Gpu, as_if_on
 from fastpack_trl.testing import FAMILIES, tiny_model
 
 DOCS = Path(__file__).parents[2] / "docs"
-MARKS = {name: (f"<!-- {name} -->", f"<!-- /{name} -->") for name in ("paths", "rows", "families", "doctor")}
-PAGES = {"paths": "hardware.md", "rows": "hardware.md", "families": "models.md", "doctor": "cli.md"}
+MARKS = {name: (f"<!-- {name} -->", f"<!-- /{name} -->") for name in ("fields", "paths", "rows", "families", "doctor")}
+PAGES = {
+    "fields": "configuration.md", "paths": "hardware.md", "rows": "hardware.md", "families": "models.md", "doctor": "cli.md",
+}  # fmt: skip
 ALL, PROJECTIONS = "all-linear", ["q_proj", "k_proj", "v_proj", "o_proj"]
 NF4 = {"load_in_4bit": True, "use_bnb_nested_quant": True}
 LORA: dict[str, tuple[str, dict[str, Any]]] = {
@@ -143,7 +147,22 @@ def doctor_block(folder: Path) -> str:
     return f"```text\n{shown}\n{printed.getvalue().strip()}\n```"
 
 
-TABLES = {"paths": paths_table, "rows": rows_table, "families": families_table, "doctor": doctor_block}
+def fields_table(_: Path) -> str:
+    """Return a row per field of `FastSFTConfig`: its values and its help text."""
+    values = {
+        own.name: ", ".join(_CHOICES.get(own.name) or ("number", str(own.default).lower())) for own in fields(Settings)
+    }
+    lines = [[f"`{own.name}`", values[own.name], own.metadata["help"]] for own in fields(Settings)]
+    return grid("field | values | meaning", lines)
+
+
+TABLES = {
+    "fields": fields_table,
+    "paths": paths_table,
+    "rows": rows_table,
+    "families": families_table,
+    "doctor": doctor_block,
+}
 
 
 def page_with(name: str, text: str) -> str:
