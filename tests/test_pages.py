@@ -120,7 +120,7 @@ def test_the_ten_commonest_lines_are_printed_by_the_code() -> None:
 )
 def test_tables_are_what_the_rules_of_the_features_say(table: str) -> None:
     text = (hardware_doc.DOCS / hardware_doc.PAGES[table]).read_text(encoding="utf-8")
-    assert hardware_doc.page_with(table, text) == text, f"run: python {hardware_doc.__file__}"
+    assert hardware_doc.page_with(table, text) == text, f"run: python {hardware_doc.__file__} {table}"
 
 
 def test_every_gpu_that_doctor_knows_has_a_column() -> None:

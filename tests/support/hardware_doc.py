@@ -1,8 +1,9 @@
-"""Tables of `docs/hardware.md` and `docs/models.md`, a print of `docs/cli.md`; run as a script, they are made new."""
+"""Generated parts of `docs/`: tables, a print of `doctor`; run as a script, it writes those it is given, or all."""
 
 from __future__ import annotations
 
 import io
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -28,8 +29,12 @@ from fastpack_trl.testing import FAMILIES, tiny_model
 DOCS = Path(__file__).parents[2] / "docs"
 MARKS = {name: (f"<!-- {name} -->", f"<!-- /{name} -->") for name in ("fields", "paths", "rows", "families", "doctor")}
 PAGES = {
-    "fields": "configuration.md", "paths": "hardware.md", "rows": "hardware.md", "families": "models.md", "doctor": "cli.md",
-}  # fmt: skip
+    "fields": "configuration.md",
+    "paths": "hardware.md",
+    "rows": "hardware.md",
+    "families": "models.md",
+    "doctor": "cli.md",
+}
 ALL, PROJECTIONS = "all-linear", ["q_proj", "k_proj", "v_proj", "o_proj"]
 NF4 = {"load_in_4bit": True, "use_bnb_nested_quant": True}
 LORA: dict[str, tuple[str, dict[str, Any]]] = {
@@ -173,6 +178,6 @@ def page_with(name: str, text: str) -> str:
 
 
 if __name__ == "__main__":
-    for table, page in PAGES.items():
-        file = DOCS / page
+    for table in sys.argv[1:] or PAGES:
+        file = DOCS / PAGES[table]
         file.write_text(page_with(table, file.read_text(encoding="utf-8")), encoding="utf-8")
