@@ -6,7 +6,6 @@ import io
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import fields
 from pathlib import Path
@@ -120,25 +119,18 @@ def rows_table(folder: Path) -> str:
 
 
 def families_table(folder: Path) -> str:
-    """Return a row per model type: which features it gets on a GPU of capability 9.0, and on a CPU."""
-    return grid(
-        "model type | packed attention, GPU | CPU | `lora` | `moe` | `layer_compile` | `cuda_graph`",
-        list(_families(folder)),
-    )
-
-
-def _families(folder: Path) -> Iterator[list[str]]:
+    """Return a row per set of features on a GPU of capability 9.0, and on a CPU, with the model types that get it."""
+    alike: dict[tuple[str, ...], list[str]] = {}
     for family in FAMILIES:
         model = tiny_model(family)
-        arguments = arguments_for(folder / family, model.config, lora_target_modules=ALL)
-        found = taken(GPUS["H100"], arguments)
-        cells = [
-            found["packed_attention"],
-            choose("auto", read_features(model)).path,
-            _short(found["lora"]),
-            found.get("moe", "-"),
-        ]
-        yield [f"`{family}`", *cells, *(_short(found[name]) for name in ("layer_compile", "cuda_graph"))]
+        found = taken(GPUS["H100"], arguments_for(folder / family, model.config, lora_target_modules=ALL))
+        switches = (_short(found.get(name, "-")) for name in ("lora", "moe", "layer_compile", "cuda_graph"))
+        cells = (found["packed_attention"], choose("auto", read_features(model)).path, *switches)
+        alike.setdefault(cells, []).append(f"`{family}`")
+    return grid(
+        "model types | packed attention, GPU | CPU | `lora` | `moe` | `layer_compile` | `cuda_graph`",
+        [[", ".join(families), *cells] for cells, families in alike.items()],
+    )
 
 
 def doctor_block(folder: Path) -> str:
