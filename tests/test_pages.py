@@ -1,10 +1,11 @@
-"""docs/architecture.md, troubleshooting.md, hardware.md, models.md, cli.md and contributing/ are true."""
+"""Pages of docs/ that name files, messages, tables and a feature are true."""
 
 from __future__ import annotations
 
 import ast
 import re
 import sys
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +14,6 @@ import hardware_doc
 import pytest
 import torch
 from pages import ROOT
-from reasons import everywhere, given
 from trainer_material import assert_same_log, train
 from trl import SFTTrainer
 
@@ -35,29 +35,21 @@ TOPICS = {
 """Part -> the file where it begins, and the most files that one has to read. The aim is 6."""
 
 
-def imported(path: Path) -> set[Path]:
-    """Return the files of the package that a file imports, at its top or in a function."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fastpack_trl."):
-            for name in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names)):
-                found.add(ROOT / f"{str(name).replace('.', '/')}.py")
-    return {file for file in found if file.is_file()}
-
-
 def files_to_read(entry: str) -> list[str]:
-    """Return the files that `entry` needs, in turn, of its own room and of the kernels.
+    """Return the files that `entry` imports, in turn, of its own package and of the kernels.
 
-    What other rooms do is read in their docstrings, and what a Triton kernel computes in its torch twin.
+    What other packages do is read in their docstrings, and what a Triton kernel computes in its torch twin.
     """
-    rooms = {entry.partition("/")[0], "kernels"}
-    ahead, needed = [PACKAGE / entry], {entry}
+    ahead, needed = [entry], {entry}
     while ahead:
-        for file in imported(ahead.pop()):
-            name = file.relative_to(PACKAGE).as_posix()
-            if name.partition("/")[0] in rooms and not file.stem.endswith("_triton") and name not in needed:
-                needed.add(name)
-                ahead.append(file)
+        tree = ast.parse((PACKAGE / ahead.pop()).read_text(encoding="utf-8"))
+        for node in (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)):
+            for dotted in (str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)):
+                name = f"{dotted.removeprefix('fastpack_trl.').replace('.', '/')}.py"
+                near = name.startswith((f"{entry.partition('/')[0]}/", "kernels/")) and not name.endswith("_triton.py")
+                if near and (PACKAGE / name).is_file() and name not in needed:
+                    needed.add(name)
+                    ahead.append(name)
     return sorted(needed)
 
 
@@ -76,56 +68,39 @@ TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 REASONS = re.findall(r"^- (`.+?`): (.+)$", TROUBLES, re.MULTILINE)
 COMMONEST = re.findall(r"^1\. `(.+?)`: ", TROUBLES, re.MULTILINE)
 
-NO_REASONS = {
-    "not run", "asked for", "proof of stock", "split again", "a parameter",  # paths, and parts of a sentence
-    "truncated tokens", "padded tokens per token",
-    "up to ...", "unknown (streamed or prepared elsewhere)",
-}  # fmt: skip
-"""Sentences of those functions that are no fallback."""
+
+def template(node: ast.AST) -> str | None:
+    """Return a string of the source with ``...`` for what is filled in; None for what is no string."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(template(part) or "..." for part in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
-STATES_ITS_FIX = re.compile(r"[:;,] (set|load|give|start|train|call|remove|pip install) |would be fast|='on' \w+s$")
+@cache
+def said() -> set[str]:
+    """Return every string of the package."""
+    trees = (ast.parse(file.read_text(encoding="utf-8")) for file in PACKAGE.rglob("*.py"))
+    return {text for tree in trees for node in ast.walk(tree) if (text := template(node)) is not None}
 
 
-def pattern(text: str) -> re.Pattern[str]:
-    """Return what matches a reason as printed, its ``...`` filled in."""
-    return re.compile(re.escape(text).replace(r"\.\.\.", ".+"))
-
-
-def is_common(text: str) -> bool:
-    """Whether a reason is one of the ten lines at the top of the page."""
-    return len(text) > 12 and any(pattern(text).search(line) for line in COMMONEST)
-
-
-def listed() -> list[str]:
-    return [reason for cell, _ in REASONS for reason in re.findall(r"`([^`]+)`", cell)]
-
-
-def test_every_reason_of_the_code_is_on_the_page() -> None:
-    missing = {text: where for text, where in given().items() if text not in {*listed(), *NO_REASONS}}
-    missing = {text: where for text, where in missing.items() if not (STATES_ITS_FIX.search(text) or is_common(text))}
-    assert not missing, "say in docs/troubleshooting.md why, and what to do"
-
-
-def test_every_line_of_the_page_is_still_said_by_the_code() -> None:
-    said = everywhere()
-    assert len(listed()) > 100
-    assert not [reason for reason in listed() if reason not in said]
-    assert set(given()) >= NO_REASONS
-
-
-def test_every_feature_has_its_section_and_every_row_a_remedy() -> None:
-    sections = set(re.findall(r"^## (\w+)$", TROUBLES, re.MULTILINE))
-    features = {feature.install.__name__ for feature in FEATURES if feature.falls_back}
-    assert sections == features | {"fastpack", "batches", "packed_attention", "verify_packing"}
+def test_every_line_of_the_page_is_said_by_the_code_and_has_a_remedy() -> None:
+    listed = [reason for cell, _ in REASONS for reason in re.findall(r"`([^`]+)`", cell)]
+    assert len(listed) > 100
+    assert not [reason for reason in listed if reason not in said()]
     assert all(len(remedy.split()) >= 2 for _, remedy in REASONS)
     assert len(REASONS) == sum(line.startswith("- `") for line in TROUBLES.splitlines())
 
 
-def test_the_ten_commonest_lines_are_printed_by_the_code() -> None:
+def test_the_ten_commonest_lines_are_said_by_the_code() -> None:
+    patterns = [re.escape(text).replace(r"\.\.\.", ".+") for text in said() if len(text) > 12 and " " in text]
     assert len(COMMONEST) == 10
-    reasons = [text for text in given() if len(text) > 12]
-    assert not [line for line in COMMONEST if not any(pattern(text).search(line) for text in reasons)]
+    assert not [line for line in COMMONEST if not any(re.search(pattern, line) for pattern in patterns)]
+
+
+def test_every_feature_has_its_section() -> None:
+    sections = set(re.findall(r"^## (\w+)$", TROUBLES, re.MULTILINE))
+    features = {feature.install.__name__ for feature in FEATURES if feature.falls_back}
+    assert sections == features | {"fastpack", "batches", "packed_attention", "verify_packing"}
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 import tempfile
 import warnings
 from contextlib import redirect_stdout
 from dataclasses import fields
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +59,8 @@ CARDS = ("T4", "4090", "A100-40", "H100")
 
 def kinds() -> dict[tuple[int, int], list[Gpu]]:
     """Return the known GPUs by compute capability, from the oldest on."""
-    found: dict[tuple[int, int], list[Gpu]] = {}
-    for gpu in sorted(GPUS.values(), key=lambda gpu: gpu.capability):
-        found.setdefault(gpu.capability, []).append(gpu)
-    return found
+    gpus = sorted(GPUS.values(), key=lambda gpu: gpu.capability)
+    return {capability: list(same) for capability, same in groupby(gpus, lambda gpu: gpu.capability)}
 
 
 def precision_of(gpu: Gpu) -> str:
@@ -70,11 +70,14 @@ def precision_of(gpu: Gpu) -> str:
 def taken(gpu: Gpu, arguments: Any) -> dict[str, str]:
     """Return the path of each feature on a kind of GPU, by the package's own rules with its capability forced."""
     model, precision = model_of(arguments).module, precision_of(gpu)
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
     with as_if_on(gpu.capability):
-        features, attention = attention_of(model, gpu, dtype)
-        found = paths(arguments, model, features, attention, precision)
-        found["repeated"] = "" if has_grouped_kernel(features) else "heads repeated"
+        features, attention = attention_of(model, gpu, torch.bfloat16 if gpu.has_bf16 else torch.float16)
+        found = {  # ``on``, ``stock`` or ``off``: the reason is below the table
+            name: path if name == "packed_attention" else re.split("[,:]", path)[0]
+            for name, path in paths(arguments, model, features, attention, precision).items()
+        }
+        repeats = found["packed_attention"] == "per_document" and not has_grouped_kernel(features)
+        found["repeated"] = ", heads repeated" * repeats
         found["flash_attention_4"] = "where installed" if has_device(features) else "off"
     return found
 
@@ -82,27 +85,19 @@ def taken(gpu: Gpu, arguments: Any) -> dict[str, str]:
 def paths_table(folder: Path) -> str:
     """Return a column per compute capability, a row per feature."""
     made = {name: arguments_of(folder, shape, 2, **settings) for name, (shape, settings) in LORA.items()}
-    columns, cells = [], []
+    columns, cells = ["feature"], []
     for capability, gpus in kinds().items():
-        found = {name: taken(gpus[0], arguments) for name, arguments in made.items()}
-        dense, experts = found["dense"], found["experts"]
-        repeats = f", {dense['repeated']}" if dense["packed_attention"] == "per_document" and dense["repeated"] else ""
+        dense, four_bits, experts = (taken(gpus[0], made[name]) for name in ("dense", "4-bit", "experts"))
         columns.append(f"{', '.join(gpu.name for gpu in gpus)} ({'.'.join(map(str, capability))})")
-        cells.append([
-            precision_of(gpus[0]), dense["packed_attention"] + repeats, experts["packed_attention"],
-            dense["flash_attention_4"], dense["lora"], found["4-bit"]["lora"], _short(experts["moe"]),
-            _short(dense["layer_compile"]), _short(dense["cuda_graph"]), _short(experts["cuda_graph"]),
-        ])  # fmt: skip
-    names = (
-        "computes in", "`packed_attention`", "the same, windows and sinks (gpt-oss)", "`flash_attention_4`", "`lora`",
-        "`lora` over 4 bits", "`moe`", "`layer_compile`", "`cuda_graph`", "`cuda_graph`, experts",
-    )  # fmt: skip
-    return grid(" | ".join(["feature", *columns]), list(zip(names, *cells, strict=True)))
-
-
-def _short(path: str) -> str:
-    """Return ``on``, ``stock`` or ``off``: the reason is below the table."""
-    return path.partition(",")[0].partition(":")[0]
+        rows = {"computes in": precision_of(gpus[0])}
+        rows |= {"`packed_attention`": dense["packed_attention"] + dense["repeated"]}
+        rows |= {"the same, windows and sinks (gpt-oss)": experts["packed_attention"]}
+        rows |= {f"`{name}`": dense[name] for name in ("flash_attention_4", "lora")}
+        rows |= {"`lora` over 4 bits": four_bits["lora"], "`moe`": experts["moe"]}
+        rows |= {f"`{name}`": dense[name] for name in ("layer_compile", "cuda_graph")}
+        rows |= {"`cuda_graph`, experts": experts["cuda_graph"]}
+        cells.append(rows.values())
+    return grid(" | ".join(columns), list(zip(rows, *cells, strict=True)))
 
 
 def rows_table(folder: Path) -> str:
@@ -112,10 +107,8 @@ def rows_table(folder: Path) -> str:
         arguments, seen = arguments_of(folder, shape, **settings), dict[Any, Any]()
         made = [predict(arguments, gpu, precision_of(gpu), seen) for gpu in map(GPUS.__getitem__, CARDS)]
         assert not any(one.unknown for one in made), name
-        cells = [f"{longest:,}" if (longest := one.longest_row()) else "does not fit" for one in made]
-        lines.append([name, *cells])
-    head = [f">{card}, {GPUS[card].gib:g} GiB" for card in CARDS]
-    return grid(" | ".join(["tokens of a row", *head]), lines)
+        lines.append([name, *(f"{longest:,}" if (longest := one.longest_row()) else "does not fit" for one in made)])
+    return grid(" | ".join(["tokens of a row", *(f">{card}, {GPUS[card].gib:g} GiB" for card in CARDS)]), lines)
 
 
 def families_table(folder: Path) -> str:
@@ -124,7 +117,7 @@ def families_table(folder: Path) -> str:
     for family in FAMILIES:
         model = tiny_model(family)
         found = taken(GPUS["H100"], arguments_for(folder / family, model.config, lora_target_modules=ALL))
-        switches = (_short(found.get(name, "-")) for name in ("lora", "moe", "layer_compile", "cuda_graph"))
+        switches = (found.get(name, "-") for name in ("lora", "moe", "layer_compile", "cuda_graph"))
         cells = (found["packed_attention"], choose("auto", read_features(model)).path, *switches)
         alike.setdefault(cells, []).append(f"`{family}`")
     return grid(
@@ -146,10 +139,10 @@ def doctor_block(folder: Path) -> str:
 
 def fields_table(_: Path) -> str:
     """Return a row per field of `FastSFTConfig`: its values and its help text."""
-    values = {
-        own.name: ", ".join(_CHOICES.get(own.name) or ("number", str(own.default).lower())) for own in fields(Settings)
-    }
-    lines = [[f"`{own.name}`", values[own.name], own.metadata["help"]] for own in fields(Settings)]
+    lines = [
+        [f"`{own.name}`", ", ".join(_CHOICES.get(own.name, ("number", str(own.default).lower()))), own.metadata["help"]]
+        for own in fields(Settings)
+    ]
     return grid("field | values | meaning", lines)
 
 

@@ -54,10 +54,7 @@ OFF_ON_A_CPU = {
 }
 """Feature -> the reason for which it is off on a CPU in any of the scripts."""
 
-ON_IN_ALL = {"packed_attention": "per_document", "sync_free": "loss, metrics, host work", "verify_packing": ""}
-"""Feature -> its path where it is on in every script, empty for any: the page says so once."""
-
-HEADING = "| script | settings | also on | off or as stock, and why |\n| --- | --- | --- | --- |\n"
+HEADING = "| script | settings | on | off or as stock, and why |\n| --- | --- | --- | --- |\n"
 
 
 def row(name: str, report: FeatureReport) -> str:
@@ -65,8 +62,8 @@ def row(name: str, report: FeatureReport) -> str:
     on, others = [], []
     for line in report:
         if line.status == "on":
-            if ON_IN_ALL.get(line.feature) not in (line.path, ""):
-                on.append(f"`{line.feature}`" + (f" ({line.path})" if line.feature == "batches" else ""))
+            part = line.path if line.feature in ("packed_attention", "batches", "sync_free") else ""
+            on.append(f"`{line.feature}`" + (f" ({part})" if part else ""))
         elif OFF_ON_A_CPU.get(line.feature) != line.reason:
             others.append(f"`{line.feature}`: {line.reason}")
     source, settings = EXAMPLES[name]
