@@ -13,7 +13,7 @@ from typing import Any
 import hardware_doc
 import pytest
 import torch
-from pages import ROOT
+from pages import PAGES, ROOT
 from trainer_material import assert_same_log, train
 from trl import SFTTrainer
 
@@ -148,3 +148,28 @@ def test_the_feature_of_the_guide_trains_as_stock_and_leaves_nothing(tmp_path: P
     assert (line.status, line.path, line.reason) == ("on", "torch", "on cpu; slower")
     assert seen == [True] * 3
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_and_anchor_of_a_page_exists(page: Path) -> None:
+    for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+        file = (page.parent / target).resolve() if target else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), f"{target}#{anchor}"
+
+
+FILE = re.compile(r"`((?:fastpack_trl|tests|benchmarks|docs|configs|notebooks)/[\w/.-]+\.(?:py|md|yaml|ipynb|jsonl))`")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
+    assert not [name for name in FILE.findall(page.read_text(encoding="utf-8")) if not (ROOT / name).exists()]
