@@ -13,6 +13,7 @@ from enum import IntEnum
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from fastpack_trl.model.changes import patch_attribute, shared
@@ -45,7 +46,9 @@ def checkpoint_wrapped(layer: nn.Module, wrapper: Wrapper, nesting: Nesting) -> 
 
     Wrappers come and go in any order.
     """
-    seam = partial(patch_attribute, type(layer), CHECKPOINT, property(_read, _write, _delete))
+    # Not traced: Dynamo of torch 2.11 resolves `layer.__dict__.get(CHECKPOINT)` to the property, without end.
+    read = property(torch.compiler.disable(_read), _write, _delete)
+    seam = partial(patch_attribute, type(layer), CHECKPOINT, read)
     with shared(type(layer), "_fastpack_seam", seam), shared(layer, _STACK, lambda: nullcontext(_Stack())) as stack:
         entry = (nesting, wrapper)
         stack.append(entry)
@@ -123,7 +126,7 @@ def _read(layer: nn.Module) -> Any:
     if patch is None:
         return stock
     stack: _Stack = patch.value[0]
-    if stack.wrapped is None or stack.wrapped.stock is not stock:  # kept, as compiled code compares it
+    if stack.wrapped is None or stack.wrapped.stock is not stock:  # kept: each read gives the same object
         stack.wrapped = _Wrapped(stack, stock)
     return stack.wrapped
 
