@@ -173,3 +173,26 @@ FILE = re.compile(r"`((?:fastpack_trl|tests|benchmarks|docs|configs|notebooks)/[
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_file_that_a_page_names_exists(page: Path) -> None:
     assert not [name for name in FILE.findall(page.read_text(encoding="utf-8")) if not (ROOT / name).exists()]
+
+
+def prose(page: Path) -> list[str]:
+    """Return the sentences of a page, without code, tables, headings and pictures."""
+    text = re.sub(r"^( *)```.*?^\1```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^ *(\||#|!\[|<).*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"`[^`]+`", "X", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text))
+    text = re.sub(r"^ *(- |\d+\. )", "\n", text, flags=re.MULTILINE)
+    parts = (" ".join(part.split()) for part in re.split(r"\n\s*\n", text))
+    return [sentence for part in parts for sentence in re.split(r"(?<=[.!?])\s+", part) if sentence]
+
+
+def test_the_prose_of_the_pages_is_short_and_has_no_private_words() -> None:
+    sentences = [sentence for page in PAGES for sentence in prose(page)]
+    assert not [sentence for sentence in sentences if re.search(r"\bstock\b(?! TRL)", sentence)]
+    assert sum(len(re.findall(r"\bbeside\b", sentence)) for sentence in sentences) < 15
+    assert sum(len(sentence.split()) > 35 for sentence in sentences) < 0.03 * len(sentences)
+
+
+def test_the_pages_stay_short() -> None:
+    words = {page: len(page.read_text(encoding="utf-8").split()) for page in PAGES}
+    assert words[ROOT / "README.md"] <= 950
+    assert sum(count for page, count in words.items() if page.parent == ROOT / "docs") <= 18_000
