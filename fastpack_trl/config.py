@@ -169,74 +169,66 @@ class ModelSettings:
 
     packed_attention: PackedAttentionPath = choice(
         "auto",
-        "How packed documents are kept apart: auto (the fastest that is right for the model), varlen (torch's flash "
-        "kernel: CUDA, bf16 or fp16), per_document (one attention call per document, any device), "
-        "flash_attention_4 (flash-attn-4: Hopper and later, where installed), xformers (where installed), sdpa (stock "
-        "attention, its dense mask built once per batch) or off (stock). Only sdpa takes extra memory (total_tokens^2 "
-        "bytes per window).",
+        "How packed documents are kept apart: auto (the fastest correct path), varlen (torch's flash kernel: CUDA, "
+        "bf16 or fp16), per_document (one attention call per document, any device), flash_attention_4 or xformers "
+        "(if installed), sdpa (a dense mask per batch, total_tokens^2 bytes per window) or off (TRL's attention).",
     )
     verify_packing: Switch = choice(
         "auto",
-        "Prove before the first rows, of training or of an evaluation, that no packed document sees another, and stop "
-        "where one does: auto (when documents are packed), on (also stop where the proof cannot run) or off (train "
-        "whatever leaks). Costs a few forward and backward passes over a few dozen tokens, once; with sliding windows "
-        "two forward passes over up to 1,055 more.",
+        "Check before the first rows that packed documents do not attend to each other, and stop if they do: auto "
+        "(if documents are packed), on (also stop if the check cannot run) or off. Costs a few passes over a few "
+        "dozen tokens; with sliding windows two more over up to 1,055.",
     )
     lora: Switch = choice(
         "auto",
-        "LoRA projections without the glue around their matrix products: auto (wherever PEFT's LoRA layers are of a "
-        "covered kind), on (some have to be), or off (PEFT's own forward). Saves memory and about a third of the "
-        "kernels of a LoRA layer; parameters and files are PEFT's. On CUDA, 4-bit base weights are kept dequantized "
-        "and fp32 ones in the autocast dtype, for 2 bytes per weight, if all of them fit an eighth of the free memory.",
+        "LoRA layers with fewer kernels: auto (where supported), on or off (PEFT's forward). Parameters and files "
+        "are PEFT's. On CUDA, dequantized or cast base weights are cached for 2 bytes per weight, if all of them "
+        "fit in an eighth of the free memory.",
     )
     frozen_base: FrozenBase = choice(
         "as_loaded",
-        "With LoRA, multiply frozen base weights as they are loaded (as_loaded) or in FP8 (fp8: e4m3, a scale per row "
-        "of weights, activations and gradients), forward and backward, on CUDA from Ada and Hopper on. What is "
-        "computed changes, as with QLoRA. Evaluation during training is in FP8 too, everything after training is not. "
-        "Costs 1 byte per weight on the device, beside the loaded weights.",
+        "Multiply frozen base weights under LoRA as loaded (as_loaded) or in FP8 (fp8: e4m3, one scale per row), "
+        "forward and backward, on CUDA from Ada and Hopper on. fp8 changes what is computed, and costs 1 byte per "
+        "weight in addition to the loaded weights.",
     )
     moe: Switch = choice(
         "auto",
-        "Mixture-of-experts layers with tokens sorted once per layer and forward, LoRA on expert stacks (with lora) "
-        "included: auto (in place of grouped_mm, unless a gain of less than 3 percent was measured), on (in place of "
-        "any experts_implementation), or off. Saves memory; the routing plan takes 12 bytes per token and chosen "
-        "expert.",
+        "Mixture-of-experts layers with tokens sorted once per layer and forward, LoRA on expert stacks included: "
+        "auto (instead of grouped_mm), on (instead of any experts_implementation) or off. The routing plan takes 12 "
+        "bytes per token and chosen expert.",
     )
     layer_compile: Switch = choice(
         "auto",
-        "Compile the decoder layers, one graph per kind of layer: auto (on CUDA, where a measured layer step is "
-        "faster and enough steps are left to pay for it), on (any device, not measured), or off. Costs ten seconds to "
-        "a minute per kind at the first packed row, by auto in the second step; later runs find most of it in "
+        "Compile the decoder layers, one graph per kind of layer: auto (on CUDA, if it pays off over the remaining "
+        "steps), on (any device) or off. Costs ten seconds to a minute per kind; later runs find most of it in "
         "Inductor's cache.",
     )
     moe_quantize_experts: OnOff = choice(
         "off",
-        "Store frozen expert stacks in four bits (NF4), for LoRA: on or off. What is computed changes, as with QLoRA. "
-        "About 0.53 bytes per weight, and one dense stack at a time while it is used. The model is loaded in its own "
-        "dtype first. Needs bitsandbytes.",
+        "Store frozen expert stacks in 4 bits (NF4) under LoRA: on or off. Changes what is computed, as QLoRA does. "
+        "Takes about 0.53 bytes per weight, and one dense stack while it is used. Needs bitsandbytes; the model is "
+        "loaded in its own dtype first.",
     )
     activation_memory: ActivationMemory = choice(
         "auto",
-        "What decoder layers keep for their backward pass: keep (all), checkpoint (their input), offload (their input, "
-        "in host memory), auto (as much as fits the memory, on CUDA) or off (as gradient_checkpointing says). Full "
-        "checkpointing costs up to a third of a step; auto costs a few passes over 64 to 1024 tokens, once.",
+        "What decoder layers keep for backward: keep (all activations), checkpoint (their input), offload (their "
+        "input, in host memory), auto (as much as fits, on CUDA) or off (as gradient_checkpointing says). "
+        "Recomputing all layers costs up to a third of a step; auto costs a few passes over 64 to 1,024 tokens.",
     )
     activation_memory_gib: float | None = option(
         None,
-        "Device memory that the plan of activation_memory may use for activations, in GiB (default: what is free "
-        "after model, gradients and optimizer state, less a tenth).",
+        "GPU memory for activations under activation_memory, in GiB (default: what is free after model, gradients "
+        "and optimizer state, minus a tenth).",
     )
     checkpoint_offload: CheckpointOffload = choice(
         "auto",
-        "Inputs of checkpointed layers in pinned host memory: double_buffer (the next is fetched while a layer is "
-        "recomputed), single_buffer, off, or auto (as the memory at hand demands). Frees layers x tokens x hidden x "
-        "itemsize bytes of the device, costs as much host memory and two copies of it per step.",
+        "Offload the inputs of checkpointed layers to pinned host memory: double_buffer (the next one arrives while "
+        "a layer is recomputed), single_buffer, off, or auto (if memory requires it). Moves layers x tokens x "
+        "hidden x itemsize bytes from the GPU to the host.",
     )
     save_report: SavesReport = choice(
         "on",
-        "What fastpack-trl did, in fastpack_report.json beside the checkpoints and in the model card: on or off. A few "
-        "kilobytes.",
+        "Write fastpack_report.json to the output folder, and a section of the model card: on or off.",
     )
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
@@ -281,23 +273,21 @@ class Settings(ModelSettings):
     )
     sync_free: Switch = choice(
         "auto",
-        "No device-to-host sync between two logs (loss, metrics, NaN filter, walks over the model), and the auxiliary "
-        "loss of experts once for all layers: auto (where the run permits), on (all of them) or off. Costs 12 bytes "
-        "of device memory per micro-batch between two logs, and a tile of at most 2^27 logits (2^28 where the head is "
-        "trained).",
+        "No host-device synchronization between two logs (loss, metrics, NaN filter): auto (if the run permits), on "
+        "(all of them) or off. Costs 12 bytes per micro-batch between two logs, and a tile of at most 2^27 logits "
+        "(2^28 if the head is trained).",
     )
     merge_accumulation: Switch = choice(
         "auto",
-        "Run the micro-batches of an optimizer step as fewer, longer rows, one launch for many: auto (rows of up to "
-        "8192 tokens on CUDA, of 512 KiB of hidden states on the CPU), on (one row) or off. Costs the activations of "
-        "the longer row; on CUDA only as far as free memory allows, measured in the first step, and split again when "
-        "it runs out. Not with a callback on on_substep_end or a hook on a parameter's gradient.",
+        "Run the micro-batches of an optimizer step as fewer, longer rows: auto (rows of up to 8,192 tokens on "
+        "CUDA, of 512 KiB of hidden states on a CPU), on (one row) or off. Costs the activations of the longer row, "
+        "as far as free memory allows; a row that runs out of memory is split.",
     )
     share_prefixes: Switch = choice(
         "auto",
-        "Compute what several documents of a row begin with alike, such as a system prompt, once: auto (where a "
-        "sample of rows has more than 5 percent fewer tokens by it), on, or off. Same loss, same gradients. With "
-        "varlen, per_document, flash_attention_4 or sdpa, without dropout (lora_dropout too), with sync_free.",
+        "Compute a prefix that documents of a row have in common once: auto (if a sample of rows saves more than 5 "
+        "percent of its tokens), on or off. Same loss and gradients. Needs sync_free, and no dropout (lora_dropout "
+        "included).",
     )
 
     @classmethod

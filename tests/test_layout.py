@@ -24,7 +24,7 @@ from fastpack_trl.run.decisions import DECIDED, Decisions
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fastpack_trl"
 
-ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").partition("## The rooms")[2]
+ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").partition("## Package layout")[2]
 TABLE = re.findall(r"^\| *(\d*) *\| `(\w+)` \|", ARCHITECTURE, re.MULTILINE)
 """Rooms and files of the package from the highest floor to the lowest: each imports from floors below its own."""
 

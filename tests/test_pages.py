@@ -13,7 +13,7 @@ from typing import Any
 import hardware_doc
 import pytest
 import torch
-from pages import ROOT
+from pages import PAGES, ROOT
 from trainer_material import assert_same_log, train
 from trl import SFTTrainer
 
@@ -64,7 +64,8 @@ def test_the_page_lists_the_files_to_read(topic: str) -> None:
 
 
 TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-REASONS = re.findall(r"^\| (`.*?`) \| (.+) \|$", TROUBLES, re.MULTILINE)
+REASONS = re.findall(r"^- (`.+?`): (.+)$", TROUBLES, re.MULTILINE)
+COMMONEST = re.findall(r"^1\. `(.+?)`: ", TROUBLES, re.MULTILINE)
 
 
 def template(node: ast.AST) -> str | None:
@@ -86,7 +87,13 @@ def test_every_line_of_the_page_is_said_by_the_code_and_has_a_remedy() -> None:
     assert len(listed) > 100
     assert not [reason for reason in listed if reason not in said()]
     assert all(len(remedy.split()) >= 2 for _, remedy in REASONS)
-    assert len(REASONS) == sum(line.startswith("| `") for line in TROUBLES.splitlines())
+    assert len(REASONS) == sum(line.startswith("- `") for line in TROUBLES.splitlines())
+
+
+def test_the_ten_commonest_lines_are_said_by_the_code() -> None:
+    patterns = [re.escape(text).replace(r"\.\.\.", ".+") for text in said() if len(text) > 12 and " " in text]
+    assert len(COMMONEST) == 10
+    assert not [line for line in COMMONEST if not any(re.search(pattern, line) for pattern in patterns)]
 
 
 def test_every_feature_has_its_section() -> None:
@@ -101,7 +108,7 @@ def test_every_feature_has_its_section() -> None:
 )
 def test_tables_are_what_the_rules_of_the_features_say(table: str) -> None:
     text = (hardware_doc.DOCS / hardware_doc.PAGES[table]).read_text(encoding="utf-8")
-    assert hardware_doc.page_with(table, text) == text, f"run: python {hardware_doc.__file__}"
+    assert hardware_doc.page_with(table, text) == text, f"run: python {hardware_doc.__file__} {table}"
 
 
 def test_every_gpu_that_doctor_knows_has_a_column() -> None:
@@ -114,7 +121,7 @@ def test_every_gpu_that_doctor_knows_has_a_column() -> None:
 @pytest.fixture
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return the feature of the guide, in the list of features."""
-    guide = ROOT / "docs" / "adding-a-feature.md"
+    guide = ROOT / "docs" / "contributing" / "adding-a-feature.md"
     (source,) = re.findall(r"```python\n(.*?)```", guide.read_text(encoding="utf-8"), re.DOTALL)
     module = ModuleType("fastpack_trl.step.deterministic")
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -140,3 +147,51 @@ def test_the_feature_of_the_guide_trains_as_stock_and_leaves_nothing(tmp_path: P
     assert (line.status, line.path, line.reason) == ("on", "torch", "on cpu; slower")
     assert seen == [True] * 3
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_and_anchor_of_a_page_exists(page: Path) -> None:
+    for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+        file = (page.parent / target).resolve() if target else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), f"{target}#{anchor}"
+
+
+FILE = re.compile(r"`((?:fastpack_trl|tests|benchmarks|docs|configs|notebooks)/[\w/.-]+\.(?:py|md|yaml|ipynb|jsonl))`")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
+    assert not [name for name in FILE.findall(page.read_text(encoding="utf-8")) if not (ROOT / name).exists()]
+
+
+def prose(page: Path) -> list[str]:
+    """Return the sentences of a page, without code, tables, headings and pictures."""
+    text = re.sub(r"^( *)```.*?^\1```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^ *(\||#|!\[|<).*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"`[^`]+`", "X", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text))
+    text = re.sub(r"^ *(- |\d+\. )", "\n", text, flags=re.MULTILINE)
+    parts = (" ".join(part.split()) for part in re.split(r"\n\s*\n", text))
+    return [sentence for part in parts for sentence in re.split(r"(?<=[.!?])\s+", part) if sentence]
+
+
+def test_the_prose_of_the_pages_is_short_and_has_no_private_words() -> None:
+    sentences = [sentence for page in PAGES for sentence in prose(page)]
+    assert not [sentence for sentence in sentences if re.search(r"\bstock\b(?! TRL)", sentence)]
+    assert sum(len(re.findall(r"\bbeside\b", sentence)) for sentence in sentences) < 15
+    assert sum(len(sentence.split()) > 35 for sentence in sentences) < 0.03 * len(sentences)
+
+
+def test_the_pages_stay_short() -> None:
+    words = {page: len(page.read_text(encoding="utf-8").split()) for page in PAGES}
+    assert words[ROOT / "README.md"] <= 950
+    assert sum(count for page, count in words.items() if page.parent == ROOT / "docs") <= 18_000

@@ -1,4 +1,4 @@
-"""A backend is one file: that of docs/adding-an-attention-backend.md is listed, tried, checked and trained."""
+"""A backend is one file: that of adding-an-attention-backend.md is listed, tried, checked and trained."""
 
 from __future__ import annotations
 
@@ -56,3 +56,9 @@ def test_model_that_needs_more_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="'toy' cannot be used here: toy has no attention sinks"):
         with packed_attention(tiny_model("gpt_oss"), "toy"):
             pass
+
+
+def test_the_documentation_shows_this_file() -> None:
+    source = (ROOT / "tests/support/toy_backend.py").read_text(encoding="utf-8")
+    page = ROOT / "docs/contributing/adding-an-attention-backend.md"
+    assert f"```python\n{source}```" in page.read_text(encoding="utf-8")

@@ -1,12 +1,14 @@
-"""Tables of `docs/hardware.md` and `docs/models.md`, a print of `docs/usage.md`; run as a script, they are made new."""
+"""Generated parts of `docs/`: tables, a print of `doctor`; run as a script, it writes those it is given, or all."""
 
 from __future__ import annotations
 
 import io
 import re
+import sys
 import tempfile
 import warnings
 from contextlib import redirect_stdout
+from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -19,14 +21,21 @@ from fastpack_trl.attention.backends import choose
 from fastpack_trl.attention.flash_attention_4 import has_device
 from fastpack_trl.attention.per_document import has_grouped_kernel
 from fastpack_trl.cli.main import main
+from fastpack_trl.config import _CHOICES, Settings
 from fastpack_trl.model.facts import read_features
 from fastpack_trl.recipe.forecast import attention_of, model_of, paths, predict
 from fastpack_trl.recipe.gpus import GPUS, Gpu, as_if_on
 from fastpack_trl.testing import FAMILIES, tiny_model
 
 DOCS = Path(__file__).parents[2] / "docs"
-MARKS = {name: (f"<!-- {name} -->", f"<!-- /{name} -->") for name in ("paths", "rows", "families", "doctor")}
-PAGES = {"paths": "hardware.md", "rows": "hardware.md", "families": "models.md", "doctor": "usage.md"}
+MARKS = {name: (f"<!-- {name} -->", f"<!-- /{name} -->") for name in ("fields", "paths", "rows", "families", "doctor")}
+PAGES = {
+    "fields": "configuration.md",
+    "paths": "hardware.md",
+    "rows": "hardware.md",
+    "families": "models.md",
+    "doctor": "cli.md",
+}
 ALL, PROJECTIONS = "all-linear", ["q_proj", "k_proj", "v_proj", "o_proj"]
 NF4 = {"load_in_4bit": True, "use_bnb_nested_quant": True}
 LORA: dict[str, tuple[str, dict[str, Any]]] = {
@@ -103,14 +112,18 @@ def rows_table(folder: Path) -> str:
 
 
 def families_table(folder: Path) -> str:
-    """Return a row per model type: which features it gets on a GPU of capability 9.0, and on a CPU."""
-    rows = []
+    """Return a row per set of features on a GPU of capability 9.0, and on a CPU, with the model types that get it."""
+    alike: dict[tuple[str, ...], list[str]] = {}
     for family in FAMILIES:
         model = tiny_model(family)
         found = taken(GPUS["H100"], arguments_for(folder / family, model.config, lora_target_modules=ALL))
-        cells = [found.get(name, "-") for name in ("lora", "moe", "layer_compile", "cuda_graph")]
-        rows.append([f"`{family}`", found["packed_attention"], choose("auto", read_features(model)).path, *cells])
-    return grid("model type | packed attention, GPU | CPU | `lora` | `moe` | `layer_compile` | `cuda_graph`", rows)
+        switches = (found.get(name, "-") for name in ("lora", "moe", "layer_compile", "cuda_graph"))
+        cells = (found["packed_attention"], choose("auto", read_features(model)).path, *switches)
+        alike.setdefault(cells, []).append(f"`{family}`")
+    return grid(
+        "model types | packed attention, GPU | CPU | `lora` | `moe` | `layer_compile` | `cuda_graph`",
+        [[", ".join(families), *cells] for cells, families in alike.items()],
+    )
 
 
 def doctor_block(folder: Path) -> str:
@@ -124,7 +137,22 @@ def doctor_block(folder: Path) -> str:
     return f"```text\n{shown}\n{printed.getvalue().strip()}\n```"
 
 
-TABLES = {"paths": paths_table, "rows": rows_table, "families": families_table, "doctor": doctor_block}
+def fields_table(_: Path) -> str:
+    """Return a row per field of `FastSFTConfig`: its values and its help text."""
+    lines = [
+        [f"`{own.name}`", ", ".join(_CHOICES.get(own.name, ("number", str(own.default).lower()))), own.metadata["help"]]
+        for own in fields(Settings)
+    ]
+    return grid("field | values | meaning", lines)
+
+
+TABLES = {
+    "fields": fields_table,
+    "paths": paths_table,
+    "rows": rows_table,
+    "families": families_table,
+    "doctor": doctor_block,
+}
 
 
 def page_with(name: str, text: str) -> str:
@@ -135,6 +163,6 @@ def page_with(name: str, text: str) -> str:
 
 
 if __name__ == "__main__":
-    for table, page in PAGES.items():
-        file = DOCS / page
+    for table in sys.argv[1:] or PAGES:
+        file = DOCS / PAGES[table]
         file.write_text(page_with(table, file.read_text(encoding="utf-8")), encoding="utf-8")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 NAMED = ("README.md", "CONTRIBUTING.md", "configs/README.md")
-PAGES = [*(ROOT / name for name in NAMED), *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [*(ROOT / name for name in NAMED), *sorted(ROOT.glob("docs/**/*.md"))]
 
 
 class Block(NamedTuple):

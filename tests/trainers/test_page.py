@@ -1,4 +1,4 @@
-"""`docs/other-trainers.md` has the table of what is on in which trainer, made here."""
+"""`docs/preference-and-rl.md` has the table of what is on in which trainer, made here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from preference_material import NAMES, build
 
-PAGE = Path(__file__).parents[2] / "docs" / "other-trainers.md"
+PAGE = Path(__file__).parents[2] / "docs" / "preference-and-rl.md"
 FEATURES = (
     "batches", "packed_attention", "share_prefixes", "verify_packing", "merge_accumulation", "lora", "moe",
     "activation_memory", "checkpoint_offload", "layer_compile", "cuda_graph",
