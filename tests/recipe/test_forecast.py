@@ -74,7 +74,7 @@ def test_reserved_memory_without_the_weights_is_within_15_percent_of_the_record(
     need = forecast.need(one.row["tokens"], DOCUMENT, level=level)
     beside = one.row["reserved_gib"] - one.weights_gib
     over = need.total / GIB - CONTEXT_GIB - one.row["reserved_gib"]
-    print(f"{one}: {beside:.2f} GiB beside the weights, {over / beside:+.1%}; {need.levels}")
+    print(f"{one}: {beside:.2f} GiB beside the weights, {over / beside:+.1%}; {need.plan}")
     # TRL casts adapters beside a 4-bit base from fp32 to bf16: the record has weighed them before.
     assert forecast.model.weights / GIB == pytest.approx(one.weights_gib, rel=0.02)
     # Short rows, which ran without a cap, hold 1 to 4 GiB: there the allocator's own blocks are a large part.
