@@ -226,6 +226,21 @@ def test_what_layers_do_decides_and_not_the_flags_of_the_run(
     assert (line.path, said in line.reason) == ("eager" if said else "captured", True), line
 
 
+def test_a_loss_of_the_user_runs_eagerly(tmp_path: Path, devices: Any) -> None:
+    """It may keep hidden states, which the next replay overwrites, or differentiate twice."""
+
+    class Penalized(FastSFTTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            return loss + 0 * sum(p.square().sum() for p in model.parameters())
+
+    trainer = build(Penalized, tmp_path, devices, fast={"cuda_graph": "auto"}, max_steps=2)
+    trainer.train()
+    line = trainer.fastpack_report["cuda_graph"]
+    assert (line.status, line.path) == ("off", "eager")
+    assert line.reason == "compute_loss of Penalized may look into the micro-step"
+
+
 @pytest.mark.parametrize(
     ("reason", "fast", "options"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from preference_material import assert_same, build, trained
 from transformers import TrainerCallback
+from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 import fastpack_trl
 from fastpack_trl.capture.graphs import BackboneGraphs
@@ -18,13 +20,14 @@ STEPS = {"GRPO": 26, "RLOO": 26}
 CAPTURED = {"packed_attention": "varlen", "cuda_graph": "on", "share_prefixes": "auto"}
 
 
-def run(name: str, folder: Path, devices: Any, **options: Any) -> Any:
-    """A finished run of ours; the graphs of its device are in ``devices.made``."""
+def run(name: str, folder: Path, devices: Any, around: Callable[[Any], Any] = lambda made: None, **options: Any) -> Any:
+    """A finished run of ours, which `around` has changed before; the graphs of its device are in ``devices.made``."""
     steps = STEPS.get(name, 8)
     settings = {"max_steps": steps, "eval_steps": steps, "gradient_checkpointing": False, **CAPTURED, **options}
     config = getattr(fastpack_trl, f"Fast{name}Config")
     made = build(name, folder, fast=True, config=config, **settings)
     devices.options["model"] = made.model
+    around(made)
     made.train()
     return made
 
@@ -132,3 +135,31 @@ def test_what_excludes_it_is_said(options: dict[str, Any], reason: str, tmp_path
         line = made.fastpack_report["cuda_graph"]
     assert line.status == "off"
     assert reason in line.reason
+
+
+def test_layers_that_do_not_train(tmp_path: Path, devices: Any) -> None:
+    """A reward model whose score alone trains."""
+
+    def around(made: Any) -> None:
+        made.model.model.requires_grad_(False)
+
+    ours, eager = both("Reward", tmp_path, devices, around=around, lora=False)
+    assert "replay" in devices.made[0].log
+    assert ours.fastpack_report["cuda_graph"].path == "captured"
+    assert_same(ours, eager)
+
+
+@pytest.mark.parametrize("graph", ["on", "off"])
+def test_a_collator_of_the_user_is_called_for_batches_only(graph: str, tmp_path: Path, devices: Any) -> None:
+    """One may draw from torch's generator, or count."""
+    calls: list[int] = []
+
+    class Counting(DataCollatorForPreference):
+        def __call__(self, examples: list[Any], *args: Any, **kwargs: Any) -> Any:
+            calls.append(len(examples))
+            return super().__call__(examples, *args, **kwargs)
+
+    given = {"trainer": {"data_collator": Counting(pad_token_id=0)}, "eval_strategy": "no"}
+    ours = run("DPO", tmp_path, devices, cuda_graph=graph, max_steps=20, **given)
+    assert ours.fastpack_report["cuda_graph"].path == ("captured" if graph == "on" else "eager")
+    assert len(calls) <= 20 + 4  # a loader is one batch ahead, in each epoch of five
