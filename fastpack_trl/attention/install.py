@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 EDITED = "position_ids were edited after collation: such rows run the attention of the model"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class PackedAttention:
     """The attention that `packed_attention` has installed.
 
@@ -59,13 +59,16 @@ class PackedAttention:
     """
 
     choice: Choice
-    features: ModelFeatures = field(repr=False)
-    remark: Callable[[str], object] = field(default=partial(logger.warning, "packed_attention: %s"), repr=False)
+    features: ModelFeatures
+    remark: Callable[[str], object] = field(default=partial(logger.warning, "packed_attention: %s"))
 
     @property
     def path(self) -> str:
         """The path's name, e.g. ``per_document``."""
         return self.choice.path
+
+    def __repr__(self) -> str:
+        return f"PackedAttention(path={self.path!r}, reason={self.choice.reason!r})"
 
 
 @refusing_removed
