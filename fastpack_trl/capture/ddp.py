@@ -167,7 +167,7 @@ def too_large(run: Run) -> str:
 
 
 @contextmanager
-def reduced_apart(run: Run, graphs: BackboneGraphs | None) -> Iterator[None]:
+def reducing_gradients(run: Run, graphs: BackboneGraphs | None) -> Iterator[None]:
     """Let the gradients of several processes be reduced between micro-steps, where there are graphs."""
     if graphs is None or run.ranks.count == 1:
         yield

@@ -69,7 +69,7 @@ class CudaGraphs:
         torch.cuda.empty_cache()
 
     def record(self, work: Callable[[], Any], pool: str = "") -> tuple[torch.cuda.CUDAGraph, Any]:
-        """Record what `work` queues on the current stream, which `run_apart` has set, without running it.
+        """Record what `work` queues on the current stream, which `on_side_stream` has set, without running it.
 
         Args:
             work: what is recorded.
@@ -115,7 +115,7 @@ class CudaGraphs:
                 release(index, pool)
 
     @contextlib.contextmanager
-    def run_apart(self) -> Iterator[None]:
+    def on_side_stream(self) -> Iterator[None]:
         """Make a side stream the current one.
 
         Autograd's nodes that add to gradients belong to the stream that they were made on, and live as long as a graph

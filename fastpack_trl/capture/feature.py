@@ -10,7 +10,7 @@ from itertools import chain
 import torch
 
 from fastpack_trl.capture.buckets import Draw, draw_packed
-from fastpack_trl.capture.ddp import reduced_apart, too_large
+from fastpack_trl.capture.ddp import reducing_gradients, too_large
 from fastpack_trl.capture.decision import EAGER_STEPS, FEATURE
 from fastpack_trl.capture.device import CudaGraphs
 from fastpack_trl.capture.graphs import LOSS_METHODS, BackboneGraphs
@@ -28,7 +28,7 @@ from fastpack_trl.step.sync_free import SyncFreeStep
 LEAST_CAPABILITY = (8, 0)
 
 
-class _Apart:
+class _SideStream:
     """Marks a run that trains on a stream of its own from its start."""
 
 
@@ -43,13 +43,13 @@ def side_stream(run: Run) -> Iterator[None]:
     if alone or not run.training or any(_switch(run)) or unavailable(run.device) or too_large(run):
         yield
         return
-    with _apart(run, CudaGraphs(run.device)), run.keeping(_Apart()):
+    with _on_side_stream(run, CudaGraphs(run.device)), run.keeping(_SideStream()):
         yield
 
 
 @contextmanager
-def _apart(run: Run, device: CudaGraphs) -> Iterator[None]:
-    with device.run_apart(), _steps_in_order(run, device):
+def _on_side_stream(run: Run, device: CudaGraphs) -> Iterator[None]:
+    with device.on_side_stream(), _steps_in_order(run, device):
         yield
 
 
@@ -63,7 +63,7 @@ def cuda_graph(run: Run) -> Iterator[None]:
     """
     step = run.get_state(SyncFreeStep)
     call = BackboneCall() if step is None else step.forward.call_backbone
-    with capture_backbone(run, call) as graphs, reduced_apart(run, graphs):
+    with capture_backbone(run, call) as graphs, reducing_gradients(run, graphs):
         yield
 
 
@@ -88,9 +88,11 @@ def capture_backbone(run: Run, call: BackboneCall, draw: Draw | None = None) -> 
     weighed = "" if run.settings.cuda_graph == "on" else ", if the device waits for the host there"
     run.set_status(FEATURE, "on", "pending", f"from step {EAGER_STEPS + 1} on{weighed}")
     try:
-        apart: AbstractContextManager[None] = nullcontext() if run.get_state(_Apart) else _apart(run, device)
+        streamed: AbstractContextManager[None] = (
+            nullcontext() if run.get_state(_SideStream) else _on_side_stream(run, device)
+        )
         replaying = patch_attribute(call, "replay", graphs.run)
-        with callbacks_added(run.trainer, graphs), apart, run.keeping(graphs), replaying:
+        with callbacks_added(run.trainer, graphs), streamed, run.keeping(graphs), replaying:
             yield graphs
     finally:
         graphs.finish()

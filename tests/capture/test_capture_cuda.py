@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
@@ -20,6 +21,7 @@ from transformers import TrainerCallback
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.capture import graphs
+from fastpack_trl.capture.device import CudaGraphs
 from fastpack_trl.testing import count_host_syncs, tiny_model
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -140,6 +142,20 @@ def test_between_two_logs_a_captured_run_waits_for_nothing_and_launches_tens(tmp
     assert trainer.fastpack_report["cuda_graph"].path == "captured"
     assert waits[0].total == 0, waits[0]
     assert launches[0] / 4 < 100, launches
+
+
+@pytest.mark.parametrize("busy", [True, False], ids=["busy", "idle"])
+def test_a_watch_tells_a_busy_device_from_an_idle_one(busy: bool) -> None:
+    matrix = torch.ones(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    for _ in range(400 if busy else 0):  # half a second and more
+        matrix @ matrix
+    watch = CudaGraphs(matrix.device).watch_idle()
+    time.sleep(0.1)
+    share, seconds = watch.stop()
+    torch.cuda.synchronize()
+    assert share < 0.1 if busy else share > 0.9
+    assert seconds == pytest.approx(0.1, rel=0.5)
 
 
 def test_recomputed_layers_are_captured(tmp_path: Path) -> None:

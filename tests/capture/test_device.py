@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from functools import partial
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 
@@ -163,6 +166,29 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: made.current)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: patch_attribute(made, "current", stream))
     return made
+
+
+def test_a_watch_samples_until_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = cycle((True, False, False, False))
+    enough = threading.Event()
+    count = 0
+
+    def query() -> bool:
+        nonlocal count
+        count += 1
+        if count == 40:
+            enough.set()
+        return next(answers)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(query=query))
+    watch = CudaGraphs(torch.device("cuda", 0)).watch_idle()
+    assert enough.wait(20)
+    share, seconds = watch.stop()
+    assert share == pytest.approx(0.25, abs=0.03)
+    assert seconds > 0
+    stopped = count
+    time.sleep(0.05)
+    assert count == stopped
 
 
 class LaunchesOnDefault(torch.optim.SGD):

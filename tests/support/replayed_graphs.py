@@ -102,7 +102,7 @@ class TapeDevice:
         return TapeGraph(self, tape, results), results
 
     @contextlib.contextmanager
-    def run_apart(self) -> Iterator[None]:
+    def on_side_stream(self) -> Iterator[None]:
         self.log.append("apart")
         yield
         self.log.append("together")
