@@ -28,8 +28,8 @@ from fastpack_trl.model.hooks import HookWatch, hook_on_a_gradient, replaced_met
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.run import Run
-from fastpack_trl.step.backbone import ROUTER_LOGITS, RowOutputs
 from fastpack_trl.step.hostwork import ModelContents
+from fastpack_trl.step.loss import ROUTER_LOGITS, RowOutputs
 
 logger = get_logger(__name__)
 

@@ -15,7 +15,7 @@ from fastpack_trl.lora.report import LoraReport
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.static_batch import StaticInputs
 from fastpack_trl.run import Run
-from fastpack_trl.step.backbone import ROUTER_LOGITS
+from fastpack_trl.step.loss import ROUTER_LOGITS
 
 _TRAINED, _SCORED = "trained", "scored"
 """Memory pools: activations of a forward with gradients wait for its backward while a reference is scored."""

@@ -2,7 +2,8 @@
 
 TRL selects the positions with a loss by a boolean mask, which synchronises to count them. The collator knows them
 (`PackedBatch.loss_positions`), so they are gathered by index. Labels may be edited anywhere on their way, last by a
-hook on the model: whether they are still the collator's is looked at here, where they arrive.
+hook on the model: whether they are still the collator's is looked at here, where they arrive. The decoder is called by
+`BackboneCall`, eagerly or from a recording.
 """
 
 from __future__ import annotations
@@ -11,17 +12,16 @@ import functools
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from fastpack_trl.model.upstream import missing_reason
-from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, Part
-from fastpack_trl.step.backbone import BackboneCall
+from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, Part, to_transformers_kwargs
 from fastpack_trl.step.head import head_loss, missing_tile_functions
 from fastpack_trl.step.load_balancing import experts_named, load_balancing_losses
 
@@ -29,6 +29,49 @@ _CONSTANTS = (
     "temperature", "cast_lm_head_to_fp32", "final_logit_softcapping", "logit_scale", "backbone_attr", "outputs",
 )  # fmt: skip
 _FOR_STOCK = ("fused_lm_head", "labels", "shift_labels", "num_items_in_batch")
+
+ROUTER_LOGITS = "output_router_logits"
+"""Keyword of a call that returns router logits too."""
+
+
+class RowOutputs(NamedTuple):
+    """The outputs of a replayed backbone, with the names that transformers' outputs have."""
+
+    last_hidden_state: Tensor
+    """(1, total_tokens, hidden)."""
+    router_logits: tuple[Tensor, ...] | None = None
+    """(total_tokens, num_experts) of each layer."""
+    hidden_states: None = None
+    attentions: None = None
+
+
+class BackboneCall:
+    """Calls backbones on packed rows.
+
+    Attributes:
+        replay: returns the outputs of a row from a recording, or None if the backbone has to be called; set by the
+            feature ``cuda_graph``.
+    """
+
+    def __init__(self) -> None:
+        self.replay: Callable[[Any, PackedBatch, Tensor, Mapping[str, Any]], RowOutputs | None] | None = None
+
+    def __call__(self, backbone: Callable[..., Any], batch: PackedBatch, *args: Any, **kwargs: Any) -> Any:
+        """Return the outputs of ``backbone(*args, **kwargs)``.
+
+        Args:
+            backbone: the decoder without its head.
+            batch: of the row that the keywords are about, unless they were edited.
+        """
+        ids: Any = kwargs.get("input_ids")
+        if self.replay is not None and not args and isinstance(ids, Tensor) and "packed_batch" in kwargs:
+            own = to_transformers_kwargs(batch)
+            if batch.describes(ids, kwargs.get("position_ids")) and own.keys() <= kwargs.keys():
+                known = {*own, "input_ids", "packed_batch", "use_cache"}
+                others = {name: value for name, value in kwargs.items() if name not in known}
+                if (outputs := self.replay(backbone, batch, ids, others)) is not None:
+                    return outputs
+        return backbone(*args, **kwargs)
 
 
 @dataclass

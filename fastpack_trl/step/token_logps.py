@@ -21,10 +21,9 @@ from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.upstream import missing_reason, resolve
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, TensorVersion, to_transformers_kwargs
 from fastpack_trl.packing.prompt_groups import PromptGroups
-from fastpack_trl.step.backbone import BackboneCall
 from fastpack_trl.step.head import VOCABULARY_SLICE, ChunkedLogProbFunction, head_log_probs, missing_tile_functions
 from fastpack_trl.step.load_balancing import experts_named
-from fastpack_trl.step.loss import head_of, read_constants, whole
+from fastpack_trl.step.loss import BackboneCall, head_of, read_constants, whole
 
 OUTPUT = "trl.trainer.utils.FusedCausalLMOutput"
 CLASSIFIER = "transformers.modeling_layers.GenericForSequenceClassification"
