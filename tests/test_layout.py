@@ -51,7 +51,7 @@ BUDGETS = {
     "trainers": 1250,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 25550, "benchmarks": 2000, "tests": 31650}
+TOTALS = {"fastpack_trl": 25550, "benchmarks": 2000, "tests": 31600}
 
 
 @cache
