@@ -195,15 +195,6 @@ def test_rows_with_shared_prefixes_are_captured(
     assert found[1] <= 2 * gradients + 2e-2, (found, pairs)
 
 
-def test_a_layer_that_waits_for_the_device_is_named_and_training_goes_on(tmp_path: Path) -> None:
-    trainer = made(tmp_path, model=waiting_norm(), fast={"layer_compile": "off"}, max_steps=12)
-    trainer.train()
-    line = trainer.fastpack_report["cuda_graph"]
-    assert (line.status, line.path) == ("off", "eager")
-    assert "cannot be recorded" in line.reason
-    assert trainer.state.global_step == 12
-
-
 def test_a_failed_recording_leaves_the_allocator_usable(tmp_path: Path) -> None:
     """The cache is emptied after it, and a step that runs out of memory runs again."""
     lacked: list[int] = []
@@ -220,23 +211,9 @@ def test_a_failed_recording_leaves_the_allocator_usable(tmp_path: Path) -> None:
     fast = {"layer_compile": "off"}
     trainer = made(tmp_path, model=waiting_norm(lack), fast=fast, max_steps=18, trainer={"callbacks": [Empties()]})
     trainer.train()
-    assert "cannot be recorded" in trainer.fastpack_report["cuda_graph"].reason
+    line = trainer.fastpack_report["cuda_graph"]
+    assert (line.status, line.path, "cannot be recorded" in line.reason) == ("off", "eager", True), line
     assert lacked
-    assert trainer.state.global_step == 18
-
-
-def test_memory_that_a_step_lacks_is_taken_from_the_graphs(tmp_path: Path) -> None:
-    class Lacks(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
-            if state.global_step == 15:
-                captured = trainer.fastpack_run.get_state(graphs.BackboneGraphs)
-                assert captured is not None
-                assert captured.replayed
-                assert trainer.fastpack_run.get_state(graphs.BackboneGraphs).reclaim()
-
-    trainer = made(tmp_path, max_steps=18, trainer={"callbacks": [Lacks()]})
-    trainer.train()
-    assert "ran out of memory" in trainer.fastpack_report["cuda_graph"].reason
     assert trainer.state.global_step == 18
 
 
@@ -279,34 +256,6 @@ def test_dropout_draws_anew_in_each_replay(tmp_path: Path) -> None:
     )  # fmt: skip
     assert line.path == "captured", line
     assert len(set(losses[10:])) > 15, losses
-
-
-def test_a_nan_in_a_replay_is_filtered_from_the_log(tmp_path: Path) -> None:
-    kept: dict[str, torch.Tensor] = {}
-
-    class Poisons(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
-            if state.global_step == 15:
-                kept.update({name: p.detach().clone() for name, p in model.named_parameters()})
-                with torch.no_grad():
-                    model.get_decoder().norm.weight.fill_(float("nan"))
-
-        def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
-            if state.global_step == 16:
-                with torch.no_grad():
-                    for name, parameter in model.named_parameters():
-                        parameter.copy_(kept[name])
-
-    ours, eager = (
-        run(
-            tmp_path / setting, "qwen3", "full", fast={"cuda_graph": setting}, callbacks=[Poisons()], optim="sgd",
-            max_grad_norm=0.0,
-        )
-        for setting in ("on", "off")
-    )  # fmt: skip
-    assert ours[2].path == "captured", ours[2]
-    assert not any(loss != loss for loss in ours[0])
-    assert distance(ours, eager)[0] < 2e-2
 
 
 def test_a_step_after_a_failed_recording_may_draw_random_numbers(tmp_path: Path) -> None:
