@@ -53,8 +53,8 @@ class HeadLoss(NamedTuple):
 
     Attributes:
         total: () fp32, the sum of the losses; the only part with a gradient.
-        log_probs: (N,) fp32, log-probability of each target; 0 if masked.
-        entropy: (N,) fp32, entropy of each distribution in nats; 0 if masked.
+        log_probs: (N,) fp32, log-probability of each target.
+        entropy: (N,) fp32, entropy of each distribution in nats.
         is_top1: (N,) bool, whether the target is the first of the most likely tokens.
     """
 
@@ -82,7 +82,6 @@ def head_loss(
     bias: Tensor | None,
     targets: Tensor,
     *,
-    mask: Tensor | None = None,
     weights: Tensor | None = None,
     loss_type: str = "nll",
     logit_scale: float = 1.0,
@@ -98,9 +97,7 @@ def head_loss(
         hidden: (N, H), N may be 0. Products run in the autocast dtype, else in this tensor's; sums are fp32.
         weight: (V, H).
         bias: (V,).
-        targets: (N,) int64 in [0, V), masked positions included: -100 is not allowed.
-        mask: (N,) bool, the positions that count; others need a valid hidden state and target too, and get zero loss,
-            gradient and figures. None: all count.
+        targets: (N,) int64 in [0, V): -100 is not allowed.
         weights: (N,) fp32, how often each position counts in the sum, but not in its figures. None: once.
         loss_type: ``nll``, or ``dft`` (arXiv:2508.05629): each loss times its probability, which gets no gradient.
         logit_scale: factor of the logits.
@@ -116,23 +113,19 @@ def head_loss(
         raise ValueError(f"loss_type={loss_type!r} is not available: use one of {', '.join(LOSS_TYPES)}")
     differentiable = torch.is_grad_enabled()
     form = (logit_scale, softcap, tile_elements)
-    return HeadLoss(
-        *_HeadLossFunction.apply(hidden, weight, bias, targets, mask, weights, loss_type, differentiable, form)
-    )
+    return HeadLoss(*_HeadLossFunction.apply(hidden, weight, bias, targets, weights, loss_type, differentiable, form))
 
 
 class _Pass:
     """One pass over N positions in tiles, which hold whole rows of the vocabulary.
 
     Attributes:
-        log_probs, entropy: (N,) fp32, written during the pass; 0 if masked.
+        log_probs, entropy: (N,) fp32, written during the pass.
         is_top1: (N,) bool.
         dtype: dtype of the matmuls.
     """
 
-    def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor | None, form: _Form, trained: bool
-    ) -> None:
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, form: _Form, trained: bool) -> None:
         device, count, vocabulary = hidden.device, hidden.shape[0], weight.shape[0]
         logit_scale, softcap, elements = form
         self.kernels: TorchTiles | TritonTiles
@@ -154,7 +147,6 @@ class _Pass:
         self.log_probs = torch.empty(count, device=device, dtype=torch.float32)
         self.entropy = torch.empty_like(self.log_probs)
         self.is_top1 = torch.empty(count, device=device, dtype=torch.bool)
-        self.masked = ~mask if mask is not None else None
         self.slices = _slices(weight, self.dtype)
 
     def tiles(self, targets: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Any]]:
@@ -172,11 +164,7 @@ class _Pass:
             if self.bias is not None:
                 tile.add_(self.bias.to(self.dtype))
             figures = (self.log_probs[rows], self.entropy[rows], self.is_top1[rows])
-            folded = self.kernels.fold(tile, targets[rows], *figures)
-            if self.masked is not None:
-                for each in figures:
-                    each.masked_fill_(self.masked[rows], 0)
-            yield rows, inputs, tile, folded
+            yield rows, inputs, tile, self.kernels.fold(tile, targets[rows], *figures)
 
     def through_weight(self, tile: Tensor, out: Tensor) -> None:
         """Write the gradients of hidden states, from those of a tile of logits, into `out`."""
@@ -194,7 +182,6 @@ class _HeadLossFunction(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        mask: Tensor | None,
         weights: Tensor | None,
         loss_type: str,
         differentiable: bool,
@@ -206,13 +193,11 @@ class _HeadLossFunction(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if wants[0] else None
         grad_weight = torch.zeros(weight.shape, **fp32) if wants[1] else None
         grad_bias = torch.zeros(weight.shape[0], **fp32) if wants[2] else None
-        total, over = torch.zeros((), **fp32), _Pass(hidden, weight, bias, mask, form, wants[1])
+        total, over = torch.zeros((), **fp32), _Pass(hidden, weight, bias, form, wants[1])
         for rows, inputs, tile, folded in over.tiles(targets):
             # Gradient of the sum of the losses with respect to each log-probability.
             log_probs = over.log_probs[rows]
             factors = -log_probs.exp() if loss_type == "dft" else torch.full_like(log_probs, -1.0)
-            if over.masked is not None:
-                factors.masked_fill_(over.masked[rows], 0)
             if weights is not None:
                 factors *= weights[rows]
             total += (factors * log_probs).sum()
@@ -245,7 +230,7 @@ class _HeadLossFunction(torch.autograd.Function):
             None if gradient is None else gradient.mul_(grad_total).to(dtype)
             for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         )  # fmt: skip
-        return (*scaled, *[None] * 6)
+        return (*scaled, *[None] * 5)
 
 
 @torch.compiler.disable
@@ -280,7 +265,7 @@ class _HeadLogProbsFunction(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, differentiable: bool,
         form: _Form,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        over = _Pass(hidden, weight, bias, None, form, trained=False)
+        over = _Pass(hidden, weight, bias, form, trained=False)
         slopes = torch.empty_like(hidden) if differentiable and ctx.needs_input_grad[0] else None
         for rows, _, tile, folded in over.tiles(targets):
             if slopes is not None:

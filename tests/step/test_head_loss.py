@@ -195,11 +195,11 @@ def test_nan_rows_and_tokens_that_cannot_be_are_as_in_trl(shape: str) -> None:
     assert not figures.is_top1[3]
 
 
-@pytest.mark.parametrize("positions", [0, POSITIONS], ids=["none", "all masked"])
+@pytest.mark.parametrize("positions", [0, POSITIONS], ids=["none", "none counts"])
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
 def test_no_position_is_a_zero_with_a_gradient(trained: bool, positions: int) -> None:
     inputs = material(trained, positions=positions)
-    total, log_probs, entropy, *gradients = run(head_loss, inputs, mask=torch.zeros(positions, dtype=torch.bool))
+    total, log_probs, entropy, *gradients = run(head_loss, inputs, weights=torch.zeros(positions))
     assert total == 0
     assert log_probs.shape == entropy.shape == (positions,)
     assert len(gradients) == 1 + trained
@@ -217,33 +217,6 @@ def test_rows_of_a_tile_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TorchTiles, "fold", seen)
     run(head_loss, material(True, bias=True), tile_elements=5 * VOCABULARY)
     assert set(strides) == {(128, 1)}
-
-
-@KINDS
-def test_masked_positions_count_nothing(trained: bool, loss_type: str, shape: str) -> None:
-    """Loss, gradients and figures are those of the positions that count, whatever stands at the others."""
-    hidden, *head, targets = material(trained, bias=True)
-    mask = torch.rand(POSITIONS, generator=torch.Generator().manual_seed(3)) < 0.6
-    kept = (hidden.detach()[mask].requires_grad_(), *head, targets[mask])
-    options = {"loss_type": loss_type, **SHAPES[shape]}
-    exact, stock = run(truth, doubled(kept), **options), run(of_trl, kept, **options)
-    for more in ({"tile_elements": 5 * VOCABULARY}, {}):
-        results = []
-        for other in (1.0, -30.0):
-            changed, others = hidden.detach().clone(), targets.clone()
-            changed[~mask] *= other
-            others[~mask] = (others[~mask] + int(other < 0)) % VOCABULARY
-            inputs = (changed.requires_grad_(), *head, others)
-            total, log_probs, entropy, grad_hidden, *grads = run(head_loss, inputs, mask=mask, **options, **more)
-            assert not log_probs[~mask].any()
-            assert not entropy[~mask].any()
-            assert not grad_hidden[~mask].any()
-            results.append([total, log_probs[mask], entropy[mask], grad_hidden[mask], *grads])
-        assert all(torch.equal(one, same) for one, same in zip(*results, strict=True))
-        assert_within_twice(results[0], stock, exact)
-        is_top1 = head_loss(*inputs, mask=mask, **options, **more).is_top1
-        assert not is_top1[~mask].any()
-        assert torch.equal(is_top1[mask], truth(*doubled(kept), **options).is_top1)
 
 
 def test_a_second_backward_is_refused_by_name() -> None:
