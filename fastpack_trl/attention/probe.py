@@ -151,7 +151,8 @@ def measured_reach(model: nn.Module, queries: Sequence[int]) -> Iterator[dict[tu
     kept = ExitStack()
 
     def keep(*_: Any) -> None:
-        kept.enter_context(saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
+        # Without its graph: a result would keep the graph that keeps it, for good, as no backward frees this one.
+        kept.enter_context(saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor))
 
     def measure(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         kept.close()

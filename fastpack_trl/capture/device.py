@@ -21,28 +21,33 @@ _SAMPLE_SECONDS = 5e-4
 class IdleWatch:
     """Samples whether the current stream has nothing left to do, in a thread of its own; never waits for the device.
 
+    A sample stands for the time since the one before: a thread that holds Python's lock, as in a forward pass, lets
+    fewer samples through than one that waits or runs a backward pass.
+
     Args:
         device: of the stream.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device)
-        self._samples: list[bool] = []
         self._stopped = threading.Event()
-        self._start = time.perf_counter()
+        self._idle = 0.0
+        self._start = self._last = time.perf_counter()
         self._thread = threading.Thread(target=self._sample, name="fastpack-idle", daemon=True)
         self._thread.start()
 
     def _sample(self) -> None:
         while not self._stopped.wait(_SAMPLE_SECONDS):
-            self._samples.append(self._stream.query())
+            idle, now = self._stream.query(), time.perf_counter()
+            self._idle += (now - self._last) * idle
+            self._last = now
 
     def stop(self) -> tuple[float, float]:
-        """End it; return the share of samples that found the device idle, and the seconds since the start."""
+        """End it; return the idle share of the sampled time, and the seconds since the start."""
         seconds = time.perf_counter() - self._start
         self._stopped.set()
         self._thread.join()
-        return sum(self._samples) / max(1, len(self._samples)), seconds
+        return self._idle / max(self._last - self._start, _SAMPLE_SECONDS), seconds
 
 
 @functools.cache

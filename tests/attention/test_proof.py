@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,32 @@ def test_windows_up_to_512_tokens_are_exercised_on_the_cpu_where_they_are_afford
         assert verify_packing(tiny_model("mistral"), lengths=lengths).not_exercised == skipped
     monkeypatch.setattr(probe, "_MOST_OPERATIONS", {"cpu": 1e6})
     assert verify_packing(tiny_model("mistral", sliding_window=40)).not_exercised == ("window 40",)
+
+
+def test_check_leaves_no_graph_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would keep the nodes that add to gradients, on a stream that is not a capture's."""
+    model = tiny_model("gemma3_text")
+
+    def node_of(parameter: nn.Parameter) -> Any:
+        (node, _), *_ = parameter.view_as(parameter).grad_fn.next_functions  # type: ignore[union-attr]
+        return node
+
+    for layer in model.model.layers:
+        stock = layer.self_attn.forward
+
+        def forward(*args: Any, stock: Any = stock, **kwargs: Any) -> Any:
+            out = stock(*args, **kwargs)
+            for parameter in model.parameters():
+                node_of(parameter).metadata["checked"] = True
+            return out
+
+        monkeypatch.setattr(layer.self_attn, "forward", forward)
+    gc.disable()
+    try:
+        assert not verify_packing(model).not_exercised
+        assert not any("checked" in node_of(parameter).metadata for parameter in model.parameters())
+    finally:
+        gc.enable()
 
 
 def test_check_makes_no_logits_and_runs_no_hook_of_the_user() -> None:
