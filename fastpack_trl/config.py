@@ -281,7 +281,7 @@ class Settings(ModelSettings):
         "auto",
         "Run the micro-batches of an optimizer step as fewer, longer rows: auto (rows of up to 8,192 tokens on "
         "CUDA, of 512 KiB of hidden states on a CPU), on (one row) or off. Costs the activations of the longer row, "
-        "as far as free memory allows; a row that runs out of memory is split.",
+        "as far as free memory allows; rows are halved if one runs out of memory.",
     )
     share_prefixes: Switch = choice(
         "auto",

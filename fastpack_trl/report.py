@@ -45,6 +45,11 @@ class FeatureReport:
     """Figures besides the lines: packing fill, documents, truncated tokens."""
     _lines: dict[str, FeatureLine] = field(default_factory=dict)
 
+    @property
+    def lines(self) -> list[FeatureLine]:
+        """The line of each feature, in the order in which they were decided."""
+        return list(self)
+
     def add(self, feature: str, status: Status, path: str, reason: str = "") -> FeatureLine:
         """Set the line of `feature`; it replaces an earlier one, and becomes the last."""
         self._lines.pop(feature, None)

@@ -246,6 +246,11 @@ class _Prepare:
                 "position_ids of a row whose documents share a prefix were edited after collation: they alone do not "
                 "tell the documents; set share_prefixes='off'"
             )
+        if self.features.mixers:
+            raise PackingError(
+                f"position_ids were edited after collation, and recurrent layers of {self.features.model_type} cannot "
+                "tell documents by them: edit them when the data set is prepared, or set packing=False"
+            )
         self.handle.remark(EDITED)
         self.handle.remark = str  # once
         return False

@@ -18,7 +18,7 @@ from fastpack_trl.errors import first_reason
 from fastpack_trl.model import facts
 from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.hooks import BATCH_METHODS
-from fastpack_trl.packing.batching import fast_view, packing_collator, reads_rows
+from fastpack_trl.packing.batching import counts_tokens, fast_view, packing_collator, reads_rows
 from fastpack_trl.run import Run
 
 FEATURE = "share_prefixes"
@@ -55,6 +55,7 @@ def _reasons(run: Run, little: bool, share: str) -> Iterator[object]:
     yield setting == "off" and "switched off"
     yield not run.packs and run.plan.reason
     yield from reads_rows(trainer, *BATCH_METHODS, "_get_num_items_in_batch", "_track_num_input_tokens")
+    yield from counts_tokens(trainer)
     yield not run.loss_is_ours and "the loss of shared positions needs sync_free"
     streamed = setting == "auto" and not isinstance(trainer.train_dataset, Dataset)
     yield streamed and "a stream has no sample that would say what it saves: share_prefixes='on' shares"

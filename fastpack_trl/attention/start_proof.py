@@ -155,7 +155,8 @@ def _proof(run: Run, attention: PackedAttention | None) -> tuple[PackingProof | 
         reason, cause = f"the proof cannot run on this model: {type(error).__name__}: {error}", error
         unproven = reason
     if insists:
-        raise ValueError(f"verify_packing='on': {reason}; set verify_packing='auto' or 'off'") from cause
+        fix = "load finite weights" if isinstance(cause, NonFiniteError) else "set verify_packing='auto' or 'off'"
+        raise ValueError(f"verify_packing='on': {reason}; {fix}") from cause
     run.set_status("verify_packing", "off", "not run", reason)
     return None, unproven
 

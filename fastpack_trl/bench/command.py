@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import tempfile
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +29,7 @@ def at_least(least: int) -> Callable[[str], int]:
             raise ArgumentTypeError(f"must be >= {least}, got {value}")
         return value
 
+    number.__name__ = "int"  # argparse: "invalid int value"
     return number
 
 
@@ -190,5 +190,12 @@ def settings_of(config: str, flags: Sequence[str]) -> dict[str, Any]:
         elif name:
             values[name] = word
     public = {key: value for key, value in values.items() if not any(part in key for part in _PRIVATE)}
-    settings: dict[str, Any] = json.loads(re.sub(r'"[/~.][^"]*/', '"', json.dumps(public, default=str)))
-    return settings
+    return {key: _without_folders(value) for key, value in json.loads(json.dumps(public, default=str)).items()}
+
+
+def _without_folders(value: Any) -> Any:
+    if isinstance(value, str) and "/" in value and (value[0] in "/~." or Path(value).exists()):
+        return Path(value).name
+    if isinstance(value, Mapping):
+        return {str(key): _without_folders(item) for key, item in value.items()}
+    return [_without_folders(item) for item in value] if isinstance(value, list) else value

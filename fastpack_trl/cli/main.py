@@ -134,8 +134,9 @@ def _quiet() -> Iterator[None]:
     bitsandbytes warns on import that a CPU kernel is not on the hub; trl and peft import it for all commands.
     transformers 5.23 renamed a property that PEFT 0.21 reads from every model.
     """
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    make = logging.getLogRecordFactory()
+    notes = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    level, make = notes.level, logging.getLogRecordFactory()
+    notes.setLevel(logging.ERROR)
 
     def without_rank(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = make(*args, **kwargs)
@@ -152,6 +153,7 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.setLogRecordFactory(make)
+        notes.setLevel(level)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

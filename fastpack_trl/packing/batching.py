@@ -122,11 +122,16 @@ def reads_rows(trainer: Any, *methods: str) -> Iterator[object]:
     yield is_invoked_once_per_row(trainer.model) and ALORA
     yield args.neftune_noise_alpha and "NEFTune's noise depends on the length of a row"
     yield (config.split_batches or config.dispatch_batches) and "split_batches cuts a batch by rows"
-    counts = str(args.include_num_input_tokens_seen).lower() not in ("no", "false")
+
+
+def counts_tokens(trainer: Any) -> Iterator[object]:
+    """Yield why the number of tokens in the rows of an SFT trainer must stay."""
+    counts = str(trainer.args.include_num_input_tokens_seen).lower() not in ("no", "false")
     yield counts and "include_num_input_tokens_seen counts the tokens of rows"
 
 
 def _padded_in_sft(trainer: SFTTrainer) -> Iterator[object]:
+    yield from counts_tokens(trainer)
     multiple = trainer.data_collator.pad_to_multiple_of
     yield multiple and f"pad_to_multiple_of={multiple} asks for padded shapes"
     shifts = getattr(trainer, "_loss_shifts_labels", False)

@@ -31,6 +31,10 @@ class PackedInputs(dict[str, Any]):
             # placed the batch before (XLA), the metadata has to follow here.
             self["packed_batch"] = batch.to(positions.device)
 
+    def copy(self) -> PackedInputs:
+        """Return a shallow copy that moves to a device as this one does."""
+        return PackedInputs(self)
+
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> PackedInputs:
         """Copy to `device`; what is there already is kept.
 

@@ -97,7 +97,7 @@ def made_for(columns: Iterable[str]) -> str:
     ``["prompt", "chosen", "rejected"]`` -> ``"dpo"``; ``["prompt"]`` -> ``"grpo"``; ``["text"]`` -> ``"sft"``.
     """
     there = set(columns)
-    fits = {
-        command: len(kind) for command, method in METHODS.items() for kind in method.columns if there.issuperset(kind)
-    }
-    return max(fits, key=lambda command: fits[command], default="")
+    fits = [
+        (len(kind), command) for command, method in METHODS.items() for kind in method.columns if there.issuperset(kind)
+    ]
+    return max(fits, key=lambda fit: fit[0], default=(0, ""))[1]

@@ -207,7 +207,12 @@ class Merging:
         own = [sum(self._step[place]["packed_batch"].seq_lengths) for place in group]
         self.target, self._groups = sum(own) // 2, {}
         merges = self.target >= min(map(sum, itertools.pairwise(own)))
-        after = f"rows of at most {self.target:,} tokens from here on" if merges else "micro-batches run one by one"
+        halved = f"rows of at most {self.target:,} tokens from the next step on"
+        after = halved if merges else "micro-batches run one by one"
+            f"rows of at most {self.target:,} tokens from the next step on"
+            if merges
+            else "micro-batches run one by one"
+        )
         reason = f"out of memory in a merged row of {sum(own):,} tokens: {after}"
         logger.warning(f"merge_accumulation: {reason}")
         self._run.set_status(FEATURE, "on", "split again", reason)

@@ -178,6 +178,22 @@ def test_the_model_is_left_as_it_was_also_after_an_exception() -> None:
     assert [layer._gradient_checkpointing_func for layer in model.model.layers] == before
 
 
+def test_two_models_in_one_backward_pass() -> None:
+    models = nn.ModuleList([make("llama"), make("qwen3", lora=True)])
+
+    def both(models: Any) -> Result:
+        models.zero_grad()
+        losses = [loss_of(model) for model in models]
+        (losses[0] + losses[1]).backward()
+        return [loss.detach() for loss in losses], gradients(models)
+
+    stock = both(models)
+    with offloaded(models[0]) as first, offloaded(models[1], "single_buffer") as second:
+        assert_same(both(models), stock)
+        assert first.use.most_held
+        assert second.use.most_held
+
+
 def test_evaluation_and_generation_are_not_touched() -> None:
     model = make("llama")
     with offloaded(model) as offload:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fastpack_trl.checkpointing.offload import Offload, checkpointed_layers, offload_checkpoints
-from fastpack_trl.testing import tiny_model
+from fastpack_trl.testing import gradients, tiny_model
 
 
 @contextmanager
@@ -102,6 +102,22 @@ def test_no_leak_over_200_steps_of_which_every_third_breaks_off() -> None:
         assert use.pinned == pinned
         assert broken == 67
     assert (offload.use.pinned, streams.live_blocks) == (0, 0)
+
+
+def test_batches_that_grow_leave_no_more_than_the_budget() -> None:
+    model, budget = make("llama"), 2**17
+    loss_of(model, 0, 128).backward()
+    stock = gradients(model)
+    with recorded(model, budget_bytes=budget) as (_, offload):
+        for tokens in (2, 4, 8, 16, 32, 64, 128):
+            model.zero_grad()
+            loss_of(model, 0, tokens).backward()
+            assert offload.use.pinned <= budget
+            assert offload.use.held == 0
+        assert offload.fallbacks == []
+        ours = gradients(model)
+    assert ours.keys() == stock.keys()
+    assert all(torch.equal(ours[name], value) for name, value in stock.items())
 
 
 class Layer(GradientCheckpointingLayer):

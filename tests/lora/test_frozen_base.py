@@ -80,6 +80,18 @@ def test_a_run_learns_as_one_over_the_loaded_base_and_leaves_it(
     assert "LoRA bases multiply in FP8" in card
 
 
+def test_after_an_error_the_base_is_as_loaded_for_the_next_run(tmp_path: Path) -> None:
+    def act(_: Any) -> None:
+        raise RuntimeError("stop")
+
+    trainer = made(tmp_path, None, [At(act)], max_steps=1)
+    before = weights(trainer.model)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="stop"):
+            trainer.train()
+        assert_as_loaded(trainer.model, before)
+
+
 def logits(model: Any) -> Tensor:
     with torch.no_grad():
         out: Tensor = model(input_ids=torch.arange(3, 20)[None]).logits
