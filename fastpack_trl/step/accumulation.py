@@ -209,10 +209,6 @@ class Merging:
         merges = self.target >= min(map(sum, itertools.pairwise(own)))
         halved = f"rows of at most {self.target:,} tokens from the next step on"
         after = halved if merges else "micro-batches run one by one"
-            f"rows of at most {self.target:,} tokens from the next step on"
-            if merges
-            else "micro-batches run one by one"
-        )
         reason = f"out of memory in a merged row of {sum(own):,} tokens: {after}"
         logger.warning(f"merge_accumulation: {reason}")
         self._run.set_status(FEATURE, "on", "split again", reason)
