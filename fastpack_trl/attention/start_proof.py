@@ -155,7 +155,9 @@ def _proof(run: Run, attention: PackedAttention | None) -> tuple[PackingProof | 
         reason, cause = f"the proof cannot run on this model: {type(error).__name__}: {error}", error
         unproven = reason
     if insists:
-        fix = "load finite weights" if isinstance(cause, NonFiniteError) else "set verify_packing='auto' or 'off'"
+        fix = "set verify_packing='auto' or 'off'"
+        if isinstance(cause, NonFiniteError):
+            fix = "load finite weights, or set verify_packing='off'"
         raise ValueError(f"verify_packing='on': {reason}; {fix}") from cause
     run.set_status("verify_packing", "off", "not run", reason)
     return None, unproven
