@@ -8,13 +8,14 @@ STAMP := $(VENV)/.installed
 
 NOTEBOOKS := notebooks-output
 
-.PHONY: help quickstart test test-slow check test-gpu notebooks format clean
+.PHONY: help quickstart test test-slow check docs test-gpu notebooks format clean
 
 help:
 	@echo "make quickstart  install into .venv, then fine-tune a small model on real text and compare with TRL (offline, CPU)"
 	@echo "make test        install into .venv, then run the tests but the slow ones, minutes"
 	@echo "make test-slow   the tests marked 'slow': whole commands, notebooks, compilers, wheels, as many minutes again"
-	@echo "make check       lint, format and type check"
+	@echo "make check       lint, format and type check, and make docs"
+	@echo "make docs        build the pages as a site in site/, without network"
 	@echo "make test-gpu    the tests marked 'cuda', with the current python3, nothing installed"
 	@echo "make notebooks   install into .venv, then run the notebooks and store them with their outputs"
 
@@ -24,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25"
 	# torch by its exact version first: left to the resolver, a newer build with the CUDA packages could be taken.
 	$(BIN)/python -m pip install --quiet $$(grep -E '^torch==' constraints.txt)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,notebooks,plots,qlora]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,docs,notebooks,plots,qlora]'
 	@touch $(STAMP)
 
 # All weights: a random model has learned nothing that an adapter could build on. No network, and OpenMP threads that wait
@@ -46,10 +47,15 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(PYTEST) -m "slow and not cuda" $(ARGS)
 
-check: $(STAMP)
+check: $(STAMP) docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Every broken link, anchor or page that is in no menu ends it.
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict
 
 test-gpu:
 	$(PYTHON) -m pytest -m cuda $(ARGS)
@@ -66,4 +72,4 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis
