@@ -283,7 +283,7 @@ def readme_rows(records: Sequence[Run]) -> dict[str, dict[str, Side]]:
 
 
 def readme(records: Sequence[Run]) -> str:
-    """Return what stands at the top of the README: figure, table, and the conditions in one line."""
+    """Return what stands at the top of the README: table, conditions in one line, and figure."""
     rows, lines, devices = readme_rows(records), [], dict[str, None]()
     if not rows:
         return "Nothing is measured."
@@ -293,20 +293,20 @@ def readme(records: Sequence[Run]) -> str:
         good = ours.agrees(trl, CASES["sft"].budget)
         speeds = [(OURS, "trl", "**{:.1f}x**"), (OURS, "trl compiled", "{:.1f}x"), (SAME_MEMORY, "trl", "{:.1f}x")]
         times = [
-            form.format(sides[one].times(sides[other], whole=True)) if {one, other} <= sides.keys() else "-"
+            form.format(sides[one].times(sides[other], whole=True)) if {one, other} <= sides.keys() else ""
             for one, other, form in speeds
         ]
-        peaks = [f"{sides[name].peak:.1f}" if name in sides else "-" for name in ("trl", SAME_MEMORY, OURS)]
-        lines.append([README_ROWS[row], *(times if good else ["losses differ", "-", "-"]), *peaks])
+        peaks = [f"{sides[name].peak:.1f}" if name in sides else "" for name in ("trl", SAME_MEMORY, OURS)]
+        lines.append([README_ROWS[row], *(times if good else ["losses differ", "", ""]), *peaks])
     columns = "training | >speed over TRL | >over TRL compiled | >in TRL's memory"
     columns += " | >GiB: TRL | >fastpack in TRL's memory | >fastpack"
     said = (
         f"{', '.join(devices)}; runs of 500 steps, slow first ones included; LoRA of rank 16, real text, "
-        "random weights, a process per side; -: not measured. *In TRL's memory*: fastpack recomputes as TRL does. "
+        "random weights, a process per side. *In TRL's memory*: fastpack recomputes as TRL does. "
         "[All results, with commands and commits](benchmarks/RESULTS.md)."
     )
     picture = f"![time and memory of TRL and fastpack](docs/figures/{FIGURE.name})"
-    return "\n\n".join([picture, *_why(records), grid(columns, lines), said])
+    return "\n\n".join([grid(columns, lines), said, picture, *_why(records)])
 
 
 def _why(records: Iterable[Run]) -> Iterator[str]:
