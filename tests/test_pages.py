@@ -185,8 +185,8 @@ def prose(page: Path) -> list[str]:
 
 
 PRIVATE = re.compile(
-    r"\bstock\b(?! TRL)|\b(proof|proven|insists?|parted|given back|asks? the (device|GPU)|has no form|is no (number|name)"
-    r"|what it (is|was)|where it can(not)?)\b"
+    r"\bstock\b(?! TRL)|\b(proof|proven|insists?|parted|given back|asks? the (device|GPU)|has no form"
+    r"|is no (number|name)|what it (is|was)|where it can(not)?)\b"
 )
 """Words that only this project would use, or that read as translated: see the style in CONTRIBUTING."""
 

@@ -35,7 +35,7 @@ class MeasuredRate(TrainerCallback):
     def __init__(self) -> None:
         self.steps, self.seconds = 0, 0.0
         self.tokens: float | None = None
-        self._total_tokens = self._total_seconds = 0.0  # without those of the first log, which has the start-up in it
+        self._total_tokens = self._total_seconds = 0.0  # excludes the first log, which includes start-up
         self._since: float | None = None
 
     @property
@@ -44,18 +44,18 @@ class MeasuredRate(TrainerCallback):
         return self._total_tokens / self._total_seconds if self._total_seconds else None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin to count."""
+        """Start counting."""
         self._step, self._is_first = state.global_step, True
-        # A resumed run may go on with its count: its first log tells.
+        # A resumed run may continue its count: the first log shows it.
         self._counted: float | None = None if state.global_step else 0.0
         self._since = self._event = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note the time: an evaluation or a save may follow."""
+        """Record the time, because an evaluation or a save may follow."""
         self._event = time.perf_counter()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave out the time since the last step or log: it was not training."""
+        """Exclude the time since the last step or log, which was not training."""
         now = time.perf_counter()
         if self._since is not None:
             self._since += now - self._event
@@ -64,7 +64,7 @@ class MeasuredRate(TrainerCallback):
     on_predict = on_save = on_evaluate
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Count from the log of training before, and begin anew."""
+        """Update the counts since the previous training log."""
         if logs is None or "loss" not in logs or self._since is None:
             return
         now = time.perf_counter()  # the trainer has just read its loss: the device is done with these steps
@@ -87,13 +87,13 @@ class ThroughputCallback(MeasuredRate):
 
     ``SFTTrainer(..., callbacks=[ThroughputCallback()])``. The figures are added to the trainer's own log call, so that
     every `report_to` target and ``trainer.state.log_history`` get them; no key or value of TRL changes. Each covers
-    the steps since the last log, without evaluation and saving; the first one has the start-up of the run in it.
+    the steps since the last log, without evaluation and saving; the first one includes the start-up of the run.
     Nothing is read from the device: a log has the counts already.
 
     - ``tokens_per_second``: of all processes, as TRL's ``num_tokens`` counts them.
     - ``step_time_ms``: per optimizer step.
     - ``mfu``: per cent of the peak of one device: operations that these tokens need (`ModelFlops`), without padding and
-      recompute. Attention is counted within documents by the lengths in the data set, and left out if it has none.
+      recomputation. Attention is counted within documents by the lengths in the data set, and left out if it has none.
     - ``memory/peak_gib``, ``memory/reserved_gib``: peak memory that was allocated on the device, and that torch held of
       it, CUDA graphs and caches included: the card must have the latter. CUDA only.
     - ``packing/fill``: share of rows x `max_length` that holds tokens; ``packing/truncated_tokens``: tokens that
@@ -115,12 +115,12 @@ class ThroughputCallback(MeasuredRate):
         self._said: set[str] = set()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Read the shapes of model and data; move before the reporters, who log what they are given."""
+        """Read the shapes of model and data, and move before the reporters, so that they log the figures."""
         super().on_train_begin(args, state, control)
         owners = list(callers())
         for handler in owners:
             if isinstance(handler, CallbackHandler) and self in handler.callbacks:
-                # A new list: the handler walks the old one right now.
+                # A new list, because the handler is iterating over the old one.
                 handler.callbacks = [self, *(other for other in handler.callbacks if other is not self)]
         trainer = next((owner for owner in owners if isinstance(owner, Trainer)), None)
         run = None if trainer is None else vars(trainer).get("fastpack_run")
@@ -132,12 +132,12 @@ class ThroughputCallback(MeasuredRate):
         self._cuda = args.device if args.device.type == "cuda" else None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Start with this step if the callback was added while training runs."""
+        """Start with this step if the callback was added during training."""
         if self._since is None:
             self.on_train_begin(args, state, control, model, **kwargs)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Add the figures to a log of training; others pass."""
+        """Add the figures to a training log; ignore other logs."""
         if logs is None or "loss" not in logs or self._since is None:
             return
         super().on_log(args, state, control, logs)

@@ -65,14 +65,14 @@ def _write(run: Run, folder: Path, step: int) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / FILE).write_text(text, encoding="utf-8")
-    except OSError as error:  # a full disk: the run is worth more than its report
+    except OSError as error:  # e.g. a full disk: the run must not end for its report
         logger.warning(f"{FILE} was not written: {error.strerror or error}; save_report='off' leaves it out")
 
 
 def add_to_card(run: Run) -> None:
     """Add a section to the model card that TRL has just written, unless the report is not saved.
 
-    It has the version, the features that are on, the measured tokens per second, and the packing proof.
+    It lists the version, the enabled features, the measured tokens per second, and the packing check.
     """
     card = Path(run.args.output_dir) / _CARD
     if run.settings.save_report == "off" or not run.trainer.is_world_process_zero() or not card.is_file():

@@ -1,4 +1,4 @@
-"""Kernels, each beside its torch twin of the same signature: the twin is the reference and the CPU path.
+"""Kernels and their torch twins, with the same signatures: a twin is the reference and the CPU path.
 
-Triton's are imported only where one runs: Triton decides on import whether it compiles or interprets.
+Triton kernels are imported when one runs, because Triton decides on import whether it compiles or interprets.
 """

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 on_device_of = torch.cuda.device_of
-"""A context manager: Triton launches on the current device, which is not that of a layer on another one."""
+"""A context manager: Triton launches on the current device, which may not be the tensors' device."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_CAPABILITY = (8, 0)
-"""Of the devices that Triton supports; those before have no conversions of bf16 either."""
+"""Lowest compute capability that Triton supports; older devices cannot convert bf16 either."""
 
 
 @lru_cache(maxsize=1)

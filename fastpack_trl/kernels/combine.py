@@ -26,7 +26,7 @@ def combine(
 
     Args:
         rows_sh: (S, H), rows sorted by expert.
-        inverse_tk: (T, k) int32, where slot (t, j) lies among the rows.
+        inverse_tk: (T, k) int32, position of slot (t, j) among the rows.
         weights_tk: (T, k) routing weights; 1 where None.
         bias_eh: (E, H), bias of the down projection, with `ids_tk`.
         ids_tk: (T, k), expert of each slot.
@@ -48,6 +48,6 @@ def combine(
 
 
 def bias_weight_grad(grad_th: Tensor, bias_eh: Tensor, ids_tk: Tensor) -> Tensor:
-    """Return the bias' part of the routing weights' gradient, (T, k): a token's gradient times its slot's bias."""
+    """Return the bias term of the routing weights' gradient, (T, k): a token's gradient times its slot's bias."""
     wide = torch.promote_types(grad_th.dtype, torch.float32)
     return (grad_th @ bias_eh.t()).gather(1, ids_tk.long()).to(wide)

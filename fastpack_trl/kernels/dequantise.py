@@ -16,7 +16,7 @@ from fastpack_trl.kernels._triton import DTYPES, has_triton, is_supported
 
 
 class Scales(NamedTuple):
-    """The tensors of a `QuantState`: fp32 scales, or scales quantised themselves with what makes them fp32."""
+    """The tensors of a `QuantState`: fp32 scales, or quantized scales with the tensors that dequantize them."""
 
     absmax: Tensor
     nested_absmax: Tensor | None = None
@@ -48,7 +48,7 @@ class Scales(NamedTuple):
 
 
 def dequantise_4bit(packed: Tensor, state: Any) -> Tensor:
-    """Return the dense weight: by one kernel on CUDA, elsewhere and in a compiled graph by bitsandbytes.
+    """Return the dense weight. One kernel on CUDA; bitsandbytes on other devices and in a compiled graph.
 
     Args:
         packed: two values per byte, the first in the high half, in any storage dtype.

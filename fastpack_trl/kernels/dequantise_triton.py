@@ -13,7 +13,7 @@ from torch import Tensor
 from fastpack_trl.kernels._triton import on_device_of
 
 _TILE = 1024
-"""Packed bytes per program, four per thread: what it loads is 4 bytes, what it stores (of 16-bit values) is 16."""
+"""Packed bytes per program, four per thread: each loads 4 bytes and stores 16 (of 16-bit values)."""
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def _dequantise_kernel(
     first = start + tl.arange(0, rows) * columns
     block = first // bytes_per_block
     there = first < num_bytes
-    if blocks_per_scale:  # the scales are quantised themselves
+    if blocks_per_scale:  # the scales themselves are quantized
         index = tl.load(absmax + block, mask=there, other=0).to(tl.int32)
         scale = tl.load(nested_code + index) * tl.load(nested_absmax + block // blocks_per_scale, mask=there, other=0.0)
         scale += tl.load(nested_offset)
@@ -71,7 +71,7 @@ def dequantise_4bit_triton(packed: Tensor, state: Any, code: Tensor) -> Tensor:
             out, num_bytes, num_values,
             bytes_per_block=per_block, blocks_per_scale=0 if inner is None else inner.blocksize,
             rows=_TILE // columns, columns=columns, whole=num_values % (2 * _TILE) == 0,
-            # A product and a sum rounded once would be another scale than that of bitsandbytes, which rounds both.
+            # bitsandbytes rounds both product and sum; a fused multiply-add would round once and give another scale.
             enable_fp_fusion=False, num_warps=_TILE // 128,
         )  # fmt: skip
     return out

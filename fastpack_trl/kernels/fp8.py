@@ -1,4 +1,4 @@
-"""FP8 values with fp32 scales, and products of two such matrices: quantised by one kernel, beside plain torch.
+"""FP8 matrices with fp32 scales: quantization by one kernel, matmuls of two of them, and both in plain torch.
 
 The format is e4m3 (4 bits of exponent, 3 of mantissa; largest value 448, no infinity). A scale is the largest magnitude
 of what shares it, over 448. Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433.
@@ -16,10 +16,10 @@ from fastpack_trl.kernels._triton import runs_triton
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
 LEAST = LARGEST * 2.0**-126
-"""Smallest magnitude that a scale is made of: its scale and the inverse are normal fp32 numbers. So zeros stay zeros,
-and what is below it keeps an absolute error of 2**-136 at most."""
+"""Smallest magnitude from which a scale is computed: scale and inverse are normal fp32 numbers. Zeros stay zeros, and
+smaller values have an absolute error of at most 2**-136."""
 MULTIPLE = 16
-"""Both dimensions of a matrix are multiples of it: a device reads 16 bytes at once."""
+"""Both dimensions of a matrix must be multiples of it, because a device reads 16 bytes at once."""
 
 
 class Quantised(NamedTuple):
@@ -41,9 +41,9 @@ class Quantised(NamedTuple):
 
 
 def quantise_rows(x: Tensor, factor: Tensor | None = None) -> Quantised:
-    """Quantise a matrix with a scale per row.
+    """Quantize a matrix with a scale per row.
 
-    A value that is NaN or infinite becomes NaN and is left out of its scale (NaN), or makes it infinite.
+    NaN stays NaN and does not affect its scale; an infinite value becomes NaN and makes its scale infinite.
 
     Args:
         x: (rows, columns).
@@ -70,14 +70,14 @@ def magnitudes(x: Tensor) -> Tensor:
 
 def scales_of(largest: Tensor) -> tuple[Tensor, Tensor]:
     """Return scales for these largest magnitudes, and their inverses."""
-    # By a tensor: CUDA multiplies by the inverse of a number, which is off by a last bit.
+    # Divide by a tensor: for a Python number CUDA multiplies by the inverse, which may differ in the last bit.
     scales = largest.clamp(min=LEAST) / largest.new_full((), LARGEST)
     return scales, scales.reciprocal()
 
 
 def cast(x: Tensor) -> Tensor:
     """Return scaled values in `FP8`."""
-    # Clamped: what rounding puts above 448 is NaN on some devices.
+    # Clamp: a value that rounds to more than 448 becomes NaN on some devices.
     return x.clamp(-LARGEST, LARGEST).to(FP8)
 
 
@@ -91,7 +91,7 @@ def transposed(values: Tensor) -> Tensor:
 
 
 def scaled_product(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
-    """Return ``a b^T``: FP8 products on CUDA, elsewhere the reference.
+    """Return ``a b^T``: an FP8 matmul on CUDA, the reference on other devices.
 
     Shapes: a (rows, inner), b (columns, inner), inner and columns multiples of 16; returns (rows, columns) in `dtype`.
 
@@ -107,9 +107,9 @@ def scaled_product(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
 
 
 def failure_of_products(device: torch.device, dtype: torch.dtype) -> str:
-    """Return why a device has no FP8 products with a scale per row, found by one of 16 x 16; empty where it has.
+    """Return why FP8 matmuls with a scale per row fail on a device, or ``""``; a 16 x 16 matmul decides.
 
-    Which scales and results it takes depends on device, CUDA and torch: no version says so alone.
+    Support depends on device, CUDA and torch together, so no version number decides alone.
     """
     ones = torch.ones(MULTIPLE, MULTIPLE, device=device)
     scales = torch.arange(1.0, MULTIPLE + 1, device=device)[:, None]

@@ -51,9 +51,9 @@ def quantise_rows_triton(
 
     Args:
         x, factor: as there.
-        dtype: of the values; a wider one than FP8 shows them before their last rounding.
+        dtype: of the values; one wider than FP8 shows them before the last rounding.
         largest: value of the format.
-        least: magnitude that a scale is made of.
+        least: smallest magnitude from which a scale is computed.
     """
     rows, columns = x.shape
     x = x.contiguous()

@@ -1,6 +1,6 @@
 """Bias and gate activation of an experts block, forward and backward.
 
-Two forms of `Gate` have kernels. Every other gate, and a device without Triton, takes `Gate.activation` and autograd.
+Two forms of `Gate` have kernels. Every other gate, and a device without Triton, uses `Gate.activation` and autograd.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def gate_forward(h_sf: Tensor, bias_ef: Tensor | None, expert_s: Tensor, gate: G
 def gate_backward(
     h_sf: Tensor, bias_ef: Tensor | None, expert_s: Tensor, gate: Gate, grad_a_si: Tensor, weight_s: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of ``weight * a``; the gradient of the routing weight then needs no second down product.
+    """Return the gradients of ``weight * a``, so that the routing weight's gradient needs no second down projection.
 
     Args:
         h_sf, bias_ef, expert_s, gate: as in `gate_forward`.

@@ -1,4 +1,4 @@
-"""Products of row groups with one matrix each: torch's grouped GEMM where it runs, else one product per group."""
+"""Matmuls of row groups with one matrix each: torch's grouped GEMM if it supports them, else one matmul per group."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def reads_offsets(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def offsets_for(offsets_e: Tensor, dtype: torch.dtype) -> Offsets:
-    """Return offsets for several products in `dtype`: read here, once, where each of them would read them."""
+    """Return offsets for several matmuls in `dtype`, read to the host once if each matmul would read them."""
     return tuple(offsets_e.tolist()) if reads_offsets(dtype, offsets_e.device) else offsets_e
 
 
@@ -75,7 +75,7 @@ def grouped_outer(x_sk: Tensor, y_sn: Tensor, offsets_e: Offsets) -> Tensor:
 
 def grouped_sum(x_sn: Tensor, offsets_e: Offsets, weights_s: Tensor | None = None) -> Tensor:
     """Sum each group's rows, weighted on request: (E, N). Deterministic, accumulated in fp32 by the grouped GEMM."""
-    # As a product with one column, padded to the alignment: an `index_add` would be non-deterministic on CUDA.
+    # A matmul with one column, padded to the alignment, because `index_add` is non-deterministic on CUDA.
     column = x_sn.new_zeros(x_sn.shape[0], aligned_rank(1, x_sn.dtype))
     column[:, 0] = 1 if weights_s is None else weights_s
     return grouped_outer(column, x_sn, offsets_e)[:, 0]
@@ -87,6 +87,6 @@ def _torch_takes(a: Tensor, b: Tensor) -> bool:
 
 
 def _bounds(offsets_e: Offsets) -> list[tuple[int, int]]:
-    # A tensor is read on the host: it comes here with fp64, unaligned shapes or no rows alone.
+    # A tensor is read on the host; this happens only for fp64, unaligned shapes or no rows.
     ends = offsets_e.tolist() if isinstance(offsets_e, Tensor) else offsets_e
     return list(zip([0, *ends], ends, strict=False))

@@ -1,4 +1,4 @@
-"""Figures and gradients of tiles of logits: by TRL's Triton kernels, beside a twin in plain torch.
+"""Log-probabilities, entropies and gradients of tiles of logits: TRL's Triton kernels, and a twin in plain torch.
 
 A tile holds whole rows of the vocabulary: products of hidden states and head, of which logits are
 ``softcap * tanh(logit_scale * products / softcap)``, or ``logit_scale * products`` without a softcap.
@@ -15,15 +15,16 @@ from torch import Tensor
 class TorchTiles:
     """The twin, for devices without Triton.
 
-    TRL's functions for such devices take some twenty passes over a tile, each with a copy of it; here they are six,
-    with one. The first write to memory that was just allocated takes as long as a pass.
+    TRL's functions for such devices make about twenty passes over a tile, each with a copy. This makes six passes and
+    one copy: the first write to newly allocated memory takes as long as a pass.
     """
 
     def __init__(self, logit_scale: float, softcap: float | None) -> None:
         self._scale, self._softcap = logit_scale, softcap
 
     def fold(self, tile: Tensor, targets: Tensor, log_probs: Tensor, entropy: Tensor, is_top1: Tensor) -> Any:
-        """Write the figures of whole rows of logits; return what `differentiate` needs of them.
+        """Write the log-probabilities, entropies and top-1 flags of rows of logits; return the input of
+        `differentiate`.
 
         Args:
             tile: (n, V) products; overwritten.
@@ -41,7 +42,7 @@ class TorchTiles:
         every = logits.log_softmax(-1)
         torch.gather(every, -1, targets.unsqueeze(-1), out=log_probs.unsqueeze(-1))
         torch.eq(logits.argmax(-1), targets, out=is_top1)
-        is_top1.logical_and_(log_probs == log_probs)  # a NaN is no maximum
+        is_top1.logical_and_(log_probs == log_probs)  # a row with NaN has no maximum
         probabilities = torch.exp(every, out=tile if tile.dtype == torch.float32 else None)
         torch.sum(every.mul_(probabilities), -1, out=entropy)
         entropy.neg_()
@@ -68,12 +69,12 @@ class TorchTiles:
 
 
 class TritonTiles:
-    """The same in one pass over a tile each.
+    """TRL's Triton kernels: one pass over a tile each.
 
     Args:
         logit_scale, softcap: as above.
         forward, backward: TRL's kernels.
-        block_size: columns that a program of theirs takes at a time.
+        block_size: columns that one kernel program reads at a time.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class TritonTiles:
         }  # fmt: skip
 
     def fold(self, tile: Tensor, targets: Tensor, log_probs: Tensor, entropy: Tensor, is_top1: Tensor) -> Any:
-        """Compute `TorchTiles.fold`, which leaves the tile as it is here."""
+        """Compute `TorchTiles.fold` without overwriting the tile."""
         count, vocabulary = tile.shape
         sums = torch.zeros(5, count, device=tile.device, dtype=torch.float32)
         largest = torch.full((2, count), -torch.inf, device=tile.device, dtype=torch.float32)

@@ -1,13 +1,13 @@
-"""Operators that a compiler does not look into, with nothing of Python between a compiled graph and the kernel.
+"""Operators that a compiler does not trace, without Python between a compiled graph and the kernel.
 
-`torch.library.custom_op` checks every call, and `register_autograd` lays a Python wrapper around it that runs in a
-compiled graph too, where nothing is differentiated any more: 5 to 20 us of host time per call, as much as a launch. So
-an operation with a derivative is two operators here. The inner one has a kernel, a fake kernel and a FLOP formula, and
+`torch.library.custom_op` checks every call, and the Python wrapper of `register_autograd` runs in compiled graphs too,
+where nothing is differentiated: 5 to 20 us of host time per call, as much as a launch. So an operation with a
+derivative consists of two operators here. The inner one has a kernel, a fake kernel and a FLOP formula, and
 no derivative. The outer one is a `torch.autograd.Function` under an operator's name and is resolved while a graph is
 traced, so that the graph holds and calls the inner one.
 
-Why the function has an operator's name at all: in a compiled checkpoint (torch 2.11) what an autograd function does is
-kept instead of computed again. What an operator does is not.
+The function needs an operator's name because a compiled checkpoint (torch 2.11) keeps the results of an autograd
+function instead of recomputing them. Results of an operator are recomputed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _SCHEMA = {
 def arguments_of(fields: type[Any], prefix: str = "") -> str:
     """Return the annotated fields of a class as arguments of a signature: ``Tensor query, Tensor? sinks, float scale``.
 
-    An operator takes tensors and constants one by one; a named tuple of them is what Python code hands on. With a
-    `prefix` before each name, a signature can have them twice.
+    An operator takes tensors and constants separately, while Python code passes a named tuple of them. With a `prefix`
+    before each name, a signature can contain them twice.
     """
     return ", ".join(f"{_SCHEMA[kind]} {prefix}{name}" for name, kind in get_type_hints(fields).items())
 
@@ -48,8 +48,8 @@ def operator(
         fake: of the same arguments; empty tensors of the shapes, dtypes and strides that `function` returns.
         flops: of the same arguments and the keyword `out_val`; the floating-point operations of one call. Without
             it the partitioner of a compiled graph would count the operator as free to run twice.
-        signature: ``(Tensor x, int n) -> Tensor``; read from the annotations where it is not given.
-        name: the function's own if it is not given.
+        signature: ``(Tensor x, int n) -> Tensor``; default: from the annotations.
+        name: default: the function's name.
     """
     name = name or function.__name__
     _library.define(name + (signature or torch.library.infer_schema(function, mutates_args=())))
@@ -73,7 +73,7 @@ def differentiable(name: str, signature: str, function: type[torch.autograd.Func
         return function.apply(*args)
 
     _library.define(name + signature)
-    # Composite: the dispatcher replaces it by what it calls, above autograd, on fake tensors and where modes look on.
+    # Composite: the dispatcher replaces it by the operators that it calls, above autograd, fake tensors and modes.
     _library.impl(name, apply, "CompositeImplicitAutograd")
     return getattr(torch.ops.fastpack, name).default
 

@@ -1,1 +1,1 @@
-"""Dense LoRA projections without glue (those of expert stacks are in `moe`)."""
+"""Dense LoRA projections with few kernels (LoRA on expert stacks is in `moe`)."""

@@ -29,14 +29,14 @@ class CastAdapter(NamedTuple):
     made_from: tuple[Tensor, Tensor, int, int, float]
     """The parameters A and B, their versions and the scaling at the time of the cast."""
     spent: list[bool]
-    """Not empty once a backward pass has reached the adapters: an optimizer step may follow, and fused ones do not
-    count the version of a parameter up. Then only a recompute in a backward pass may read this cast."""
+    """Not empty once a backward pass has reached the adapters: an optimizer step may follow, and fused optimizers do
+    not increase a parameter's version. Then only a recompute in a backward pass may read this cast."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # a copy of the model makes its own
+        return type(None), ()  # a copy of the model casts its own adapters
 
     def serves(self, a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> bool:
-        """Return whether a cast would still give these tensors."""
+        """Return whether the cast is up to date."""
         if self.a.dtype != dtype or self.made_from[0] is not a or self.made_from[1] is not b:
             return False
         if torch.compiler.is_compiling():  # inside a compiled layer the backbone's hook has just run
@@ -56,7 +56,7 @@ def needs_cast(a: Tensor, scaling: float, dtype: torch.dtype) -> bool:
 
 
 def is_sharded(parameter: Any) -> bool:
-    """Return whether it is a DTensor: under FSDP 2, while its unit is not gathered."""
+    """Return whether a parameter is a DTensor: under FSDP 2, while its module is not gathered."""
     return hasattr(parameter, "full_tensor")
 
 
@@ -69,8 +69,8 @@ def cast_together(
 ) -> None:
     """Set ``module.fastpack_cast`` of each module, until the next forward of the backbone.
 
-    It stays when a backward pass has reached it: another forward may wait for its own backward, and a recompute under
-    selective checkpointing must not cast if its forward did not.
+    The cast remains after a backward pass has reached it: another forward may wait for its backward, and a recompute
+    under selective checkpointing must not cast if its forward did not.
 
     Args:
         modules: modules whose projections read the adapters.
@@ -81,12 +81,12 @@ def cast_together(
     scalings = [scaling for _, _, scaling in adapters]
     parameters = [tensor for a, b, _ in adapters for tensor in (a, b)]
     spent: list[bool] = []
-    # First: the node that adds to a parameter's gradient lives as long as a cast, and belongs to its stream for good.
+    # First, because the node that adds to a parameter's gradient lives as long as a cast and keeps its stream.
     clear(modules)
     casts = _CastTogether.apply(dtype, scalings, spent, adds_up, *parameters)
     for index, (module, (a, b, scaling)) in enumerate(zip(modules, adapters, strict=True)):
         made_from = (a, b, a._version, b._version, scaling)
-        # Past `nn.Module.__setattr__`, which looks for parameters: this runs for every projection in every step.
+        # Bypass `nn.Module.__setattr__`, which looks for parameters: this runs for every projection in every step.
         module.__dict__["fastpack_cast"] = CastAdapter(casts[2 * index], casts[2 * index + 1], made_from, spent)
 
 
@@ -96,7 +96,7 @@ def clear(modules: Sequence[Any]) -> None:
 
 
 class _CastTogether(torch.autograd.Function):
-    """A_1, B_1, A_2, B_2, ... in `dtype`, every B times its scaling: a handful of multi-tensor kernels."""
+    """Return A_1, B_1, A_2, B_2, ... in `dtype`, every B times its scaling, by a few multi-tensor kernels."""
 
     @staticmethod
     def forward(
@@ -155,20 +155,20 @@ def _add_up(parameters: Sequence[Tensor], gradients: dict[int, Tensor]) -> None:
 class CastHook:
     """Pre-hook of the backbone: casts the adapters of all its layers together in each forward with gradients.
 
-    Each forward casts again: fused optimizers change parameters without counting their version up, so nothing tells
-    that an earlier cast is still valid.
+    Each forward casts again: fused optimizers change parameters without increasing their version, so an earlier cast
+    cannot be known to be valid.
 
-    Layers that are checkpointed with reentry cast for themselves: each has a backward pass of its own, and all of them
-    would reach the one node of the cast. It has no gradient for other layers' adapters, but autograd calls their hooks
-    all the same; DDP takes a parameter whose hook was called for ready and never reduces later gradients.
+    Layers under reentrant checkpointing cast separately: each has its own backward pass, and every pass would reach the
+    one node of the cast. It has no gradient for other layers' adapters, but autograd calls their hooks anyway; DDP
+    considers a parameter ready once its hook was called and never reduces later gradients.
 
     Args:
         modules: LoRA layers with the fast forward.
-        backbone: module that has the hook.
+        backbone: module with the hook.
 
     Attributes:
-        adds_up: backward passes add to existing gradients themselves: only if nobody else reads gradients or their
-            accumulation (`torch.autograd.grad`, DDP).
+        adds_up: whether backward passes add to existing gradients themselves, which requires that nothing else reads
+            gradients or their accumulation (`torch.autograd.grad`, DDP).
     """
 
     def __init__(self, modules: list[Any], backbone: nn.Module) -> None:
@@ -177,18 +177,18 @@ class CastHook:
 
     def __call__(self, backbone: nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling():
-            return  # a model compiled as a whole fuses the casts by itself
+            return  # the compiler of a whole model fuses the casts
         if getattr(backbone, "_is_replica", False):
-            return  # of `nn.DataParallel`: its layers are not those of this list
+            return  # a replica of `nn.DataParallel`, whose layers are not in this list
         if not torch.is_grad_enabled():
-            return  # casts stay: a forward before this one may wait for its backward, and for a recompute in it
+            return  # keep the casts: an earlier forward may wait for its backward and for a recompute in it
         if any(map(checkpoints_reentrantly, self._checkpointing)):
             clear(self.modules)
             return
         todo: dict[Any, tuple[list[Any], list[tuple[Tensor, Tensor, float]]]] = {}
         for module in self.modules:
             pair = module.fastpack_active_adapter()
-            if pair is None or is_sharded(pair[0]):  # under FSDP 2 a layer casts its own, when they are gathered
+            if pair is None or is_sharded(pair[0]):  # under FSDP 2 each layer casts its adapters after gathering them
                 continue
             a, _, scaling = pair
             device = a.device.type
@@ -204,4 +204,4 @@ class CastHook:
 
 def autocasts(device_type: str) -> bool:
     """Return whether autocast is on for a kind of device."""
-    return device_type != "meta" and torch.is_autocast_enabled(device_type)  # meta has no autocast: asking raises
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)  # `is_autocast_enabled` raises for meta

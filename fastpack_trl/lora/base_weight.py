@@ -1,4 +1,4 @@
-"""The frozen weight under a LoRA adapter: dense, in four bits and dequantized per use, or multiplied in FP8."""
+"""The frozen weight under a LoRA adapter: dense, in 4 bits and dequantized per use, or multiplied in FP8."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class BaseWeight(NamedTuple):
 class Fp8Weight(NamedTuple):
     """A frozen weight in FP8 with a scale per row; forward and backward multiply the same values.
 
-    Scales of rows lie along backward's contraction: they are multiplied into the gradient before that is quantized.
+    In backward the scales of rows lie along the contraction, so they are multiplied into the gradient before quantizing
+    it.
     """
 
     weight: Tensor
@@ -116,7 +117,7 @@ def add_product(low: Tensor, rows: Tensor, base: BaseWeight | Fp8Weight) -> Tens
     """Add in place: ``low += rows W^T``. Shapes: low (tokens, out_features), rows (tokens, in_features)."""
     if isinstance(base, Fp8Weight):
         return low.add_(base.product(quantise_rows(rows), rows.dtype))
-    # With `out=`, not `addmm_`: FLOP counters know `addmm` alone.
+    # With `out=`, not `addmm_`, because FLOP counters only know `addmm`.
     return torch.addmm(low, rows, base.dense(rows.dtype).t(), out=low)
 
 
@@ -128,7 +129,7 @@ def grad_input(grad: Tensor, base: BaseWeight | Fp8Weight) -> Tensor:
 
 
 class HasFrozenWeight(nn.Module):
-    """A LoRA layer that may multiply by a copy of its frozen weight that is kept for the run."""
+    """A LoRA layer that may multiply by a copy of its frozen weight, kept for the run."""
 
     fastpack_dense: BaseWeight | Fp8Weight | None = None
     """The copy, in the compute dtype or in FP8."""
@@ -136,22 +137,22 @@ class HasFrozenWeight(nn.Module):
     """The parameter that the copy was made from, with its version and address at that time."""
 
     def merge(self, *args: Any, **kwargs: Any) -> Any:
-        """Merge as PEFT; drop the kept copy of the base first: PEFT adds to ``weight.data``, which nothing counts."""
+        """Merge as PEFT, but drop the copy of the base first, because writes to ``weight.data`` are not detected."""
         self._fastpack_drop_copy()
         return super().merge(*args, **kwargs)
 
     def unmerge(self, *args: Any, **kwargs: Any) -> Any:
-        """Unmerge as PEFT; see `merge`."""
+        """Unmerge as PEFT, but drop the copy first, as `merge` does."""
         self._fastpack_drop_copy()
         return super().unmerge(*args, **kwargs)
 
     @property
     def fastpack_multiplies_in_fp8(self) -> bool:
-        """True while the FP8 copy is that of the layer's parameter."""
+        """Whether the FP8 copy is up to date with the layer's parameter."""
         return isinstance(self.fastpack_dense, Fp8Weight) and self._fastpack_is_source(self.base_layer.weight)
 
     def _fastpack_keep_copy(self, copied: BaseWeight | Fp8Weight) -> None:
-        """Multiply by this copy while the weight's parameter stays as it is now."""
+        """Multiply by this copy until the weight's parameter changes."""
         weight = self.base_layer.weight
         self.fastpack_dense = copied
         self.fastpack_copied_from = (weight, weight._version, weight.data_ptr())
@@ -167,5 +168,5 @@ class HasFrozenWeight(nn.Module):
     def _fastpack_is_source(self, weight: Tensor) -> bool:
         source, version, address = self.fastpack_copied_from
         if source is not weight:
-            return False  # merged and unmerged since: bitsandbytes made a new parameter
+            return False  # merging and unmerging made a new bitsandbytes parameter
         return torch.compiler.is_compiling() or (version == weight._version and address == weight.data_ptr())

@@ -1,4 +1,4 @@
-"""The feature `lora`: LoRA projections without glue while a trainer trains."""
+"""The feature `lora`: LoRA projections with few kernels, during training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastpack_trl.run import SHARDED, Run
 
 @contextmanager
 def lora(run: Run) -> Iterator[None]:
-    """Give LoRA layers the fast forward, while the model trains; evaluation by itself runs PEFT's."""
+    """Use the fast forward for LoRA layers during training; a separate evaluation runs PEFT's."""
     setting, present = run.settings.lora, has_lora(run.model)
     if not run.training or not (present or setting == "on"):
         yield
@@ -26,16 +26,16 @@ def lora(run: Run) -> Iterator[None]:
         run.set_status("lora", "stock" if present and setting != "off" else "off", "PEFT", why)
         yield
         return
-    # FSDP 2 gathers other tensors each time and DeepSpeed casts them, so a copy of one would never be used.
+    # FSDP 2 gathers new tensors each time and DeepSpeed casts them, so a copy would never be used.
     copies = not (run.settings.frozen_base == "fp8" or run.is_fsdp2 or run.is_deepspeed)
     applied = make_fast(run.model, run.compute_dtype, copies=copies)
     try:
         fast = applied.fast or applied.already
-        holds = bool(fast) or not applied.handed_over  # those on stacked parameters alone are of `moe`
+        holds = bool(fast) or not applied.handed_over  # LoRA on stacked parameters only belongs to `moe`
         run.set_status("lora", "on" if fast else "stock", "fast" if fast else "PEFT", str(applied), holds)
         with run.keeping(applied):
             yield
     finally:
-        if applied.call_by_call:  # known only now: it depends on what the layers were given
+        if applied.call_by_call:  # known only after training: it depends on the layers' inputs
             run.set_status("lora", "on", "fast, PEFT call by call", str(applied))
         applied.revert()

@@ -1,4 +1,4 @@
-"""The feature `frozen_base`: frozen LoRA bases multiplied in FP8 while a trainer trains, forward and backward."""
+"""The feature `frozen_base`: matmuls with frozen LoRA bases in FP8 during training, forward and backward."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _WORTH = 1.1
 
 @contextmanager
 def frozen_base(run: Run) -> Iterator[None]:
-    """Multiply by the frozen weights of LoRA layers in FP8; layers that cannot are counted with their reason.
+    """Multiply by the frozen weights of LoRA layers in FP8; unsupported layers are counted with their reason.
 
     Raises:
         ValueError: the run, the model or the device does not support it; with the fix.
@@ -99,8 +99,8 @@ def put_in_fp8(layer: Any, dtype: torch.dtype) -> None:
     """Multiply by the frozen weight of a LoRA layer in FP8; `_fastpack_drop_copy` reverts that.
 
     Args:
-        layer: without an entry in `reasons_against`.
-        dtype: that a 4-bit weight is made dense in.
+        layer: one without an entry in `reasons_against`.
+        dtype: to which a 4-bit weight is dequantized.
     """
     base = layer.base_layer
     weight = loaded_weight(base).dense(dtype if type(base).__name__ == "Linear4bit" else base.weight.dtype)
@@ -108,7 +108,7 @@ def put_in_fp8(layer: Any, dtype: torch.dtype) -> None:
 
 
 def reasons_against(model: nn.Module, layers: Mapping[str, Any]) -> dict[str, str]:
-    """Return, by name, why a layer cannot multiply in FP8; layers that can are left out."""
+    """Return why layers cannot multiply in FP8, by name; supported layers are omitted."""
     uses = Counter(id(own) for module in model.modules() for own in module._parameters.values())
     base = text_model(model)
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
@@ -138,12 +138,12 @@ def _reason_against(layer: Any, head: Any, uses: Mapping[int, int]) -> str:
 
 
 def _refusal(run: Run) -> str:
-    """Return why this run does not support it, with the fix; empty if it does."""
+    """Return why this run does not support FP8 bases, with the fix, or ``""``."""
     if run.settings.lora == "off":
-        return f"lora='off' leaves LoRA layers to PEFT, which has no FP8 products; set lora='auto', or {_KEEP}"
+        return f"lora='off' leaves LoRA layers to PEFT, which has no FP8 matmuls; set lora='auto', or {_KEEP}"
     if not has_lora(run.model):
         return (
-            "the model has no LoRA layers, and full fine-tuning changes the weights that would be quantised once; give "
+            "the model has no LoRA layers, and full fine-tuning changes the weights that would be quantized once; give "
             f"peft_config=LoraConfig(...), or {_KEEP}"
         )
     if run.is_sharded or run.is_deepspeed:
@@ -156,37 +156,37 @@ def _refusal(run: Run) -> str:
 
 
 def _refused_by_device(run: Run) -> str:
-    """Return why the device has no products in FP8; the plain torch reference runs on any, in fp32 too."""
+    """Return why the device has no FP8 matmuls; the reference in plain torch runs anywhere, also in fp32."""
     device = run.device
     if device.type != "cuda":
-        return f"a {device.type} device has no FP8 products; train on a CUDA device from Ada or Hopper on, or {_KEEP}"
+        return f"a {device.type} device has no FP8 matmuls; train on a CUDA device from Ada or Hopper on, or {_KEEP}"
     dtype = run.compute_dtype or next(run.model.parameters()).dtype
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"the run computes in {dtype}, and FP8 products give 16 bits; set bf16=True, or {_KEEP}"
+        return f"the run computes in {dtype}, and FP8 matmuls give 16 bits; set bf16=True, or {_KEEP}"
     if failure := failure_of_products(device, dtype):
-        return f"{torch.cuda.get_device_name(device)} has no FP8 products in {dtype}: {failure}; {_KEEP}"
+        return f"{torch.cuda.get_device_name(device)} does not support FP8 matmuls in {dtype}: {failure}; {_KEEP}"
     return ""
 
 
 def _advise(run: Run, layers: list[Any], dtype: torch.dtype) -> None:
-    """Time the products alone on the device, and advise against FP8 if they gain little."""
+    """Time the matmuls on the device, and advise against FP8 if the gain is small."""
     if run.device.type != "cuda":
         return
     rows = run.args.per_device_train_batch_size * (run.args.max_length or _TIMED_TOKENS)
     tokens = min(_TIMED_TOKENS, rows)
     ratio = run.ranks.all_min([products_ratio([layer.fastpack_dense for layer in layers], tokens, dtype)])[0]
-    said = f"products alone, quantisation included, take {1 / ratio:.2f} of the time in {dtype} over {tokens:,} tokens"
+    said = f"matmuls alone, quantization included, take {1 / ratio:.2f} of the time in {dtype} over {tokens:,} tokens"
     run.report.remark(FEATURE, said if ratio >= _WORTH else f"{said}: too small a model to gain; {_KEEP}")
 
 
 def products_ratio(bases: list[Fp8Weight], tokens: int, dtype: torch.dtype) -> float:
-    """Return the time of all products in `dtype` / that in FP8 with quantization, forward and backward.
+    """Return the time of all matmuls in FP8, quantization included, relative to `dtype`, forward and backward.
 
-    Over `tokens` rows of random values; each shape of a weight is timed once.
+    `tokens` rows of random values; each weight shape is timed once.
     """
     counts, total = Counter(base.weight.shape for base in bases), [0.0, 0.0]
     for shape, base in {base.weight.shape: base for base in bases}.items():
-        draw = torch.Generator(base.weight.device).manual_seed(0)  # the random state of the run stays
+        draw = torch.Generator(base.weight.device).manual_seed(0)  # leaves the random state of the run unchanged
         x, grad, weight = (
             torch.randn(size, device=base.weight.device, generator=draw, dtype=dtype)
             for size in ((tokens, shape[1]), (tokens, shape[0]), shape)

@@ -1,7 +1,7 @@
-"""`apply_lora`: PEFT's LoRA layers keep their parameters, names and files, and get a forward without glue.
+"""`apply_lora`: PEFT's LoRA layers keep their parameters, names and files, and get a forward with fewer kernels.
 
-A layer is switched by its class, so that nothing is looked up at run time, a compiler sees an ordinary module, and
-what the fast forward does not cover is one `super().forward` away.
+A layer is switched by changing its class: nothing is looked up at run time, a compiler sees an ordinary module, and
+calls that the fast forward does not support run `super().forward`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fastpack_trl.model.upstream import Conv1D, FakeTensor, LoraLayer, LoraLinea
 logger = logging.get_logger(__name__)
 
 _AUTOCAST_INPUTS = (torch.float32, torch.bfloat16, torch.float16)
-# By name: bitsandbytes is optional, and imported by PEFT where a layer of it exists.
+# Compared by name, because bitsandbytes is optional; PEFT imports it only for its layers.
 _QUANTISED = ("Linear4bit", "Linear8bitLt")
 
 
@@ -39,7 +39,7 @@ class FastLora(HasFrozenWeight):
     fastpack_cast: CastAdapter | None = None
     """The adapter in the compute dtype while a step runs; set by the backbone's hook."""
     fastpack_hooked: PartsHooked
-    """Tells if hooks need PEFT's forward, which calls the parts of the layer as modules."""
+    """Whether hooks need PEFT's forward, which calls the parts of the layer as modules."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         found = None if args or kwargs else self._fastpack_adapter(x)
@@ -56,7 +56,7 @@ class FastLora(HasFrozenWeight):
         dropped = None if dropout is None else dropout(rows)
         kind = type(base).__name__
         if kind == "Linear8bitLt":
-            result: Tensor = base(x)  # multiplies in int8: bitsandbytes' own function
+            result: Tensor = base(x)  # int8: bitsandbytes' own function multiplies
             return result + F.linear(F.linear(rows if dropped is None else dropped, a), b).to(result.dtype)
         weight, bias = base._parameters["weight"], base._parameters["bias"]
         if self._fastpack_copy_is_good(weight, dtype):
@@ -69,7 +69,7 @@ class FastLora(HasFrozenWeight):
         out = lora_projection(rows, frozen, a, b, None if bias is None else bias.to(dtype), dropped)
         if kind != "Linear4bit":
             return out
-        # bitsandbytes returns the dtype it was given. PEFT adds a product in the compute dtype, off CUDA in that one.
+        # bitsandbytes returns its input's dtype. PEFT adds a matmul in the compute dtype; off CUDA, in the input's.
         return out.to(torch.promote_types(x.dtype, dtype) if x.is_cuda else x.dtype)
 
     def fastpack_active_adapter(self) -> tuple[Tensor, Tensor, float] | None:
@@ -94,8 +94,8 @@ class FastLora(HasFrozenWeight):
     def _fastpack_adapter(self, x: Tensor) -> tuple[Tensor, Tensor, float, Any, Any, torch.dtype] | None:
         """Return A, B, scaling, dropout (None if inactive), base, and the dtype to compute in.
 
-        None if PEFT must handle this call. Runs for every projection in every step: modules are read from their
-        dictionaries, past `nn.Module.__getattr__`.
+        None if PEFT must handle this call. This runs for every projection in every step, so modules are read from their
+        dictionaries instead of through `nn.Module.__getattr__`.
         """
         layer: Any = self
         name = self._fastpack_active_name()
@@ -107,7 +107,7 @@ class FastLora(HasFrozenWeight):
         first, second, dropout = (modules[part]._modules[name] for part in ("lora_A", "lora_B", "lora_dropout"))
         base = modules["base_layer"]
         hooked = self.fastpack_hooked(first, second, base, dropout)
-        # None: parametrised, or in a replica of `nn.DataParallel`.
+        # None: parametrized, or in a replica of `nn.DataParallel`.
         a, b, weight = (part._parameters.get("weight") for part in (first, second, base))
         if hooked:
             reason = "hooks on a part of a LoRA layer or on every module, or a replaced forward"
@@ -142,7 +142,7 @@ def _fitting_dtype(x: Tensor, a: Tensor, b: Tensor, base: Any, weight: Any) -> t
     kind = type(base).__name__
     if kind == "Linear4bit":
         state: Any = getattr(weight, "quant_state", None)
-        # Evaluation on the CPU packs the weight in a layout of its own, for good.
+        # Evaluation on the CPU has repacked the weight in another layout.
         if state is None or getattr(state, "packing_format_for_cpu", False) or x.shape[-1] != state.shape[1]:
             return None
         return dtype if base.compute_dtype == dtype or (autocast and base.compute_dtype == torch.float32) else None
@@ -162,7 +162,7 @@ def _fast_class(stock: Any) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    # A pickled copy of a model in training names its classes here.
+    # A model pickled during training refers to its classes in this module.
     if name in {f"Fast{stock}" for stock in _QUANTISED}:
         from peft.tuners.lora import bnb
 
@@ -172,7 +172,7 @@ def __getattr__(name: str) -> Any:
 
 @refusing_removed
 def apply_lora(model: nn.Module, *, compute_dtype: torch.dtype | None = None) -> LoraReport:
-    """Give the LoRA layers of a PEFT model a forward and a backward without glue; parameters and files stay.
+    """Speed up the forward and backward of a PEFT model's LoRA layers; parameters and files are unchanged.
 
     ```python
     model = get_peft_model(base, LoraConfig(target_modules="all-linear"))
@@ -181,21 +181,22 @@ def apply_lora(model: nn.Module, *, compute_dtype: torch.dtype | None = None) ->
     report.revert()
     ```
 
-    Covered: `nn.Linear`, `Conv1D`, bitsandbytes 4-bit and 8-bit bases; one active adapter; dropout, rslora, rank and
-    alpha patterns; biases. PEFT's own forward runs, layer by layer and call by call, for what is not covered: DoRA and
-    the other variants, several active adapters, merged or disabled adapters, a trainable base, adapters in another
+    Supported: `nn.Linear`, `Conv1D`, bitsandbytes 4-bit and 8-bit bases; one active adapter; dropout, rslora, rank and
+    alpha patterns; biases. PEFT's own forward runs, decided per layer and per call, for DoRA and
+    other variants, several active adapters, merged or disabled adapters, a trainable base, adapters in another
     dtype than the input outside of autocast, 4-bit bases with another 16-bit compute dtype than the run, hooks on parts
-    of the layer or on every module, parametrised weights, evaluation without gradients.
+    of the layer or on every module, parametrized weights, evaluation without gradients.
 
     On CUDA, frozen weights that are 4-bit, or in another dtype than `compute_dtype`, are kept as copies in the compute
     dtype if all copies fit an eighth of the free device memory.
 
     Args:
         model: a PEFT model, or any module that contains PEFT LoRA layers.
-        compute_dtype: the autocast dtype of the run, e.g. ``torch.bfloat16`` under ``bf16=True``; None: none.
+        compute_dtype: the autocast dtype of the run, e.g. ``torch.bfloat16`` under ``bf16=True``; None without
+            autocast.
 
     Returns:
-        What was done, with `LoraReport.revert`.
+        The report, whose `LoraReport.revert` restores the model.
 
     Raises:
         TypeError: `model` is not a module.
@@ -205,7 +206,7 @@ def apply_lora(model: nn.Module, *, compute_dtype: torch.dtype | None = None) ->
 
 
 def make_fast(model: nn.Module, compute_dtype: torch.dtype | None, *, copies: bool = True) -> LoraReport:
-    """Do what `apply_lora` does; without `copies` of frozen weights on request."""
+    """Do as `apply_lora`; `copies=False` keeps no copies of frozen weights."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"apply_lora({short_repr(model)}): give the model that get_peft_model returned")
     if not (compute_dtype is None or (isinstance(compute_dtype, torch.dtype) and compute_dtype.is_floating_point)):
@@ -244,14 +245,14 @@ def make_fast(model: nn.Module, compute_dtype: torch.dtype | None, *, copies: bo
 def _restore(layer: Any, stock: Any) -> None:
     layer._fastpack_drop_copy()
     layer.__dict__.pop("fastpack_cast", None)
-    # FSDP 2 puts a class of its own over that of a module that it shards by itself: over this one, which stays.
+    # FSDP 2 subclasses the class of a module that it shards separately; that class stays.
     if type(layer) is _fast_class(stock):
         layer.__class__ = stock
         layer.__dict__.pop("fastpack_hooked", None)
 
 
 def _not_covered(module: Any, compute_dtype: torch.dtype | None) -> str:
-    """Return why this LoRA layer stays PEFT's; empty if the fast forward supports it."""
+    """Return why this LoRA layer runs PEFT's code, or ``""`` if the fast forward supports it."""
     kind, base = type(module), module.base_layer
     if kind is not LoraLinear and not (kind.__name__ in _QUANTISED and kind.__module__.endswith("lora.bnb")):
         return f"lora.{kind.__name__}"

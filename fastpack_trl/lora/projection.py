@@ -1,12 +1,12 @@
 """One LoRA projection: ``bias + (x A^T) B^T``, and the base product accumulated into it.
 
-Eagerly that is two autograd functions because of activation checkpointing: the first saves all that backward needs, so
-the recompute of a layer's last projection stops before the base product (non-reentrant checkpoints end early). Its
-backward makes the whole gradient of the input, the base's part and the adapter's part in one buffer.
+In eager mode it consists of two autograd functions because of activation checkpointing: the first saves all that
+backward needs, so that a recompute of a layer's last projection ends before the base matmul (non-reentrant
+checkpoints end early). Its backward computes the whole gradient of the input, base and adapter, in one buffer.
 
-In a graph it is operators. A compiler that is given ``addmm`` copies the addend before the product, and one that is
-given bitsandbytes' operators sees the dequantizations of forward and backward as one common subexpression and saves the
-dense weight of every layer. Operators hide both. A dense base has its own: arguments cost host time too, about 1 us
+In a graph it consists of operators. A compiler would copy the addend of ``addmm``, and would treat bitsandbytes'
+dequantizations of forward and backward as one common subexpression and save the dense weight of every layer. Operators
+hide both. A dense base has its own: arguments cost host time too, about 1 us
 each. Over an FP8 base the quantization stays in the graph, where the compiler fuses it with what writes x and the
 gradient.
 
@@ -69,11 +69,11 @@ def lora_projection(
 def _by_torch(x: Tensor, base: BaseWeight, a: Tensor, b: Tensor, bias: Tensor | None, dropped: Tensor | None) -> Tensor:
     """Project by torch's own nodes: one more addition in backward, and a fraction of the host time.
 
-    On rows from the beginning: each product of a tensor of three dimensions is two views more, forward and backward.
+    Flattened to rows first: each matmul of a three-dimensional tensor needs two more views, forward and backward.
     """
     rows = _rows(x)
     low = F.linear(F.linear(rows if dropped is None else _rows(dropped), a), b, bias)
-    # Not in place: selective checkpoints keep the results of products.
+    # Not in place, because selective checkpoints keep the results of matmuls.
     return torch.addmm(low, rows, base.weight.t()).view(*x.shape[:-1], b.shape[0])
 
 
@@ -89,7 +89,7 @@ class _Projection(torch.autograd.Function):
         source = x if dropped is None else dropped
         ctx.in_graph, ctx.is_dropped = reduced is not None, dropped is not None
         if reduced is None:
-            # The base is no activation: hooks on saved tensors (offloading, checkpoints) have no business with it.
+            # The base is not an activation, so hooks on saved tensors (offloading, checkpoints) must not see it.
             ctx.base, ctx.version, saved = base, _version(base[0]), ()
             reduced = _rows(source).mm(a.t())
             out = torch.ops.aten._unsafe_view(_thin_product(reduced, b, bias), (*x.shape[:-1], b.shape[0]))

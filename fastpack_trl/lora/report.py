@@ -2,7 +2,7 @@
 
 A copy costs 2 bytes per weight and saves, per use, reading the stored weight and writing the dense one: 2.6 bytes per
 NF4 weight, 6 per fp32 weight. Per GiB that is 1.4 ms of a step for NF4 (at 3 TB/s, three uses), where activations that
-are not recomputed save 5.3 ms. So copies are kept only if all of them are small beside the free memory.
+are not recomputed save 5.3 ms. So copies are kept only if all of them are small relative to the free memory.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.upstream import LoraLayer
 
 declined: MutableMapping[nn.Module, str] = WeakKeyDictionary()
-"""Layers with the fast forward that handed a call to PEFT, and the last reason. Outside the layers, so that no copy of
-a model has it."""
+"""Layers with the fast forward that handed a call to PEFT, and the last reason. Stored outside the layers, so that
+copies of a model do not share it."""
 
 
 def keep_copies(modules: Sequence[Any], compute_dtype: torch.dtype | None) -> str:
     """Keep dense copies of frozen weights if all fit an eighth of the free device memory; return the remark.
 
-    They are bit-equal to what each use would make. On the CPU none is kept.
+    They are bit-equal to the weights dequantized per use. None are kept on the CPU.
 
     Args:
         modules: layers with the fast forward.
-        compute_dtype: the autocast dtype of the run; None: none.
+        compute_dtype: the autocast dtype of the run; None without autocast.
     """
     dtypes = [_copy_dtype(module.base_layer, compute_dtype) for module in modules]
     wanted = [(module, dtype) for module, dtype in zip(modules, dtypes, strict=True) if dtype is not None]
@@ -60,7 +60,7 @@ def shown_bytes(nbytes: float) -> str:
 
 
 def _copy_dtype(base: Any, compute_dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype of a copy that saves work; None if there is none to save."""
+    """Return the dtype of a copy that saves work; None if a copy saves nothing."""
     if type(base).__name__ == "Linear4bit":
         dtype: torch.dtype | None = compute_dtype or base.compute_dtype
         return dtype
@@ -79,8 +79,8 @@ class LoraReport:
 
     Attributes:
         fast: names of the layers that have the fast forward.
-        handed_over: names of the LoRA layers that stay PEFT's, by reason.
-        on_parameters: names of LoRA on stacked parameters, as of experts: those are `apply_moe`'s.
+        handed_over: names of the LoRA layers that run PEFT's code, by reason.
+        on_parameters: names of LoRA on stacked parameters such as experts, which `apply_moe` handles.
         copies: remark on copies of frozen weights; empty if no layer needs one.
         already: number of layers that had the fast forward before.
         modules: the layers of `fast`.
@@ -104,7 +104,7 @@ class LoraReport:
     def adding_up(self) -> Iterator[None]:
         """Have backward passes in this context add the gradients of all adapters at once to existing gradients.
 
-        For micro-steps that are recorded: no user hook sees the accumulation of a gradient in them.
+        For recorded micro-steps, in which no user hook sees the accumulation of a gradient.
         """
         with ExitStack() as undo:
             for hook in self._casts:

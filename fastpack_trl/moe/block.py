@@ -24,12 +24,12 @@ NAME = "fastpack"
 
 STOCK = "grouped_mm"
 DECODE_TOKENS = 32
-"""Up to so many tokens without gradients count as a decode step, which transformers computes."""
+"""Up to this many tokens without gradients count as a decode step, which transformers computes."""
 
 
 @dataclass(slots=True)
 class ExpertsState:
-    """State that `apply_moe` puts on an experts module that it covers.
+    """State that `apply_moe` attaches to a supported experts module.
 
     Attributes:
         gate: the activation between the projections.
@@ -60,12 +60,12 @@ def is_decoding(module: nn.Module, hidden_th: Tensor) -> bool:
 
 
 def traceable(state: ExpertsState) -> bool:
-    """Return whether this block runs on our path: a gate of the model's own cannot be part of a compiled graph."""
+    """Return whether this block runs on our path: the model's own gate cannot be part of a compiled graph."""
     return state.gate.function is None or not torch.compiler.is_compiling()
 
 
 def gate_modules(module: nn.Module) -> list[nn.Module]:
-    """Return the modules that transformers calls in the gate of an experts module; our formulas replace those calls."""
+    """Return the modules that transformers calls in the gate of an experts module and our formulas replace."""
     return [child for child in module._modules.values() if child is not None]
 
 
@@ -87,7 +87,7 @@ def fastpack_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_
         if not torch.compiler.is_compiling():
             logger.warning_once("moe: stock (hooks on the activation of experts, which ours does not call)")
     elif is_decoding(self, hidden_states):
-        # `generate` changes grouped_mm for batched_mm by name, off the CPU; under our name it cannot.
+        # Off the CPU, `generate` replaces the name grouped_mm by batched_mm; it does not know our name.
         name = STOCK if hidden_states.device.type == "cpu" else "batched_mm"
     if name:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -105,7 +105,7 @@ def run_experts(
     gate_up: LowRank | None = None,
     down: LowRank | None = None,
 ) -> Tensor:
-    """Run our path for a module that `apply_moe` covers, with low-rank additions to its stacks.
+    """Run our path for a supported module, with low-rank additions to its stacks.
 
     Args:
         module: the experts module.

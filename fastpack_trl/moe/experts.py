@@ -1,12 +1,12 @@
 """One experts block as one autograd function: gather, grouped GEMM, gate, grouped GEMM, combine.
 
 Saved for backward: the layer's input, the pre-activation and the plan; with LoRA, its two activations of rank r.
-Backward only gathers, skips the weight gradient of frozen experts and takes the gradient of the routing weights from
-the activation, so that there is no second down product.
+Backward only gathers, skips the weight gradient of frozen experts, and computes the gradient of the routing weights
+from the activation, without a second down projection.
 
-In a compiled graph forward and backward are one operator each: `torch.compile` neither looks inside nor breaks there,
-and stacks in four bits are made dense inside, where the graph cannot keep them for its backward. A gate of the model's
-own cannot be part of an operator.
+In a compiled graph forward and backward are one operator each: `torch.compile` neither traces it nor breaks there, and
+4-bit stacks are dequantized inside, where the graph cannot save them for backward. The model's own gate cannot be part
+of an operator.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class Stack(NamedTuple):
     b: Tensor | None = None
     """(E, r, N), second factor."""
     absmax: Tensor | None = None
-    """With the three that follow, the scales of a packed stack: the fields of `Scales`."""
+    """This and the next three are the scales of a packed stack: the fields of `Scales`."""
     nested_absmax: Tensor | None = None
     nested_code: Tensor | None = None
     nested_offset: Tensor | None = None
 
 
 class StackForm(NamedTuple):
-    """The constants of a stack: the factor of its low-rank addition, and how a packed one is made dense."""
+    """The constants of a stack: the factor of its low-rank addition, and how to dequantize a packed one."""
 
     scale: float = 1.0
     quant_type: str = ""
@@ -92,7 +92,7 @@ class _Projection:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype that it computes in."""
+        """Return the compute dtype."""
         return self.form.dtype if self.form.quant_type else self.stack.weight.dtype
 
     @property
@@ -102,7 +102,7 @@ class _Projection:
         return (form.experts, form.rows, form.columns) if form.quant_type else self.stack.weight.shape
 
     def weight(self) -> Tensor:
-        """Return the stack as (E, K, N); a packed one is made dense for each use."""
+        """Return the stack as (E, K, N); a packed one is dequantized for each use."""
         weight, form = self.stack.weight, self.form
         if form.quant_type:
             assert self.stack.absmax is not None
@@ -150,7 +150,7 @@ class _Projection:
 
 _STACK = len(Stack._fields)
 _TENSORS = 2 + len(RoutingPlan._fields) + 2 * _STACK
-"""Tensors at the beginning of the arguments of an operator: input, routing weights, plan, stacks."""
+"""Number of tensors at the beginning of an operator's arguments: input, routing weights, plan, stacks."""
 
 
 class _Call(NamedTuple):
@@ -167,7 +167,7 @@ class _Call(NamedTuple):
 
     @classmethod
     def of(cls, arguments: Sequence[Any], *, with_offsets: bool = False) -> _Call:
-        """Read tensors and constants; with the offsets if products follow: some devices read them on the host."""
+        """Read tensors and constants, and the offsets if matmuls follow, because some devices read them on the host."""
         tensors, constants = arguments[:_TENSORS], arguments[_TENSORS:]
         form = constants[0] if len(constants) == 1 else Form.of(*constants)
         plan = RoutingPlan(*tensors[2 : -2 * _STACK])
@@ -178,20 +178,21 @@ class _Call(NamedTuple):
         return cls(tensors[0], tensors[1], plan, up, down, form.gate)
 
     def product_flops(self, *shapes: Sequence[int]) -> int:
-        """Return the operations of every routed row times its matrix, of each stack."""
+        """Return the operations of all routed rows times their matrices, per stack."""
         return sum(2 * self.plan.perm.shape[0] * shape[1] * shape[2] for shape in shapes)
 
     def flops(self) -> int:
-        """Return the operations of every routed row times its matrices."""
+        """Return the operations of all routed rows times their matrices."""
         factors = (*self.gate_up.stack[2:4], *self.down.stack[2:4])
         shapes = [factor.shape for factor in factors if factor is not None]
         return self.product_flops(self.gate_up.shape, self.down.shape, *shapes)
 
 
 def experts_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the output (T, H) in the dtype of the input, and what backward needs beside the inputs.
+    """Return the output (T, H) in the dtype of the input, and the tensors that backward needs in addition to the
+    inputs.
 
-    That is the pre-activation (S, 2I) without bias, and the low-rank activations (S, r) of both projections; empty
+    These are the pre-activation (S, 2I) without bias, and the low-rank activations (S, r) of both projections, empty
     without LoRA.
     """
     hidden, weights, plan, gate_up, down, gate = _Call.of(arguments, with_offsets=True)
@@ -216,7 +217,7 @@ def experts_backward(
     need_up, need_down = Stack(*needed[-2 * _STACK : -_STACK]), Stack(*needed[-_STACK:])
     dtype = gate_up.dtype
 
-    # Down: the product comes before the routing weight, which `gate_backward` applies.
+    # Down: the matmul comes before the routing weight, which `gate_backward` applies.
     grad_cast_th = grad.to(dtype)
     g_sh = grad_cast_th.index_select(0, plan.token)
     low_grad = down.low_grad(g_sh)
@@ -270,7 +271,7 @@ def _flops_forward(*arguments: Any, **_keywords: Any) -> int:
 def _flops_backward(
     _grad: Any, _h: Any, _up: Any, _down: Any, needed: Sequence[bool], *arguments: Any, **_keywords: Any
 ) -> int:
-    """Count the products of the input's gradient, and of the weight gradients that are needed."""
+    """Count the matmuls of the input's gradient and of the needed weight gradients."""
     call = _Call.of(arguments)
     trained = [value.shape for value, need in zip(arguments, needed, strict=False) if need and value.ndim == 3]
     through_gate_up = 0 if needed[0] else call.product_flops(call.gate_up.shape)
@@ -293,16 +294,16 @@ _backward = operator(
 
 
 class _Experts(torch.autograd.Function):
-    """The tensors, then a `Form`; in a graph, by the operators, what `Form.flat` returns."""
+    """Arguments: the tensors, then a `Form`, or in a graph the values of `Form.flat`."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
         ctx.constants = arguments[_TENSORS:]
         out, *kept = (_forward if len(ctx.constants) > 1 else experts_forward)(*arguments)
-        # The plan is saved as tensors too: under checkpointing it must be that of the recomputed activations.
+        # Save the plan's tensors too: under checkpointing it must match the recomputed activations.
         ctx.save_for_backward(*kept, *arguments[:_TENSORS])
         ctx.mark_non_differentiable(*kept)
-        ctx.set_materialize_grads(False)  # else backward is handed zeros as large as what it needs
+        ctx.set_materialize_grads(False)  # otherwise autograd passes zeros of full size to backward
         return out, *kept
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The feature `moe`, and `apply_moe`: our experts path on a loaded model, with a line per layer, reversible."""
+"""The feature `moe`, and `apply_moe`: our experts path on a loaded model, reported per layer and reversible."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class MoeReport(contextlib.AbstractContextManager["MoeReport"]):
 
     @property
     def sorts(self) -> int:
-        """Return the routing plans made since `apply_moe`: one per experts module and forward, or its recompute."""
+        """Return the number of routing plans since `apply_moe`: one per experts module and forward or recompute."""
         return sum(state.sorts for state in self._states)
 
     def revert(self) -> None:
@@ -67,7 +67,7 @@ class MoeReport(contextlib.AbstractContextManager["MoeReport"]):
         self.revert()
 
     def summary(self) -> str:
-        """Return the paths on one line, without names of modules: ``2 of 2 layers; LoRA on the experts of 2``."""
+        """Return the paths on one line, without module names: ``2 of 2 layers; LoRA on the experts of 2``."""
         parts = [f"{self.active} of {len(self.layers)} layers"] * bool(self.active) + _paths(self.layers)
         if self.adapters:
             ours = sum(adapter.path == NAME for adapter in self.adapters)
@@ -83,7 +83,7 @@ class MoeReport(contextlib.AbstractContextManager["MoeReport"]):
 
 
 def _paths(layers: list[LayerPath], *, named: bool = False) -> list[str]:
-    """Return the paths other than ours, ``["stock: 1 layer (no gate)"]``; `named`: all, with the names of layers."""
+    """Return the other paths, ``["stock: 1 layer (no gate)"]``; with `named`, all paths with the names of layers."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, path, reason in layers:
         groups.setdefault((path, reason), []).append(name)
@@ -100,10 +100,10 @@ def _paths(layers: list[LayerPath], *, named: bool = False) -> list[str]:
 def apply_moe(model: nn.Module, *, lora: bool = True, force: bool = False) -> MoeReport:
     """Run the mixture-of-experts layers of a loaded model on our path: tokens sorted once, one function per block.
 
-    The function is registered in transformers' `ExpertsInterface`, and the config of each covered model names it.
-    Layers that are not covered (expert parallel, no gate, a norm after the experts, sharded stacks) keep transformers'
-    path; the report names each with its reason. A second call adds what the first could not see, such as LoRA that PEFT
-    has put on the experts since; each report reverts its own part.
+    The function is registered in transformers' `ExpertsInterface`, and the config of each supported model names it.
+    Unsupported layers (expert parallel, no gate, a norm after the experts, sharded stacks) keep transformers' path; the
+    report names each with its reason. A second call adds later changes, such as LoRA that PEFT has put on the experts
+    since; each report reverts its own part.
 
     ```python
     report = apply_moe(model)
@@ -114,7 +114,7 @@ def apply_moe(model: nn.Module, *, lora: bool = True, force: bool = False) -> Mo
 
     Args:
         model: a transformers model, plain or inside PEFT.
-        lora: run LoRA on the stacks (PEFT's `target_parameters`) as grouped low-rank products. Apply after PEFT.
+        lora: run LoRA on the stacks (PEFT's `target_parameters`) as grouped low-rank matmuls. Apply after PEFT.
         force: also replace an experts implementation other than transformers' default.
     """
     report = MoeReport()
@@ -130,14 +130,14 @@ def apply_moe(model: nn.Module, *, lora: bool = True, force: bool = False) -> Mo
             own_gate = states[module].gate.kind == "model"
             report.layers.append(LayerPath(name, NAME, "the model's own gate" * own_gate))
     with contextlib.ExitStack() as stack:
-        if states:  # it stays: a copy of the model taken during training runs transformers' function under our name
+        if states:  # stays registered for copies of the model made during training
             from transformers.integrations.moe import ExpertsInterface
 
             ExpertsInterface.register(NAME, fastpack_experts)
         for module, state in states.items():
             stack.enter_context(patch_attribute(module, "_fastpack_moe", state))
         for config in {id(module.config): module.config for module in states}.values():
-            # Directly: the public setter would walk all modules and write to every sub-config.
+            # Set directly, because the public setter would walk all modules and write to every sub-config.
             stack.enter_context(patch_attribute(config, "_experts_implementation_internal", NAME))
         adapters = stack.enter_context(expert_lora(model)) if lora else []
         for adapter in adapters:
@@ -162,12 +162,12 @@ def _reason_for_stock(module: Any, force: bool) -> str:
 
 
 def _reading_sizes(run: Run, dtypes: set[torch.dtype]) -> str:
-    """Return why experts in one of `dtypes` cannot be part of a CUDA graph."""
+    """Return why experts in one of `dtypes` cannot be part of a CUDA graph, or ``""``."""
     for dtype in dtypes:
         if reads_offsets(dtype, run.device):
             capability = ".".join(map(str, torch.cuda.get_device_capability(run.device)))
             return (
-                f"grouped products in {str(dtype).removeprefix('torch.')} read their sizes on the host at compute "
+                f"grouped matmuls in {str(dtype).removeprefix('torch.')} read their sizes on the host at compute "
                 f"capability {capability}"
             )
     return ""
@@ -175,15 +175,15 @@ def _reading_sizes(run: Run, dtypes: set[torch.dtype]) -> str:
 
 @contextlib.contextmanager
 def moe(run: Run) -> Iterator[None]:
-    """Run mixture-of-experts layers on our path while the model trains; evaluation by itself runs transformers'.
+    """Run mixture-of-experts layers on our path during training; a separate evaluation runs transformers' path.
 
     Raises:
-        ValueError: the stacks are in four bits, and another setting selects transformers' path.
+        ValueError: the stacks are in 4 bits, and another setting selects transformers' path.
     """
     setting, model = run.settings.moe, run.model
     present = bool(experts_modules(model))
     run.experts_refuse_capture = partial(_reading_sizes, run, expert_dtypes(model))
-    # PEFT's own forward fails on four-bit stacks: they run on our path in evaluation too.
+    # PEFT's own forward fails on 4-bit stacks, so they run on our path in evaluation too.
     quantised = present and has_quantised_experts(model)
     if not (run.training or quantised) or not (present or setting == "on"):
         yield
@@ -202,8 +202,8 @@ def moe(run: Run) -> Iterator[None]:
         why = why or (note if setting == "auto" and not quantised else "")
     if why and quantised:
         raise ValueError(
-            f"moe_quantize_experts='on': {why}, and stock's experts cannot train in four bits; on several GPUs use DDP "
-            "(accelerate_config: multi_gpu), otherwise leave out what chooses stock's, or moe_quantize_experts"
+            f"moe_quantize_experts='on': {why}, and TRL's experts cannot train in 4 bits; on several GPUs use DDP "
+            "(accelerate_config: multi_gpu), otherwise remove that setting, or moe_quantize_experts"
         )
     if why:
         run.set_status("moe", "stock" if present and setting != "off" else "off", "stock", why)

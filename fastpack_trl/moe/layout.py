@@ -1,4 +1,4 @@
-"""Read an experts module of transformers from its flags and a trial of its own gate, never from shapes."""
+"""Read an experts module of transformers from its flags and a trial of its gate, never from shapes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that transformers dispatches through its experts interface, by name."""
+    """Return the modules that transformers dispatches through its experts interface, keyed by name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -25,7 +25,7 @@ def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def not_covered(module: Any) -> str:
-    """Return why this module keeps transformers' path; empty if ours covers it. Older versions lack some flags."""
+    """Return why this module keeps transformers' path, or ``""``. Older versions lack some flags."""
     if not module.has_gate:
         return "experts without a gate"
     if getattr(module, "has_post_expert_norm", False):
@@ -52,7 +52,7 @@ def not_covered(module: Any) -> str:
 
 
 def read_gate(module: Any) -> Gate:
-    """Return the formula of the module's gate if one of ours gives the same values, else the module's own function."""
+    """Return the first of our formulas that gives the same values as the module's gate, else the module's function."""
     alpha, limit = _number(module, "alpha", 1.0), _number(module, "limit", 7.0)
     known = [Gate("silu")]
     known += [Gate("clamped", interleaved=interleaved, alpha=alpha, limit=limit) for interleaved in (True, False)]

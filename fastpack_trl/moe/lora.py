@@ -1,7 +1,7 @@
-"""LoRA on expert stacks (PEFT's `target_parameters`) as grouped low-rank products on the routed tokens.
+"""LoRA on expert stacks (PEFT's `target_parameters`) as grouped low-rank matmuls on the routed tokens.
 
-PEFT builds ``W + scale * B A`` for the whole stack in each forward, and a dense gradient of it in backward. Here the
-factors go to the experts function, which never makes either. PEFT's modules stay as they are, so adapters are saved,
+PEFT builds ``W + scale * B A`` for the whole stack in each forward, and its dense gradient in backward. Here the
+factors go to the experts function, which builds neither. PEFT's modules stay as they are, so adapters are saved,
 loaded, merged and switched by PEFT itself.
 """
 
@@ -34,8 +34,8 @@ class ExpertLora:
         name: name of the outermost PEFT wrapper.
         wrappers: PEFT's `ParamWrapper` of each adapted stack, outermost first.
         module: the experts module inside.
-        reason: why PEFT's own path runs; empty if ours does. Checked in each forward: adapters are disabled for a
-            reference model, merged or added, and hooks come and go.
+        reason: why PEFT's own path runs; empty if ours does. Checked in each forward, because adapters may be disabled
+            for a reference model, merged or added, and hooks may change.
         hooked: whether hooks need PEFT's path.
         installed: all other changes of the model.
     """
@@ -50,7 +50,7 @@ class ExpertLora:
 
 @contextlib.contextmanager
 def expert_lora(model: nn.Module) -> Iterator[list[ExpertLora]]:
-    """Run LoRA on the stacks of covered experts through the experts function; PEFT's forward is restored on exit.
+    """Run LoRA on the stacks of supported experts through the experts function; restore PEFT's forward on exit.
 
     Yields:
         One entry per experts module with LoRA on its stacks.
@@ -61,12 +61,12 @@ def expert_lora(model: nn.Module) -> Iterator[list[ExpertLora]]:
             outer = adapter.wrappers[0]
             adapter.reason = _reason_for_peft(adapter)
             if (before := vars(outer).get("forward")) is None:
-                # On the instance: the class and everything that PEFT reads stay as they are. A method: a compiled graph
-                # compares its function, which is the same in every layer; of other objects it compares the identity.
-                # Named as the attribute: a pickle of the model has it by name, and PEFT's where it is loaded.
+                # On the instance: the class and all that PEFT reads stay unchanged. A method, because a compiled graph
+                # compares its function, which is the same in every layer; other objects are compared by identity.
+                # Named like the attribute: a pickled model refers to it by name, and to PEFT's when it is loaded.
                 stack.enter_context(patch_attribute(outer, "_fastpack_expert_lora", adapter))
                 stack.enter_context(patch_attribute(outer, "forward", MethodType(forward, outer)))
-            elif getattr(before, "__func__", None) is not forward:  # else it was applied before
+            elif getattr(before, "__func__", None) is not forward:  # otherwise it was applied before
                 adapter.reason = "the wrapper's forward was replaced by somebody else"
         yield adapters
 
@@ -96,7 +96,7 @@ def forward(outer: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         adapter.reason = reason
         if reason:
             logger.warning_once(f"expert LoRA: peft ({reason})")
-    # PEFT 0.21 fails from the second forward on where the stack is stored in four bits.
+    # PEFT 0.21 fails from the second forward on if the stack is stored in 4 bits.
     decoding = is_decoding(adapter.module, hidden) and read_stack(adapter.module, STACKS[0])[1] is None
     if reason or decoding or not traceable(adapter.module._fastpack_moe):
         out: Tensor = type(outer).forward(outer, hidden, *args, **kwargs)
@@ -123,23 +123,23 @@ def _reason_for_peft(adapter: ExpertLora) -> str:
             return "a single expert"
         if active[0] in getattr(wrapper, "lora_variant", {}):
             return f"{active[0]!r} is a LoRA variant"
-        # Older PEFT always reads a stack as (experts, in, out), and so gives the factors the other way round.
+        # Older PEFT always reads a stack as (experts, in, out), which swaps the factors.
         if bool(getattr(wrapper, "_did_swap_in_out_features", False)) == bool(module.is_transposed):
             return "this PEFT stores the factors the other way round"
     # PEFT's path would call these modules; ours does not.
     if adapter.hooked(module, *adapter.wrappers[1:], *gate_modules(module)):
         if read_stack(module, STACKS[0])[1] is None:
             return "hooks on the experts module, inside of it or on every module"
-        # PEFT 0.21 fails from the second forward on where the stack is stored in four bits.
-        logger.warning_once("expert LoRA: hooks on experts in four bits do not run: PEFT's own path cannot train them")
+        # PEFT 0.21 fails from the second forward on if the stack is stored in 4 bits.
+        logger.warning_once("expert LoRA: hooks on experts in 4 bits do not run: PEFT's own path cannot train them")
     return ""
 
 
 def low_rank(wrapper: Any, module: Any) -> LowRank:
     """Return the active adapter of a PEFT wrapper as grouped factors, in the dtype of the stack.
 
-    PEFT stores A as (E * r, in), experts slowest, and B as (out, r * E), experts fastest. The rank is padded with
-    zeros to what torch's grouped GEMM can address.
+    PEFT stores A as (E * r, in), experts slowest, and B as (out, r * E), experts fastest. The rank is padded with zeros
+    to the alignment of torch's grouped GEMM.
     """
     (name,) = (active for active in wrapper.active_adapters if active in wrapper.lora_A)
     experts, dtype = wrapper.num_experts, stack_dtype(module, wrapper.parameter_name)

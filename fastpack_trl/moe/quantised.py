@@ -1,7 +1,7 @@
-"""Expert stacks in four bits: stored packed by bitsandbytes, made dense for each use and never kept.
+"""Expert stacks in 4 bits: stored packed by bitsandbytes, dequantized for each use and never kept.
 
 bitsandbytes' own parametrization dequantizes on access, so reading the parameter gives a dense stack, which autograd
-would hold until backward. The experts function takes the packed stack and dequantises again in backward.
+would hold until backward. The experts function takes the packed stack and dequantizes it again in backward.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ def has_quantised_experts(model: nn.Module) -> bool:
 
 
 def quantize_experts(model: nn.Module, device: torch.device | None = None) -> QuantisedExperts:
-    """Quantise the expert stacks of `model` to NF4 with double quantisation, in place, one stack at a time.
+    """Quantize the expert stacks of `model` to NF4 with double quantization, in place, one stack at a time.
 
-    bitsandbytes quantises linear layers only; the experts of a model loaded in four bits are left dense by transformers
-    5 (bitsandbytes #1849). It cannot be taken back, and packed stacks stay where they were packed.
+    bitsandbytes quantizes linear layers only; transformers 5 leaves the experts of a 4-bit model dense (bitsandbytes
+    #1849). This cannot be reverted, and packed stacks stay on their device.
 
     Args:
         model: with expert stacks that are frozen.
-        device: where each stack is moved before it is packed, so that the dense ones need not fit there together; None:
-            where it lies.
+        device: to which each stack is moved before it is packed, so that the dense stacks need not fit there together;
+            None packs it where it is.
 
     Raises:
         ImportError: bitsandbytes is not installed.
@@ -88,7 +88,7 @@ def quantize_experts(model: nn.Module, device: torch.device | None = None) -> Qu
                 continue
             if dense.requires_grad:
                 raise ValueError(
-                    f"{name}.{stack} is trained and cannot be quantised: train LoRA on it "
+                    f"{name}.{stack} is trained and cannot be quantized: train LoRA on it "
                     f"(LoraConfig(target_parameters=['{stack}'])), freeze it, or set moe_quantize_experts='off'"
                 )
             before += dense.nbytes

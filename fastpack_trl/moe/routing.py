@@ -1,4 +1,4 @@
-"""The routing plan of a layer: its slots sorted by expert once, and everything that follows from that order."""
+"""The routing plan of a layer: its slots sorted by expert once, and everything derived from that order."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def routing_plan(ids_tk: Tensor, num_experts: int) -> RoutingPlan:
     expert, order = torch.sort(flat, stable=True)
     places = torch.arange(flat.shape[0], dtype=torch.int32, device=flat.device)
     inverse = torch.empty_like(places).scatter_(0, order, places)
-    # `bincount` asks the device for its length even with `minlength`; a search in the sorted ids does not.
+    # `bincount` synchronizes for its length even with `minlength`; a search in the sorted ids does not.
     bounds = torch.arange(num_experts, dtype=torch.int32, device=flat.device)
     offsets = torch.searchsorted(expert, bounds, right=True, out_int32=True)
     return RoutingPlan(perm=order.to(torch.int32), inverse=inverse.view(ids_tk.shape), expert=expert, offsets=offsets)

@@ -1,1 +1,1 @@
-"""Recurrent layers of hybrid models on packed rows: convolution and scans that stop where a document ends."""
+"""Recurrent layers of hybrid models on packed rows: convolutions and scans that stop at the end of a document."""

@@ -1,4 +1,4 @@
-"""The short causal convolution in front of a scan, over a packed row: no token reads one of another document."""
+"""The short causal convolution before a scan, over a packed row: no token reads a token of another document."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def short_conv_backward(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of `x`, `weight` and `bias`.
 
-    Autograd would take twice the time and half as much memory again.
+    Autograd would take twice the time and 1.5 times the memory.
     """
     wide, columns = _wide(x, weight)
     inner = grad.to(wide.dtype)
@@ -50,7 +50,7 @@ def _sum(wide: Tensor, columns: tuple[Tensor, ...], bias: Tensor | None, positio
 
 
 def _within(values: Tensor, positions: Tensor, back: int) -> Tensor:
-    # Not a product with a mask: a NaN of another document would pass it.
+    # Not multiplied by a mask: NaN in another document would pass it.
     return torch.where(positions[back:, None] >= back, values, 0.0)
 
 
@@ -62,7 +62,7 @@ _short_conv = recomputed(
 
 
 def packed_conv(x: Tensor, weight: Tensor, bias: Tensor | None, chunks: Chunks, *, silu: bool = False) -> Tensor:
-    """Return ``y_t = bias + sum over s of weight_s x_(t-s)``, of those ``t-s`` that are in the document of ``t``.
+    """Return ``y_t = bias + sum over s of weight_s x_(t-s)`` over those ``t-s`` in the document of ``t``.
 
     Computed in fp32 or wider.
 
@@ -74,7 +74,7 @@ def packed_conv(x: Tensor, weight: Tensor, bias: Tensor | None, chunks: Chunks, 
         silu: apply it to the sum.
 
     Returns:
-        As `x`, the channels of a token contiguous.
+        Shape of `x`, with the channels of a token contiguous.
     """
     out: Tensor = _short_conv(x[0].T, weight, bias, chunks.positions, silu)
     return out.T[None]

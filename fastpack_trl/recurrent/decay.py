@@ -23,10 +23,10 @@ def log_decay(logs: Tensor, chunks: Chunks) -> Tensor:
 
 
 def masked_exp(logs: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``exp(logs)`` where `mask` is true, else 0, and 0 for results below the square of the rounding of `dtype`.
+    """Return ``exp(logs)`` where `mask` is true, else 0; results below the square of the rounding of `dtype` become 0.
 
-    Masked first: differences across documents may be large, and infinity times 0 is NaN. Results that small change no
-    sum. Their products would be denormal numbers, which double the time of a CPU.
+    The mask comes first: differences across documents may be large, and infinity times 0 is NaN. Results that small do
+    not change a sum, but their products would be denormal numbers, which double the time on a CPU.
     """
     wide = logs.to(dtype, copy=True)
     least = 2 * math.log(torch.finfo(dtype).eps)

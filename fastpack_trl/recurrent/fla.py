@@ -1,4 +1,4 @@
-"""flash-linear-attention's kernels for the gated delta rule, if they are installed and right on this device.
+"""flash-linear-attention's kernels for the gated delta rule, if they are installed and correct on this device.
 
 Without metadata each of its layers would synchronize for the lengths of the documents. Here all layers read the same
 two tensors, made once per batch.
@@ -34,7 +34,7 @@ _FUNCTION = "fla.ops.gated_delta_rule.chunk_gated_delta_rule"
 _DEVICES = ("cuda",)
 _LENGTHS = (70, 1, 130)  # tokens of the documents of a trial: one, two and three chunks
 _MAX_ERROR = 0.05
-"""Relative, of a trial: matmuls in 16 bits cost 1e-2; a wrong gradient is far beyond."""
+"""Relative error allowed in a trial: 16-bit matmuls cost 1e-2; wrong gradients have far larger errors."""
 _function = cache(resolve)
 
 
@@ -94,7 +94,7 @@ def is_chosen(features: ModelFeatures) -> bool:
 
 
 def described(kind: str, features: ModelFeatures) -> str:
-    """Return how recurrent layers of a kind run, and why not by fla although it is installed."""
+    """Return how recurrent layers of a kind run, and why an installed fla is not used."""
     if kind != _KIND or find_spec("fla") is None:
         return f"{kind} over chunks"
     return f"{kind} over chunks ({why})" if (why := refusal(features)) else f"{kind} by fla"

@@ -1,7 +1,6 @@
-"""Operators that save their inputs alone: backward computes forward again and differentiates it by autograd.
+"""Operators that save only their inputs: backward recomputes forward and differentiates it by autograd.
 
-A graph has one node forward and one backward, whatever runs inside. Intermediate results of a scan are ten times as
-many bytes as its inputs.
+A graph gets one node forward and one backward. Intermediate results of a scan are ten times as large as its inputs.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def recomputed(
         function: returns a new tensor of any strides; differentiable by autograd, in a backward pass too.
         arguments: those of its signature: ``Tensor x, Tensor? bias, int n``.
         inputs: number of leading tensors that get a gradient.
-        fake, flops: as of `operator`; the backward pass counts as three forward passes, one of them computed again.
+        fake, flops: as of `operator`; the backward pass counts as three forward passes, one of them the recomputation.
         gradient: of the output's gradient and the arguments, the gradients of the inputs; default: autograd's.
     """
     name = function.__name__
@@ -47,7 +46,7 @@ def recomputed(
                 leaves = [None if field is None else field.detach().requires_grad_() for field in fields[:inputs]]
                 out = function(*leaves, *fields[inputs:])
             grads = iter(torch.autograd.grad(out, [leaf for leaf in leaves if leaf is not None], grad))
-        # An operator returns tensors alone: an empty one for an input that is None.
+        # An operator can return only tensors, so an input that is None gets an empty one.
         return tuple(grad.new_empty(0) if leaf is None else next(grads).contiguous() for leaf in leaves)
 
     def fake_backward(grad: Tensor, *fields: Any) -> tuple[Tensor, ...]:

@@ -1,6 +1,6 @@
 """The seam into transformers' recurrent layers: their functions take one more keyword, and are unchanged without it.
 
-They are names of the family's file, so that they are replaced for the whole process. Only a packed batch brings the
+They are module globals of the family, so they are replaced for the whole process. Only a packed batch passes the
 keyword: `generate`, caches and padded batches run as before.
 """
 
@@ -52,7 +52,7 @@ def _either(stock: Callable[..., Any], ours: Callable[..., Any]) -> Callable[...
     def either(*args: Any, packed_chunks: Chunks | None = None, **kwargs: Any) -> Any:
         return stock(*args, **kwargs) if packed_chunks is None else ours(packed_chunks, *args, **kwargs)
 
-    return update_wrapper(either, stock, updated=())  # a module of the package `kernels` has its state there
+    return update_wrapper(either, stock, updated=())  # a module of the package `kernels` keeps its state there
 
 
 def _conv(
@@ -93,7 +93,7 @@ def _mamba2(
 
 
 def _not_fused(_chunks: Chunks, *_args: Any, **_kwargs: Any) -> None:
-    """Return None: a layer then calls the two functions above and its own `out_proj`, with any LoRA."""
+    """Return None, so that the layer calls the two functions above and its own `out_proj`, LoRA included."""
 
 
 def _check(tokens: Tensor, chunks: Chunks, has_state: bool = False) -> None:
@@ -109,4 +109,4 @@ def _check(tokens: Tensor, chunks: Chunks, has_state: bool = False) -> None:
 OURS: dict[str, Callable[..., Any]] = {
     CONV: _conv, "torch_chunk_gated_delta_rule": _delta_rule, "mamba2_chunk_scan": _mamba2, FUSED: _not_fused,
 }  # fmt: skip
-"""The replacement of each of `FUNCTIONS`: takes and returns what that does, but a state."""
+"""The replacements of `FUNCTIONS`, with the same arguments and results, except for the state."""

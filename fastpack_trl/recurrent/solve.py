@@ -1,6 +1,6 @@
-"""What a delta rule makes of the products of its chunks: a triangular system each, and a state that goes over chunks.
+"""The core of a delta rule: a triangular system per chunk, and a state that passes over chunks.
 
-One autograd function: autograd of the steps inside would save each of them.
+One autograd function, because autograd of its steps would save each of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BLOCK = 8
 
 
 def one_by_one(device: torch.device) -> bool:
-    """Return whether chunks run one by one, the least arithmetic: not on a device, where each operation is a launch."""
+    """Return whether chunks run one by one, the least arithmetic. On a GPU each operation would be a launch."""
     return device.type == "cpu"
 
 
@@ -68,7 +68,7 @@ class ChunkedRule(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inverse, scores, erased, read, kept, through, states, fresh = ctx.saved_tensors
-        # What leaves a chunk enters the next one: the same recurrence from the other end.
+        # The state that leaves a chunk enters the next one: the same recurrence in reverse.
         ends = (scores.mT @ grad, kept, erased, through, read.mT @ grad)
         leaving, to_fresh = recurrence(*ends, ctx.reach)
         write = inverse.mT @ to_fresh
@@ -99,7 +99,7 @@ def recurrence(
     """
     if one_by_one(base.device):
         return _chunk_by_chunk(base, left, right, through, added)
-    # To the state that one chunk makes are added those that 1, 2, 4, ... chunks before it make.
+    # Doubling: add the states of the chunks 1, 2, 4, ... positions earlier.
     step = right.mT @ left
     step.diagonal(dim1=-2, dim2=-1).add_(through[..., 0])
     made = right.mT @ base
@@ -112,7 +112,7 @@ def recurrence(
         width = 1 << level
         if level:
             over = over[width // 2 :] @ over[: -(width // 2)]
-        # A copy: what is read is written too.
+        # A copy, because the source is overwritten.
         before = states[1:-width].clone()
         states[1 + width :].flatten(0, 1).baddbmm_(over.flatten(0, 1), before.flatten(0, 1))
     states = states if added is None else states.flip(0)

@@ -1,7 +1,7 @@
 """The scan of Mamba-2 (state space duality) over a packed row.
 
-Inside a chunk it is a masked product, ``((C B^T) D) x``. The states at the ends of chunks reach later chunks by one
-triangular product over chunks: no loop, whatever the lengths.
+Within a chunk it is a masked matmul, ``((C B^T) D) x``. States at the ends of chunks reach later chunks by one
+triangular matmul over chunks, without a loop.
 """
 
 from __future__ import annotations

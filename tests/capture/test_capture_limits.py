@@ -278,10 +278,10 @@ def test_off_with_the_reason(
         (
             torch.bfloat16,
             (12, 0),
-            "grouped products in bfloat16 read their sizes on the host at compute capability 12.0",
+            "grouped matmuls in bfloat16 read their sizes on the host at compute capability 12.0",
         ),
-        (torch.float32, (9, 0), "grouped products in float32 read their sizes on the host at compute capability 9.0"),
-        (torch.float16, (8, 0), "grouped products in float16 read their sizes on the host at compute capability 8.0"),
+        (torch.float32, (9, 0), "grouped matmuls in float32 read their sizes on the host at compute capability 9.0"),
+        (torch.float16, (8, 0), "grouped matmuls in float16 read their sizes on the host at compute capability 8.0"),
     ],
 )
 def test_experts_are_captured_where_their_products_read_no_sizes(

@@ -109,7 +109,7 @@ def test_an_audit_lists_each_wait_with_its_line_for_stock_and_for_fastpack(
             "cannot be audited: stock: ",
             "audit",
         ),
-        ({"frozen_base": "fp8", "use_peft": True}, "frozen_base='fp8': a cpu device has no FP8 products", "config"),
+        ({"frozen_base": "fp8", "use_peft": True}, "frozen_base='fp8': a cpu device has no FP8 matmuls", "config"),
     ],
 )
 def test_a_config_that_cannot_be_used_is_one_line_and_loses_nothing(

@@ -124,7 +124,7 @@ def test_stacks_are_packed_before_stock_moves_the_model(tmp_path: Path, monkeypa
 
 def test_where_stocks_experts_would_run_four_bits_are_refused_before_the_first_step(tmp_path: Path) -> None:
     trainer = _trainer(tmp_path, model_init_kwargs={"experts_implementation": "eager"})
-    with pytest.raises(ValueError, match=r"experts_implementation='eager' was chosen, and stock's .* use DDP"):
+    with pytest.raises(ValueError, match=r"experts_implementation='eager' was chosen, and TRL's .* use DDP"):
         trainer.train()
     assert trainer.state.global_step == 0
 
@@ -165,7 +165,7 @@ def test_memory_is_about_an_eighth_of_fp32() -> None:
 
 
 def test_experts_that_train_and_models_without_experts_are_refused_with_the_remedy() -> None:
-    with pytest.raises(ValueError, match=r"is trained and cannot be quantised: train LoRA on it"):
+    with pytest.raises(ValueError, match=r"is trained and cannot be quantized: train LoRA on it"):
         quantize_experts(moe_model("qwen3_moe"))
     from fastpack_trl.testing import tiny_model
 
