@@ -155,8 +155,7 @@ def _add_up(parameters: Sequence[Tensor], gradients: dict[int, Tensor]) -> None:
 class CastHook:
     """Pre-hook of the backbone: casts the adapters of all its layers together in each forward with gradients.
 
-    Each forward casts again: fused optimizers change parameters without increasing their version, so an earlier cast
-    cannot be known to be valid.
+    Each forward casts again, because fused optimizers change parameters without increasing their version.
 
     Layers under reentrant checkpointing cast separately: each has its own backward pass, and every pass would reach the
     one node of the cast. It has no gradient for other layers' adapters, but autograd calls their hooks anyway; DDP
