@@ -175,10 +175,10 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
 
 
 def prose(page: Path) -> list[str]:
-    """Return the sentences of a page, without code, tables, headings and pictures."""
+    """Return the sentences of a page, without code, quotations, tables, headings and pictures."""
     text = re.sub(r"^( *)```.*?^\1```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"^ *(\||#|!\[|<).*$", "", text, flags=re.MULTILINE)
-    text = re.sub(r"`[^`]+`", "X", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text))
+    text = re.sub(r"`[^`]+`|\"[^\"]+\"", "X", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text))
     text = re.sub(r"^ *(- |\d+\. )", "\n", text, flags=re.MULTILINE)
     parts = (" ".join(part.split()) for part in re.split(r"\n\s*\n", text))
     return [sentence for part in parts for sentence in re.split(r"(?<=[.!?])\s+", part) if sentence]
