@@ -174,6 +174,31 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
     assert not [name for name in FILE.findall(page.read_text(encoding="utf-8")) if not (ROOT / name).exists()]
 
 
+ABOUT_CODE = [
+    page for page in PAGES if page.parent.name == "contributing" or page.stem in ("architecture", "cuda-graphs")
+]
+ABOUT_CODE += [ROOT / "CONTRIBUTING.md", *(ROOT / f"docs/{name}.md" for name in ("cli", "components", "configuration"))]
+
+
+@cache
+def code() -> tuple[set[str], set[str]]:
+    """Return the paths of all Python files, and every word in them."""
+    files = [path for folder in ("fastpack_trl", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    words = {word for path in files for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
+    return {f"/{path.relative_to(ROOT)}" for path in files}, words
+
+
+@pytest.mark.parametrize("page", ABOUT_CODE, ids=lambda page: page.name)
+def test_every_file_and_name_of_a_page_about_the_code_exists(page: Path) -> None:
+    files, words = code()
+    named = re.findall(r"`([^`\n]+)`", re.sub(r"^( *)```.*?^\1```$", "", page.read_text("utf-8"), flags=re.M | re.S))
+    missing = [
+        name for name in named if re.fullmatch(r"[\w/]+\.py", name) and not any(f.endswith(f"/{name}") for f in files)
+    ]
+    names = [re.fullmatch(r"(?:\w+\.)*([A-Za-z_]\w*?[A-Za-z0-9])(\(.*\))?", name) for name in named]
+    assert not missing + [found[0] for found in names if found and found[1] not in words]
+
+
 def prose(page: Path) -> list[str]:
     """Return the sentences of a page, without code, quotations, tables, headings and pictures."""
     text = re.sub(r"^( *)```.*?^\1```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
