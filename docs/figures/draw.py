@@ -96,7 +96,7 @@ def memory_levels() -> None:
     axes.set(xlim=(0, 2 * layers), ylim=(0, 4.6), ylabel="activations on the GPU", yticks=[])
     axes.set_xticks([0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5], ["1", "2", "3", "4", "4", "3", "2", "1"])
     axes.text(2, 4.2, "forward, layer", ha="center")
-    axes.text(6, 4.2, "backward, layer", ha="center")
+    axes.text(5.4, 4.2, "backward, layer", ha="center")
     axes.legend(loc="upper right", frameon=False)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
