@@ -22,7 +22,7 @@ from fastpack_trl.attention.backends import BACKENDS, choose, failure
 from fastpack_trl.attention.interface import AttentionCall, Backend, PackedLayer, shared_refusal
 from fastpack_trl.config import refusing_removed
 from fastpack_trl.errors import PackingError
-from fastpack_trl.model.changes import patch_attribute, shared
+from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.facts import (
     KINDS,
     OVER,
@@ -118,32 +118,35 @@ def packed_attention(
 @contextlib.contextmanager
 def backend_installed(model: nn.Module, handle: PackedAttention) -> Iterator[None]:
     """Run packed rows of `model` on the backend that a handle names, for the features that it has."""
-    backend = BACKENDS[handle.path]
-    fed = _fed(model, backend, handle)
-    with switched(model, handle.features), recurrent_layers(model), fed:
+    prepare = _Prepare(BACKENDS[handle.path], handle, model)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(switched(model, handle.features))
+        stack.enter_context(recurrent_layers(model))
+        stack.callback(prepare.clear_last)
+        # On the backbone, not on the whole model: TRL reads the outer attention_mask for the auxiliary loss of experts.
+        # First: of several on one model (a trainer made during the run of another) the latest prepares.
+        for module in backbones(model):
+            hook = module.register_forward_pre_hook(prepare, with_kwargs=True, prepend=True)
+            stack.callback(hook.remove)
         yield
 
 
-def switched(model: nn.Module, features: ModelFeatures) -> contextlib.AbstractContextManager[None]:
-    """Switch the text config to our name over its own implementation, give each layer its window; restored on exit."""
-    base = text_model(model)
-    return shared(base, "_fastpack_switched", lambda: _switch(base, features))
-
-
 @contextlib.contextmanager
-def _switch(base: Any, features: ModelFeatures) -> Iterator[None]:
+def switched(model: nn.Module, features: ModelFeatures) -> Iterator[None]:
+    """Switch the text config to our name over its own implementation, give each layer its window; restored on exit."""
     stock = features.implementation
     if stock not in OVER:
         raise ValueError(
             f"attn_implementation={stock!r} cannot be replaced: load the model with attn_implementation='sdpa', or "
             "set packed_attention='off'"
         )
-    text = base.config.get_text_config()
+    base = text_model(model)
     _register(OVER[stock], stock)
     with contextlib.ExitStack() as stack:
         for module in attention_modules(base):
             stack.enter_context(patch_attribute(module, "_fastpack_window", window_of(module)))
         # Directly: the public setter would check, and load kernels, again. A vision tower keeps its own implementation.
+        text = base.config.get_text_config()
         stack.enter_context(patch_attribute(text, "_attn_implementation_internal", OVER[stock]))
         yield
 
@@ -161,57 +164,17 @@ def _register(name: str, stock: str) -> None:
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[stock])
 
 
-@contextlib.contextmanager
-def _fed(model: nn.Module, backend: Backend, handle: PackedAttention) -> Iterator[None]:
-    """Hook the backbone, so that the keyword `packed_batch` becomes what its layers read.
-
-    Of several `packed_attention` on one model (a trainer made during the run of another) the latest prepares.
-    """
-    base = text_model(model)
-    config, by_fla = base.config.get_text_config(), fla.is_chosen(handle.features)
-    prepare = _Prepare(backend, handle, config, by_fla, masks_by_kind(base))
-    with shared(base, "_fastpack_feed", lambda: _hooked(base)) as prepares:
-        prepares.append(prepare)
-        try:
-            yield
-        finally:
-            prepares.remove(prepare)
-            prepare.clear_last()
-
-
-@contextlib.contextmanager
-def _hooked(base: nn.Module) -> Iterator[list[_Prepare]]:
-    prepares = _Prepares()
-    with contextlib.ExitStack() as stack:
-        # On the backbone, not on the whole model: TRL reads the outer attention_mask for the auxiliary loss of experts.
-        for module in backbones(base):
-            stack.callback(module.register_forward_pre_hook(prepares, with_kwargs=True).remove)
-        yield prepares
-
-
-class _Prepares(list["_Prepare"]):
-    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self[-1](args, kwargs)
-
-
-@dataclass(eq=False)
 class _Prepare:
-    """The preparation of a batch for one `packed_attention`; an object that a model can be pickled and copied with."""
+    """The hook in which the keyword `packed_batch` becomes what the layers read; a model can be copied with it."""
 
-    backend: Backend
-    handle: PackedAttention
-    config: Any
-    by_fla: bool
-    by_kind: bool
-    last: weakref.ref[PackedBatch] | None = None
+    def __init__(self, backend: Backend, handle: PackedAttention, model: nn.Module) -> None:
+        self.backend, self.handle, self.features = backend, handle, handle.features
+        self.config = text_model(model).config.get_text_config()
+        self.by_fla, self.by_kind = fla.is_chosen(handle.features), masks_by_kind(model)
+        self.last: weakref.ref[PackedBatch] | None = None
 
-    @property
-    def features(self) -> ModelFeatures:
-        return self.handle.features
-
-    def __reduce__(self) -> tuple[Any, ...]:  # a copy of the model has seen no batch, and belongs to no run
-        handle = PackedAttention(self.handle.choice, self.features)
-        return _Prepare, (self.backend, handle, self.config, self.by_fla, self.by_kind)
+    def __getstate__(self) -> dict[str, Any]:  # a copy of the model has seen no batch, and belongs to no run
+        return vars(self) | {"handle": PackedAttention(self.handle.choice, self.features), "last": None}
 
     def clear_last(self) -> None:
         """Drop what was derived from the last batch: TRL's own trainer does not, and keeps all of an accumulation."""
@@ -255,7 +218,7 @@ class _Prepare:
         self.handle.remark = str  # once
         return False
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch: PackedBatch | None = kwargs.pop("packed_batch", None)
         if batch is None or not self._is_as_collated(batch, args, kwargs):
             return args, kwargs

@@ -25,12 +25,10 @@ DEFAULT_LENGTHS = (9, 1, 14, 6)
 SHARED_LENGTHS = (7, 6, 1, 5, 4, 9)
 SHARED_PARENTS = (-1, 0, 0, 0, 3, -1)
 """A prefix with three branches, one of them a single token and one that goes on, and a document beside them."""
-LARGEST_WINDOW = {"cpu": 512, "cuda": 1024}
-"""Per device: the largest window, in tokens, that a document of the probe exceeds."""
+LARGEST_WINDOW = {"cuda": 1024}
+"""Per device: the largest window, in tokens, that a document of the probe exceeds; 512 on others."""
 PAST = 16
 """Tokens of that document past the window."""
-_MOST_OPERATIONS = {"cpu": 5e12, "cuda": 5e14}
-"""Cost of a probe past a window above which the window stays unexercised."""
 
 
 class Probe:
@@ -195,15 +193,11 @@ def default_lengths(model: nn.Module) -> tuple[int, ...]:
 
 
 def lengths_past(model: nn.Module, windows: frozenset[int]) -> tuple[int, ...]:
-    """Return tokens per document of a probe that exceeds the largest affordable one of `windows`; empty if none is.
+    """Return tokens per document of a probe that exceeds the largest of `windows` that it can; empty if it can none.
 
-    A window may be too large for the model's positions, for `LARGEST_WINDOW`, or for the start of a run.
+    A window may be too large for the model's positions, or for `LARGEST_WINDOW`.
     """
-    device = next(iter(model.parameters())).device.type
-    device = device if device in LARGEST_WINDOW else "cpu"
     positions = getattr(text_config(model), "max_position_embeddings", None) or 2**62
-    most = min(LARGEST_WINDOW[device], positions - PAST)
+    most = min(LARGEST_WINDOW.get(next(iter(model.parameters())).device.type, 512), positions - PAST)
     size = max((size for size in windows if size <= most), default=0)
-    lengths = (DEFAULT_LENGTHS[0], size + PAST, DEFAULT_LENGTHS[-1])
-    operations = 2 * sum(p.numel() for p in model.parameters()) * 2 * sum(lengths)  # packed and separate
-    return lengths if size and operations <= _MOST_OPERATIONS[device] else ()
+    return (DEFAULT_LENGTHS[0], size + PAST, DEFAULT_LENGTHS[-1]) if size else ()

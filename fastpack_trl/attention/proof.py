@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -134,10 +134,9 @@ def verify_packing(
         if attention is None:
             attention = stack.enter_context(packed_attention(model, implementation))
         stack.enter_context(isolated_run(model, training=False))
-        row = Probe(model, attention, lengths or probe.default_lengths(model), seed)
-        leaks, _, difference = _examine(row, seed + 1)
+        proof = _examine(Probe(model, attention, lengths or probe.default_lengths(model), seed), seed + 1)
         sizes = attention.features.windows
-        past = row.lengths if lengths else probe.lengths_past(model, sizes)
+        past = tuple(lengths) if lengths else probe.lengths_past(model, sizes)
         # In fp16 the softmax rounds weights to zero of keys that are seen, but hardly.
         past = past if sizes and _compute_dtype(model) != torch.float16 else ()
         try:
@@ -146,8 +145,7 @@ def verify_packing(
             past = windows = ()
     # The last token of a document predicts nothing.
     skipped = tuple(f"window {size}" for size in sorted(sizes) if max(past, default=0) <= size + 1)
-    path = attention.path if attention.path != "off" else "stock"
-    return PackingProof(path, row.lengths, leaks, difference, _budget(model), skipped, windows)
+    return replace(proof, not_exercised=skipped, windows=windows)
 
 
 def verify_shared(model: nn.Module, attention: PackedAttention, *, seed: int = 0) -> PackingProof:
@@ -162,13 +160,11 @@ def verify_shared(model: nn.Module, attention: PackedAttention, *, seed: int = 0
         seed: of the probe's tokens.
     """
     with isolated_run(model, training=False):
-        row = Probe(model, attention, probe.SHARED_LENGTHS, seed, probe.SHARED_PARENTS)
-        leaks, unseen, difference = _examine(row, seed + 1)
-    return PackingProof(attention.path, row.lengths, leaks, difference, _budget(model), unseen=unseen)
+        return _examine(Probe(model, attention, probe.SHARED_LENGTHS, seed, probe.SHARED_PARENTS), seed + 1)
 
 
-def _examine(row: Probe, seed: int) -> tuple[Leaks, Pairs, float]:
-    """Return dependences of segments on others, prefixes that have none, and the largest difference of a document."""
+def _examine(row: Probe, seed: int) -> PackingProof:
+    """Examine the dependences of segments on others, and the difference of documents; windows are not exercised."""
     embeddings, hidden = row.packed()
     directions = torch.Generator().manual_seed(seed)
     leaks: list[tuple[int, int, float]] = []
@@ -194,7 +190,9 @@ def _examine(row: Probe, seed: int) -> tuple[Leaks, Pairs, float]:
             _name_non_finite(row.model)
         differences.append(float((hidden[path.to(hidden.device)].double() - alone).norm() / alone.norm()))
     # No comparison with NaN holds: it must not hide behind `max`.
-    return tuple(leaks), tuple(unseen), max(differences) if all(map(math.isfinite, differences)) else math.inf
+    difference = max(differences) if all(map(math.isfinite, differences)) else math.inf
+    path = row.attention.path if row.attention.path != "off" else "stock"
+    return PackingProof(path, row.lengths, tuple(leaks), difference, _budget(row.model), unseen=tuple(unseen))
 
 
 def _budget(model: nn.Module) -> float | None:

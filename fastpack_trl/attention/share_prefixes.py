@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from datasets import Dataset
-from torch import nn
 from trl import SFTTrainer
 
 from fastpack_trl.attention.backends import BACKENDS
@@ -67,19 +66,10 @@ def _reasons(run: Run, little: bool, share: str) -> Iterator[object]:
     yield run.is_sharded and "parameters are sharded: the check of shared prefixes needs them whole"
     states = facts.state_modules(model)
     yield states and f"{type(states[-1]).__name__} carries state along the row"
-    noise = max((attention.features.dropout, *_noises(model)))
-    yield noise and f"dropout or noise of {noise:g} would be the same on a prefix for all documents: 0 shares them"
+    noise = facts.dropout_of(model)
+    yield noise and f"{noise} would be the same on a prefix for all documents: 0 shares them"
     if run.settings.verify_packing != "off":  # last: it runs the model
         yield _failed_check(run, attention)
-
-
-def _noises(model: nn.Module) -> Iterator[float]:
-    """Yield the rates of modules that drop, of those that call a function for it, and of the noise of a router."""
-    yield getattr(facts.text_model(model).config.get_text_config(), "router_jitter_noise", None) or 0.0
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            yield module.p
-        yield from (value for name, value in vars(module).items() if "dropout" in name and isinstance(value, float))
 
 
 def _failed_check(run: Run, attention: PackedAttention) -> str:

@@ -54,9 +54,6 @@ def prove(run: Run, attention: PackedAttention) -> str:
     """
     if _is_off(run):
         return ""
-    if run.settings.verify_packing == "auto" and _documents_are_alone(run) and not attention.features.windows:
-        run.set_status("verify_packing", "off", "not run", "each row is one document")
-        return ""
     proof, unproven = _proof(run, attention)
     run.set_state(_Examined(run.choice, ref(run.model)))
     if proof is not None:
@@ -116,18 +113,6 @@ def tell_stock_error(run: Run) -> None:
             return
     if why:
         run.report.facts["stock loss"] = f"differs from the loss of this run, which is right: {why}"
-
-
-def _documents_are_alone(run: Run) -> bool:
-    """Return whether no row of a run has two documents: neither collated nor merged, nor in an evaluation."""
-    args = run.args
-    if run.sequences > 1:
-        return False
-    if not run.training:
-        return run.plan.kind == "padding_free" and args.eval_batch_size == 1
-    merges = args.gradient_accumulation_steps > 1 and run.settings.merge_accumulation != "off"
-    evaluates = run.trainer.eval_dataset is not None and args.eval_batch_size > 1
-    return run.plan.kind == "padding_free" and args.train_batch_size == 1 and not (merges or evaluates)
 
 
 def _proof(run: Run, attention: PackedAttention | None) -> tuple[PackingProof | None, str]:

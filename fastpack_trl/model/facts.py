@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from fastpack_trl.model.upstream import missing_reason
@@ -189,16 +189,16 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def dropout_of(model: nn.Module) -> str:
-    """Return a dropout of a model, e.g. ``lora_dropout 0.05``; empty if all are 0."""
+    """Return a rate at which a model drops or draws noise, e.g. ``lora_dropout 0.05``; empty if all are 0."""
     for name, module in model.named_modules():
-        rate = getattr(module, "p", 0.0) if isinstance(module, nn.modules.dropout._DropoutNd) else 0.0
-        if rate:
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
             kind = next((part for part in reversed(name.split(".")) if "dropout" in part), type(module).__name__)
-            return f"{kind} {rate:g}"
-    for module in attention_modules(model):
-        if rate := float(getattr(module, "attention_dropout", 0.0) or 0.0):
-            return f"attention_dropout {rate:g}"
-    return ""
+            return f"{kind} {module.p:g}"
+        for kind, rate in vars(module).items():  # for a function, as attention is
+            if "dropout" in kind and isinstance(rate, float) and rate:
+                return f"{kind} {rate:g}"
+    jitter = getattr(text_model(model).config.get_text_config(), "router_jitter_noise", None)
+    return f"router_jitter_noise {jitter:g}" if jitter else ""
 
 
 def state_modules(model: nn.Module) -> list[nn.Module]:
@@ -362,17 +362,3 @@ def _gaps(model: nn.Module, base: Any, config: Any) -> Iterator[str]:
     for module in attentions:
         if not getattr(module, "is_causal", True):
             yield f"{family} attends in both directions ({type(module).__name__}.is_causal=False)"
-
-
-def beside_embeddings(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
-    """Return what `model` reads of token ids beside their embeddings (Gemma 4's per-layer inputs), as its keywords.
-
-    Without them it would look each embedding up in its table, and finds none that was rounded elsewhere.
-    """
-    inner = backbones(model)
-    read = getattr(inner[-1], "get_per_layer_inputs", None) if inner else None
-    taken = all("per_layer_inputs" in inspect.signature(type(module).forward).parameters for module in inner)
-    if read is None or not taken or not inner[-1].hidden_size_per_layer_input:
-        return {}
-    no_embeddings = [None] * (len(inspect.signature(read).parameters) - 1)
-    return {"per_layer_inputs": read(ids, *no_embeddings).detach()}

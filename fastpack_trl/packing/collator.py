@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 from fastpack_trl.model.upstream import DataCollatorForLanguageModeling
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, TensorVersion, to_transformers_kwargs
 from fastpack_trl.packing.packed_inputs import IntArray, PackedInputs
-from fastpack_trl.packing.prefixes import score, share
+from fastpack_trl.packing.prefixes import packed_batch, score, share
 from fastpack_trl.packing.shared_keys import Documents
 
 __all__ = ["PackedInputs", "PackingCollator"]
@@ -92,54 +92,38 @@ class PackingCollator(DataCollatorForLanguageModeling):
             self._check_vocabulary("input_ids", each)
         labels, multiple = _flatten([labels for _, labels, _ in rows]), self.pad_to_multiple_of or 1
         labels[lengths.cumsum() - lengths] = IGNORE_INDEX
-        row = documents = shared = None
+        row = None
         if self.share_prefixes:
             ids = [_flatten(ids)]
             row = share(ids[0], lengths)
         tokens = len(labels) if row is None else len(row.source_of)
         num_padding = -tokens % multiple
-        total_tokens = label_tokens = tokens + num_padding
+        targets = torch.full((1, len(labels) if row else tokens + num_padding), IGNORE_INDEX)
+        targets[0, : len(labels)] = torch.from_numpy(labels)
         if row is None:
-            segments = np.append(lengths, num_padding) if num_padding else lengths
-            # First tokens are ignored by now: what is left is the next token of a token of its own document.
-            loss_positions = (labels[1:] != IGNORE_INDEX).nonzero()[0]
-            loss_labels = labels[1:][loss_positions]
+            batch = PackedBatch.from_lengths(lengths, num_padding=num_padding, labels=targets)
         else:
-            segments, shared = row.with_tail(num_padding)
             loss_positions, loss_labels, weights = score(row, ids[0], labels)
-            ids, label_tokens = [ids[0][row.source_of]], len(labels)
             documents = Documents(
                 lengths=tuple(lengths.tolist()),
                 token_of=torch.from_numpy(row.token_of),
                 loss_weights=torch.from_numpy(weights),
-                copies=torch.from_numpy(np.bincount(row.token_of, minlength=total_tokens).astype(np.float32)),
+                copies=torch.from_numpy(np.bincount(row.token_of, minlength=tokens + num_padding).astype(np.float32)),
                 loss_tokens=int(weights.sum(dtype=np.int64)),
                 capacity=len(labels) + -len(labels) % multiple,
             )
-            lengths = row.lengths
-        self._check_vocabulary("labels", loss_labels)  # only what the loss counts
-        whole = np.full((1, total_tokens), self.pad_token_id if num_padding else 0)
+            batch = replace(
+                packed_batch(row, num_padding=num_padding),
+                loss_positions=torch.from_numpy(loss_positions),
+                loss_labels=torch.from_numpy(loss_labels),
+                labels=TensorVersion.of(targets),
+                documents=documents,
+            )
+            ids = [ids[0][row.source_of]]
+        assert batch.loss_labels is not None
+        self._check_vocabulary("labels", batch.loss_labels.numpy())  # only what the loss counts
+        whole = np.full((1, batch.total_tokens), self.pad_token_id if num_padding else 0)
         _flatten(ids, out=whole[0, :tokens])
-        labelled = np.full((1, label_tokens), IGNORE_INDEX)
-        labelled[0, : len(labels)] = labels
-        cu_seqlens, position_ids, seq_idx = _segments(segments)
-        if shared is not None:
-            position_ids += np.repeat(shared.prefix_lengths, segments)
-        tensors = {
-            "cu_seqlens": cu_seqlens, "position_ids": position_ids[None], "seq_idx": seq_idx[None],
-            "loss_positions": loss_positions, "loss_labels": loss_labels,
-        }  # fmt: skip
-        made, targets = {name: torch.from_numpy(array) for name, array in tensors.items()}, torch.from_numpy(labelled)
-        batch = PackedBatch(
-            seq_lengths=tuple(lengths.tolist()),
-            num_padding=num_padding,
-            max_seqlen=int(segments.max()),
-            labels=TensorVersion.of(targets),
-            positions=TensorVersion.of(made["position_ids"]),
-            shared=shared,
-            documents=documents,
-            **made,
-        )
         inputs = {"input_ids": torch.from_numpy(whole), "labels": targets}
         return PackedInputs(inputs | to_transformers_kwargs(batch) | {"packed_batch": batch})
 
@@ -152,18 +136,6 @@ class PackingCollator(DataCollatorForLanguageModeling):
                 f"{name} has token id {low if low < 0 else high}, outside the vocabulary [0, {self.vocab_size}): use "
                 "the tokenizer of this model, or model.resize_token_embeddings"
             )
-
-
-def _segments(lengths: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Return `cu_seqlens`, the position ids and `seq_idx` of segments of these lengths."""
-    ends = lengths.cumsum()
-    # A running sum that falls back to 0 where a segment starts.
-    position_ids = np.ones(ends[-1], np.int64)
-    position_ids[0] = 0
-    position_ids[ends[:-1]] = 1 - lengths[:-1]
-    position_ids.cumsum(out=position_ids)
-    seq_idx: IntArray = np.arange(len(lengths), dtype=np.int32).repeat(lengths)
-    return np.append(0, ends).astype(np.int32), position_ids, seq_idx
 
 
 def unshared(inputs: Mapping[str, Any]) -> Mapping[str, Any]:

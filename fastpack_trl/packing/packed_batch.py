@@ -7,10 +7,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fastpack_trl.packing.shared_keys import Documents, SharedKeys, TensorFields
+from fastpack_trl.packing.shared_keys import Documents, Ints, SharedKeys, TensorFields
 
 IGNORE_INDEX = -100
 """Label of a token that no loss counts (the convention of torch's and transformers' losses)."""
@@ -129,51 +130,64 @@ class PackedBatch(TensorFields):
 
     @classmethod
     def from_lengths(
-        cls, seq_lengths: Sequence[int], *, num_padding: int = 0, labels: Tensor | None = None
+        cls,
+        seq_lengths: Sequence[int] | Ints,
+        *,
+        num_padding: int = 0,
+        labels: Tensor | None = None,
+        shared: SharedKeys | None = None,
     ) -> PackedBatch:
-        """Build the metadata from host lengths, in plain torch: the reference for the collator's own construction.
+        """Build the metadata of a row on the host.
 
         Args:
-            seq_lengths: tokens of each document; each at least 1.
+            seq_lengths: tokens of each document, or of each segment of a row that shares; each at least 1.
             num_padding: tokens appended after the last document.
             labels: (total_tokens,) or (1, total_tokens) int64 on the host, `IGNORE_INDEX` where no loss is counted.
                 First tokens of a document are never counted: nothing precedes them.
+            shared: the keys of the segments, the padded tail among them.
 
         Raises:
             ValueError: no document, a length below 1, or labels of another length than the row.
         """
-        lengths = tuple(int(length) for length in seq_lengths)
-        if not lengths:
+        lengths: Ints = np.asarray(seq_lengths, dtype=np.int64)
+        if not lengths.size:
             raise ValueError("seq_lengths is empty: a packed batch needs at least one document")
-        if min(lengths) < 1:
-            raise ValueError(f"seq_lengths has a document of length {min(lengths)}: drop empty documents first")
+        if lengths.min() < 1:
+            raise ValueError(f"seq_lengths has a document of length {lengths.min()}: drop empty documents first")
         if num_padding < 0:
             raise ValueError(f"num_padding={num_padding} is negative: it counts the tokens after the last document")
-        segments = torch.tensor([*lengths, num_padding] if num_padding else lengths)
-        cu_seqlens = torch.zeros(len(segments) + 1, dtype=torch.int32)
-        torch.cumsum(segments, 0, out=cu_seqlens[1:])
-        total = int(segments.sum())
-        position_ids = (torch.arange(total) - torch.repeat_interleave(cu_seqlens[:-1].long(), segments))[None]
-        positions = loss_labels = None
+        segments = np.append(lengths, num_padding) if num_padding else lengths
+        ends = segments.cumsum()
+        total = int(ends[-1])
+        # A running sum that falls back to 0 where a segment starts.
+        places: Ints = np.ones(total, np.int64)
+        places[0] = 0
+        places[ends[:-1]] = 1 - segments[:-1]
+        places.cumsum(out=places)
+        loss_positions = loss_labels = None
         if labels is not None:
-            flat = labels.reshape(-1)
-            if flat.numel() != total:
-                raise ValueError(f"labels has {flat.numel()} tokens, the row has {total}: one label per token")
-            counted = flat[1:].ne(IGNORE_INDEX) & position_ids[0, 1:].ne(0)
+            flat = labels.numpy().reshape(-1)
+            if flat.size != total:
+                raise ValueError(f"labels has {flat.size} tokens, the row has {total}: one label per token")
+            counted = (flat[1:] != IGNORE_INDEX) & (places[1:] != 0)
             counted[total - num_padding - 1 :] = False
-            positions = counted.nonzero().squeeze(1)
-            loss_labels = flat[1:][counted]
+            predicting = counted.nonzero()[0]
+            loss_positions, loss_labels = torch.from_numpy(predicting), torch.from_numpy(flat[1:][predicting])
+        if shared is not None:
+            places += np.repeat(shared.prefix_lengths, segments)
+        position_ids = torch.from_numpy(places[None])
         return cls(
-            seq_lengths=lengths,
+            seq_lengths=tuple(lengths.tolist()),
             num_padding=num_padding,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=torch.from_numpy(np.append(0, ends).astype(np.int32)),
             position_ids=position_ids,
-            seq_idx=torch.repeat_interleave(torch.arange(len(segments), dtype=torch.int32), segments)[None],
+            seq_idx=torch.from_numpy(np.arange(len(segments), dtype=np.int32).repeat(segments)[None]),
             max_seqlen=int(segments.max()),
-            loss_positions=positions,
+            loss_positions=loss_positions,
             loss_labels=loss_labels,
             labels=TensorVersion.of(labels) if labels is not None else None,
             positions=TensorVersion.of(position_ids),
+            shared=shared,
         )
 
     @property

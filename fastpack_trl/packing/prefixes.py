@@ -7,15 +7,13 @@ documents, one that is contained in another, common prefixes, and prefixes of pr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, TensorVersion
+from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch
 from fastpack_trl.packing.packed_inputs import IntArray
 from fastpack_trl.packing.shared_keys import SharedKeys
 
@@ -40,15 +38,6 @@ class SharedRow(NamedTuple):
     """(document_tokens,) the token of the row of each token of the documents, one after the other as they came."""
     source_of: IntArray
     """(row_tokens,) one of the documents' tokens that each token of the row is."""
-
-    def with_tail(self, num_padding: int) -> tuple[IntArray, SharedKeys | None]:
-        """Return the lengths of the segments and their keys, the last one padding; None if no segment has a prefix."""
-        tail: IntArray = np.array([num_padding][:num_padding], dtype=np.int64)
-        lengths: IntArray = np.append(self.lengths, tail)
-        if not self.first_positions.any():
-            return lengths, None
-        keys: IntArray = np.append(self.key_index, len(self.source_of) + np.arange(num_padding))
-        return lengths, SharedKeys.of(lengths, np.append(self.first_positions, 0 * tail), keys)
 
 
 def share(ids: NDArray[Any], lengths: Sequence[int] | IntArray, least: int = LEAST_SHARED) -> SharedRow | None:
@@ -93,12 +82,12 @@ def share(ids: NDArray[Any], lengths: Sequence[int] | IntArray, least: int = LEA
 
 def packed_batch(row: SharedRow, *, num_padding: int = 0) -> PackedBatch:
     """Return the metadata of a row and `num_padding` tokens behind it, on the host."""
-    batch = PackedBatch.from_lengths(row.lengths.tolist(), num_padding=num_padding)
-    lengths, shared = row.with_tail(num_padding)
-    if shared is None:
-        return batch
-    position_ids = batch.position_ids + torch.from_numpy(np.repeat(shared.prefix_lengths, lengths))
-    return replace(batch, position_ids=position_ids, positions=TensorVersion.of(position_ids), shared=shared)
+    shared = None
+    if row.first_positions.any():
+        tail: IntArray = np.array([num_padding] if num_padding else [], dtype=np.int64)
+        keys: IntArray = np.append(row.key_index, len(row.source_of) + np.arange(num_padding))
+        shared = SharedKeys.of(np.append(row.lengths, tail), np.append(row.first_positions, 0 * tail), keys)
+    return PackedBatch.from_lengths(row.lengths, num_padding=num_padding, shared=shared)
 
 
 def _neighbours(ids: NDArray[Any], starts: IntArray, sizes: IntArray) -> tuple[IntArray, IntArray]:

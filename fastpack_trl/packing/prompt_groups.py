@@ -127,7 +127,7 @@ def _group(
     shared = share(ids.numpy().ravel()[tokens], lengths, least) if least is not None else None
     copies = None
     if shared is None:
-        batch = PackedBatch.from_lengths(lengths.tolist())
+        batch = PackedBatch.from_lengths(lengths)
     else:
         batch, tokens, positions = packed_batch(shared), tokens[shared.source_of], shared.token_of[positions]
         copies = torch.from_numpy(np.bincount(shared.token_of))[None]

@@ -22,7 +22,8 @@ from fastpack_trl.kernels.gate_form import passes_at_bounds
 from fastpack_trl.lora import projection
 from fastpack_trl.lora.linear import apply_lora
 from fastpack_trl.model.changes import isolated_run, patch_attribute
-from fastpack_trl.model.facts import ModelFeatures, backbones, beside_embeddings, text_model
+from fastpack_trl.model.facts import ModelFeatures, backbones, text_model
+from fastpack_trl.model.sharded import embeddings_put_in
 from fastpack_trl.model.upstream import FakeTensorMode
 from fastpack_trl.moe import experts
 from fastpack_trl.moe.feature import apply_moe
@@ -57,10 +58,10 @@ def layer_costs(
     def decode(tokens: int) -> tuple[Tensor, Tensor]:
         packed = to_transformers_kwargs(batches[tokens]) | {"packed_batch": batches[tokens], "use_cache": False}
         ids = torch.zeros(1, tokens, dtype=torch.long)
-        packed |= beside_embeddings(model, ids)
         leaf = embedding(ids).detach().requires_grad_()
-        with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
-            return leaf, decoder(inputs_embeds=leaf.clone(), **packed)[0]
+        autocast = torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32)
+        with autocast, embeddings_put_in(model, leaf):  # Gemma 4 reads the ids too
+            return leaf, decoder(input_ids=ids, **packed)[0]
 
     with ExitStack() as stack:
         if moe:

@@ -15,8 +15,7 @@ import torch
 from attention_material import LENGTHS, snapshot
 from torch import Tensor
 
-from fastpack_trl.attention.backends import BACKENDS
-from fastpack_trl.attention.install import PackedAttention, _fed, packed_attention, switched
+from fastpack_trl.attention.install import PackedAttention, backend_installed, packed_attention
 from fastpack_trl.attention.interface import AttentionCall
 from fastpack_trl.attention.per_document import PerDocumentLayer
 from fastpack_trl.attention.proof import verify_packing
@@ -122,7 +121,7 @@ def test_metadata_that_does_not_describe_its_row_or_does_not_arrive_is_named() -
     model = tiny_model("stablelm")
     features = replace(read_features(model), gap="")
     handle = PackedAttention(Choice("per_document", ""), features)
-    with switched(model, features), _fed(model, BACKENDS["per_document"], handle):
+    with backend_installed(model, handle):
         with pytest.raises(PackingError, match="drop keywords; set packing=False"):
             forward(model)
 

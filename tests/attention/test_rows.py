@@ -25,7 +25,7 @@ from attention_material import (
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from shared_material import path_of, tree_row, trees
-from static_attention import STATIC_KINDS, assert_as_plain, tensors_of
+from static_attention import STATIC_KINDS, assert_as_plain
 from static_material import bucket_for, rows, to_static
 from static_material import make_inputs as collated
 from torch import Tensor
@@ -39,7 +39,7 @@ from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.attention.interface import AttentionCall, shared_refusal
 from fastpack_trl.attention.per_document import PerDocument
 from fastpack_trl.attention.reference import additive, band_mask, document_attention
-from fastpack_trl.attention.varlen_common import RowInputs, RowLayer, fold_sinks, gather_keys, sink_gradient
+from fastpack_trl.attention.varlen_common import RowInputs, fold_sinks, gather_keys, sink_gradient
 from fastpack_trl.errors import PackingError
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
@@ -345,23 +345,6 @@ def test_on_cuda_tail_empty_segments_and_surplus_keys_change_nothing(kind: str, 
         inputs = collated([90, 1, 130, 60, 200, 40], seed=seed, shared=shared).to("cuda")
         static = to_static(inputs, bucket_for(inputs, tail=219, keys=150, segments=3, longer=longer))
         assert_as_plain(static, inputs, kind, "varlen", device="cuda", dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize("kind", STATIC_KINDS)
-def test_twin_shows_what_the_kernel_leaves_uninitialised(kind: str) -> None:
-    lengths, longest = [3, 7, 2], 4
-    tokens, ends = sum(lengths), torch.tensor([0, 3, 10, 12], dtype=torch.int32)
-    query, key, value, *sinks = tensors = tensors_of(tokens + 2, sinks="sinks" in STATIC_KINDS[kind])
-    call = AttentionCall(query, key, value, SCALE, STATIC_KINDS[kind].get("window"), sinks[0] if sinks else None)
-    out = RowLayer("varlen", ends, longest, ends, longest).attend(call)
-    grads = torch.autograd.grad(out, tensors, torch.zeros_like(out))  # 0 x NaN is NaN
-    missing = torch.zeros(tokens + 2, dtype=torch.bool)
-    missing[3:10] = missing[tokens:] = True
-    assert torch.equal(out[0].isnan().all(dim=(1, 2)), missing)
-    assert torch.equal(out[0].isnan().any(dim=2).any(dim=1), missing)
-    for grad in grads[:3]:
-        assert torch.equal(grad[0].isnan().any(dim=2).any(dim=0), missing)
-    assert all(grad.isnan().all() for grad in grads[3:])
 
 
 def test_only_kernels_over_a_row_take_static_batches_up_to_where_int32_ends() -> None:

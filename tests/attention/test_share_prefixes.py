@@ -153,7 +153,7 @@ def dropping(rate: float) -> dict[str, Any]:
         ({"model": hooked()}, "may expect the rows that TRL makes"),
         ({"family": "granitemoehybrid"}, ""),
         ({"data": "ids"}, "little to share, tokens computed: 100% of the documents' tokens"),
-        (dropping(0.05), "dropout or noise of 0.05 would be the same"),
+        (dropping(0.05), "lora_dropout 0.05 would be the same on a prefix"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

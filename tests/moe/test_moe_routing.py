@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import weakref
 from typing import Any
 
 import pytest
@@ -36,12 +35,6 @@ def test_plan_groups_slots_by_expert_keeps_their_order_and_inverts(
     assert plan.perm.index_select(0, plan.inverse.reshape(-1)).tolist() == list(range(len(flat)))
     assert {tensor.dtype for tensor in plan} == {torch.int32}
     assert torch.equal(plan.ids, ids.int())
-
-
-def test_example_of_the_docstring() -> None:
-    plan = routing_plan(torch.tensor([[1, 0], [1, 2]]), 3)
-    assert [tensor.tolist() for tensor in plan] == [[1, 0, 2, 3], [[1, 0], [2, 3]], [0, 1, 1, 2], [1, 3, 4]]
-    assert plan.token.tolist() == [0, 0, 1, 1]
 
 
 def train_on_two_batches(model: Any, order: str) -> dict[str, torch.Tensor]:
@@ -82,18 +75,6 @@ def test_what_runs_on_a_model_stays_if_nobody_keeps_the_report() -> None:
     assert [state.sorts for state in states] == [1, 1]
     wrappers = [module for module in model.modules() if type(module).__name__ == "ParamWrapper"]
     assert ["forward" in vars(wrapper) for wrapper in wrappers].count(True) == 2
-
-
-def test_revert_leaves_nothing() -> None:
-    model = adapted()
-    before = [set(vars(module)) for module in model.modules()]
-    report = apply_moe(model)
-    assert [set(vars(module)) for module in model.modules()] != before
-    held = weakref.ref(report._stack)
-    report.revert()
-    assert [set(vars(module)) for module in model.modules()] == before
-    del report
-    assert held() is None
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "expert-lora"])

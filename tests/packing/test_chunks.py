@@ -49,11 +49,3 @@ def test_reach_is_the_most_chunks_that_a_document_enters(length: int) -> None:
     assert chunks.longest >= length
     entered = [(start + length - 1) // CHUNK - start // CHUNK for start in range(CHUNK)]
     assert chunks._replace(longest=length).reach == max(entered)
-
-
-def test_split_and_join_are_inverse() -> None:
-    chunks, tokens = chunks_of(PackedBatch.from_lengths((70, 30))), torch.randn(100, 2, 3)
-    parts = chunks.split(tokens, torch.float64)
-    assert (parts.shape, parts.dtype, parts.is_contiguous()) == ((2, 2, CHUNK, 3), torch.float64, True)
-    assert not parts[1, :, 100 - CHUNK :].any()
-    assert torch.equal(chunks.join(parts), tokens.double())

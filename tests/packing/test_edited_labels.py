@@ -21,7 +21,7 @@ from trainer_material import assert_same_log, build, make_dataset
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer, PackingCollator, packed_attention
-from fastpack_trl.packing.batching import packing_collator, plan_batches
+from fastpack_trl.packing.batching import packing_collator
 from fastpack_trl.step.accumulation import merge_inputs
 from fastpack_trl.testing import tiny_model
 
@@ -194,18 +194,6 @@ def test_a_batch_knows_its_edits_whichever_way_it_came(way: str) -> None:
     assert known(inputs) == known(WAYS[way](inputs)) == (False, False)
 
 
-def test_edits_before_the_copy_to_a_device_are_known_after_it() -> None:
-    inputs = PackingCollator(pad_token_id=0)([ROW])
-    assert inputs["packed_batch"].to("meta").describes(inputs["input_ids"], inputs["position_ids"])
-    assert known(inputs.to("meta")) == (True, True)
-    inputs["labels"][0, 3:5] = -100
-    assert known(inputs.to("meta")) == (False, True)
-    inputs["position_ids"].add_(1)
-    assert known(inputs.to("meta")) == (False, False)
-    alone = inputs["packed_batch"].to("meta")
-    assert not alone.describes(inputs["input_ids"], alone.position_ids)
-
-
 def test_tensors_without_a_counter_are_known_by_identity() -> None:
     with torch.inference_mode():
         inputs = copy.deepcopy(PackingCollator(pad_token_id=0)([ROW]))
@@ -255,33 +243,6 @@ def test_edited_positions_are_named_once_under_the_stock_trainer(caplog: pytest.
     expected = model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], use_cache=False).logits
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     assert sum(MOVED in record.getMessage() for record in caplog.records) == 1
-
-
-SEE_BATCHES = [
-    "compute_loss", "training_step", "prediction_step", "_prepare_inputs", "_prepare_input", "get_batch_samples",
-    "_get_num_items_in_batch", "get_train_dataloader", "get_eval_dataloader", "_get_dataloader", "_inner_training_loop",
-    "_run_epoch", "evaluation_loop", "floating_point_ops", "_track_num_input_tokens", "compute_loss_context_manager",
-]  # fmt: skip
-
-
-def test_methods_that_see_batches_get_one_document_per_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer, shapes = build(FastSFTTrainer, tmp_path, data="tokens", max_steps=2, eval_strategy="no"), []
-    assert trainer.fastpack_report["batches"].path == "padding-free"
-    for name in SEE_BATCHES:
-        with monkeypatch.context() as patch:
-            patch.setattr(trainer, name, lambda *args: None)
-            reason = plan_batches(trainer, "per_document", flattens=True).reason
-            assert reason == f"{name} of FastSFTTrainer may expect the rows that TRL makes"
-    compute_loss = trainer.compute_loss
-
-    def own(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        shapes.append(len(inputs["input_ids"]))
-        return compute_loss(model, inputs, *args, **kwargs)
-
-    trainer.compute_loss = own  # seen when training begins
-    trainer.train()
-    assert shapes == [4, 4]
-    assert "may expect the rows that TRL makes" in trainer.fastpack_report["batches"].reason
 
 
 @pytest.mark.parametrize("merged", [False, True], ids=["", "merged"])

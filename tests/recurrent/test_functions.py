@@ -214,16 +214,6 @@ def test_no_document_depends_on_another_not_even_by_rounding(name: str, form: No
         assert torch.equal(torch.cat(outs)[271:], ours(name, MIXED)(poisoned)[271:])
 
 
-@pytest.mark.parametrize("size", [8, 16, 64])
-def test_merged_blocks_invert_keys_that_are_all_alike(size: int) -> None:
-    """The product of powers over a whole chunk is off by eight orders there."""
-    keys = F.normalize(torch.randn(3, 2, size, 16) * 0.1 + 1, dim=-1)
-    lower = (keys @ keys.mT).tril(-1)
-    right = torch.linalg.inv(torch.eye(size, dtype=torch.float64) + lower.double())
-    assert distance(solve.merged_inverse(lower), right) <= 10 * distance(solve.chunk_inverse(lower), right) + 1e-6
-    assert not solve.merged_inverse(lower).triu(1).any()
-
-
 @pytest.mark.parametrize("count", [2, 4, 7, 10])
 def test_states_by_doubling_equal_those_chunk_by_chunk(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without decays, which would hide a level that is missing."""

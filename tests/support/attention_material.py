@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -77,28 +76,6 @@ def one_by_one(
             loss.backward()
             total += loss.item()
     return total, gradients(reference)
-
-
-def leaks_of_stock(model: Any) -> set[tuple[int, int]]:
-    """Pairs of documents of a packed row: other tokens in the first change the logits of the second under stock."""
-    ids, _, batch = make_row()
-    kwargs = to_transformers_kwargs(batch)
-    lengths = batch.seq_lengths
-    parts = [(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)]
-
-    def logits(row: Tensor) -> Tensor:
-        with torch.no_grad():
-            return model(input_ids=row, use_cache=False, **kwargs).logits[0]
-
-    before, leaks = logits(ids), set()
-    for source, (start, stop) in enumerate(parts):
-        other = ids.clone()
-        other[0, start:stop] = 99 - other[0, start:stop]
-        after = logits(other)
-        for target, (first, end) in enumerate(parts):
-            if source != target and not torch.allclose(before[first:end], after[first:end], atol=1e-6):
-                leaks.add((source, target))
-    return leaks
 
 
 def assert_packed_equals_separate(
