@@ -1,4 +1,4 @@
-"""The notebooks: stored with the outputs of their cells, and run in small, top to bottom, on the CPU without network."""
+"""The notebooks: stored with the outputs of their cells, and run in small on the CPU without network."""
 
 from __future__ import annotations
 
