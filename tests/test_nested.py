@@ -8,17 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from moe_material import moe_model
 from peft import LoraConfig
 from side_by_side import assert_equal
-from torch import Tensor
 from trainer_material import assert_same_log, build, callback, figures, make_dataset, train
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.attention.install import packed_attention
-from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.testing import tiny_model
 
 LIBRARIES = ("accelerate", "bitsandbytes", "datasets", "peft", "torch", "transformers", "trl")
@@ -89,34 +85,6 @@ def test_experts_and_a_leaking_family_nest_too(tmp_path: Path) -> None:
         assert trainer.fastpack_proof is not None
         assert trainer.fastpack_proof.proven
     assert_restored(first.model, "eager")
-
-
-def packed(model: Any, batch: PackedBatch) -> Tensor:
-    ids = torch.arange(batch.total_tokens)[None] % 90
-    logits: Tensor = model(input_ids=ids, use_cache=False, packed_batch=batch, **to_transformers_kwargs(batch)).logits
-    return logits.detach()
-
-
-@pytest.mark.parametrize("first_out", [0, 1])
-@pytest.mark.parametrize("inner_path", ["per_document", "sdpa"])
-def test_the_model_is_restored_with_the_last_who_leaves(inner_path: str, first_out: int) -> None:
-    model = tiny_model("gpt_oss").eval()
-    before = [sorted(vars(module)) for module in model.modules()]
-    batch = PackedBatch.from_lengths((9, 3, 7))
-    with packed_attention(model):
-        expected = packed(model, batch)
-    stacks = [ExitStack(), ExitStack()]
-    stacks[0].enter_context(packed_attention(model))
-    attention = stacks[1].enter_context(packed_attention(model, inner_path))
-    assert attention.features.implementation == "eager"
-    torch.testing.assert_close(packed(model, batch), expected)
-    stacks[first_out].close()
-    batch.clear_derived()
-    torch.testing.assert_close(packed(model, batch), expected)
-    stacks[1 - first_out].close()
-    assert_restored(model, "eager")
-    assert [sorted(vars(module)) for module in model.modules()] == before
-    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def library_state() -> dict[tuple[str, ...], Any]:

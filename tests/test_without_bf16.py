@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -202,25 +201,3 @@ def test_stock_ends_in_its_first_step_with_adapters_in_bf16_and_ours_trains(tmp_
         assert "bf16 -> fp32" in trainer.fastpack_report.facts["adapters"]
         trainer.train()
         assert len(trainer.state.log_history) >= 4
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("compute", [torch.float16, torch.float32])
-def test_the_compute_dtype_of_a_4_bit_base_under_bf16_autocast_is_peft_s_on_cuda(compute: torch.dtype) -> None:
-    """Below and above the number of rows up to which bitsandbytes multiplies in its own dtype."""
-    stock = quantised("nf4", nested=True, dtype=torch.float16, compute=compute)
-    stock = stock.base_model.model.model.layers[0].mlp.up_proj.cuda()
-    fast = copy.deepcopy(stock)
-    apply_lora(fast, compute_dtype=torch.bfloat16)
-    for rows in (1, 100, 512, 513, 3000):
-        results = []
-        for layer in (stock, fast):
-            torch.manual_seed(rows)
-            leaf = torch.randn(rows, 64, device="cuda", dtype=torch.float16).requires_grad_()
-            with torch.autocast("cuda", dtype=torch.bfloat16):
-                out = layer(leaf)
-            out.float().sin().sum().backward()
-            results.append((out, leaf.grad))
-        for theirs, ours in zip(*results, strict=True):
-            assert ours.dtype == theirs.dtype, (rows, compute)
-            torch.testing.assert_close(ours.float(), theirs.float(), rtol=0.02, atol=0.02)
