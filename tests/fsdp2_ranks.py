@@ -32,7 +32,6 @@ from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.compile.layers import compiled_layers
 from fastpack_trl.config import Settings
 from fastpack_trl.errors import PackingError
-from fastpack_trl.step import merge_accumulation as merging
 from fastpack_trl.testing import tiny_model
 
 FOLDER = Path(sys.argv[1] if len(sys.argv) > 1 else "/tmp")
@@ -90,10 +89,7 @@ def steps() -> None:
     cast = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True, output_dtype=torch.bfloat16)
     low: Options = {"plugin": {"mixed_precision_policy": cast}, "learning_rate": 0.0, "rtol": 2**-6}
     full: Options = {"again": True, "eval_strategy": "steps", "eval_steps": 2, "family": "llama"}
-    for options in (
-        full, full | {"tied": True}, full | {"lora": LINEAR}, full | {"family": "qwen3_moe"},
-        low, low | {"family": "llama", "lora": LINEAR},
-    ):  # fmt: skip
+    for options in (full | {"tied": True}, full | {"lora": LINEAR}, full | {"family": "qwen3_moe"}, low):
         report = both(gradient_accumulation_steps=2, fast={"verify_packing": "off"}, **options).fastpack_report
         assert "loss" in report["sync_free"].path, report.table()
         assert "lora" not in options or report["lora"].path == "fast", report.table()
@@ -123,16 +119,15 @@ def look(state: Any, model: Any) -> None:
 @case
 def memory() -> None:
     """Levels by name, by a budget that one process has less of, and offloaded layer inputs."""
-    gathered = "weights gathered once a step"
     for options, fast, level in (
-        ({}, {"activation_memory": "checkpoint"}, "checkpoint"),
         ({"lora": LINEAR}, {"activation_memory": "keep"}, "keep"),
         ({}, {"activation_memory_gib": 1.0 if dist.get_rank() else 2e-4}, "checkpoint"),
     ):
         ours = both(gradient_checkpointing=True, gradient_accumulation_steps=2, fast=fast, **options)
         assert ours.fastpack_run.get_state(ActivationMemory) is None, "kept after the run"
         line = ours.fastpack_report["activation_memory"]
-        assert (line.status, line.path, gathered in line.reason) == ("on", level, level == "keep"), line
+        gathered = "weights gathered once a step" in line.reason
+        assert (line.status, line.path, gathered) == ("on", level, level == "keep"), line
     # Between the backward pass and the step, whose weights the next pass must have. FSDP keeps the head whole by itself
     # for a look under stock: so ours with and without.
     looks = callback("on_pre_optimizer_step", look)
@@ -140,7 +135,7 @@ def memory() -> None:
         trained(make(FastSFTTrainer, gradient_checkpointing=True, callbacks=[looks], fast=fast))
         for fast in ({"activation_memory_gib": 1.0}, {"activation_memory": "off"})
     ]
-    assert gathered in looked[0].fastpack_report["activation_memory"].reason
+    assert "weights gathered once a step" in looked[0].fastpack_report["activation_memory"].reason
     assert_same_log(looked[0], looked[1], rtol=1e-6, atol=1e-7)
     both(gradient_checkpointing=True, max_grad_norm=0.05, fast={"activation_memory_gib": 1.0})
     feature.offload_unavailable = lambda device: ""  # type: ignore[assignment]
@@ -188,55 +183,12 @@ def proof() -> None:
 
 @case
 def experts() -> None:
-    """Trained, frozen beside LoRA on the attention, and with LoRA on their stacks."""
+    """Trained, and with LoRA on their stacks."""
     stacks = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
-    for lora in (None, {"target_modules": ["q_proj", "v_proj"]}, stacks):
+    for lora in (None, stacks):
         options = {"family": "qwen3_moe", "lora": lora, "gradient_checkpointing": lora is not None}
         line = both(fast={"moe": "on", "verify_packing": "off"}, **options).fastpack_report["moe"]
         assert (line.status, line.path) == ("on", "fastpack"), line
-
-
-class Counts:
-    """Counts the forward passes of each step."""
-
-    __module__ = "transformers.test"  # no hook of the user
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-
-    def begin(self, state: Any, model: Any) -> None:
-        if not self.steps:
-            model.get_input_embeddings().register_forward_pre_hook(self)
-        self.steps.append(0)
-
-    def __call__(self, *_: Any) -> None:
-        self.steps[-1] += 1
-
-
-def hook_one_rank(state: Any, model: Any) -> None:
-    if state.global_step == 1 and dist.get_rank() == 0:
-        model.register_forward_hook(lambda *_: None)
-
-
-@case
-def merged() -> None:
-    """Four micro-batches (three at the end of an epoch) as one row, as two where that has room, or one by one."""
-    hooks = callback("on_step_begin", hook_one_rank)
-    for fast, callbacks, expected in (
-        ({"merge_accumulation": "on"}, [], [1, 1, 1, 1]),
-        ({}, [], [2, 2, 2, 2]),
-        ({"merge_accumulation": "on"}, [hooks], [1, 4, 3, 4]),
-    ):
-        merging.CPU_ROW_NUMBERS = 2 * 48 * 32  # type: ignore[misc]
-        counts: list[Counts] = []
-
-        def counting(counts: list[Counts] = counts) -> Any:
-            counts.append(Counts())
-            return callback("on_step_begin", counts[-1].begin)()
-
-        options: Options = {"lora": LINEAR, "gradient_accumulation_steps": 4, "max_steps": 4}
-        ours = both(callbacks=[counting, *callbacks], fast=fast, **options)
-        assert counts[0].steps == expected, (counts[0].steps, ours.fastpack_report.table())
 
 
 @case

@@ -1,4 +1,4 @@
-"""Every command and code block of the pages: run on the CPU with small local files, or listed here with the reason.
+"""Every command and code block of the pages: run in small or parsed, or listed here with the reason.
 
 A block is known by what it is, not by its page. A new one that nothing here runs or lists fails.
 """
@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,12 @@ import yaml
 from datasets import Dataset
 from pages import PAGES, ROOT, Block, all_blocks, blocks, commands, free_names, inline_commands, sides
 from peft import LoraConfig
-from sft_material import make_tokenizer as byte_tokenizer
 from sft_material import save_model, write_jsonl, write_yaml
-from sft_material import settings as tiny_settings
-from trainer_material import TEMPLATE, make_dataset, make_tokenizer
+from trainer_material import make_dataset, make_tokenizer
 from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
 
-from fastpack_trl.cli.main import _parser, main
+from fastpack_trl.cli.main import _parser
 from fastpack_trl.recipe.arguments import make_parser, parse
 from fastpack_trl.recipe.methods import METHODS
 from fastpack_trl.testing import tiny_model
@@ -48,7 +45,7 @@ SMALLER = {
     '"max_length": 4096': '"max_length": 64',
     'output_dir="out"': 'output_dir="out", **tiny',
     '"output_dir": "out"': '"output_dir": "out", **tiny',
-    "compare(build)": "compare(build, timed=1, warmup=2, rounds=1, progress=False)",
+    "compare(build)": "compare(build, timed=1, warmup=1, rounds=1, progress=False)",
 }
 """Text of a Python block -> what runs in its place."""
 
@@ -58,28 +55,8 @@ RUN_ELSEWHERE = ('"""The feature `deterministic`', '"""Packed attention in plain
 ALONE = "# In a process of its own.\n"
 """How a Python block begins that changes its process."""
 
-OVERRIDES = "--max_steps 2 --max_length 64 --disable_tqdm true"
-SMALL_RUN = r"--config ((configs/)?quickstart|my)\.yaml"
-RUN: dict[str, str] = {
-    rf"fastpack-trl sft {SMALL_RUN}( --output_dir \w+)?": OVERRIDES,
-    r"fastpack-trl init [\w.-]+": "--force",
-    r"fastpack-trl verify --model path/to/model( --attn \w+)?": "",
-    rf"fastpack-trl doctor {SMALL_RUN}": "",
-    rf"fastpack-trl bench {SMALL_RUN} --json [\w.]+( --plot [\w.]+)?": f"--rounds 1 --steps 1 --warmup 1 {OVERRIDES}",
-}
-"""Commands that run here, with what makes them small."""
-
-PARSED = (
-    r"fastpack-trl sft .*--(accelerate_config|num_processes) .*",  # several processes
-    r"fastpack-trl sft --config configs/.*",  # need a GPU: tests/recipe/test_configs.py trains these files in small
-    r"fastpack-trl (sft|dpo|reward|kto|grpo|rloo)",  # an option of a file
-    r"fastpack-trl (sft --help|doctor|doctor --config \S+ (--audit|--gpu .*)|init|convert theirs\.yaml)",  # tests/cli
-    r"fastpack-trl verify.*",
-    r"fastpack-trl bench( --config \S+|.* --(baseline|ablate|profile)\b.*)?",
-    r"fastpack-trl (merge|generate)( .*)?",  # need a run: tests/recipe/test_trained.py
-    r"python -m benchmarks (run|micro|memory_caps|tables) ?.*",  # minutes: tests/benchmarks/ runs each in small
-)
-"""Commands of ours that are parsed here and run elsewhere."""
+OURS = r"fastpack-trl( .*)?|python -m benchmarks .*"
+"""Commands that are parsed here; tests/cli, tests/recipe, tests/benchmarks and the notebooks run them in small."""
 
 LISTED = (
     r"make [\w-]+( ARGS=.*)?|(\S*/)?(python3? -m )?pip install .*",  # install
@@ -90,10 +67,6 @@ LISTED = (
 """Commands of others, which do not run."""
 
 
-def is_in(patterns: Iterable[str], line: str) -> bool:
-    return any(re.fullmatch(pattern, line) for pattern in patterns)
-
-
 def ours(line: str) -> str:
     """Return the line with ``fastpack-trl`` of any environment as the bare name."""
     return re.sub(r"^\S*/bin/fastpack-trl\b", "fastpack-trl", line)
@@ -101,23 +74,14 @@ def ours(line: str) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A place with what the pages name: a model, data, ``my.yaml``, ``configs/``."""
+    """A place with what the pages name: models and data."""
     place = tmp_path_factory.mktemp("pages")
     save_model(place / "model")
-    quickstart = place / "quickstart-output"
-    tokenizer = byte_tokenizer(pad_token="<pad>", eos_token="<eos>")
-    tokenizer.chat_template = TEMPLATE
-    save_model(quickstart / "model", tokenizer=tokenizer)
-    for split, count in {"train": 24, "test": 4}.items():
-        write_jsonl(quickstart / "data" / f"{split}.jsonl", list(make_dataset("conversational", count)))
     tiny_model("qwen3_moe").save_pretrained(place / "experts")
     make_tokenizer().save_pretrained(place / "experts")
     write_jsonl(place / "data.jsonl")
     (place / "path" / "to").mkdir(parents=True)
     (place / "path" / "to" / "model").symlink_to(place / "model")
-    (place / "configs").symlink_to(ROOT / "configs")
-    shutil.copy(ROOT / "configs" / "quickstart.yaml", place)
-    write_yaml(place / "my.yaml", tiny_settings(place / "model", place / "data.jsonl", place / "out"))
     return place
 
 
@@ -213,27 +177,20 @@ def test_options_of_the_migration_tables_exist() -> None:
     assert named <= known, named - known
 
 
-def test_every_command_is_run_parsed_or_listed() -> None:
-    unknown = [line for line in commands() if not is_in((*RUN, *PARSED, *LISTED), ours(line))]
-    unknown += [line for line in inline_commands() if not is_in((*RUN, *PARSED), line)]
-    assert not unknown, "add each to RUN, PARSED or LISTED"
+def test_every_command_is_parsed_or_listed() -> None:
+    unknown = [line for line in map(ours, commands()) if not re.fullmatch(f"{OURS}|{'|'.join(LISTED)}", line)]
+    assert not unknown, "add each to LISTED"
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for line in commands():
         if target := re.fullmatch(r"make ([\w-]+).*", line):
             assert re.search(rf"^{target[1]}:", makefile, re.MULTILINE), line
 
 
-@pytest.mark.parametrize("line", [line for line in commands() if is_in(RUN, line)])
-def test_a_command_runs(line: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    more = next(more for pattern, more in RUN.items() if re.fullmatch(pattern, line))
-    assert main([*shlex.split(line)[1:], *shlex.split(more)]) == 0, capsys.readouterr().err
-
-
 WORDS = dict.fromkeys([*(ours(line) for line in commands()), *inline_commands()])
 
 
-@pytest.mark.parametrize("line", [line for line in WORDS if is_in(PARSED, line)])
-def test_a_command_that_is_not_run_is_parsed(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("line", [line for line in WORDS if re.fullmatch(OURS, line)])
+def test_a_command_is_parsed(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     program, *words = shlex.split(line)
     if program == "python":
@@ -242,7 +199,9 @@ def test_a_command_that_is_not_run_is_parsed(line: str, monkeypatch: pytest.Monk
         return
     command, *rest = words
     if command in METHODS:
-        if "--config" in rest and (ROOT / rest[rest.index("--config") + 1]).is_file():
+        if "--config" in rest:
+            file = rest.index("--config") + 1
+            rest[file] = rest[file] if (ROOT / rest[file]).is_file() else "configs/quickstart.yaml"
             launch = parse([*rest, "--use_cpu"]).launch
             assert ("--accelerate_config" in rest) == "".join(launch[:1]).startswith("--config_file=")
         return

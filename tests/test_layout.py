@@ -10,14 +10,13 @@ from dataclasses import fields
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from trl import SFTConfig
 
 import fastpack_trl
 from fastpack_trl.cli.main import COMMANDS
-from fastpack_trl.config import _CHOICES, Settings
+from fastpack_trl.config import Settings
 from fastpack_trl.features import FEATURES
 from fastpack_trl.run.decisions import DECIDED, Decisions
 
@@ -166,20 +165,7 @@ def test_the_graph_knows_the_commands_and_the_top_level_has_ten_files_each_of_on
     assert not {name: count for name, count in long.items() if count > 400}
 
 
-RUNNING = {"attention", "lora", "moe", "checkpointing", "compile", "step", "capture", "features", "callbacks"}
-RUNNING |= {"trainer", "run"}
-"""Rooms and files that serve features."""
-SHOWING = ("fastpack_trl.trainer", "fastpack_trl.callbacks.save_report")
-"""Those that hand the report on to people; nothing is decided there."""
-WRITES = ("add", "remark", "facts")
-"""What a feature asks of a report."""
-
-
-def is_settings(owner: ast.expr) -> bool:
-    return ast.unparse(owner).split(".")[-1] in ("settings", "self", "install")  # the last is a module
-
-
-def test_each_decision_of_a_run_has_one_writer() -> None:
+def test_each_decision_of_a_run_has_one_writer_and_the_step_one_override() -> None:
     writers: dict[str, set[str]] = {name: set() for name in DECIDED}
     for module, path in modules().items():
         for node in nodes_of(path):
@@ -193,6 +179,8 @@ def test_each_decision_of_a_run_has_one_writer() -> None:
                 ) if ast.unparse(owner).split(".")[-1].removeprefix("_") in ("run", "fastpack_run"):
                     writers.get(name, set()).add(module)
     assert {name: sorted(found) for name, found in writers.items() if len(found) != 1} == {}
+    steps = [module for module, path in modules().items() if "def training_step(" in path.read_text(encoding="utf-8")]
+    assert steps == ["fastpack_trl.trainer"]
 
 
 def test_what_is_decided_cannot_be_decided_again_while_steps_run() -> None:
@@ -203,51 +191,12 @@ def test_what_is_decided_cannot_be_decided_again_while_steps_run() -> None:
     decisions.training = False
 
 
-def test_one_training_step_is_overridden() -> None:
-    places = [(module, node) for module, path in modules().items() for node in nodes_of(path)]
-    defined = [module for module, node in places if isinstance(node, ast.FunctionDef) and node.name == "training_step"]
-    assert defined == ["fastpack_trl.trainer"]
-
-
-def test_settings_have_one_default_whoever_reads_them() -> None:
-    """A plain `SFTConfig` has none of our fields: `Settings.of` reads both, once, and features read the `Run`."""
+def test_a_plain_config_has_the_defaults_of_ours() -> None:
+    """It has none of our fields: `Settings.of` reads both kinds, once, and features read the `Run`."""
     own = {field.name: field.default for field in fields(Settings)}
-    assert own.keys() == {one.name for one in fields(fastpack_trl.FastSFTConfig)} - {
-        one.name for one in fields(SFTConfig)
-    }
     assert vars(Settings.of(SFTConfig(use_cpu=True))) == own
-    for name, default in own.items():
-        other = next((choice for choice in _CHOICES.get(name, ()) if choice != default), "")
-        given = {float: 2.0, int: 2, type(None): 2.0, str: other}[type(default)]
-        assert getattr(Settings.of(SimpleNamespace(**{name: given})), name) == given
     config = fastpack_trl.FastSFTConfig(use_cpu=True)
     assert Settings.of(config) is config
-
-
-def test_features_ask_the_run_and_nothing_else_for_settings_and_decisions() -> None:
-    own = {field.name for field in fields(Settings)}
-    wrong = []
-    for module, path in modules().items():
-        if module == "fastpack_trl" or room_of(module) not in RUNNING:
-            continue
-        nodes = nodes_of(path)
-        asked = {id(node.value): node.attr for node in nodes if isinstance(node, ast.Attribute)}
-        called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
-        for node in nodes:
-            match node:
-                case ast.Call(func=ast.Name("getattr"), args=[_, ast.Constant(str() as name), *_]) if name in own:
-                    wrong.append((path.name, node.lineno, f"getattr(..., {name!r})"))
-                case ast.Attribute(value=owner, attr=name) if name in own and not is_settings(owner):
-                    wrong.append((path.name, node.lineno, f"{ast.unparse(owner)}.{name}"))
-                case ast.Attribute(attr="report" | "fastpack_report", ctx=ast.Load()):
-                    used = id(node) in called or asked.get(id(node)) in WRITES  # a method of a plan has that name too
-                    if not used and module not in SHOWING:
-                        wrong.append((path.name, node.lineno, "the report, read or handed on"))
-                case ast.Attribute(attr="lines") if id(node) not in called:
-                    wrong.append((path.name, node.lineno, "lines of the report"))
-                case ast.arg(arg="trainer" | "owner", annotation=ast.Name("Any")):
-                    wrong.append((path.name, node.lineno, f"{node.arg}: Any"))
-    assert not wrong
 
 
 def test_features_are_functions_of_a_run_named_after_their_setting() -> None:

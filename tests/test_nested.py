@@ -8,18 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from moe_material import moe_model
 from peft import LoraConfig
 from side_by_side import assert_equal
-from torch import Tensor
 from trainer_material import assert_same_log, build, callback, figures, make_dataset, train
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.attention.install import packed_attention
-from fastpack_trl.errors import PackingError
-from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.testing import tiny_model
 
 LIBRARIES = ("accelerate", "bitsandbytes", "datasets", "peft", "torch", "transformers", "trl")
@@ -59,20 +54,19 @@ def assert_restored(model: Any, implementation: str) -> None:
 
 @pytest.mark.parametrize(
     ("calls", "options"),
-    [((), {}), (("evaluate",), {}), (ALL, {}), (ALL, {"gradient_accumulation_steps": 2}), (ALL, {"bf16": True})],
+    [((), {}), (ALL, {}), (ALL, {"gradient_accumulation_steps": 2})],
     ids=str,
 )
 def test_a_trainer_made_in_a_callback_of_another_logs_as_stocks_do(
     tmp_path: Path, calls: tuple[str, ...], options: dict[str, Any]
 ) -> None:
     *_, expected = nested(SFTTrainer, SFTTrainer, tmp_path / "stock", calls, **options)
-    rtol = 2e-2 if "bf16" in options else 1e-5
     pairs = [(FastSFTTrainer, FastSFTTrainer)]
     if calls == ALL and not options:
         pairs += [(FastSFTTrainer, SFTTrainer), (SFTTrainer, FastSFTTrainer)]
     for outer, inner in pairs:
         first, second, logs = nested(outer, inner, tmp_path / f"{outer.__name__}-{inner.__name__}", calls, **options)
-        assert_equal(logs, expected, rtol, rtol / 5)
+        assert_equal(logs, expected)
         for trainer in (first, second):
             if isinstance(trainer, FastSFTTrainer):
                 assert trainer.fastpack_report["packed_attention"].path == "per_document"
@@ -93,43 +87,6 @@ def test_experts_and_a_leaking_family_nest_too(tmp_path: Path) -> None:
     assert_restored(first.model, "eager")
 
 
-def packed(model: Any, batch: PackedBatch) -> Tensor:
-    ids = torch.arange(batch.total_tokens)[None] % 90
-    logits: Tensor = model(input_ids=ids, use_cache=False, packed_batch=batch, **to_transformers_kwargs(batch)).logits
-    return logits.detach()
-
-
-@pytest.mark.parametrize("first_out", [0, 1])
-@pytest.mark.parametrize("inner_path", ["per_document", "sdpa"])
-def test_the_model_is_restored_with_the_last_who_leaves(inner_path: str, first_out: int) -> None:
-    model = tiny_model("gpt_oss").eval()
-    before = [sorted(vars(module)) for module in model.modules()]
-    batch = PackedBatch.from_lengths((9, 3, 7))
-    with packed_attention(model):
-        expected = packed(model, batch)
-    stacks = [ExitStack(), ExitStack()]
-    stacks[0].enter_context(packed_attention(model))
-    attention = stacks[1].enter_context(packed_attention(model, inner_path))
-    assert attention.features.implementation == "eager"
-    torch.testing.assert_close(packed(model, batch), expected)
-    stacks[first_out].close()
-    batch.clear_derived()
-    torch.testing.assert_close(packed(model, batch), expected)
-    stacks[1 - first_out].close()
-    assert_restored(model, "eager")
-    assert [sorted(vars(module)) for module in model.modules()] == before
-    assert not any(module._forward_pre_hooks for module in model.modules())
-
-
-def test_an_attention_that_is_switched_while_packed_rows_run_is_named() -> None:
-    """Stock's function would read our mask as no mask at all."""
-    model = tiny_model("qwen3")
-    named = pytest.raises(PackingError, match="attn_implementation was set to 'eager' in the middle")
-    with packed_attention(model), named:
-        model.set_attn_implementation("eager")
-        packed(model, PackedBatch.from_lengths((3, 4)))
-
-
 def library_state() -> dict[tuple[str, ...], Any]:
     """Every function and class of the loaded libraries by its place, module or class."""
     found: dict[tuple[str, ...], Any] = {}
@@ -138,24 +95,16 @@ def library_state() -> dict[tuple[str, ...], Any]:
             if callable(value):
                 found[name, key] = value
             if isinstance(value, type) and value.__module__ == name:
-                for inner, member in list(vars(value).items()):
-                    if callable(member) or inner in ("attribute_map", "model_type"):
-                        found[name, key, inner] = dict(member) if isinstance(member, dict) else member
+                members = {inner: member for inner, member in list(vars(value).items()) if callable(member)}
+                found |= {(name, key, inner): member for inner, member in members.items()}
     return found
 
 
 def changed(before: dict[tuple[str, ...], Any]) -> list[tuple[str, ...]]:
-    """Names whose object is another one now, and new members of a class that was there.
-
-    New names of a module do not count: a library imports most of itself on use.
-    """
+    """Names whose object is another one now, and new members of a class: a library imports most of itself on use."""
     now, classes = library_state(), {place[:2] for place in before if len(place) == 3}
-
-    def is_same(place: tuple[str, ...], value: Any) -> bool:
-        return place in now and (now[place] is value or (isinstance(value, dict) and now[place] == value))
-
     added = (place for place in now.keys() - before.keys() if len(place) == 3 and place[:2] in classes)
-    return [*(place for place, value in before.items() if not is_same(place, value)), *added]
+    return [*(place for place, value in before.items() if now.get(place) is not value), *added]
 
 
 def make(cls: type[SFTTrainer], folder: Path, family: str, *, lora: bool = False, **more: Any) -> SFTTrainer:
@@ -166,8 +115,7 @@ def make(cls: type[SFTTrainer], folder: Path, family: str, *, lora: bool = False
     return build(cls, folder, family=family, model=model, trainer=adapters, **options, **more)
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "granitemoe"])
+@pytest.mark.parametrize(("family", "lora"), [("qwen3", False), ("qwen3_moe", True), ("granitemoe", False)])
 def test_training_changes_no_function_or_class_of_a_library(tmp_path: Path, family: str, lora: bool) -> None:
     make(FastSFTTrainer, tmp_path / "first", family, lora=lora, max_steps=1).train()  # loads what is loaded on use
     trainer = make(FastSFTTrainer, tmp_path / "second", family, lora=lora, max_steps=2)
@@ -178,8 +126,7 @@ def test_training_changes_no_function_or_class_of_a_library(tmp_path: Path, fami
     assert changed(before) == []
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "qwen3", "qwen3_moe"])
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize(("family", "lora"), [("gpt_oss", False), ("qwen3", True), ("qwen3_moe", False)])
 def test_a_stock_trainer_inside_of_ours_is_stock(tmp_path: Path, family: str, lora: bool) -> None:
     alone = make(SFTTrainer, tmp_path / "alone", family, lora=lora)
     alone.train()

@@ -41,9 +41,9 @@ def test_the_text_is_large_has_each_docstring_once_and_is_the_same_in_another_pr
     assert getdoc(os.path.join) in answers
     found = {answer for question, answer in text if "`argparse.ArgumentParser`" in question}
     assert found == {getdoc(argparse.ArgumentParser)}
-    code = (  # the bar and `sysconfig` import late: not what is documented
+    code = (
         "import sys, json, ast, inspect, sysconfig, tqdm.auto; from fastpack_trl import quickstart;"
-        "list(tqdm.auto.tqdm([0], disable=None)); sysconfig.get_paths(); before = set(sys.modules);"
+        "list(tqdm.auto.tqdm([0], disable=None)); sysconfig.get_paths(); before = set(sys.modules);"  # imported late
         "found = quickstart.collect(); assert set(sys.modules) == before, 'no module is imported for its text';"
         "open(sys.argv[1], 'w', encoding='utf-8').write(json.dumps(found))"
     )
@@ -59,27 +59,24 @@ def test_files_that_do_not_parse_tests_and_repeated_texts_are_left_out(
     with pytest.raises(UserError, match="only 0 docstrings"):
         collect(tmp_path)
     monkeypatch.setattr(quickstart, "LEAST", 1)
-    package = tmp_path / "package"
-    (tmp_path / "test").mkdir()
-    package.mkdir()
-    (package / "__init__.py").write_text('"""A module documented in more than thirty characters."""\n')
-    (package / "broken.py").write_text("def (:\n")
-    (package / "nulls.py").write_bytes(b'"""text"""\0')
-    (package / "scopes.py").write_text(
-        "class Outer:\n"
-        "    if True:\n"
-        "        def method(self):\n"
-        '            """Documented inside a branch, with a lone surrogate: \\ud800."""\n'
-        "    def method(self):\n"
-        '        """A second definition of the same name is left out."""\n'
-        '    def short(self):\n        """Too short."""\n'
-        '    def copied(self):\n        """A module documented in more than thirty characters."""\n'
-    )
-    (tmp_path / "test" / "test_it.py").write_text('"""A test module is not reference documentation."""\n')
-    assert [answer for _, answer in collect(tmp_path)] == [
-        "A module documented in more than thirty characters.",
-        "Documented inside a branch, with a lone surrogate: .",
-    ]
+    module, method = "A module documented in more than thirty characters.", "A second definition of the same name."
+    files = {
+        "test/test_it.py": '"""A test module is not reference documentation."""',
+        "package/__init__.py": f'"""{module}"""',
+        "package/broken.py": "def (:",
+        "package/nulls.py": '"""text"""\0',
+        "package/scopes.py": (
+            "class Outer:\n    if True:\n        def method(self):\n"
+            '            """Documented inside a branch, with a lone surrogate: \\ud800."""\n'
+            f'    def method(self):\n        """{method}"""\n    def short(self):\n        """Too short."""\n'
+            f'    def copied(self):\n        """{module}"""\n'
+        ),
+    }
+    for name, source in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{source}\n", encoding="utf-8")
+    kept = [module, "Documented inside a branch, with a lone surrogate: ."]
+    assert [answer for _, answer in collect(tmp_path)] == kept
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])

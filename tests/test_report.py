@@ -19,24 +19,17 @@ from fastpack_trl.report import FeatureReport
 from fastpack_trl.testing import tiny_model
 
 
-@pytest.fixture
-def report(monkeypatch: pytest.MonkeyPatch) -> FeatureReport:
+def test_the_banner_has_80_columns_on_first_and_what_is_off_by_name_and_the_whole_report_every_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("FASTPACK_VERBOSE", raising=False)
-    made = FeatureReport()
-    made.add(
-        "layer_compile", "off", "eager", "on cpu compiling takes longer than most runs; layer_compile='on' compiles"
-    )
-    made.add("packed_attention", "on", "per_document", "cpu; plain causal; varlen needs CUDA, the model is on cpu")
-    made.add("moe", "stock", "stock", "experts_implementation='batched_mm' was chosen " + "x" * 90)
-    made.add("cuda_graph", "off", "eager", "the model is on cpu")
-    made.add("a feature with a very long name, longer than half a line", "on", "fast", "because " * 20)
-    made.facts["truncated tokens"] = (
-        "1,218 tokens (53.0%) of 14 documents cut by max_length=64; max_length=229 keeps them"
-    )
-    return made
-
-
-def test_the_banner_has_80_columns_on_first_and_what_is_off_by_name(report: FeatureReport) -> None:
+    report = FeatureReport()
+    report.add("layer_compile", "off", "eager", "compiling takes longer than most runs; layer_compile='on' compiles")
+    report.add("packed_attention", "on", "per_document", "cpu; plain causal; varlen needs CUDA, the model is on cpu")
+    report.add("moe", "stock", "stock", "experts_implementation='batched_mm' was chosen " + "x" * 90)
+    report.add("cuda_graph", "off", "eager", "the model is on cpu")
+    report.add("a feature with a very long name, longer than half a line", "on", "fast", "because " * 20)
+    report.facts["truncated tokens"] = "1,218 tokens (53.0%) of 14 documents cut by max_length=64; 229 keeps them"
     lines = report.banner().splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[0] == f"fastpack-trl {fastpack_trl.__version__}"
@@ -45,13 +38,9 @@ def test_the_banner_has_80_columns_on_first_and_what_is_off_by_name(report: Feat
     assert "off    layer_compile, cuda_graph (why: --verbose or FASTPACK_VERBOSE=1)" in lines
     assert "compiling takes longer" not in report.banner()
 
-
-def test_the_whole_report_has_every_reason(report: FeatureReport, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = str(report)
     assert max(map(len, whole.splitlines())) <= 80
-    for line in report:
-        assert line.feature in " ".join(whole.split())
-        assert line.reason.split()[0] in whole
+    assert all(line.feature in " ".join(whole.split()) and line.reason.split()[0] in whole for line in report)
     monkeypatch.setenv("FASTPACK_VERBOSE", "1")
     assert report.banner() == whole
     monkeypatch.delenv("FASTPACK_VERBOSE")
@@ -65,53 +54,32 @@ def test_packed_attention_says_its_path() -> None:
         assert repr(attention).startswith("PackedAttention(path='per_document', reason='")
 
 
-@pytest.mark.parametrize("name", fastpack_trl.__all__)
-def test_no_public_signature_has_a_private_parameter(name: str) -> None:
-    value = getattr(fastpack_trl, name)
-    if not callable(value):
+def test_no_public_signature_has_a_private_parameter() -> None:
+    for name in fastpack_trl.__all__:
+        value: Any = getattr(fastpack_trl, name)
+        if callable(value):
+            bases = [base for base in getattr(value, "__mro__", ())[1:] if hasattr(base, "__dataclass_fields__")]
+            inherited = {field.name for base in bases for field in fields(base)}
+            assert not [one for one in inspect.signature(value).parameters if one[0] == "_" and one not in inherited]
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_the_report_is_saved_and_shown_in_the_model_card_unless_it_is_off(saves: bool, tmp_path: Path) -> None:
+    options = {"packing": True, "save_strategy": "steps", "save_steps": 3, "eval_strategy": "no"}
+    ours = train(FastSFTTrainer, tmp_path, fast={"save_report": saves}, **options)
+    ours.create_model_card()
+    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert card.count("### fastpack-trl") == saves
+    assert (tmp_path / "fastpack_report.json").exists() == saves
+    if not saves:
         return
-    private = [parameter for parameter in inspect.signature(value).parameters if parameter.startswith("_")]
-    if hasattr(value, "__dataclass_fields__"):
-        stock = {
-            field.name
-            for base in value.__mro__[1:]
-            if base.__module__ != "builtins" and hasattr(base, "__dataclass_fields__")
-            for field in fields(base)
-        }
-        private = [parameter for parameter in private if parameter not in stock]
-    assert not private
-
-
-def run(folder: Path, **fast: Any) -> FastSFTTrainer:
-    ours = train(
-        FastSFTTrainer, folder, packing=True, max_steps=4, logging_steps=1, save_strategy="steps", save_steps=3,
-        eval_strategy="no", fast=fast,
-    )  # fmt: skip
-    assert isinstance(ours, FastSFTTrainer)
-    return ours
-
-
-def test_the_report_is_saved_and_shown_in_the_model_card(tmp_path: Path) -> None:
-    ours = run(tmp_path)
     found = json.loads((tmp_path / "fastpack_report.json").read_text(encoding="utf-8"))
     assert (found["fastpack_trl"], found["step"]) == (fastpack_trl.__version__, 4)
     assert found["features"] == ours.fastpack_report.to_dict()["features"]
     assert found["proof"]["proven"]
     assert found["tokens_per_second"] > 0
-    assert (tmp_path / "checkpoint-3").is_dir()
-
-    ours.create_model_card()
-    card = (tmp_path / "README.md").read_text(encoding="utf-8")
-    assert card.count("### fastpack-trl") == 1
     assert f"{fastpack_trl.__version__}: `packed_attention` (" in card
     assert ("/OWNER/" in REPOSITORY) != (REPOSITORY in card), "no link to an address that does not exist"
     assert "tokens/s, between logs" in card
     assert "- Packing: proven: no document sees another" in card
     assert card.index("### fastpack-trl") < card.index("## Citations")
-
-
-def test_off_writes_and_tells_nothing(tmp_path: Path) -> None:
-    ours = run(tmp_path, save_report=False)
-    ours.create_model_card()
-    assert not (tmp_path / "fastpack_report.json").exists()
-    assert "### fastpack-trl" not in (tmp_path / "README.md").read_text(encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,8 +85,10 @@ def assert_same_run(ours: Any, stock: Any, rtol: float, norm: float) -> None:
     assert (mine[3]["learning_rate"] == mine[4]["learning_rate"]) == skipped
 
 
-@pytest.mark.parametrize("more", [UNPACKED, {"packing": True, "gradient_accumulation_steps": 2}, SKIPPING])
-@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [("lora", UNPACKED), ("full", {"packing": True, "gradient_accumulation_steps": 2}), ("lora", SKIPPING)],
+)
 def test_a_run_under_the_loss_scaler_is_stock_s_with_a_step_that_overflows(
     kind: str, more: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -100,24 +101,17 @@ def test_a_run_under_the_loss_scaler_is_stock_s_with_a_step_that_overflows(
     assert "the loss scaler of fp16 asks the device" in report["sync_free"].reason
 
 
-@pytest.mark.parametrize(
-    ("dtype", "capability", "grouped"),
-    [
-        (torch.float16, T4, False), (torch.bfloat16, T4, False), (torch.float16, (8, 0), True),
-        (torch.bfloat16, (9, 0), True), (torch.float32, (9, 0), False),
-    ],
-)  # fmt: skip
-def test_documents_run_one_by_one_and_heads_are_repeated_where_no_kernel_groups_them(
-    dtype: torch.dtype, capability: tuple[int, int], grouped: bool
-) -> None:
-    features = replace(
-        read_features(tiny_model("qwen3")), device_type="cuda", capability=capability, compute_dtype=dtype
-    )
-    assert has_grouped_kernel(features) is grouped
-    choice = choose("auto", features)
-    assert (choice.path == "varlen") == (capability >= (8, 0) and dtype != torch.float32)
-    if choice.path == "per_document":
-        assert "calls a kernel per document" in choice.refuses_compile
+def test_documents_run_one_by_one_and_heads_are_repeated_where_no_kernel_groups_them() -> None:
+    model = read_features(tiny_model("qwen3"))
+    for dtype, capability, grouped, path in (
+        (torch.float16, T4, False, "per_document"), (torch.float16, (8, 0), True, "varlen"),
+        (torch.float32, (9, 0), False, "per_document"),
+    ):  # fmt: skip
+        features = replace(model, device_type="cuda", capability=capability, compute_dtype=dtype)
+        assert has_grouped_kernel(features) is grouped
+        choice = choose("auto", features)
+        assert choice.path == path
+        assert path == "varlen" or "calls a kernel per document" in choice.refuses_compile
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -137,16 +131,7 @@ def test_repeated_heads_give_what_grouped_ones_do(window: int | None, device: st
         torch.testing.assert_close(other, one)
 
 
-@pytest.mark.parametrize(("capability", "is_old"), [(T4, True), ((8, 0), False)])
-def test_graphs_and_kernels_of_triton_are_for_capability_8_on(capability: tuple[int, int], is_old: bool) -> None:
-    with forced_capability(capability):
-        assert is_supported(CUDA) != is_old
-        assert unavailable(CUDA) == ("needs compute capability 8.0, this device has 7.5" if is_old else "")
-        assert emulates_bf16(CUDA) == is_old
-        assert not emulates_bf16(torch.device("cpu"))
-
-
-def test_experts_stay_stock_s_below_capability_8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_triton_and_experts_are_for_capability_8_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = build(FastSFTTrainer, tmp_path, family="qwen3_moe", eval_strategy="no")
     fast = trainer.fastpack_run
     fast.training = True
@@ -154,6 +139,10 @@ def test_experts_stay_stock_s_below_capability_8(tmp_path: Path, monkeypatch: py
     for capability, setting, status in ((T4, "auto", "stock"), ((8, 0), "auto", "on"), (T4, "on", "on")):
         fast.settings = replace(fast.settings, moe=setting)
         with forced_capability(capability), moe(fast):
+            is_old = capability == T4
+            assert is_supported(CUDA) != is_old == emulates_bf16(CUDA)
+            assert unavailable(CUDA) == ("needs compute capability 8.0, this device has 7.5" if is_old else "")
+            assert not emulates_bf16(torch.device("cpu"))
             line = fast.report["moe"]
             assert line.status == status
             assert status == "on" or "its kernels need compute capability 8.0" in line.reason
@@ -186,8 +175,7 @@ def test_adapters_in_bf16_become_fp32_where_the_scaler_has_no_kernel_for_them(
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("more", [UNPACKED, {"packing": True}])
-@pytest.mark.parametrize("kind", ["nf4", "lora", "full"])
+@pytest.mark.parametrize(("kind", "more"), [("nf4", UNPACKED), ("lora", {"packing": True}), ("full", UNPACKED)])
 def test_fp16_on_a_device_that_says_it_is_a_t4_is_stock_s(kind: str, more: dict[str, Any], tmp_path: Path) -> None:
     with forced_capability():
         runs = run_both(tmp_path, kind, device="cuda", **more)
@@ -213,25 +201,3 @@ def test_stock_ends_in_its_first_step_with_adapters_in_bf16_and_ours_trains(tmp_
         assert "bf16 -> fp32" in trainer.fastpack_report.facts["adapters"]
         trainer.train()
         assert len(trainer.state.log_history) >= 4
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("compute", [torch.float16, torch.float32])
-def test_the_compute_dtype_of_a_4_bit_base_under_bf16_autocast_is_peft_s_on_cuda(compute: torch.dtype) -> None:
-    """Below and above the number of rows up to which bitsandbytes multiplies in its own dtype."""
-    stock = quantised("nf4", nested=True, dtype=torch.float16, compute=compute)
-    stock = stock.base_model.model.model.layers[0].mlp.up_proj.cuda()
-    fast = copy.deepcopy(stock)
-    apply_lora(fast, compute_dtype=torch.bfloat16)
-    for rows in (1, 100, 512, 513, 3000):
-        results = []
-        for layer in (stock, fast):
-            torch.manual_seed(rows)
-            leaf = torch.randn(rows, 64, device="cuda", dtype=torch.float16).requires_grad_()
-            with torch.autocast("cuda", dtype=torch.bfloat16):
-                out = layer(leaf)
-            out.float().sin().sum().backward()
-            results.append((out, leaf.grad))
-        for theirs, ours in zip(*results, strict=True):
-            assert ours.dtype == theirs.dtype, (rows, compute)
-            torch.testing.assert_close(ours.float(), theirs.float(), rtol=0.02, atol=0.02)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import traceback
 from functools import partial
@@ -22,7 +21,6 @@ from trainer_material import assert_same_log, build, callback, make_dataset
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer, PackedBatch, packed_attention
-from fastpack_trl.errors import RankFailedError
 from fastpack_trl.model.sharded import Ranks, keep_unsharded, layer_units, whole_bytes
 from fastpack_trl.run import run as runs
 from fastpack_trl.testing import tiny_model
@@ -30,14 +28,12 @@ from fastpack_trl.testing import tiny_model
 FOLDER = Path(sys.argv[1])
 LENGTHS = (7, 1, 12)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True)
-OWN_BATCHES = {"accelerator_config": {"dispatch_batches": False}}
-DISPATCHED = {"accelerator_config": {"dispatch_batches": True, "split_batches": True}}
 
 
-def make(cls: Any, *, streamed: int = 0, callbacks: Any = (), fast: Any = None, **more: Any) -> Any:
+def make(cls: Any, *, streamed: bool = False, callbacks: Any = (), fast: Any = None, **more: Any) -> Any:
     base = {"packing": True, "per_device_train_batch_size": 1, "eval_strategy": "no", "max_steps": 4}
     data: Any = make_dataset("text", 40)
-    data = data.to_iterable_dataset(num_shards=streamed) if streamed else data
+    data = data.to_iterable_dataset(num_shards=1) if streamed else data
     return build(cls, FOLDER / cls.__name__, data=data, fast=fast, trainer={"callbacks": [*callbacks]}, **base | more)
 
 
@@ -49,13 +45,16 @@ def run(cls: Any, resume: str = "", **options: Any) -> Any:
 
 def uneven() -> None:
     """Stock itself cannot dispatch packed rows from one rank to the others: their lengths differ."""
+    dispatched = {"dispatch_batches": True, "split_batches": True}
     for options in (
         {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 3},
         {"accelerator_config": {"even_batches": False}, "per_device_train_batch_size": 2},
-        {"accelerator_config": {"split_batches": True}, "per_device_train_batch_size": 2},
-        DISPATCHED | {"packing": False, "per_device_train_batch_size": 4},
-        {"streamed": 2, **OWN_BATCHES},
-        {"streamed": 1, **OWN_BATCHES},  # the second rank has no shard
+        {
+            "packing": False,
+            "per_device_train_batch_size": 4,
+            "accelerator_config": dispatched | {"split_batches": True},
+        },
+        {"streamed": True, "accelerator_config": {"dispatch_batches": False}},  # the second rank has no shard
         {"save_strategy": "steps", "save_steps": 2},
         {"resume": "checkpoint-2", "max_steps": 6},
     ):
@@ -112,7 +111,7 @@ def inside(**fast: Any) -> None:
 
 
 def left_alike() -> None:
-    """A process that fails takes the others along, also where a question of theirs was another; one alone ends."""
+    """A process that fails takes the others along, also where a question of theirs was another."""
     ranks, rank = Ranks(2), dist.get_rank()
     for fails in ((1,), (0, 1), ()):
         here, said = rank in fails, ""
@@ -124,15 +123,6 @@ def left_alike() -> None:
             said = f"{type(error).__name__}: {error}"
         assert said == (f"ValueError: of {rank}" if here else "RuntimeError: rank 1: ValueError: of 1" * bool(fails))
     assert ranks.first_reason(lambda: "no" * rank) == ("no" if rank else "rank 1: no")
-    waits = contextlib.nullcontext() if rank == 0 else pytest.raises(RankFailedError, match="rank 1: ValueError: alone")
-    # The question that it gave up is lost to the others too: they find its connection closed.
-    left = pytest.raises(RuntimeError, match=r"[Cc]onnection closed") if rank == 0 else contextlib.nullcontext()
-    with waits, left, ranks.propagate_failures(0.5):
-        if rank:
-            raise ValueError("alone")
-        dist.barrier()
-    if rank:
-        dist.barrier()  # where the other has waited
 
 
 def sharded(model: nn.Module, layers_too: bool = True, **policy: Any) -> nn.Module:
@@ -176,8 +166,7 @@ def packed() -> None:
     """Through FSDP's hooks, which rebuild every argument of a forward, documents stay apart and masks are made once."""
     ids = torch.randint(3, 90, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(dist.get_rank()))
     for family, path, layers_too in (
-        ("llama", "per_document", True), ("llama", "per_document", False), ("llama", "sdpa", True),
-        ("gpt_oss", "per_document", True),
+        ("llama", "per_document", False), ("llama", "sdpa", True), ("gpt_oss", "per_document", True),
     ):  # fmt: skip
         model = sharded(tiny_model(family), layers_too, mp_policy=BF16)
         batch = PackedBatch.from_lengths(LENGTHS)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import run
+from benchmarks import run, several_gpus
 from benchmarks.__main__ import COMMANDS, main
 from benchmarks.models import MODELS, build_model
 from benchmarks.rows import ROWS
@@ -18,14 +18,11 @@ from fastpack_trl import FastSFTConfig
 
 TINY = {
     "tiny-qwen3 full 256": ("trl", "fastpack", "fastpack same memory"),
-    "tiny-qwen3 nf4 256": ("trl", "fastpack"),
     "tiny-gpt-oss nf4-experts 256": ("fastpack", "fastpack same memory"),
     "tiny-gpt-oss experts 256": ("fastpack", "fastpack eager"),  # under TRL its documents see each other
     "hybrid tiny": ("trl", "fastpack"),
     "prefix tiny": ("trl", "fastpack", "fastpack whole documents"),
     "dpo tiny-qwen3 8": ("trl", "fastpack"),
-    "kto tiny-qwen3 8": ("trl", "fastpack"),
-    "reward tiny-qwen3 8": ("trl", "fastpack"),
     "grpo tiny-qwen3 8": ("trl", "fastpack"),
     "metadata tiny-qwen3 full 256": ("metadata per layer", "metadata once", "packed kernel"),
     "routing tiny-gpt-oss frozen 64": ("expert by expert", "one sort", "fastpack same memory"),
@@ -54,19 +51,20 @@ def test_a_whole_run_is_all_timed_and_its_kernels_are_listed(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_two_processes_train_one_row_each(tmp_path: Path) -> None:
-    words = ["run", "--rows", "ddp tiny-qwen3 full 256", "--sides", "trl", "fastpack", "--launcher", "accelerate"]
+def test_two_processes_train_one_row(tmp_path: Path) -> None:
+    words = ["run", "--rows", "ddp tiny-qwen3 full 256", "--sides", "fastpack", "--launcher", "accelerate"]
     file = tmp_path / "two.jsonl"
     assert main([*words, "--rounds", "1", "--steps", "2", "--threads", "1", "--json", str(file)]) == 0
-    trl, ours = (json.loads(line) for line in file.read_text().splitlines())
-    assert (trl["case"], trl["processes"]) == ("several_gpus", 2)
-    assert ours["losses"] == pytest.approx(trl["losses"], rel=1e-5)
-    assert ours["grad_norms"] == pytest.approx(trl["grad_norms"], rel=1e-4)
+    (ours,) = (json.loads(line) for line in file.read_text().splitlines())
+    assert (ours["case"], ours["processes"], len(ours["seconds"])) == ("several_gpus", 2, 2)
 
 
 @pytest.mark.slow
-def test_a_run_of_two_processes_resumes_with_the_losses_of_one_that_went_through() -> None:
-    assert main(["several_gpus", "--model", "tiny-qwen3", "--tokens", "64"]) == 0
+def test_a_run_resumes_with_the_losses_of_one_that_went_through_and_its_checkpoint_loads(tmp_path: Path) -> None:
+    row = {"model": "tiny-qwen3", "tokens": 64, "layers": None, "engine": "ddp"}
+    found = several_gpus.check(row, "fastpack", folder=str(tmp_path), sharded=False, seed=0)
+    assert found.keys() == {"losses", "loaded"}
+    assert max(found.values()) <= several_gpus.BUDGETS["ddp"]
 
 
 def test_rounds_alternate_failures_are_said_and_the_same_command_goes_on_with_its_file(

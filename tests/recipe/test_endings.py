@@ -16,8 +16,9 @@ from fastpack_trl.cli.main import main
 from fastpack_trl.model.preflight import checkpoint_fault
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("save_steps", [1, 10**6], ids=["while saving", "in a step"])
+@pytest.mark.parametrize(
+    ("number", "save_steps"), [(signal.SIGTERM, 1), (signal.SIGTERM, 10**6), (signal.SIGINT, 10**6)]
+)
 def test_signal_leaves_a_checkpoint_that_resumes(material: Material, number: signal.Signals, save_steps: int) -> None:
     path = material.yaml(max_steps=10**6, save_strategy="steps", save_steps=save_steps, save_total_limit=2)
     flags = ["--config", str(path), "--learning_rate", "1e-4"]
