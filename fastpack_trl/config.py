@@ -62,6 +62,10 @@ REMOVED = {
         for name in ("flash_attention_2", "flash_attention_3")
     },
     "fastpack-trl quickstart": ("0.2.0", "run `make quickstart` in a checkout, or `fastpack-trl init quickstart`"),
+    **dict.fromkeys(
+        ("fastpack-trl doctor --audit", "fastpack-trl doctor --steps"),
+        ("0.2.0", "run `fastpack-trl bench --config FILE`, whose table counts host syncs per step"),
+    ),
     "fastpack-trl bench --isolate": ("0.2.0", "leave it out: each side has a process of its own"),
     "fastpack-trl bench --again": ("0.2.0", "leave it out: the FILE of --json is replaced"),
     "fastpack-trl bench --pairs": ("0.2.0", "use --steps for timed steps and --rounds for repetitions"),

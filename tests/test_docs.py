@@ -73,7 +73,7 @@ PARSED = (
     r"fastpack-trl sft .*--(accelerate_config|num_processes) .*",  # several processes
     r"fastpack-trl sft --config configs/.*",  # need a GPU: tests/recipe/test_configs.py trains these files in small
     r"fastpack-trl (sft|dpo|reward|kto|grpo|rloo)",  # an option of a file
-    r"fastpack-trl (sft --help|doctor|doctor --config \S+ (--audit|--gpu .*)|init|convert theirs\.yaml)",  # tests/cli
+    r"fastpack-trl (sft --help|doctor|doctor --config \S+ --gpu .*|init|convert theirs\.yaml)",  # tests/cli
     r"fastpack-trl verify.*",
     r"fastpack-trl bench( --config \S+|.* --(baseline|ablate|profile)\b.*)?",
     r"fastpack-trl (merge|generate)( .*)?",  # need a run: tests/recipe/test_trained.py

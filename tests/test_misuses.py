@@ -157,8 +157,7 @@ COMMANDS = [
     Misuse("sft --config {yaml}", "./gone' is not a folder: name a checkpoint", "resume_from_checkpoint: ./gone"),
     Misuse("sft --config {yaml}", "flash_attention_4", "attn_implementation: flash_atention_2"),
     # doctor, verify
-    Misuse("doctor --audit", "--audit is about a config: give --config FILE"),
-    Misuse("doctor --config {yaml} --audit --steps 0", "--steps 0 must be >= 1"),
+    Misuse("doctor --config {yaml} --audit", "doctor --audit was removed in 0.2.0: run `fastpack-trl bench"),
     Misuse("doctor --jason x", "did you mean '--json'?"),
     Misuse("verify", "give --model a folder or a hub name"),
     Misuse("verify here/model", "unknown argument 'here/model'; did you mean --model here/model?"),

@@ -191,19 +191,16 @@ def test_the_keys_of_a_yaml_say_what_it_is_for(command: str, keys: Mapping[str, 
     assert method_of(keys, "kto").command == "kto"
 
 
-@pytest.mark.parametrize("command", METHODS)
-def test_the_doctor_says_what_would_run_and_counts_the_waits_of_preferences(
+@pytest.mark.parametrize("command", ["sft", "dpo", "grpo"])
+def test_the_doctor_says_what_would_run(
     material: Material, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     monkeypatch.chdir(material.folder)
-    path, record = material_of(material, command, ROWS.get(command, {"text": "a"}), use_peft=True), Path("doctor.json")
-    words = ["--config", path, "--trainer", command, "--json", record, *(["--audit"] if command == "dpo" else [])]
-    assert main(["doctor", *map(str, words)]) == 0
-    said, found = capsys.readouterr().out, json.loads(record.read_text(encoding="utf-8"))
+    path = material_of(material, command, ROWS.get(command, {"text": "a"}), use_peft=True)
+    assert main(["doctor", "--config", str(path), "--trainer", command]) == 0
+    said = capsys.readouterr().out
     assert "packed_attention" in said
     assert "sync_free" in said or command != "sft"
-    assert all(side["total"] > 0 for side in found.get("audit", {"sides": {}})["sides"].values()), said
-    assert ("audit" in found) == (command == "dpo")
     assert not material.out.exists()
 
 

@@ -15,13 +15,12 @@ import forks
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
-from ranks import fork_ranks, torchrun
+from ranks import torchrun
 from sft_material import TEXT_ROWS, Material, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import DatasetMixtureConfig, ScriptArguments
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.cli.doctor import _compared
 from fastpack_trl.cli.main import main
 from fastpack_trl.cli.train import _what_next
 from fastpack_trl.errors import UserError
@@ -241,33 +240,6 @@ def test_two_processes_under_torchrun(material: Material) -> None:
     # Each process keeps its own random state: two files for two processes.
     states = sorted(path.name for path in (material.out / "checkpoint-3").glob("rng_state*"))
     assert states == ["rng_state_0.pth", "rng_state_1.pth"]
-
-
-DOCTOR = """
-import sys
-from ranks import leave
-from fastpack_trl.cli.main import main
-assert main(["doctor", *sys.argv[1:]]) == 0
-leave()
-"""
-
-
-@pytest.mark.slow
-def test_doctor_in_two_processes_prints_the_plan_of_each_process(material: Material) -> None:
-    found = material.out.parent / "doctor.json"
-    script = material.folder / "doctor.py"
-    script.write_text(DOCTOR, encoding="utf-8")
-    command = ("--config", str(material.yaml()), "--json", str(found))
-    fork_ranks(script, *command)
-    ranks = json.loads(found.read_text())["ranks"]
-    assert len(ranks) == 2
-    assert ranks[0]["features"]["packed_attention"] == ranks[1]["features"]["packed_attention"]
-    own = {"layer_compile": {"status": "on", "path": "inductor"}}
-    said = _compared([ranks[0], {"device": "cuda:1", "name": "H200", "free_gib": 9.0, "features": own}])
-    assert said == {
-        "rank 0": f"{ranks[0]['device']}, the plan above",
-        "rank 1": "cuda:1, H200, 9.0 GiB free, layer_compile on: inductor",
-    }
 
 
 @pytest.mark.slow
