@@ -69,6 +69,9 @@ REMOVED = {
     "fastpack-trl bench --isolate": ("0.2.0", "leave it out: each side has a process of its own"),
     "fastpack-trl bench --again": ("0.2.0", "leave it out: the FILE of --json is replaced"),
     "fastpack-trl bench --pairs": ("0.2.0", "use --steps for timed steps and --rounds for repetitions"),
+    "fastpack-trl bench --ablate": ("0.2.0", "switch fields off one by one: `bench --config FILE --lora off`"),
+    "fastpack-trl bench --profile": ("0.2.0", "use torch.profiler, or `python -m benchmarks run --profile`"),
+    "fastpack-trl bench --threads": ("0.2.0", "set OMP_NUM_THREADS"),
     **dict.fromkeys(
         ("fastpack-trl bench --report", "fastpack-trl bench --out"),
         ("0.2.0", "use --plot FILE.png while it measures; --json has every figure"),

@@ -75,7 +75,7 @@ PARSED = (
     r"fastpack-trl (sft|dpo|reward|kto|grpo|rloo)",  # an option of a file
     r"fastpack-trl (sft --help|doctor|doctor --config \S+ --gpu .*|init|convert theirs\.yaml)",  # tests/cli
     r"fastpack-trl verify.*",
-    r"fastpack-trl bench( --config \S+|.* --(baseline|ablate|profile)\b.*)?",
+    r"fastpack-trl bench( --config \S+|.* --baseline\b.*)?",
     r"fastpack-trl (merge|generate)( .*)?",  # need a run: tests/recipe/test_trained.py
     r"python -m benchmarks (run|micro|memory_caps|tables) ?.*",  # minutes: tests/benchmarks/ runs each in small
 )
