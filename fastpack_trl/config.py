@@ -66,6 +66,11 @@ REMOVED = {
         ("fastpack-trl doctor --audit", "fastpack-trl doctor --steps"),
         ("0.2.0", "run `fastpack-trl bench --config FILE`, whose table counts host syncs per step"),
     ),
+    "fastpack-trl generate --file": ("0.2.0", "give --prompt once per text"),
+    **dict.fromkeys(
+        ("fastpack-trl generate --raw", "fastpack-trl generate --seed"),
+        ("0.2.0", "call `generate` of transformers on the folder that `fastpack-trl merge` writes"),
+    ),
     "fastpack-trl bench --isolate": ("0.2.0", "leave it out: each side has a process of its own"),
     "fastpack-trl bench --again": ("0.2.0", "leave it out: the FILE of --json is replaced"),
     "fastpack-trl bench --pairs": ("0.2.0", "use --steps for timed steps and --rounds for repetitions"),

@@ -208,7 +208,7 @@ COMMANDS = [
     Misuse("merge", "no model: name the folder that a run has written"),
     Misuse("merge adapters", "'adapters' has no adapter or model; did you mean 'adapters/checkpoint-10'?"),
     Misuse("merge {model}", "is a whole model: nothing is left to merge"),
-    Misuse("generate {model}", "give --prompt TEXT or --file FILE"),
+    Misuse("generate {model}", "give --prompt TEXT, once per prompt"),
     Misuse("generate ./gone --prompt a", "the model './gone' is not a folder"),
     Misuse("generate {yaml} --prompt a", "sft.yaml is no model; did you mean --config"),
     Misuse("generate {model} --prompt a --dtype bf17", "--dtype: invalid choice: 'bf17' (choose from 'auto'"),
