@@ -48,7 +48,7 @@ def side_of(name: str, method: Method = SFT) -> Side:
     """
     classes = method.of_trl if name in (STOCK, COMPILED) else method.classes
     has_liger = torch.cuda.is_available() and transformers.utils.is_liger_kernel_available()
-    changes = {OURS: SAME_CHECKPOINTS, COMPILED: {"use_liger_kernel": True} if has_liger else {}}.get(name, {})
+    fields: Mapping[str, Mapping[str, Any]] = {OURS: SAME_CHECKPOINTS, COMPILED: {"use_liger_kernel": True} if has_liger else {}}
 
     @contextlib.contextmanager
     def around(trainer: Any) -> Iterator[Any]:
@@ -58,7 +58,7 @@ def side_of(name: str, method: Method = SFT) -> Side:
         ):
             yield path
 
-    return Side(*classes, changes, around, GRADIENT_NORM if method.scores_rewards else LOSS)
+    return Side(*classes, fields.get(name, {}), around, GRADIENT_NORM if method.scores_rewards else LOSS)
 
 
 @contextlib.contextmanager
