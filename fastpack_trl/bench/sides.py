@@ -48,7 +48,10 @@ def side_of(name: str, method: Method = SFT) -> Side:
     """
     classes = method.of_trl if name in (STOCK, COMPILED) else method.classes
     has_liger = torch.cuda.is_available() and transformers.utils.is_liger_kernel_available()
-    fields: Mapping[str, Mapping[str, Any]] = {OURS: SAME_CHECKPOINTS, COMPILED: {"use_liger_kernel": True} if has_liger else {}}
+    fields: Mapping[str, Mapping[str, Any]] = {
+        OURS: SAME_CHECKPOINTS,
+        COMPILED: {"use_liger_kernel": True} if has_liger else {},
+    }
 
     @contextlib.contextmanager
     def around(trainer: Any) -> Iterator[Any]:

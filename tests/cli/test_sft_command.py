@@ -50,47 +50,31 @@ def test_steps_from_a_yaml_save_a_model_that_loads_without_us_and_flags_win(
     assert AutoTokenizer.from_pretrained(material.out).pad_token == "<pad>"
 
 
-def test_a_run_ends_with_its_speed_what_fell_back_and_where_the_report_is(
+def test_a_run_ends_with_its_speed_the_report_and_commands_that_run(
     material: Material, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run("--config", material.yaml())
-    last = capsys.readouterr().out.splitlines()[-1]
-    report = material.out / "fastpack_report.json"
-    assert re.fullmatch(
-        rf"loss [\d.]+ -> [\d.]+; [\d,]+ tokens/s.*; nothing fell back to stock; report: {report}", last
-    ), last
-    run("--config", material.yaml(packing_strategy="wrapped", save_report="off", output_dir=str(material.out) + "2"))
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert re.search(r"; as stock: .*batches", last), last
-    assert "report" not in last
-    monkeypatch.setenv("FASTPACK_DISABLE", "1")
-    run("--config", material.yaml(output_dir=str(material.out) + "3"))
-    assert "tokens/s" in capsys.readouterr().out.splitlines()[-1]
-
-
-def test_the_command_says_what_comes_next_and_that_runs(
-    material: Material, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of the command alone: `train` in another program does not name it."""
+    """The next commands are of the command alone: `train` in another program does not name them."""
     monkeypatch.chdir(material.folder)
-    path = str(material.yaml(use_peft=True, lora_r=4, output_dir="my out"))
-    run("--config", path)
-    assert "next: " not in capsys.readouterr().out
+    run("--config", material.yaml())
+    last, report = capsys.readouterr().out.splitlines()[-1], material.out / "fastpack_report.json"
+    wanted = rf"loss [\d.]+ -> [\d.]+; [\d,]+ tokens/s.*; nothing fell back to stock; report: {report}"
+    assert re.fullmatch(wanted, last), last
+    path = str(
+        material.yaml(use_peft=True, lora_r=4, output_dir="my out", save_report="off", packing_strategy="wrapped")
+    )
     assert main(["sft", "--config", path]) == 0
-    said = capsys.readouterr().out
-    assert said.endswith("\nnext: fastpack-trl generate 'my out' --prompt 'Hello' or fastpack-trl merge 'my out'\n")
-    for command in said.splitlines()[-1].removeprefix("next: ").split(" or "):
+    end, said = capsys.readouterr().out.splitlines()[-2:]
+    assert re.search(r"; as stock: .*batches", end), end
+    assert "report" not in end
+    assert said == "next: fastpack-trl generate 'my out' --prompt 'Hello' or fastpack-trl merge 'my out'"
+    for command in said.removeprefix("next: ").split(" or "):
         assert main(shlex.split(command)[1:]) == 0
-    assert main(["sft", "--config", str(material.yaml())]) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last == f"next: fastpack-trl generate {material.out} --prompt 'Hello'"
 
 
 @pytest.mark.parametrize(
     ("command", "flags", "says"),
     [
         ("sft", "--config four.yaml", "fastpack-trl merge out --config four.yaml --base m"),
-        ("sft", "--load_in_4bit true", "fastpack-trl merge out --load_in_4bit"),
         ("sft", "--config none.yaml --load_in_4bit true", "fastpack-trl merge out --load_in_4bit"),
         ("reward", "", "fastpack-trl merge out"),
     ],
