@@ -9,6 +9,7 @@ CPU that of `torch.utils.benchmark`. Sides must compute the same before they are
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 from argparse import Namespace
@@ -25,9 +26,9 @@ from benchmarks.models import ALPHA, RANK, STACKS, build_model, random_ids, shap
 from benchmarks.records import append, facts_of
 from benchmarks.tables import shown
 from fastpack_trl.attention.install import packed_attention
-from fastpack_trl.bench.rebuild import dense_mask_of, metadata_of
+from fastpack_trl.attention.reference import band_mask
 from fastpack_trl.errors import UserError
-from fastpack_trl.model.facts import text_model
+from fastpack_trl.model.facts import attention_modules, text_model, window_of
 from fastpack_trl.moe.feature import apply_moe
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.packing.batching import ArrowRows
@@ -84,10 +85,36 @@ def metadata(device: str, seed: int, *, tokens: int, layers: int) -> Sides:
     batch = PackedBatch.from_lengths(lengths_of(tokens, seed)).to(torch.device(device))
 
     def rebuild(times: int) -> Tensor:
-        masks = [dense_mask_of(metadata_of(batch.position_ids)[1], None) for _ in range(times)]
+        masks = [rebuilt_mask(batch.position_ids, None) for _ in range(times)]
         return masks[-1].double()
 
     return {"metadata per layer": partial(rebuild, layers), "metadata once": partial(rebuild, 1)}
+
+
+def rebuilt_mask(position_ids: Tensor, window: int | None) -> Tensor:
+    """Return (1, 1, total_tokens, total_tokens) bool from lengths of documents that are read back from the device."""
+    starts = (position_ids[0] == 0).nonzero().squeeze(1)
+    lengths = torch.cat([starts, starts.new_full((1,), position_ids.shape[1])]).diff().tolist()
+    blocks = [band_mask(length, window or length, position_ids.device) for length in lengths]
+    return torch.block_diag(*blocks).bool()[None, None]
+
+
+@contextlib.contextmanager
+def metadata_per_layer(trainer: Any) -> Iterator[None]:
+    """Make metadata and mask of packed rows anew in each attention layer of TRL's trainer, under sdpa."""
+
+    def skip_own_mask(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        positions = kwargs["position_ids"]  # a 4-D mask is returned by transformers as it is
+        return args, kwargs | {"attention_mask": torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=positions.device)}
+
+    def rebuild(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, kwargs | {"attention_mask": rebuilt_mask(kwargs["position_ids"], window_of(module))}
+
+    hooks = {text_model(trainer.model): skip_own_mask} | dict.fromkeys(attention_modules(trainer.model), rebuild)
+    with contextlib.ExitStack() as stack:
+        for module, hook in hooks.items():
+            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        yield
 
 
 def lengths_of(tokens: int, seed: int) -> tuple[int, ...]:

@@ -12,7 +12,6 @@ grows run by run, and the same command continues it.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import tempfile
@@ -27,14 +26,13 @@ from typing import Any
 import torch
 
 from benchmarks import Parser, known_names
-from benchmarks.micro import ONE_SORT, register_sorted_loop
+from benchmarks.micro import ONE_SORT, metadata_per_layer, register_sorted_loop
 from benchmarks.models import PAD
 from benchmarks.records import append, facts_of, read
 from benchmarks.rows import METHODS, ROWS, Row
 from benchmarks.tables import shown
 from fastpack_trl.bench.learner import learner_alone
 from fastpack_trl.bench.process import OwnProcess, accelerate_launch, torchrun
-from fastpack_trl.bench.rebuild import rebuild_per_layer
 from fastpack_trl.bench.sides import compiled_regions
 from fastpack_trl.bench.watch import SETTLING, Watch, run_side
 from fastpack_trl.errors import UserError
@@ -90,7 +88,7 @@ SIDES = {
     "fastpack fp8": Side(True, {"frozen_base": "fp8"}),
     "fastpack whole documents": Side(True, {"share_prefixes": "off"}),
     "fastpack": Side(True),
-    "metadata per layer": Side(around=lambda trainer: rebuild_per_layer(trainer.model)),
+    "metadata per layer": Side(around=metadata_per_layer),
     "metadata once": Side(around=partial(packed, implementation="sdpa")),
     "packed kernel": Side(around=partial(packed, implementation="auto")),
     "fastpack one buffer": Side(True, OFFLOAD | {"checkpoint_offload": "single_buffer"}),
@@ -135,8 +133,6 @@ def train(
 
         around = learner_alone if what.is_online else how.around
         result = run_side(build, watch_of(what, steps, profile), around=around, seed=seed)
-    if profile and not what.run:
-        Path(profile).write_text(kernels(f"{profile}.json"), encoding="utf-8")
     return figures(result, what) | weights
 
 
@@ -160,23 +156,7 @@ def watch_of(row: Row, steps: int, profile: str) -> Watch:
         first = row.run // 2
         return Watch(warmup=first, timed=row.run - first, longest_warmup=0)
     cuda = torch.cuda.is_available()
-    least, profiled = (6, 2) if cuda else (2, 2 * bool(profile))
-    return Watch(
-        warmup=least, timed=steps, settling=SETTLING * cuda, profiled=profiled,
-        trace=f"{profile}.json" if profile else None,
-    )  # fmt: skip
-
-
-def kernels(trace: str) -> str:
-    """Return the kernels of a Chrome trace by their time, on a CPU its operators: milliseconds, calls, name."""
-    events = json.loads(Path(trace).read_text(encoding="utf-8"))["traceEvents"]
-    kind = "kernel" if any(event.get("cat") == "kernel" for event in events) else "cpu_op"
-    found: dict[str, list[float]] = {}
-    for event in events:
-        if event.get("cat") == kind:
-            found.setdefault(event["name"], []).append(event["dur"] / 1e3)
-    ordered = sorted(found.items(), key=lambda item: -sum(item[1]))
-    return "\n".join(f"{sum(each):10.2f} ms {len(each):7}  {name[:90]}" for name, each in ordered[:25])
+    return Watch(warmup=6 if cuda else 2, timed=steps, settling=SETTLING * cuda, profiled=2, kernels=profile)
 
 
 def figures(result: Any, row: Row) -> dict[str, Any]:
@@ -305,16 +285,8 @@ def main(words: Sequence[str]) -> int:
     for run in measure(args):
         records.append(run)
         append(args.json, run)
-        if "failed" in run:
-            print(
-                f"{run['row']}, {run['side']}: failed: {run['failed']}",
-                "\n".join(run.get("last_lines", ())[-15:]),
-                file=sys.stderr,
-            )
-        else:
-            print(
-                f"{run['row']}, {run['side']}: {1e3 * sum(run['seconds']) / run['steps']:,.1f} ms a step",
-                file=sys.stderr,
-            )
+        done = f"{1e3 * sum(run['seconds']) / run['steps']:,.1f} ms a step" if "failed" not in run else run["failed"]
+        last = "\n".join(run.get("last_lines", ())[-15:])
+        print(f"{run['row']}, {run['side']}: {'failed: ' * ('failed' in run)}{done}", last, file=sys.stderr)
     print(shown(records))
     return int(any("failed" in run for run in records))

@@ -62,9 +62,21 @@ REMOVED = {
         for name in ("flash_attention_2", "flash_attention_3")
     },
     "fastpack-trl quickstart": ("0.2.0", "run `make quickstart` in a checkout, or `fastpack-trl init quickstart`"),
+    **dict.fromkeys(
+        ("fastpack-trl doctor --audit", "fastpack-trl doctor --steps"),
+        ("0.2.0", "run `fastpack-trl bench --config FILE`, whose table counts host syncs per step"),
+    ),
+    "fastpack-trl generate --file": ("0.2.0", "give --prompt once per text"),
+    **dict.fromkeys(
+        ("fastpack-trl generate --raw", "fastpack-trl generate --seed"),
+        ("0.2.0", "call `generate` of transformers on the folder that `fastpack-trl merge` writes"),
+    ),
     "fastpack-trl bench --isolate": ("0.2.0", "leave it out: each side has a process of its own"),
     "fastpack-trl bench --again": ("0.2.0", "leave it out: the FILE of --json is replaced"),
     "fastpack-trl bench --pairs": ("0.2.0", "use --steps for timed steps and --rounds for repetitions"),
+    "fastpack-trl bench --ablate": ("0.2.0", "switch fields off one by one: `bench --config FILE --lora off`"),
+    "fastpack-trl bench --profile": ("0.2.0", "use torch.profiler, or `python -m benchmarks run --profile`"),
+    "fastpack-trl bench --threads": ("0.2.0", "set OMP_NUM_THREADS"),
     **dict.fromkeys(
         ("fastpack-trl bench --report", "fastpack-trl bench --out"),
         ("0.2.0", "use --plot FILE.png while it measures; --json has every figure"),

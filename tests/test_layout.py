@@ -29,11 +29,11 @@ TABLE = re.findall(r"^\| *(\d*) *\| `(\w+)` \|", ARCHITECTURE, re.MULTILINE)
 
 BUDGETS = {
     "attention": 2400,
-    "bench": 1350,
+    "bench": 1150,
     "callbacks": 300,
     "capture": 1350,
     "checkpointing": 1500,
-    "cli": 1350,
+    "cli": 1100,
     "compile": 850,
     "kernels": 1150,
     "lora": 1300,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Mapping, Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
 from functools import partial
@@ -13,53 +14,37 @@ from pathlib import Path
 from typing import Any
 
 from fastpack_trl.errors import UserError, preparing
-from fastpack_trl.recipe.methods import SFT
 
-BASELINES = ("stock", "stock_compiled", "rebuild")
+BASELINES = ("stock", "stock_compiled")
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+_NUMBERS = {
+    "rounds": (1, 2, "how often each side trains"),
+    "steps": (1, 8, "timed steps of a side in a round"),
+    "warmup": (0, 4, "minimum number of steps before these"),
+    "gate-steps": (0, 2, "first steps whose losses must agree"),
+}
+"""Option -> least value, default, help."""
 _PRIVATE = ("token", "output_dir", "logging_dir", "env", "run_name", "hub_model_id")
 """Parts of names whose values stay out of a record."""
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """Return the type of an option that is a whole number from `least` on."""
-
-    def number(word: str) -> int:
-        if (value := int(word)) < least:
-            raise ArgumentTypeError(f"must be >= {least}, got {value}")
-        return value
-
-    number.__name__ = "int"  # argparse: "invalid int value"
-    return number
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of ``fastpack-trl bench``; imports nothing heavy."""
     add = parser.add_argument
     config = (
-        "a YAML of `fastpack-trl sft`, `dpo`, `reward`, `kto`, `grpo` or `rloo` (--trainer NAME says which, if its "
-        "keys do not); other options are those of that command. Of grpo and rloo the learner is timed, on made-up text"
+        "a YAML of a command that trains (--trainer NAME says which, if its keys do not); other options are those of "
+        "that command. Of grpo and rloo the learner is timed, on made-up completions"
     )
     baseline = (
         "compared with fastpack: stock (TRL as installed, the default), stock_compiled (the best attention that loads, "
-        "Liger, layers compiled by accelerate), rebuild (metadata and mask rebuilt in each layer)"
+        "Liger, layers compiled by accelerate)"
     )
     add("--config", metavar="FILE", help=config)
-    add("--baseline", metavar="NAME", nargs="+", choices=BASELINES, help=baseline)
-    add("--ablate", action="store_true", help="fastpack with each feature alone, with what it needs, and with all")
-    for name, least, default, text in (
-        ("rounds", 1, 2, "how often each side trains"),
-        ("steps", 1, 8, "timed steps of a side in a round"),
-        ("warmup", 0, 4, "minimum number of steps before these"),
-        ("gate-steps", 0, 2, "first steps whose losses must agree"),
-        ("seed", 0, None, "of weights, data and order (default: the YAML's)"),
-        ("threads", 1, None, "CPU threads of torch (default: torch's own)"),
-    ):
-        text += "" if default is None else " (%(default)s)"
-        add(f"--{name}", metavar="N", type=at_least(least), default=default, help=text)
+    add("--baseline", metavar="NAME", nargs="+", choices=BASELINES, default=["stock"], help=baseline)
+    for name, (_, default, text) in _NUMBERS.items():
+        add(f"--{name}", metavar="N", type=int, default=default, help=f"{text} (%(default)s)")
     add("--json", metavar="FILE", help="also write every figure, every step, settings, versions and commit to FILE")
     add("--plot", metavar="FILE", help="also draw time, memory and losses of all sides to FILE, a PNG")
-    add("--profile", metavar="DIR", help="also write a Chrome trace of two steps per side to DIR")
     parser.set_defaults(more=[])  # the options of `fastpack-trl sft` are parsed by its own parser
 
 
@@ -76,31 +61,27 @@ def run(args: Namespace) -> int:
     files = _check(args)
     import torch
 
-    from fastpack_trl.bench import sides
     from fastpack_trl.bench.compare import compare_sides, record_of, table
     from fastpack_trl.bench.picture import draw
     from fastpack_trl.bench.process import OwnProcess
+    from fastpack_trl.bench.sides import OURS, PLANNED
     from fastpack_trl.bench.watch import SideResult
     from fastpack_trl.measure.record import write_json
     from fastpack_trl.measure.tables import facts_line
     from fastpack_trl.recipe.make_trainer import short_run_arguments
 
-    seed = args.seed or 0
-    flags = [*args.more, *([] if args.seed is None else ["--seed", str(seed)])]
     with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder:
-        arguments = short_run_arguments(args.config, folder, *flags)  # a wrong value stops before anything is loaded
-    training, method = arguments.training, arguments.method
+        training = short_run_arguments(args.config, folder, *args.more).training  # a wrong value stops here
     if getattr(training, "use_vllm", False):
         raise UserError("bench times the learner alone, on made-up completions: give --use_vllm False")
-    if method is not SFT and (args.ablate or "rebuild" in (args.baseline or ())):
-        raise UserError(f"--ablate and the baseline rebuild are of `sft`: this YAML is for {method.command}")
-    names = sides.ablations() if args.ablate else list(dict.fromkeys(args.baseline or BASELINES[:1]))
-    names.append(sides.OURS)
+    names = [*dict.fromkeys(args.baseline), OURS]
     if training.device.type == "cuda" and training.gradient_checkpointing and training.activation_memory != "off":
-        names.append(sides.PLANNED)
-    steps = {"warmup": max(args.warmup, args.gate_steps), "timed": args.steps, "gate": args.gate_steps, "seed": seed}
-    threads = args.threads or torch.get_num_threads()
-    row = {"config": args.config, "flags": flags, "trace": args.profile, "threads": threads, "steps": steps}
+        names.append(PLANNED)
+    steps = {
+        "warmup": max(args.warmup, args.gate_steps), "timed": args.steps, "gate": args.gate_steps,
+        "seed": training.seed,
+    }  # fmt: skip
+    row = {"config": args.config, "flags": args.more, "threads": torch.get_num_threads(), "steps": steps}
     launch = OwnProcess("fastpack_trl.bench.command:measure_side")
 
     def measure(name: str) -> SideResult:
@@ -112,8 +93,7 @@ def run(args: Namespace) -> int:
     comparison = compare_sides(
         {name: partial(measure, name) for name in names}, rounds=args.rounds, gate=args.gate_steps
     )
-    settings = {"config": settings_of(args.config, args.more), "rounds": args.rounds, **steps}
-    record = record_of(comparison, settings, "ablate" if args.ablate else "config")
+    record = record_of(comparison, {"config": settings_of(args.config, args.more), "rounds": args.rounds, **steps})
     print(f"{Path(args.config).name}: {facts_line(record)}\n{table(record)}")
     if "json" in files:
         write_json(files["json"], record)
@@ -128,7 +108,8 @@ def measure_side(row: Mapping[str, Any], name: str) -> dict[str, Any]:
     import torch
 
     from fastpack_trl.bench.compare import train_side
-    from fastpack_trl.bench.sides import features, side_of
+    from fastpack_trl.bench.sides import side_of
+    from fastpack_trl.recipe.arguments import as_flags
     from fastpack_trl.recipe.make_trainer import make_trainer, short_run_arguments
 
     torch.set_num_threads(row["threads"])
@@ -136,14 +117,10 @@ def measure_side(row: Mapping[str, Any], name: str) -> dict[str, Any]:
         parse = partial(short_run_arguments, row["config"], folder, *row["flags"])
 
         def build(trainer_class: Any, _config_class: Any, **changes: Any) -> Any:
-            words = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
             with preparing():
-                return make_trainer(parse("--output_dir", folder, *words), None, trainer_class)
+                return make_trainer(parse("--output_dir", folder, *as_flags(changes)), None, trainer_class)
 
-        plain = parse()
-        configured = {key: str(value) for key, value in vars(plain.training).items() if key in features()}
-        trace = Path(row["trace"]).expanduser() / f"{name}.json" if row["trace"] else None
-        return asdict(train_side(build, side_of(name, plain.method, configured), trace=trace, **row["steps"]))
+        return asdict(train_side(build, side_of(name, parse().method), **row["steps"]))
 
 
 def _check(args: Namespace) -> dict[str, Path]:
@@ -154,19 +131,17 @@ def _check(args: Namespace) -> dict[str, Path]:
     known = ArgumentParser(add_help=False)
     add_arguments(known)
     for word in (word.partition("=")[0] for word in args.more if word.startswith("--")):
+        if word == "--device":
+            raise UserError("bench runs where its YAML runs: give --use_cpu True, or set CUDA_VISIBLE_DEVICES")
         if near := get_close_matches(word, known._option_string_actions, n=1, cutoff=0.85):
             raise UserError(f"unknown option {word!r}; did you mean {near[0]!r}?")  # the parser of `sft` has no ours
     if args.config is None:
         raise UserError("nothing to measure: give --config FILE, the YAML of a run of your own")
-    if args.ablate and args.baseline:
-        raise UserError("--ablate compares fastpack with itself: leave out --baseline")
+    for name, (least, _, _) in _NUMBERS.items():
+        if (value := getattr(args, name.replace("-", "_"))) < least:
+            raise UserError(f"--{name}: must be >= {least}, got {value}")
     if disabled_by_environment():
         raise UserError("FASTPACK_DISABLE is set: both sides would be TRL's trainer; unset it")
-    if args.profile is not None:
-        try:
-            Path(args.profile).expanduser().mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--profile {args.profile!r} is not a folder: name another one") from error
     if args.plot is not None:
         from fastpack_trl.bench.picture import require_matplotlib
 
@@ -190,12 +165,11 @@ def settings_of(config: str, flags: Sequence[str]) -> dict[str, Any]:
         elif name:
             values[name] = word
     public = {key: value for key, value in values.items() if not any(part in key for part in _PRIVATE)}
-    return {key: _without_folders(value) for key, value in json.loads(json.dumps(public, default=str)).items()}
 
+    def without_folders(match: re.Match[str]) -> str:
+        text = match[1]
+        return f'"{Path(text).name}"' if text[0] in "/~." or Path(text).exists() else match[0]
 
-def _without_folders(value: Any) -> Any:
-    if isinstance(value, str) and "/" in value and (value[0] in "/~." or Path(value).exists()):
-        return Path(value).name
-    if isinstance(value, Mapping):
-        return {str(key): _without_folders(item) for key, item in value.items()}
-    return [_without_folders(item) for item in value] if isinstance(value, list) else value
+    text = json.dumps(public, default=str, ensure_ascii=False)
+    settings: dict[str, Any] = json.loads(re.sub(r'"((?:[^"\\]|\\.)*/(?:[^"\\]|\\.)*)"', without_folders, text))
+    return settings

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import DeviceType
 from transformers import TrainerCallback, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -27,8 +27,6 @@ from fastpack_trl.measure.device_memory import free_memory
 from fastpack_trl.measure.host_syncs import count_host_syncs
 from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.facts import text_model
-from fastpack_trl.packing.collator import unshared
-from fastpack_trl.packing.packed_batch import PackedBatch
 
 WARMUP, TIMED = 4, 8
 SETTLING = 10
@@ -47,9 +45,8 @@ class SideResult:
 
     Attributes:
         losses, grad_norms: of every step, from the first; a norm is None if the run does not clip.
-        digests: of the tokens of each step in the gate; None if the batches hold no tokens.
-        seconds: of each timed step.
-        tokens: in all timed steps, without padding, as TRL counts them; None if it does not.
+        seconds: of each timed step, without its log.
+        tokens: in all timed steps, without padding, as TRL logs them; None if it does not.
         first_step_seconds, warmup_seconds: from the start of `train()` to the end of the first step and of the warm-up.
         peak_gib, reserved_gib: peak device memory that was allocated, and that torch held: the card must have the
             latter. None on the CPU.
@@ -62,7 +59,6 @@ class SideResult:
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float | None] = field(default_factory=list)
-    digests: list[int | None] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     tokens: int | None = None
     warmup_steps: int = 0
@@ -88,23 +84,22 @@ class SideResult:
 
 
 class Watch(TrainerCallback):
-    """Record the steps of one training, and stop it after the timed ones.
+    """Record the steps of one training from its log, and stop it after the timed ones.
 
     Args:
         warmup: minimum number of steps before the timed ones.
         timed: number of timed steps; the device is synchronized at the end of each.
-        gate: first steps of the warm-up, with dropout off and tokens hashed, whose losses are compared.
+        gate: first steps of the warm-up, with dropout off, whose losses are compared.
         settling: steps of the warm-up after the features of a trainer of ours are decided.
         longest_warmup: steps after which the warm-up ends in any case.
-        profiled: steps under torch.profiler after the timed ones, on a GPU or if there is a `trace`.
-        trace: file for a Chrome trace of them.
+        profiled: steps under torch.profiler after the timed ones, on a GPU or if there are `kernels`.
+        kernels: file for the profiler's table of the kernels of these steps.
         count_syncs: count the host syncs of one more step.
     """
 
     def __init__(
         self, *, warmup: int = WARMUP, timed: int = TIMED, gate: int = 0, settling: int = 0,
-        longest_warmup: int = LONGEST_WARMUP, profiled: int = 0, trace: str | Path | None = None,
-        count_syncs: bool = False,
+        longest_warmup: int = LONGEST_WARMUP, profiled: int = 0, kernels: str = "", count_syncs: bool = False,
     ) -> None:  # fmt: skip
         if timed < 1 or not 0 <= gate <= warmup:
             raise UserError(
@@ -114,39 +109,27 @@ class Watch(TrainerCallback):
         self.result = SideResult()
         self.timed, self._warmup, self._gate = timed, warmup, gate
         self._settling, self._longest_warmup = settling, longest_warmup
-        self._profiled = profiled if torch.cuda.is_available() or trace else 0
-        self._trace, self._count_syncs = trace, count_syncs
-        self._loss: float | Tensor = 0.0
-        self._digest: float | Tensor | None = None
-        self._norm: Any = None
+        self._profiled = profiled if torch.cuda.is_available() or kernels else 0
+        self._kernels, self._count_syncs = kernels, count_syncs
+        self._is_logged, self._start, self._end, self._tokens = True, 0.0, 0.0, 0
 
     @contextlib.contextmanager
     def attached(self, trainer: Any) -> Iterator[None]:
         """Watch `trainer` inside; restore it on exit."""
-        training_step, accelerator, args = trainer.training_step, trainer.accelerator, trainer.args
-        clip, pad = accelerator.clip_grad_norm_, getattr(trainer.processing_class, "pad_token_id", None)
-
-        def watched_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-            if len(self.result.losses) < self._gate and (digest := digest_of(inputs, pad)) is not None:
-                self._digest = digest + (self._digest or 0)
-            loss: Tensor = training_step(model, inputs, *args, **kwargs)
-            self._loss = self._loss + loss.detach()  # a sum, not the tensor: a captured step writes to the same one
-            return loss
-
-        def watched_clip(*args: Any, **kwargs: Any) -> Any:
-            self._norm = clip(*args, **kwargs)
-            return self._norm
-
+        args, result = trainer.args, self.result
         weights = str(text_model(trainer.model).dtype).removeprefix("torch.")
-        self.result.dtype = "bfloat16" if args.bf16 else "float16" if args.fp16 else weights
-        self.result.device = torch.device(args.device).type
+        result.dtype = "bfloat16" if args.bf16 else "float16" if args.fp16 else weights
+        result.device = torch.device(args.device).type
         self._steps = self._script(trainer)
         trainer.add_callback(self)
         with (
-            patch_attribute(trainer, "training_step", watched_step),
-            patch_attribute(accelerator, "clip_grad_norm_", watched_clip),
+            patch_attribute(args, "logging_nan_inf_filter", False),  # a loss of NaN must fail the gate
             contextlib.closing(self._steps),  # restores dropout if training fails in the gate
         ):
+            self._synchronize()
+            if result.device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            self._start = time.perf_counter()
             next(self._steps)
             try:
                 yield
@@ -154,17 +137,27 @@ class Watch(TrainerCallback):
                 trainer.remove_callback(self)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Record the step; stop the training after the last one."""
-        self._control = control
-        control.should_training_stop |= next(self._steps, "end") == "end"
-
-    def _script(self, trainer: Any) -> Generator[None]:
-        """Go through all steps in order: each ``yield`` waits for the end of one."""
-        result, unsettled = self.result, self._settling + 1
+        """End the time of the step, before its log."""
         self._synchronize()
-        if result.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        self._begin = time.perf_counter()
+        self._end = time.perf_counter()
+        control.should_log = self._is_logged
+        if not self._is_logged:
+            self._go_on(control, {})
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Record the step; stop the training after the last one."""
+        if self._is_logged and "loss" in logs:
+            self._go_on(control, logs)
+
+    def _go_on(self, control: Any, logs: Mapping[str, Any]) -> None:
+        try:
+            self._steps.send(logs)
+        except StopIteration:
+            control.should_training_stop = True
+
+    def _script(self, trainer: Any) -> Generator[None, Mapping[str, Any]]:
+        """Go through all steps in order: each ``yield`` waits for the log of one, or for its end if it has none."""
+        result, unsettled = self.result, self._settling + 1
         with ExitStack() as gate:
             if self._gate:
                 gate.enter_context(without_dropout(trainer.model))
@@ -173,11 +166,11 @@ class Watch(TrainerCallback):
                 if len(result.losses) == self._gate:
                     gate.close()
                 unsettled -= is_warmed_up(trainer)
-        result.warmup_steps, result.warmup_seconds = len(result.losses), time.perf_counter() - self._begin
-        tokens = _tokens_seen(trainer)
+        result.warmup_steps, result.warmup_seconds = len(result.losses), self._end - self._start
+        tokens = self._tokens
         for _ in range(self.timed):
             result.seconds.append((yield from self._step()))
-        result.tokens = (_tokens_seen(trainer) - tokens) or None
+        result.tokens = (self._tokens - tokens) or None
         if result.device == "cuda":
             result.peak_gib = torch.cuda.max_memory_allocated() / 2**30
             result.reserved_gib = torch.cuda.max_memory_reserved() / 2**30
@@ -185,37 +178,31 @@ class Watch(TrainerCallback):
         if report is not None:
             result.report = report.to_dict()
             result.path = ", ".join(f"{line.feature} {line.path}" for line in report if line.status == "on")
+        self._is_logged = False  # a log reads the device, and launches kernels
         if self._profiled:
             with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profiler:
                 for _ in range(self._profiled):
-                    yield from self._step()
+                    yield
             result.profile = profile_figures(profiler.events() or (), self._profiled)
-            if self._trace is not None:
-                profiler.export_chrome_trace(str(self._trace))
+            if self._kernels:
+                order = f"self_{'cuda' if result.device == 'cuda' else 'cpu'}_time_total"
+                table = profiler.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=90)
+                Path(self._kernels).write_text(table, encoding="utf-8")
         if self._count_syncs:
-            self._control.should_log = False  # a log of the last step reads the device
             with count_host_syncs(device=result.device) as syncs:
                 yield
             result.host_syncs = syncs.total
-            self._record()
 
-    def _step(self) -> Generator[None, None, float]:
-        """Wait for the end of a step, record it, and return its seconds."""
-        begin = time.perf_counter()
-        yield
-        self._synchronize()
-        end = time.perf_counter()
-        self._record()
-        if len(self.result.losses) == 1:
-            self.result.first_step_seconds = end - self._begin
-        return end - begin
-
-    def _record(self) -> None:
-        self.result.losses.append(float(self._loss))
-        self.result.grad_norms.append(None if self._norm is None else float(self._norm))
-        if len(self.result.losses) <= self._gate:
-            self.result.digests.append(None if self._digest is None else int(self._digest))
-        self._loss, self._norm, self._digest = 0.0, None, None
+    def _step(self) -> Generator[None, Mapping[str, Any], float]:
+        """Wait for the log of a step, record it, and return its seconds."""
+        begin, result = time.perf_counter(), self.result
+        logs = yield
+        result.losses.append(float(logs["loss"]))
+        result.grad_norms.append(logs.get("grad_norm"))
+        self._tokens = int(logs.get("num_tokens", 0))
+        if len(result.losses) == 1:
+            result.first_step_seconds = self._end - self._start
+        return self._end - begin
 
     def _synchronize(self) -> None:
         if self.result.device == "cuda":
@@ -226,10 +213,6 @@ def is_warmed_up(trainer: Any) -> bool:
     """Return whether no feature of a trainer of ours still waits for its first steps."""
     run = getattr(trainer, "fastpack_run", None)
     return run is None or run.step.is_warmed_up
-
-
-def _tokens_seen(trainer: Any) -> int:
-    return int(getattr(trainer, "_total_train_tokens", 0) or trainer.state.num_input_tokens_seen)
 
 
 def run_side(
@@ -281,24 +264,6 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
                 if isinstance(value, float) and value > 0:
                     stack.enter_context(patch_attribute(module, name, 0.0))
         yield
-
-
-def digest_of(inputs: Any, pad_token_id: int | None) -> Tensor | None:
-    """Return a hash of the tokens of a batch, on its device; None for a batch without tokens.
-
-    Their order, padding and shared prefixes make no difference: a packed row and padded examples have the same hash.
-    """
-    if not isinstance(inputs, Mapping) or not isinstance(inputs.get("input_ids"), Tensor):
-        return None
-    inputs = unshared(inputs)
-    ids, mask, batch = inputs["input_ids"], inputs.get("attention_mask"), inputs.get("packed_batch")
-    if isinstance(batch, PackedBatch):
-        ids = ids.flatten()[: batch.total_tokens - batch.num_padding]
-    elif isinstance(mask, Tensor) and mask.shape == ids.shape:
-        ids = torch.where(mask.bool(), ids, -1)
-    if pad_token_id is not None:
-        ids = torch.where(ids == pad_token_id, -1, ids)
-    return ((ids.long() + 1) ** 2).sum()
 
 
 def device_events(events: Iterable[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""``fastpack-trl doctor``: show what this machine has, what a config would run and why, and where its steps wait."""
+"""``fastpack-trl doctor``: show what this machine has, what a config would run and why, and in how much memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any
 
 from fastpack_trl.errors import UserError, describe, preparing
 from fastpack_trl.measure.tables import aligned
-from fastpack_trl.recipe.make_trainer import check_settings
 from fastpack_trl.recipe.paths import add_json, json_file, titled
 
 EXTRAS = {
@@ -29,20 +28,16 @@ EXTRAS = {
 """Extra of this package -> the module that it brings, and what needs it."""
 
 _OPTIONAL = ("triton", "bitsandbytes", "xformers", "flash_attn", "liger_kernel", "kernels")
-_TRANSFER_BYTES, _TRANSFERS = 256 << 20, 5
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of ``fastpack-trl doctor``; imports nothing heavy."""
     add = parser.add_argument
-    config_help = "a YAML of `fastpack-trl sft`, whose options override it: shows what would run"
+    config_help = "a YAML of a command that trains, whose options override it: shows what would run"
     add("--config", metavar="FILE", help=config_help)
     add("--trainer", metavar="NAME", help="the command that the YAML is for, e.g. dpo (default: as its keys say)")
     gpu_help = "memory of a step on GPUs that are not here: names (4090, H100, ...) or 24GiB,8.9; reads no weights"
     add("--gpu", metavar="GPU", nargs="+", help=gpu_help)
-    add("--audit", action="store_true", help="with --config: train a few steps and list what makes the host wait")
-    steps_help = "optimizer steps that --audit counts, after two that it does not (default: %(default)s)"
-    add("--steps", metavar="N", type=int, default=4, help=steps_help)
     add_json(parser, "everything")
     parser.set_defaults(more=[])
 
@@ -53,13 +48,8 @@ def run(args: Namespace) -> int:
     Returns:
         0: a missing package is a finding, not a failure.
     """
-    for option in ("audit", "gpu"):
-        if getattr(args, option) and not args.config:
-            raise UserError(f"--{option} is about a config: give --config FILE")
-    if args.steps < 1:
-        raise UserError(f"--steps {args.steps} must be >= 1")
-    if args.audit and _ranks() > 1:
-        raise UserError("--audit trains in one process: run it without `accelerate launch`")
+    if args.gpu and not args.config:
+        raise UserError("--gpu is about a config: give --config FILE")
     # Under `accelerate launch` and torchrun only the first process prints.
     first = os.environ.get("RANK", "0") == "0"
     file, record = json_file(args) if first else None, dict[str, Any](error=None)
@@ -86,22 +76,14 @@ def _run(record: dict[str, Any], args: Namespace) -> None:
     flags = [*([] if args.trainer is None else ["--trainer", args.trainer]), *args.more]
     if not args.gpu:
         _machine(record)
+    lacks_gpu = config.get("bf16", True) and not config.get("use_cpu") and not is_torch_bf16_gpu_available()
     with TemporaryDirectory(prefix="fastpack-doctor-") as folder:
-        lacks_gpu = config.get("bf16", True) and not config.get("use_cpu") and not is_torch_bf16_gpu_available()
         if args.config and (args.gpu or lacks_gpu):
             _forecast(record, args, folder, flags)
             if not args.gpu:
-                print(
-                    "there is no GPU here. For which one? --gpu 4090 or 24GiB,8.9; on a CPU: use_cpu: true, bf16: false"
-                )
+                print("no GPU here: name one with --gpu (4090, or 24GiB,8.9); on a CPU: use_cpu: true, bf16: false")
         elif args.config:
             _config(record, args.config, folder, flags)
-            if args.audit:
-                _audit(record, args, folder, flags)
-
-
-def _ranks() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _section(title: str, rows: Mapping[str, Any]) -> None:
@@ -112,6 +94,7 @@ def _forecast(record: dict[str, Any], args: Namespace, folder: str, flags: list[
     """Show the memory of a step on each GPU, part by part, what is on, and what to change if it does not fit."""
     from fastpack_trl.recipe.forecast import elsewhere, forecast
     from fastpack_trl.recipe.gpus import COMMON, gpu_of
+    from fastpack_trl.recipe.make_trainer import check_settings
 
     gpus = [gpu_of(text) for text in args.gpu or COMMON]
     arguments, precision = elsewhere(args.config, folder, flags)
@@ -186,31 +169,7 @@ def _device() -> dict[str, Any]:
         facts["compute capability"] = f"{properties.major}.{properties.minor}"
         facts["memory"] = f"{properties.total_memory / (1 << 30):.1f} GiB"
         facts["bf16"] = torch.cuda.is_bf16_supported(including_emulation=False)
-        facts |= _transfer_rates()
     return facts
-
-
-def _transfer_rates() -> dict[str, str]:
-    """Time copies of 256 MiB between host and device: ``{"pinned to device": "55.1 GB/s", ...}``.
-
-    The loader and offloading copy from pinned memory; if there is none, ``pinned`` has the reason.
-    """
-    import torch
-
-    from fastpack_trl.measure.timing import timed
-
-    block = torch.empty(_TRANSFER_BYTES, dtype=torch.uint8)
-    on_device, hosts, rates = block.cuda(), {"pageable": block}, dict[str, str]()
-    try:
-        hosts["pinned"] = block.pin_memory()
-    except RuntimeError as error:
-        rates["pinned"] = f"not available: {describe(error)}"
-    for name, host in hosts.items():
-        for way, target, source in ((f"{name} to device", on_device, host), (f"device to {name}", host, on_device)):
-            copies = [lambda to=target, of=source: to.copy_(of, non_blocking=True)] * (1 + _TRANSFERS)
-            _, *seconds = (timed(copy, "cuda")[1] for copy in copies)  # the first is not counted
-            rates[way] = f"{_TRANSFER_BYTES / sorted(seconds)[_TRANSFERS // 2] / 1e9:.1f} GB/s"
-    return rates
 
 
 def _attention() -> dict[str, str]:
@@ -250,11 +209,7 @@ def _missing() -> Iterator[dict[str, str]]:
 def _is_there(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except (
-        ImportError,
-        OSError,
-        RuntimeError,
-    ):  # `find_spec` imports the package around a module: absent here, or broken
+    except (ImportError, OSError, RuntimeError):  # it imports the package around a module, which may be broken
         return False
 
 
@@ -263,65 +218,12 @@ def _config(record: dict[str, Any], config: str, folder: str, flags: list[str]) 
 
     arguments = short_run_arguments(config, folder, *flags)
     record["config"] = {"not_used": arguments.launch}
-    if arguments.launch and _ranks() == 1:
+    if arguments.launch and "WORLD_SIZE" not in os.environ:
         print(f"one process; options of `accelerate launch` are not used: {' '.join(arguments.launch)}\n", flush=True)
     # The banner is printed below, even if fastpack is disabled and the trainer prints none.
     with preparing(), redirect_stdout(io.StringIO()):
         trainer = make_trainer(arguments)
-        refusal = _enter_features(trainer)
-    report = trainer.fastpack_report
-    record["config"] |= report.to_dict()
-    print(f"{report.table()}\n", flush=True)
-    if refusal:
-        raise UserError(f"{refusal}; above, what runs without it")
-    if _ranks() > 1:
-        record["ranks"] = _each_rank(trainer)
-        _section(f"{_ranks()} processes, {trainer.accelerator.distributed_type.value}", _compared(record["ranks"]))
-
-
-def _enter_features(trainer: Any) -> str:
-    """Enter a trainer's features to fill its report; if its FP8 base is refused, leave it out and return the reason."""
-    try:
-        with trainer._fastpack_features(announce=True):
-            return ""
-    except ValueError as error:
-        if not str(error).startswith("frozen_base="):
-            raise
-        refusal = describe(error)
-    trainer.args.frozen_base = "as_loaded"
-    return _enter_features(trainer) or refusal
-
-
-def _each_rank(trainer: Any) -> list[dict[str, Any]]:
-    """Return the plan of each process, with its device and the memory that is free there."""
-    import torch
-    from accelerate.utils import gather_object
-
-    device = torch.device(trainer.args.device)
-    own: dict[str, Any] = {"device": str(device)}
-    if device.type == "cuda":
-        from fastpack_trl.measure.device_memory import allocatable
-
-        own |= {"name": torch.cuda.get_device_name(device), "free_gib": allocatable(device) / 2**30}
-    ranks: list[dict[str, Any]] = gather_object([own | trainer.fastpack_report.to_dict()])
-    return ranks
-
-
-def _compared(ranks: list[dict[str, Any]]) -> dict[str, str]:
-    """Return the device of each process, and which of its features run differently from the first one's."""
-    plans = [[f"{name} {line['status']}: {line['path']}" for name, line in rank["features"].items()] for rank in ranks]
-    rows = {}
-    for number, (rank, plan) in enumerate(zip(ranks, plans, strict=True)):
-        memory = [rank["name"], f"{rank['free_gib']:.1f} GiB free"] if "free_gib" in rank else []
-        others = [line for line in plan if line not in plans[0]] or ["the plan above"]
-        rows[f"rank {number}"] = ", ".join([rank["device"], *memory, *others])
-    return rows
-
-
-def _audit(record: dict[str, Any], args: Namespace, folder: str, flags: list[str]) -> None:
-    from fastpack_trl.cli import doctor_audit
-
-    audit = record["audit"] = doctor_audit.audit(args.config, folder, args.steps, flags)
-    print(doctor_audit.table(audit), flush=True)
-    if failed := [f"{side}: {facts['error']}" for side, facts in audit["sides"].items() if facts["error"]]:
-        raise UserError(f"{args.config} cannot be audited: {'; '.join(failed)}")
+        with trainer._fastpack_features(announce=True):  # which fills the report
+            pass
+    record["config"] |= trainer.fastpack_report.to_dict()
+    print(f"{trainer.fastpack_report.table()}\n", flush=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,12 +30,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         add("--push_to_hub", metavar="NAME", help="also push it to the hub under this name")
         add_json(parser, "the folders")
         return
-    add("--prompt", metavar="TEXT", help="one prompt: what a user says, if the model has a chat template")
-    add("--file", metavar="FILE", help="prompts: a text with one per line, or JSON lines with `prompt`")
-    add("--raw", action="store_true", help="take prompts as they are, without the chat template")
+    prompt_help = "what a user says; without a chat template, a text to continue; may be repeated"
+    add("--prompt", metavar="TEXT", action="append", help=prompt_help)
     add("--max_new_tokens", metavar="N", type=int, default=128, help="longest answer (default: %(default)s)")
     add("--temperature", metavar="T", type=float, default=0.0, help="0 takes the likeliest token (default)")
-    add("--seed", metavar="N", type=int, default=0, help="of the random numbers above a temperature of 0")
     add_json(parser, "prompts and answers")
 
 
@@ -60,8 +57,6 @@ class Trained:
     """The model of an adapter; None where `folder` is a model."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keywords of `from_pretrained`."""
-    quantization: Any = None
-    """How the base was quantized while the adapter was trained."""
     classifies: bool = False
 
     def tokenizer(self) -> Any:
@@ -80,10 +75,8 @@ class Trained:
         """
         from fastpack_trl.recipe.adapters import resize_to_adapter, with_adapter
 
-        options = self.options | ({"num_labels": 1} if self.classifies else {})
-        options |= {"quantization_config": self.quantization} if self.quantization is not None else {}
         for model_class in self._classes():
-            model = model_class.from_pretrained(self.base or self.folder, **options)
+            model = model_class.from_pretrained(self.base or self.folder, **self.options)
             if dequantized and getattr(model, "hf_quantizer", None) is not None:
                 model = model.dequantize()
             if self.base is None:
@@ -111,6 +104,10 @@ class Trained:
         return [named] if named in (auto, mapping.get(type(config), named)) else [named, auto]
 
 
+def _for_config(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: options[name] for name in ("revision", "trust_remote_code") if name in options}
+
+
 def _find(args: Namespace) -> Trained:
     """Return the model or adapter that the options name; raise `UserError` if there is none."""
     from fastpack_trl.model.preflight import check_weights, file_fault
@@ -118,16 +115,16 @@ def _find(args: Namespace) -> Trained:
     from fastpack_trl.recipe.methods import METHODS, SFT
 
     options: dict[str, Any] = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
-    folder, base, quantization = _of_config(args, options) if args.config else (args.model, args.base, None)
+    folder, base = _of_config(args, options) if args.config else (args.model, args.base)
     if not folder:
         raise UserError("no model: name the folder that a run has written, or give its YAML with --config FILE")
+    if folder.endswith((".yaml", ".yml")):
+        raise UserError(f"{folder} is no model; did you mean --config {folder}?")
     if args.load_in_4bit:
         from transformers import BitsAndBytesConfig
 
         types = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"}
-        quantization = BitsAndBytesConfig(load_in_4bit=True, **types)
-    if folder.endswith((".yaml", ".yml")):
-        raise UserError(f"{folder} is no model; did you mean --config {folder}?")
+        options["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, **types)
     path, shown = Path(folder).expanduser(), short_repr(folder)
     if not (path / _ADAPTER).is_file():
         inside = sorted(path.glob(f"*/{_ADAPTER}"), key=lambda file: file.stat().st_mtime)
@@ -135,6 +132,7 @@ def _find(args: Namespace) -> Trained:
             raise UserError(f"{shown} has no adapter or model; did you mean '{inside[-1].parent}'?")
         name = model_folder("the model", folder)
         check_model(name, _for_config(options), "the model")
+        options.pop("quantization_config", None)  # a whole model says itself how it is stored
         return Trained(name, None, options)
     if any(path.glob("model*.safetensors")):
         raise UserError(f"{shown} holds an adapter and a model, of two runs: move one away")
@@ -152,15 +150,11 @@ def _find(args: Namespace) -> Trained:
     name, classifies = model_folder(option, name), about.get("task_type") == "SEQ_CLS"
     check_model(name, _for_config(options), option, METHODS["reward"] if classifies else SFT)
     check_weights(str(path), "the adapter")
-    return Trained(str(path), name, options, quantization, classifies)
+    return Trained(str(path), name, options | ({"num_labels": 1} if classifies else {}), classifies)
 
 
-def _for_config(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name != "dtype"}
-
-
-def _of_config(args: Namespace, options: dict[str, Any]) -> tuple[str, str | None, Any]:
-    """Return folder, base and quantization of a YAML's run; its revision and trust go into `options`."""
+def _of_config(args: Namespace, options: dict[str, Any]) -> tuple[str, str | None]:
+    """Return folder and base of a YAML's run; how the run loaded its model goes into `options`."""
     from trl import get_quantization_config
 
     from fastpack_trl.recipe.arguments import parse
@@ -168,10 +162,11 @@ def _of_config(args: Namespace, options: dict[str, Any]) -> tuple[str, str | Non
 
     words = ["--config", args.config, "--bf16", "False"]  # nothing is trained: no GPU is needed
     arguments = parse(words, method_of_run(args.config), may_launch=False)
-    options |= {"revision": arguments.model.model_revision}
+    options["revision"] = arguments.model.model_revision
     options["trust_remote_code"] |= bool(arguments.training.trust_remote_code)
-    base = args.base or arguments.model.model_name_or_path
-    return args.model or str(arguments.training.output_dir), base, get_quantization_config(arguments.model)
+    if (quantization := get_quantization_config(arguments.model)) is not None:
+        options["quantization_config"] = quantization
+    return args.model or str(arguments.training.output_dir), args.base or arguments.model.model_name_or_path
 
 
 def _are_different(named: str, other: str) -> bool:
@@ -186,98 +181,68 @@ def _merge(args: Namespace) -> dict[str, Any]:
     from fastpack_trl.recipe.adapters import merge_adapter
 
     with preparing():
-        found = _find(args)
-    output = Path(args.output or f"{found.folder.rstrip('/')}-merged").expanduser()
+        trained = _find(args)
+    output = Path(args.output or f"{trained.folder.rstrip('/')}-merged").expanduser()
     if output.is_dir() and any(output.iterdir()):
         raise UserError(f"--output {output} is not empty: name another folder")
     if reason := unwritable(output):
         raise UserError(f"--output {output}: {reason}")
-    if found.base is None:
-        raise UserError(f"{found.folder} is a whole model: nothing is left to merge")
+    if trained.base is None:
+        raise UserError(f"{trained.folder} is a whole model: nothing is left to merge")
     with preparing():
-        tokenizer, (model, resized) = found.tokenizer(), found.load(dequantized=True)
+        tokenizer, (model, resized) = trained.tokenizer(), trained.load(dequantized=True)
         merged, untied = merge_adapter(model)
-        merged.save_pretrained(output)
-        tokenizer.save_pretrained(output)
-    how = " as it was in training: quantized, then made dense" if found.quantization else ""
-    lines = [f"{found.folder} merged into {found.base}{how}", resized, untied, f"written: {output}"]
+        for part in (merged, tokenizer):
+            part.save_pretrained(output)
+    how = " as it was in training: quantized, then made dense" if "quantization_config" in trained.options else ""
+    lines = [f"{trained.folder} merged into {trained.base}{how}", resized, untied, f"written: {output}"]
     print("\n".join(filter(None, lines)))
     if args.push_to_hub:
-        from huggingface_hub import HfApi
-
         with preparing():
-            repository = HfApi().create_repo(args.push_to_hub, exist_ok=True).repo_id
-            HfApi().upload_folder(repo_id=repository, folder_path=output)
-        print(f"pushed: https://huggingface.co/{repository}")
+            for part in (merged, tokenizer):
+                part.push_to_hub(args.push_to_hub)
+        print(f"pushed: {args.push_to_hub}")
     print(f"try it: fastpack-trl generate {output} --prompt 'Hello'")
-    return {"adapter": found.folder, "base": found.base, "merged": str(output)}
+    return {"adapter": trained.folder, "base": trained.base, "merged": str(output)}
 
 
 def _generate(args: Namespace) -> dict[str, Any]:
-    """Print each prompt with its answers."""
-    if bool(args.prompt) == bool(args.file):
-        raise UserError("give --prompt TEXT or --file FILE")
-    if args.max_new_tokens < 1:
-        raise UserError(f"--max_new_tokens {args.max_new_tokens} must be >= 1")
-    if args.temperature < 0:
-        raise UserError(f"--temperature {args.temperature} must be >= 0: 0 takes the likeliest token")
-    prompts, rows = [args.prompt] if args.prompt else _prompts(Path(args.file).expanduser()), []
+    """Print each prompt with the answer of the model, or with those of the base and of the adapter."""
+    if not args.prompt:
+        raise UserError("give --prompt TEXT, once per prompt")
+    if args.max_new_tokens < 1 or args.temperature < 0:
+        name, least = ("max_new_tokens", 1) if args.max_new_tokens < 1 else ("temperature", 0)
+        raise UserError(f"--{name} {getattr(args, name)} must be >= {least}")
     with preparing():
-        found = _find(args)
-    for row in _answers(found, prompts, args):
-        rows.append(row)
-        print("\n".join(f"{name}: {text.strip() or '(no text)'}" for name, text in row.items()), end="\n\n", flush=True)
-    return {"rows": rows} | {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "seed")}
-
-
-def _prompts(file: Path) -> list[str]:
-    try:
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-        prompts = [str(json.loads(line)["prompt"]) for line in lines] if file.suffix in (".jsonl", ".json") else lines
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--file {file} cannot be read as UTF-8 text: {error}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f'--file {file}: write one object per line, e.g. {{"prompt": "Hello"}}') from error
-    if not prompts:
-        raise UserError(f"--file {file} has no prompts: write one per line")
-    return prompts
-
-
-def _answers(found: Trained, prompts: list[str], args: Namespace) -> Iterator[dict[str, str]]:
-    """Yield ``{"prompt", "base", "adapter"}`` for each prompt, or ``{"prompt", "model"}`` for a whole model."""
+        trained = _find(args)
+    if trained.classifies:
+        raise UserError(f"{trained.folder} is of a reward model, which scores a text and writes none")
     import torch
-    from transformers import set_seed
 
     from fastpack_trl.recipe.adapters import check_runs
 
-    if found.classifies:
-        raise UserError(f"{found.folder} is of a reward model, which scores a text and writes none")
     with preparing():
-        tokenizer, (model, _) = found.tokenizer(), found.load(dequantized=False)
-    if found.base is not None:
+        tokenizer, (model, _) = trained.tokenizer(), trained.load(dequantized=False)
+    if trained.base is not None:
         check_runs(model.get_base_model())
-    if torch.cuda.is_available() and found.quantization is None:
+    if torch.cuda.is_available() and "quantization_config" not in trained.options:
         model = model.to("cuda")
     sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
-    sides = {"model": nullcontext} if found.base is None else {"base": model.disable_adapter, "adapter": nullcontext}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    for prompt in prompts:
-        if tokenizer.chat_template and not args.raw:
-            turns = [{"role": "user", "content": prompt}]
-            tokens = tokenizer.apply_chat_template(
-                turns, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-            )
-        else:
-            tokens = tokenizer(prompt, return_tensors="pt")
-        start = tokens["input_ids"].shape[1]
-        if not start:
+    sides = {"model": nullcontext} if trained.base is None else {"base": model.disable_adapter, "adapter": nullcontext}
+    limits, rows = {"max_new_tokens": args.max_new_tokens, "pad_token_id": pad}, []
+    for prompt in args.prompt:
+        tokens = tokenizer(prompt, return_tensors="pt")
+        if tokenizer.chat_template:
+            turns, form = [{"role": "user", "content": prompt}], {"return_dict": True, "return_tensors": "pt"}
+            tokens = tokenizer.apply_chat_template(turns, add_generation_prompt=True, **form)
+        if not (start := tokens["input_ids"].shape[1]):
             raise UserError(f"the prompt {short_repr(prompt)} has no tokens: write some text")
         row = {"prompt": prompt}
         for side, around in sides.items():
-            set_seed(args.seed)
             with around(), torch.no_grad():
-                out = model.generate(
-                    **tokens.to(model.device), max_new_tokens=args.max_new_tokens, pad_token_id=pad, **sampling
-                )
+                out = model.generate(**tokens.to(model.device), **limits, **sampling)
             row[side] = tokenizer.decode(out[0, start:], skip_special_tokens=True)
-        yield row
+        print("\n".join(f"{name}: {text.strip() or '(no text)'}" for name, text in row.items()), end="\n\n", flush=True)
+        rows.append(row)
+    return {"rows": rows, "max_new_tokens": args.max_new_tokens, "temperature": args.temperature}

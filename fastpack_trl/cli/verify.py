@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastpack_trl.errors import NonFiniteError, UserError, describe, did_you_mean, preparing
 from fastpack_trl.recipe.paths import add_json, json_file, model_folder, titled
-
-if TYPE_CHECKING:
-    from fastpack_trl.attention.proof import PackingProof
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 DEVICES = ("auto", "cpu", "cuda")
@@ -58,7 +54,7 @@ def run(args: Namespace) -> int:
     from fastpack_trl.attention.install import packed_attention
     from fastpack_trl.attention.proof import verify_packing
     from fastpack_trl.measure.record import versions, write_json
-    from fastpack_trl.model.facts import UNREADABLE
+    from fastpack_trl.model.facts import UNREADABLE, text_model
 
     names = ("auto", *BACKENDS, "off")
     if args.attn not in names:
@@ -66,11 +62,10 @@ def run(args: Namespace) -> int:
             f"--attn {args.attn!r} does not exist{did_you_mean(args.attn, names)} (names: {', '.join(names)})"
         )
     file, model = json_file(args), _load(args)
-    facts = _facts(model)
-    if lengths and facts["positions"] is not None and max(lengths) > facts["positions"]:
-        raise UserError(
-            f"--lengths has a document of {max(lengths)} tokens, the model has {facts['positions']} positions"
-        )
+    config = text_model(model).config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    if lengths and positions is not None and max(lengths) > positions:
+        raise UserError(f"--lengths has a document of {max(lengths)} tokens, the model has {positions} positions")
     with ExitStack() as stack:
         with preparing():  # a backend that does not fit the model is a wrong setting
             attention = stack.enter_context(packed_attention(model, args.attn))
@@ -81,12 +76,21 @@ def run(args: Namespace) -> int:
         except (*UNREADABLE, ImportError) as error:  # TRL's hybrid models refuse packed rows without their kernels
             fix = "use --attn auto" if args.attn == "off" else "train with packing=False"
             raise UserError(f"packed rows do not run with --attn {args.attn}: {describe(error)}; {fix}") from error
-    reason = attention.choice.reason
-    print(_table(facts, proof, reason))
+    reason, parameters = attention.choice.reason, list(model.parameters())
+    dtypes = "/".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters}))
+    rows = {
+        "model": f"{config.model_type}, {sum(parameter.numel() for parameter in parameters):,} parameters, {dtypes} on "
+        f"{parameters[0].device}",
+        "path": f"{proof.path} ({reason})",
+        "documents": f"{' + '.join(map(str, proof.lengths))} tokens",
+    }
+    worst = sorted(proof.leaks, key=lambda leak: -leak[2])[:_LISTED_LEAKS]
+    leaks = [f"  from document {source} to {target}: gradient {size:.1e}" for source, target, size in worst]
+    print("\n".join([*titled(rows), *leaks, str(proof)]))
     if file is not None:
-        leaks = [{"from": source, "to": target, "gradient": gradient} for source, target, gradient in proof.leaks]
         asked = {"model": args.model, "adapter": args.adapter, "requested": args.attn, "reason": reason}
-        write_json(file, {**asked, **proof.to_dict(), "leaks": leaks, **facts, "versions": versions()})
+        every = [{"from": source, "to": target, "gradient": gradient} for source, target, gradient in proof.leaks]
+        write_json(file, {**asked, **proof.to_dict(), "leaks": every, "versions": versions()})
     if proof.proven:
         return 0
     fix = "train with packed_attention='auto', the default" if args.attn == "off" else "set packing=False"
@@ -113,38 +117,3 @@ def _load(args: Namespace) -> Any:
     device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
     # A quantized model stays where its kernels are.
     return model if next(model.parameters()).device.type == device else model.to(device)
-
-
-def _facts(model: Any) -> dict[str, Any]:
-    from fastpack_trl.model.facts import text_model
-
-    parameters = list(model.parameters())
-    config = text_model(model).config.get_text_config()
-    return {
-        "model_type": str(config.model_type),
-        "layers": getattr(config, "num_hidden_layers", None),
-        "positions": getattr(config, "max_position_embeddings", None),
-        "parameters": sum(parameter.numel() for parameter in parameters),
-        "dtypes": sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters}),
-        "device": str(parameters[0].device),
-        "stock_attention": str(config._attn_implementation),
-    }
-
-
-def _table(facts: Mapping[str, Any], proof: PackingProof, reason: str) -> str:
-    budget = "reported only below fp32" if proof.budget is None else f"budget {proof.budget:.1e}"
-    worst = sorted(proof.leaks, key=lambda leak: -leak[2])[:_LISTED_LEAKS]
-    pairs = len(proof.lengths) * (len(proof.lengths) - 1)
-    untried = ", ".join(f"{name} (no document is longer)" for name in proof.not_exercised)
-    rows = {
-        "model": f"{facts['model_type']}, {facts['layers']} layers, {facts['parameters']:,} parameters, "
-        f"{'/'.join(facts['dtypes'])} on {facts['device']}",
-        "path": f"{proof.path} ({reason})",
-        "documents": f"{' + '.join(map(str, proof.lengths))} tokens",
-        "difference": f"{proof.difference:.1e} of hidden states, from documents one by one under TRL's "
-        f"{facts['stock_attention']} ({budget})",
-        "not exercised": untried or "nothing: no window of the model is longer than all documents",
-        "leaks": f"{len(proof.leaks)} of {pairs} pairs: gradients of a document at another's embeddings",
-    }
-    leaks = [f"  from document {source} to {target}: {size:.1e}" for source, target, size in worst]
-    return "\n".join([*titled(rows), *leaks, "", str(proof)])

@@ -47,7 +47,7 @@ def test_help_and_a_misspelt_command_import_no_torch() -> None:
     commands = ["--help", "stf", "doctor --help", "verify --help", "bench --help"]
     ran = subprocess.run([sys.executable, "-c", code, *commands], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
-    assert all(option in ran.stdout for option in ("--audit", "--rounds", "--lengths", "--traceback"))
+    assert all(option in ran.stdout for option in ("--gpu", "--rounds", "--lengths", "--traceback"))
 
 
 def test_a_command_gets_its_arguments_and_gives_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:

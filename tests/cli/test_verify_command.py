@@ -60,7 +60,6 @@ def test_stock_gpt_oss_leaks_and_auto_does_not(
     assert "per_document" in out
     assert "window 5, sinks" in out
     assert "LEAK" not in out
-    assert "0 of 12 pairs" in out
     record = json.loads(file.read_text())
     assert (record["proven"], record["leaks"], record["path"]) == (True, [], "per_document")
     assert record["difference"] <= record["budget"]
@@ -70,13 +69,13 @@ def test_stock_gpt_oss_leaks_and_auto_does_not(
 @pytest.mark.parametrize(
     ("family", "words", "code", "shown"),
     [
-        ("gpt_oss", "--attn per_document", 0, ["path           per_document "]),
-        ("gpt_oss", "--attn sdpa", 0, ["path           sdpa "]),
-        ("gpt_oss", "--lengths 3 2 4", 0, ["3 + 2 + 4 tokens", "not exercised  window 5 (no document is longer)"]),
-        ("gpt_oss", f"--attn off --lengths {'2 ' * 11}", 1, ["55 of 110 pairs"]),
-        ("qwen3", "--adapter {folder}/lora", 0, ["path           per_document "]),
+        ("gpt_oss", "--attn per_document", 0, ["path       per_document "]),
+        ("gpt_oss", "--attn sdpa", 0, ["path       sdpa "]),
+        ("gpt_oss", "--lengths 3 2 4", 0, ["3 + 2 + 4 tokens", "not exercised: window 5"]),
+        ("gpt_oss", f"--attn off --lengths {'2 ' * 11}", 1, ["LEAK: 55 of 110 pairs"]),
+        ("qwen3", "--adapter {folder}/lora", 0, ["path       per_document "]),
         ("qwen3", "--dtype bfloat16", 0, ["bfloat16 on cpu"]),
-        ("gpt_oss", "--dtype bfloat16", 0, ["(reported only below fp32"]),
+        ("gpt_oss", "--dtype bfloat16", 0, ["(reported only)"]),
     ],
 )
 def test_path_lengths_adapter_and_dtype_are_those_that_are_asked_for(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import save_file
-from sft_material import TEMPLATE, Material, make_tokenizer, write_jsonl
+from sft_material import TEMPLATE, Material, make_tokenizer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from fastpack_trl.cli.main import main
@@ -75,10 +75,9 @@ def test_a_run_is_merged_and_its_answers_stand_beside_those_of_the_base(
     torch.testing.assert_close(logits(load(merged)), expected, rtol=1e-4, atol=1e-4)
     assert (merged / "tokenizer_config.json").is_file()
     assert not (merged / "adapter_config.json").exists()
-    prompts = write_jsonl(material.folder / "prompts.jsonl", [{"prompt": "the quick"}, {"prompt": "a b"}])
 
     def answers(*words: object) -> list[dict[str, str]]:
-        asked = [*words, "--file", prompts, "--max_new_tokens", 6, "--json", record]
+        asked = [*words, "--prompt", "the quick", "--prompt", "a b", "--max_new_tokens", 6, "--json", record]
         assert main(["generate", *map(str, asked)]) == 0
         return list(json.loads(record.read_text(encoding="utf-8"))["rows"])
 
@@ -104,25 +103,12 @@ def test_a_base_that_was_not_trained_on_is_not_merged_into(
     assert main(words) == 0
 
 
-def test_a_seed_gives_the_same_sample_raw_prompts_have_no_template_and_no_text_is_said(
-    material: Material, capsys: pytest.CaptureFixture[str]
-) -> None:
-    record = material.folder / "answers.json"
-
-    def answer(*words: str, model: Path = material.model) -> str:
-        asked = ["--prompt", "the quick", "--max_new_tokens", "8", "--json", str(record)]
-        assert main(["generate", str(model), *asked, *words]) == 0
-        (row,) = json.loads(record.read_text(encoding="utf-8"))["rows"]
-        return str(row["model"])
-
-    hot = ["--temperature", "2.0"]
-    assert answer(*hot, "--seed", "1") == answer(*hot, "--seed", "1") != answer(*hot, "--seed", "2")
-    assert answer("--raw") != answer()
+def test_an_answer_without_text_is_said(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
     silent = load(material.model)
     torch.nn.init.zeros_(silent.lm_head.weight)  # all logits alike: the first token, which pads
-    silent.save_pretrained(material.folder / "silent")
-    make_tokenizer(pad_token="<pad>", eos_token="<eos>").save_pretrained(material.folder / "silent")
-    assert answer(model=material.folder / "silent") == ""
+    silent.save_pretrained(folder := material.folder / "silent")
+    make_tokenizer(pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    assert main(["generate", str(folder), "--prompt", "the quick", "--max_new_tokens", "8"]) == 0
     assert "prompt: the quick\nmodel: (no text)\n" in capsys.readouterr().out
 
 
@@ -135,17 +121,12 @@ def test_a_seed_gives_the_same_sample_raw_prompts_have_no_template_and_no_text_i
         ("merge ./absent", "the model './absent' is not a folder"),
         ("merge {adapter} --output {model}", "is not empty: name another folder"),
         ("merge {adapter} --base ./absent", "--base './absent' is not a folder"),
-        ("generate {model} --prompt a --file b", "give --prompt TEXT or --file FILE"),
+        ("generate {model} --file b", "generate --file was removed in 0.2.0: give --prompt once per text"),
         ("generate {model} --prompt a --temperature -1", "--temperature -1.0 must be >= 0"),
-        ("generate {model} --file absent.txt", "--file absent.txt cannot be read"),
-        ("generate {model} --file {folder}/empty.txt", "has no prompts: write one per line"),
-        ("generate {model} --file {folder}/bad.jsonl", 'write one object per line, e.g. {"prompt": "Hello"}'),
         ("generate {model} --promt a", "did you mean '--prompt'?"),
     ],
 )
 def test_a_misuse_is_one_line(material: Material, capsys: pytest.CaptureFixture[str], words: str, says: str) -> None:
-    (material.folder / "empty.txt").write_text("\n", encoding="utf-8")
-    (material.folder / "bad.jsonl").write_text("text\n", encoding="utf-8")
     adapter = material.folder / "adapter"
     adapter.mkdir()
     about = {"base_model_name_or_path": str(material.model), "peft_type": "LORA", "task_type": "CAUSAL_LM"}
@@ -155,7 +136,7 @@ def test_a_misuse_is_one_line(material: Material, capsys: pytest.CaptureFixture[
     (scores / "adapter_config.json").write_text(json.dumps(about | {"task_type": "SEQ_CLS"}), encoding="utf-8")
     two = shutil.copytree(adapter, material.folder / "two")
     save_file({"weight": IDS}, two / "model.safetensors")
-    given = {"model": material.model, "adapter": adapter, "folder": material.folder, "scores": scores, "two": two}
+    given = {"model": material.model, "adapter": adapter, "scores": scores, "two": two}
     assert main(words.format(**given).split()) == 2
     err = capsys.readouterr().err.splitlines()[-1]
     assert says in err
