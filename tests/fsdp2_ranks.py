@@ -32,7 +32,6 @@ from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.compile.layers import compiled_layers
 from fastpack_trl.config import Settings
 from fastpack_trl.errors import PackingError
-from fastpack_trl.step import merge_accumulation as merging
 from fastpack_trl.testing import tiny_model
 
 FOLDER = Path(sys.argv[1] if len(sys.argv) > 1 else "/tmp")
@@ -194,49 +193,6 @@ def experts() -> None:
         options = {"family": "qwen3_moe", "lora": lora, "gradient_checkpointing": lora is not None}
         line = both(fast={"moe": "on", "verify_packing": "off"}, **options).fastpack_report["moe"]
         assert (line.status, line.path) == ("on", "fastpack"), line
-
-
-class Counts:
-    """Counts the forward passes of each step."""
-
-    __module__ = "transformers.test"  # no hook of the user
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-
-    def begin(self, state: Any, model: Any) -> None:
-        if not self.steps:
-            model.get_input_embeddings().register_forward_pre_hook(self)
-        self.steps.append(0)
-
-    def __call__(self, *_: Any) -> None:
-        self.steps[-1] += 1
-
-
-def hook_one_rank(state: Any, model: Any) -> None:
-    if state.global_step == 1 and dist.get_rank() == 0:
-        model.register_forward_hook(lambda *_: None)
-
-
-@case
-def merged() -> None:
-    """Four micro-batches (three at the end of an epoch) as one row, as two where that has room, or one by one."""
-    hooks = callback("on_step_begin", hook_one_rank)
-    for fast, callbacks, expected in (
-        ({"merge_accumulation": "on"}, [], [1, 1, 1, 1]),
-        ({}, [], [2, 2, 2, 2]),
-        ({"merge_accumulation": "on"}, [hooks], [1, 4, 3, 4]),
-    ):
-        merging.CPU_ROW_NUMBERS = 2 * 48 * 32  # type: ignore[misc]
-        counts: list[Counts] = []
-
-        def counting(counts: list[Counts] = counts) -> Any:
-            counts.append(Counts())
-            return callback("on_step_begin", counts[-1].begin)()
-
-        options: Options = {"lora": LINEAR, "gradient_accumulation_steps": 4, "max_steps": 4}
-        ours = both(callbacks=[counting, *callbacks], fast=fast, **options)
-        assert counts[0].steps == expected, (counts[0].steps, ours.fastpack_report.table())
 
 
 @case

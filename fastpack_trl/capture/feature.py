@@ -21,8 +21,8 @@ from fastpack_trl.model.facts import dropout_of
 from fastpack_trl.model.hooks import hook_inside, hook_on_a_gradient, replaced_methods
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.run import DEEPSPEED, SHARDED, Run
+from fastpack_trl.step.accumulation import rope_follows_length
 from fastpack_trl.step.loss import BackboneCall
-from fastpack_trl.step.merge_accumulation import rope_follows_length
 from fastpack_trl.step.sync_free import SyncFreeStep
 
 LEAST_CAPABILITY = (8, 0)

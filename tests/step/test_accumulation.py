@@ -18,7 +18,7 @@ from transformers.trainer_callback import CallbackHandler
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.step import merge_accumulation
+from fastpack_trl.step import accumulation
 from fastpack_trl.step.accumulation import Merging
 from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
 
@@ -116,7 +116,7 @@ def test_auto_merges_up_to_the_target_and_on_merges_all(tmp_path: Path, monkeypa
     assert len(alone) == 4
     assert _lengths_of_rows(tmp_path / "b", MERGED, **options) == [sum(alone)]
     assert _lengths_of_rows(tmp_path / "c", {"sync_free": "auto"}, **options) == [sum(alone)]
-    monkeypatch.setattr(merge_accumulation, "CPU_ROW_NUMBERS", 100 * 32)
+    monkeypatch.setattr(accumulation, "CPU_ROW_NUMBERS", 100 * 32)
     assert _lengths_of_rows(tmp_path / "d", {"sync_free": "auto"}, **options) == [sum(alone[:2]), sum(alone[2:])]
 
 
@@ -265,7 +265,7 @@ def test_out_of_memory_splits_the_rows_again_once_named(
 def test_out_of_memory_in_a_later_group_keeps_the_gradients_of_the_earlier_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(merge_accumulation, "CPU_ROW_NUMBERS", 100 * 32)  # groups of two micro-batches
+    monkeypatch.setattr(accumulation, "CPU_ROW_NUMBERS", 100 * 32)  # groups of two micro-batches
     rows: list[int] = []
 
     def limit(tokens: int) -> bool:
