@@ -23,7 +23,7 @@ from fastpack_trl.model.precision import not_packed_on_cpu
 from fastpack_trl.model.upstream import PARTLY, missing_reason
 from fastpack_trl.moe.feature import moe
 from fastpack_trl.run import Run
-from fastpack_trl.step.accumulation import merge_accumulation
+from fastpack_trl.step.merge_accumulation import merge_accumulation
 from fastpack_trl.step.sync_free import sync_free
 
 logger = get_logger(__name__)

@@ -26,7 +26,7 @@ from fastpack_trl.trainers import featured as wiring
 PACKAGE = ROOT / "fastpack_trl"
 
 TOPICS = {
-    "loss head": ("step/step_loss.py", 6),
+    "loss head": ("step/loss.py", 6),
     "FP8 base": ("lora/frozen_base.py", 5),
     "capture": ("capture/graphs.py", 6),
     "activation plan": ("checkpointing/activation_memory.py", 6),

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from math import inf
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.benchmark import Timer
+from torch import nn
 
-from fastpack_trl.kernels.fp8 import MULTIPLE, failure_of_products, quantise_rows
+from fastpack_trl.kernels.fp8 import MULTIPLE, failure_of_products
 from fastpack_trl.lora.base_weight import Fp8Weight, HasFrozenWeight, loaded_weight
 from fastpack_trl.lora.report import LoraReport, has_lora, shown_bytes
 from fastpack_trl.measure.device_memory import allocatable
@@ -23,9 +21,6 @@ from fastpack_trl.run import DEEPSPEED, SHARDED, Run
 
 FEATURE = "frozen_base"
 _KEEP = "set frozen_base='as_loaded'"
-_TIMED_TOKENS = 8192
-_TIMED = 5
-_WORTH = 1.1
 
 
 @contextmanager
@@ -69,7 +64,6 @@ def frozen_base(run: Run) -> Iterator[None]:
             *(f"as loaded: {count} ({reason})" for reason, count in others.items()),
         ]
         run.set_status(FEATURE, "on", "fp8", "; ".join(parts))
-        _advise(run, chosen, dtype)
         yield
         _remark_on_lost(run, chosen)
     finally:
@@ -166,40 +160,3 @@ def _refused_by_device(run: Run) -> str:
     if failure := failure_of_products(device, dtype):
         return f"{torch.cuda.get_device_name(device)} has no FP8 products in {dtype}: {failure}; {_KEEP}"
     return ""
-
-
-def _advise(run: Run, layers: list[Any], dtype: torch.dtype) -> None:
-    """Time the products alone on the device, and advise against FP8 if they gain little."""
-    if run.device.type != "cuda":
-        return
-    rows = run.args.per_device_train_batch_size * (run.args.max_length or _TIMED_TOKENS)
-    tokens = min(_TIMED_TOKENS, rows)
-    ratio = run.ranks.all_min([products_ratio([layer.fastpack_dense for layer in layers], tokens, dtype)])[0]
-    said = f"products alone, quantisation included, take {1 / ratio:.2f} of the time in {dtype} over {tokens:,} tokens"
-    run.report.remark(FEATURE, said if ratio >= _WORTH else f"{said}: too small a model to gain; {_KEEP}")
-
-
-def products_ratio(bases: list[Fp8Weight], tokens: int, dtype: torch.dtype) -> float:
-    """Return the time of all products in `dtype` / that in FP8 with quantization, forward and backward.
-
-    Over `tokens` rows of random values; each shape of a weight is timed once.
-    """
-    counts, total = Counter(base.weight.shape for base in bases), [0.0, 0.0]
-    for shape, base in {base.weight.shape: base for base in bases}.items():
-        draw = torch.Generator(base.weight.device).manual_seed(0)  # the random state of the run stays
-        x, grad, weight = (
-            torch.randn(size, device=base.weight.device, generator=draw, dtype=dtype)
-            for size in ((tokens, shape[1]), (tokens, shape[0]), shape)
-        )
-        for side, call in enumerate((partial(_dense_products, x, grad, weight), partial(_fp8_products, x, grad, base))):
-            timer = Timer("call()", globals={"call": call})  # warms up, and waits for the device
-            total[side] += counts[shape] * timer.timeit(_TIMED).mean
-    return total[0] / total[1]
-
-
-def _dense_products(x: Tensor, grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return x.mm(weight.t()), grad.mm(weight)
-
-
-def _fp8_products(x: Tensor, grad: Tensor, base: Fp8Weight) -> tuple[Tensor, Tensor]:
-    return base.product(quantise_rows(x), x.dtype), base.grad_input(base.quantised_grad(grad), x.dtype)

@@ -1,4 +1,4 @@
-"""The loss of `FastSFTTrainer` at the positions that the collator chose: a forward laid around TRL's.
+"""The loss of `FastSFTTrainer` at the positions that the collator chose, and its figures: a forward around TRL's.
 
 TRL selects the positions with a loss by a boolean mask, which synchronises to count them. The collator knows them
 (`PackedBatch.loss_positions`), so they are gathered by index. Labels may be edited anywhere on their way, last by a
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
+from trl import SFTTrainer
 
 from fastpack_trl.model.upstream import missing_reason
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, Part, to_transformers_kwargs
@@ -257,3 +258,107 @@ def _counted(hidden: Tensor, labels: Any, shift_labels: Tensor | None, batch: Pa
 def ends(parts: Sequence[Part]) -> list[int]:
     """Return the ends of the micro-batches in a merged row, in tokens."""
     return list(itertools.accumulate(part.tokens for part in parts))
+
+
+def step_loss(
+    trainer: SFTTrainer,
+    model: nn.Module,
+    inputs: dict[str, Any],
+    num_items_in_batch: Tensor | int | None,
+    batch: PackedBatch | None,
+) -> tuple[Tensor, Tensor, list[int], bool]:
+    """Return the loss of one micro-batch, normalised as in TRL's ``compute_loss``, and its figures; keeps nothing.
+
+    These are () fp32 with gradient; (num_parts, 3) fp32 without, a row for each micro-batch of a merged row: sum of the
+    entropies, correct tokens, auxiliary loss (of no meaning where there is none); the tokens with a loss of each; and
+    whether the labels are not the collator's any more.
+
+    Args:
+        trainer: a `SFTTrainer` whose model has a `LossForward`.
+        num_items_in_batch: tokens with a loss in all micro-batches of the step (and, with
+            ``average_tokens_across_devices``, of all ranks); None: the mean over this batch, as in evaluation.
+        batch: of `inputs`, with `loss_positions`; None for the outputs of TRL's forward.
+    """
+    inputs["use_cache"] = False
+    if trainer.aux_loss_enabled:
+        inputs["output_router_logits"] = True
+    loss_type = trainer.args.loss_type
+    outputs: Any
+    if batch is None:
+        outputs = _of_stock(model(**inputs, fused_lm_head=True), loss_type)
+    else:
+        # Without `fused_lm_head`: TRL's forward of a trainer that was made since hands the call on to ours.
+        outputs = model(**inputs, loss_batch=batch, loss_type=loss_type)
+    split = _Split(batch, outputs)
+    items: Any
+    ranks = 1
+    if num_items_in_batch is None:
+        items, steps = split.count(), 1
+    else:
+        # A mean per micro-batch: with a count of the whole step nobody else divides it by the micro-batches.
+        items, steps = torch.as_tensor(num_items_in_batch).clamp(min=1), trainer.current_gradient_accumulation_steps
+        if trainer.args.average_tokens_across_devices and trainer.accelerator.num_processes > 1:
+            # All ranks are counted, and DDP takes the mean of the gradients over ranks.
+            ranks = trainer.accelerator.num_processes // trainer.get_tp_size()
+
+    loss = outputs.total / items
+    if ranks > 1:
+        loss = loss * ranks
+    aux_losses = outputs.aux_loss if trainer.aux_loss_enabled else None
+    if aux_losses is not None:
+        loss = loss + trainer.router_aux_loss_coef * aux_losses.sum() / steps
+    weights = outputs.weights
+    entropy, correct = (
+        split.sums(figures if weights is None else figures * weights) for figures in (outputs.entropy, outputs.is_top1)
+    )
+    figures = [entropy, correct, correct if aux_losses is None else aux_losses.detach().float()]
+    table = torch.stack(figures)[None] if split.is_one else torch.stack(figures, dim=1)
+    return loss, table, split.counted, outputs.positions is not None
+
+
+class _Split:
+    """The micro-batches of a row, to which the positions of `outputs` belong.
+
+    Attributes:
+        sizes: positions of each. Synchronizes only after an edit of the labels.
+        counted: tokens that the loss counts in each: more than positions where documents share some.
+        is_one: the row is a micro-batch by itself.
+    """
+
+    def __init__(self, batch: PackedBatch | None, outputs: ChosenLoss) -> None:
+        self.sizes: list[int] = []
+        self.counted: list[int] = []
+        parts = () if batch is None else batch.parts
+        self.is_one = not parts
+        if not parts:
+            assert outputs.entropy is not None
+            self.sizes = [outputs.entropy.numel()]
+            documents = None if batch is None or outputs.weights is None else batch.documents
+            self.counted = self.sizes if documents is None else [documents.loss_tokens]
+        elif outputs.positions is None:
+            self.sizes = [part.loss_tokens for part in parts]
+            self.counted = [part.counted or part.loss_tokens for part in parts]
+        else:
+            bounds = torch.tensor(ends(parts), device=outputs.positions.device)
+            part_of = torch.bucketize(outputs.positions, bounds, right=True)
+            self.counted = self.sizes = part_of.bincount(minlength=len(parts)).tolist()
+
+    def count(self) -> int:
+        """Return the positions that the loss counts in the whole row, at least 1."""
+        return max(1, sum(self.counted))
+
+    def sums(self, figures: Tensor) -> Tensor:
+        """Return the sum over each micro-batch, (num_parts,) fp32; () for a row by itself."""
+        if self.is_one:
+            return figures.sum(dtype=torch.float32)
+        return torch.stack([part.sum(dtype=torch.float32) for part in figures.split(self.sizes)])
+
+
+def _of_stock(outputs: Any, loss_type: str) -> ChosenLoss:
+    """Read the result of TRL's forward at the positions with a loss; synchronises."""
+    losses = -outputs.log_probs
+    if loss_type == "dft":
+        losses = losses * outputs.log_probs.exp().detach()
+    mask = outputs.label_mask
+    entropy, is_top1 = outputs.entropy.detach()[mask], outputs.is_top1[mask]
+    return ChosenLoss(losses.sum(), outputs.log_probs.detach()[mask], entropy, is_top1, outputs.aux_loss)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor
 from trl import SFTTrainer
 
 Mode = Literal["train", "eval"]
+
+_MANY = 256
+"""Tensors of a few numbers, each with a block of device memory of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,9 @@ class DeferredMetrics:
         )
 
     def rollback_point(self) -> tuple[int, int]:
-        """Return the point for `rollback`: flushes so far, and rows since."""
+        """Return the point for `rollback`: flushes so far, and rows since, which are joined once there are many."""
+        if len(self._tables) > _MANY:
+            self._tables, self._batches = [torch.cat(self._tables)], [list(chain.from_iterable(self._batches))]
         return self._flushes, len(self._tables)
 
     def is_past(self, point: tuple[int, int]) -> bool:

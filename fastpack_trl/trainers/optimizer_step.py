@@ -18,7 +18,7 @@ from fastpack_trl.checkpointing.activation_memory import ActivationMemory
 from fastpack_trl.errors import close_frames, first_reason
 from fastpack_trl.model.hooks import callback_between, hook_on_a_gradient
 from fastpack_trl.run import MicroStep, Run
-from fastpack_trl.step.accumulation import Merging, merge_inputs
+from fastpack_trl.step.merge_accumulation import Merging, merge_inputs
 from fastpack_trl.step.sync_free import SyncFreeStep
 
 logger = get_logger(__name__)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -21,11 +20,9 @@ from fastpack_trl.config import Settings
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.changes import patch_attribute, restore_attributes
 from fastpack_trl.model.facts import dropout_of, state_modules, text_model
-from fastpack_trl.model.hooks import is_users
 from fastpack_trl.model.precision import fit_precision
 from fastpack_trl.model.preflight import bound, check_adapters
 from fastpack_trl.packing.batching import BatchPlan, plan_prompt_groups
-from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.examples import check_not_empty, dropped
 from fastpack_trl.packing.prompt_groups import KEY, PromptGroups, PromptGroupsCollator
 from fastpack_trl.run import Run
@@ -37,8 +34,6 @@ from fastpack_trl.trainers.featured import FeaturedTrainer
 logger = get_logger(__name__)
 
 FEATURE = "share_prefixes"
-_DRAWN = 32
-"""Batches that are drawn to know the sizes of rows: a few milliseconds each."""
 _HEAD, _PAUSE = "add_fused_lm_head", "disable_gradient_checkpointing"
 
 
@@ -107,7 +102,7 @@ class PackedTrainer(FeaturedTrainer):
             stack.enter_context(self._fastpack_host.running(self))
             switch = AdapterSwitch(self._fastpack_host.contents)
             stack.enter_context(switch.installed(self.model))
-        stack.enter_context(capture_backbone(run, self._fastpack_rows.call_backbone, self._fastpack_draw))
+        stack.enter_context(capture_backbone(run, self._fastpack_rows.call_backbone))
 
     @contextlib.contextmanager
     def _fastpack_reference(self) -> Iterator[None]:
@@ -175,19 +170,6 @@ class PackedTrainer(FeaturedTrainer):
         collator = PromptGroupsCollator(self.data_collator, find, share=not self._fastpack_why_repeated(training))
         with patch_attribute(self, "data_collator", collator):
             yield
-
-    def _fastpack_draw(self, _parts: int = 1) -> list[Bucket]:
-        """Return the sizes of some rows as they will come; none without a collator, by a user's, or from a stream."""
-        loader: Any = self.callback_handler.train_dataloader
-        data, collate = loader.dataset, loader.collate_fn
-        if not isinstance(collate, PromptGroupsCollator) or not hasattr(data, "__getitem__"):
-            return []
-        if is_users(collate.inner):  # it may draw from a generator, or count: other batches would follow
-            return []
-        drawn, size = random.Random(self.args.seed), self.args.per_device_train_batch_size
-        batches = [collate([data[drawn.randrange(len(data))] for _ in range(size)]) for _ in range(_DRAWN)]
-        rows = [groups for batch in batches for groups in batch[KEY].values()]
-        return [Bucket.of(groups.batch) for groups in rows if not isinstance(groups, str)]
 
     def _fastpack_find(self) -> Callable[..., PromptGroups | str] | None:
         """Return what finds the row of a collated batch; None where there is no collator."""

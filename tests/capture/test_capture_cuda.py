@@ -13,7 +13,6 @@ import torch
 from captured_material import At, disable, evaluate_mode, freeze, generate, merge, raise_the_rate, swap_data
 from datasets import Dataset
 from lora_material import quantised
-from out_of_memory import calling_in_backward
 from peft import LoraConfig
 from shared_material import prefixed
 from trainer_material import build, make_dataset
@@ -158,21 +157,6 @@ def test_a_watch_tells_a_busy_device_from_an_idle_one(busy: bool) -> None:
     assert seconds == pytest.approx(0.1, rel=0.5)
 
 
-def test_recomputed_layers_are_captured(tmp_path: Path) -> None:
-    kept = run(tmp_path / "a", "qwen3", "lora", fast={"activation_memory": "keep"})
-    again = run(tmp_path / "b", "qwen3", "lora", fast={"activation_memory": "checkpoint"})
-    assert again[2].path == "captured", again[2]
-    losses, _ = distance(again, kept)
-    assert losses < 2e-2
-
-
-def test_merged_rows_are_captured(tmp_path: Path) -> None:
-    merged = run(tmp_path / "a", "qwen3", "lora", gradient_accumulation_steps=4)
-    assert merged[2].path == "captured", merged[2]
-    plain = run(tmp_path / "b", "qwen3", "lora", gradient_accumulation_steps=4, fast={"cuda_graph": "off"})
-    assert distance(merged, plain)[0] < 2e-2
-
-
 @pytest.mark.parametrize("kind", ["full", "lora"])
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_moe", "gpt_oss"])
 def test_rows_with_shared_prefixes_are_captured(
@@ -268,40 +252,6 @@ def test_a_step_after_a_failed_recording_may_draw_random_numbers(tmp_path: Path)
     line, losses = trainer.fastpack_report["cuda_graph"], [row for row in trainer.state.log_history if "loss" in row]
     assert (line.status, "cannot be recorded" in line.reason) == ("off", True), line
     assert len(losses) == STEPS
-
-
-def test_an_eager_row_that_runs_out_of_memory_beside_graphs_takes_theirs(tmp_path: Path) -> None:
-    failed: list[int] = []
-
-    def ask_too_much(gradient: torch.Tensor) -> None:
-        if trainer.state.global_step == 15 and not failed:
-            failed.append(1)
-            torch.empty(1 << 50, dtype=torch.uint8, device=gradient.device)
-
-    class Odd(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 15:
-                assert trainer.fastpack_run.get_state(graphs.BackboneGraphs).replayed
-                trainer._fastpack_step.forward.call_backbone.replay = lambda *_: None
-
-    model, given = calling_in_backward(ask_too_much), {"callbacks": [Odd()]}
-    trainer = made(tmp_path, model=model, fast={"layer_compile": "off"}, max_steps=18, trainer=given)
-    trainer.train()
-    assert failed
-    assert "ran out of memory" in trainer.fastpack_report["cuda_graph"].reason
-    assert trainer.state.global_step == 18
-
-
-def test_two_trainers_one_within_the_other(tmp_path: Path) -> None:
-    inner: list[Any] = []
-
-    def another(**_: Any) -> None:
-        inner.append(run(tmp_path / "inner", "llama", "lora"))
-
-    outer = run(tmp_path / "outer", "qwen3", "full", callbacks=[At(15, another)])
-    alone = run(tmp_path / "alone", "qwen3", "full", fast={"cuda_graph": "off"})
-    assert (outer[2].path, inner[0][2].path) == ("captured", "captured")
-    assert distance(outer, alone)[0] < 2e-2
 
 
 @pytest.mark.parametrize("optim", ["adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"])

@@ -27,8 +27,8 @@ from fastpack_trl.checkpointing.trace import WORKING_TOKENS, SavedBytes
 from fastpack_trl.compile import kind as kinds
 from fastpack_trl.model.facts import learned_positions
 from fastpack_trl.run.budget import largest_row
-from fastpack_trl.step import accumulation
-from fastpack_trl.step.accumulation import Merging
+from fastpack_trl.step import merge_accumulation
+from fastpack_trl.step.merge_accumulation import Merging
 from fastpack_trl.testing import tiny_model
 
 OURS = ("activation_memory", "activation_memory_gib", "checkpoint_offload", "merge_accumulation", "layer_compile")
@@ -295,7 +295,7 @@ def test_before_layers_are_compiled_they_keep_their_inputs_alone_unless_that_ste
 ) -> None:
     own: dict[str, Any] = {"layer_compile": "off"} if first == "nothing is compiled" else {}
     if first == "merged rows are measured":
-        monkeypatch.setattr(accumulation, "Merging", Measured)
+        monkeypatch.setattr(merge_accumulation, "Merging", Measured)
         own = {"merge_accumulation": "on", "accumulate": 2}
     planned, kept = kept_by(tmp_path / "auto", activation_memory_gib=1.0, **own)
     asked, everything = kept_by(tmp_path / "keep", activation_memory="keep", **own)

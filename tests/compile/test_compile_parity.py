@@ -14,10 +14,8 @@ from compile_material import (
     PARTITIONED,
     Counting,
     cast_adapters,
-    checkpoint,
     compare,
     compiled,
-    four_bit,
     make,
     one_step,
     row,
@@ -86,22 +84,6 @@ def test_router_logits_reach_the_auxiliary_loss(family: str, checkpointing: bool
     assert layers.path == "compiled", layers.reason
     assert len(actual[2]) == 2
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("fast", [False, True], ids=["peft", "apply_lora"])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_four_bit_base_is_as_near_to_float64_as_eager(device: str, fast: bool, inductor: None) -> None:
-    pytest.importorskip("bitsandbytes")
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    model, exact_model = four_bit(device, dtype)
-    checkpoint(model)
-    autocast = None if device == "cpu" else dtype
-    with contextlib.ExitStack() as stack:
-        if fast:
-            stack.callback(cast_adapters(model, autocast).revert)
-        backend = "inductor" if device == "cuda" else Counting()
-        rows = 3 if device == "cpu" else 6
-        compare(model, backend, device=device, autocast=autocast, rows=rows, reference=exact_model)
 
 
 @pytest.mark.cuda

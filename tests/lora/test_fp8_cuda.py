@@ -115,6 +115,5 @@ def test_a_run_learns_as_one_over_the_loaded_base_and_leaves_it(tmp_path: Path, 
         if base == "fp8":
             line = trainer.fastpack_report["frozen_base"]
             assert line.path == "fp8", str(trainer.fastpack_report)
-            assert "products alone, quantisation included" in line.reason
     assert losses["fp8"] == pytest.approx(losses["as_loaded"], rel=0.01)
     assert losses["fp8"] != losses["as_loaded"]

@@ -18,8 +18,8 @@ from transformers.trainer_callback import CallbackHandler
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.step import accumulation
-from fastpack_trl.step.accumulation import Merging
+from fastpack_trl.step import merge_accumulation
+from fastpack_trl.step.merge_accumulation import Merging
 from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
 
 MERGED = {"merge_accumulation": "on"}
@@ -85,14 +85,6 @@ def test_the_log_is_that_of_stock_with_evaluation_in_between(
     assert ours.state.epoch == stock.state.epoch
 
 
-def test_padded_rows_of_experts_are_merged_too(tmp_path: Path) -> None:
-    """The auxiliary loss leaves their padding out, merged or not."""
-    options = SMALL | {"pad_to_multiple_of": 32, "max_steps": 3, "family": "qwen3_moe", "eval_strategy": "no"}
-    merged = train(FastSFTTrainer, tmp_path / "merged", fast=MERGED, **options)
-    alone = train(FastSFTTrainer, tmp_path / "alone", fast=ONE_BY_ONE, **options)
-    assert_same_log(merged, alone, rtol=2e-5, atol=1e-5)
-
-
 def _lengths_of_rows(folder: Path, fast: dict[str, Any], **options: Any) -> list[int]:
     """Tokens of each row that the model was called with while training."""
     lengths: list[int] = []
@@ -116,7 +108,7 @@ def test_auto_merges_up_to_the_target_and_on_merges_all(tmp_path: Path, monkeypa
     assert len(alone) == 4
     assert _lengths_of_rows(tmp_path / "b", MERGED, **options) == [sum(alone)]
     assert _lengths_of_rows(tmp_path / "c", {"sync_free": "auto"}, **options) == [sum(alone)]
-    monkeypatch.setattr(accumulation, "CPU_ROW_NUMBERS", 100 * 32)
+    monkeypatch.setattr(merge_accumulation, "CPU_ROW_NUMBERS", 100 * 32)
     assert _lengths_of_rows(tmp_path / "d", {"sync_free": "auto"}, **options) == [sum(alone[:2]), sum(alone[2:])]
 
 
@@ -265,7 +257,7 @@ def test_out_of_memory_splits_the_rows_again_once_named(
 def test_out_of_memory_in_a_later_group_keeps_the_gradients_of_the_earlier_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(accumulation, "CPU_ROW_NUMBERS", 100 * 32)  # groups of two micro-batches
+    monkeypatch.setattr(merge_accumulation, "CPU_ROW_NUMBERS", 100 * 32)  # groups of two micro-batches
     rows: list[int] = []
 
     def limit(tokens: int) -> bool:

@@ -133,16 +133,6 @@ def test_without_positions_the_forward_is_trls_and_close_takes_it_away() -> None
     assert not layer.in_place
 
 
-def test_a_closed_trainer_trains_as_stock(tmp_path: Path) -> None:
-    trainer = train(FastSFTTrainer, tmp_path, packing=True, max_steps=2)
-    trainer.close()
-    trainer.train()
-    line = trainer.fastpack_report["sync_free"]
-    assert line.path == "host work only"
-    assert "the model's forward was replaced" in line.reason
-    assert trainer.state.log_history[-1]["train_loss"] > 0
-
-
 def test_micro_batches_without_a_loss_are_those_of_stock(tmp_path: Path) -> None:
     rows = [{"input_ids": list(range(5, 17)), "labels": [-100] * 12}, {"input_ids": list(range(7, 19))}]
     for row in rows[1:]:
