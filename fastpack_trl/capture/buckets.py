@@ -42,7 +42,6 @@ class RowBuckets:
     def __init__(self, draw: Draw) -> None:
         self._draw = draw
         self._seen: deque[Bucket] = deque(maxlen=_SAMPLE)
-        self._tokens = self._padded = self._rows = self._fitting = 0
         self._served: deque[bool] = deque(maxlen=_LOOK_BACK)
         self._chosen = 0
         self.choice: tuple[Bucket, ...] | None = None
@@ -60,16 +59,7 @@ class RowBuckets:
         if bucket is not None and bucket.tokens > _MOST_PADDED * size.tokens:
             bucket = None
         self._served.append(bucket is not None and bucket.tokens <= _TOO_LONG * size.tokens)
-        self._rows, self._fitting = self._rows + 1, self._fitting + self._served[-1]
-        if bucket is not None:
-            self._tokens += size.tokens
-            self._padded += bucket.tokens - size.tokens
         return bucket
-
-    def __str__(self) -> str:
-        """Describe the padding of rows that ran in buckets, and the share of all rows that fitted well."""
-        fit = self._fitting / max(1, self._rows)
-        return f"padding of {self._padded / max(1, self._tokens):.1%}; {fit:.0%} of rows fit"
 
     def are_outgrown(self) -> bool:
         """Return whether too many of the last rows fitted into no bucket; then the next row makes others."""

@@ -262,8 +262,7 @@ class BackboneGraphs(TrainerCallback):
     def _tell(self) -> None:
         """Report what there is."""
         memory = f"{self.graphs} graph{'s' * (self.graphs != 1)} of {self._device.bytes_held() / 2**30:.2f} GiB"
-        notes = filter(None, (self._rule.note, memory, str(self._buckets)))
-        self._run.set_status(FEATURE, "on", "captured", "; ".join(notes))
+        self._run.set_status(FEATURE, "on", "captured", "; ".join(filter(None, (self._rule.note, memory))))
 
     def drop(self) -> None:
         """Drop all graphs and buckets; they are made again from the rows that follow."""

@@ -150,10 +150,13 @@ def head_of(model: nn.Module) -> tuple[Tensor, Tensor | None] | str:
     return weight, getattr(head, "bias", None)
 
 
-def whole(tensor: Tensor | None) -> Tensor | None:
-    """Return a tensor of this process, gathered where it is a DTensor, as TRL's forward gathers its head."""
-    gather: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
-    return tensor if gather is None else gather()
+def whole_head(model: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Return weight and bias of the head, gathered where they are DTensors, as TRL's forward gathers its head."""
+    head = head_of(model)
+    if isinstance(head, str):
+        raise RuntimeError(f"{head}: set sync_free='off'")
+    weight, bias = (getattr(tensor, "full_tensor", lambda tensor=tensor: tensor)() for tensor in head)
+    return weight, bias
 
 
 def _inside(forward: Any) -> Any:
@@ -199,9 +202,6 @@ def _around(stock: Callable[..., Any], constants: dict[str, Any], call_backbone:
             kwargs.setdefault("output_router_logits", True)
         # Looked up on each call, as in TRL: PEFT and accelerate replace modules later.
         outputs = call_backbone(getattr(self, backbone_attr), loss_batch, *args, **kwargs)
-        head = head_of(self)
-        if isinstance(head, str):
-            raise RuntimeError(f"{head}: set sync_free='off'")
         hidden, edited = outputs.last_hidden_state, None
         positions, next_tokens = loss_batch.loss_positions, loss_batch.loss_labels
         documents = loss_batch.documents
@@ -211,9 +211,7 @@ def _around(stock: Callable[..., Any], constants: dict[str, Any], call_backbone:
             positions, next_tokens = _counted(hidden, labels, shift_labels, loss_batch)
             edited, weights = positions, None
         chosen = hidden.flatten(0, 1).index_select(0, positions)
-        weight, bias = map(whole, head)
-        assert weight is not None
-        loss = compute(chosen, weight, bias, next_tokens, weights=weights, loss_type=loss_type)
+        loss = compute(chosen, *whole_head(self), next_tokens, weights=weights, loss_type=loss_type)
         asked = kwargs.get("output_router_logits")
         aux_loss = _balancing(outputs, text_config.num_experts_per_tok, loss_batch) if asked else None
         return ChosenLoss(*loss, aux_loss=aux_loss, positions=edited, weights=weights)

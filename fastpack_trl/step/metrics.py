@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +16,7 @@ _MANY = 256
 """Tensors of a few numbers, each with a block of device memory of its own."""
 
 
-@dataclass(frozen=True, slots=True)
-class _MicroBatch:
+class _MicroBatch(NamedTuple):
     """Facts of a micro-batch on the host."""
 
     mode: Mode

@@ -54,7 +54,8 @@ class PackedTrainer(FeaturedTrainer):
         settings = _model_settings(given.get("args"), training=not self._fastpack_disabled)
         run = self.fastpack_run = Run(self, settings, self._fastpack_plan, self._fastpack_sequences)
         self._fastpack_rows, self._fastpack_forwards = Rows(), dict[int, RowForward]()
-        self._fastpack_repeated: dict[bool, str] = {}
+        self._fastpack_repeated = ""
+        """Why each completion has a prompt of its own in a row; empty where they share one."""
         self._fastpack_host = HostWork()
         self._fastpack_by_name = isinstance(given.get("model"), str)
         self._fastpack_chosen = False
@@ -125,28 +126,18 @@ class PackedTrainer(FeaturedTrainer):
         if not run.packs:
             run.set_status(FEATURE, "off", "stock", "batches are stock's")
             return
-        self._fastpack_repeated = {
-            training: first_reason(self._fastpack_against_sharing(training)) for training in (True, False)
-        }
-        why = self._fastpack_why_repeated(run.training)
+        why = self._fastpack_repeated = first_reason(self._fastpack_against_sharing())
         run.set_status(FEATURE, "off" if why else "on", "prompts repeated" if why else "prompts once", why)
 
-    def _fastpack_why_repeated(self, training: bool) -> str:
-        """Return why each completion has a prompt of its own in a row; empty where they share one."""
-        return self._fastpack_repeated[training]
-
-    def _fastpack_against_sharing(self, training: bool) -> Iterator[object]:
+    def _fastpack_against_sharing(self) -> Iterator[object]:
         run = self.fastpack_run
         yield run.settings.share_prefixes == "off" and "switched off"
         backend = BACKENDS.get(run.attention_path)
         yield (backend is None or not backend.shares) and f"{run.attention_path} has no form for shared prompts"
         for model in filter(None, (run.model, getattr(self, "ref_model", None))):  # both see the same rows
             yield state_modules(model) and "layers with a state go through a row once"
-        yield (
-            training
-            and (drop := dropout_of(run.model))
-            and (f"{drop} would drop the same tokens of a prompt for all of its completions; 0 shares them")
-        )
+        drop = dropout_of(run.model)
+        yield drop and f"{drop} would drop the same tokens of a prompt for all of its completions; 0 shares them"
 
     def _prepare_dataset(self, *given: Any) -> Any:
         """Prepare a data set as stock does, whose trainers of prompts alone never do."""
@@ -157,17 +148,17 @@ class PackedTrainer(FeaturedTrainer):
         return prepared
 
     def _get_dataloader(self, dataset: Any, description: str, *args: Any, **kwargs: Any) -> DataLoader[Any]:
-        with self._fastpack_collating(training=bool(kwargs.get("is_training", False))):
+        with self._fastpack_collating():
             return super()._get_dataloader(dataset, description, *args, **kwargs)
 
     @contextlib.contextmanager
-    def _fastpack_collating(self, training: bool) -> Iterator[None]:
+    def _fastpack_collating(self) -> Iterator[None]:
         """Let a loader that is built in the context find the rows of its batches, in its workers."""
         find = self._fastpack_find()
         if not self._fastpack_entered or not self.fastpack_run.packs or find is None:
             yield
             return
-        collator = PromptGroupsCollator(self.data_collator, find, share=not self._fastpack_why_repeated(training))
+        collator = PromptGroupsCollator(self.data_collator, find, share=not self._fastpack_repeated)
         with patch_attribute(self, "data_collator", collator):
             yield
 

@@ -44,7 +44,6 @@ def test_a_captured_run_trains_as_an_eager_one(tmp_path: Path, devices: Any, nam
     line = ours.fastpack_report["cuda_graph"]
     assert (line.status, line.path) == ("on", "captured")
     assert "3.00 GiB" in line.reason
-    assert "of rows fit" in line.reason
 
 
 @pytest.mark.parametrize("optim", ["adamw_8bit", "paged_adamw_32bit", "adamw_torch"])

@@ -236,17 +236,6 @@ def test_weights_without_room_on_the_device_are_refused(tmp_path: Path, monkeypa
     assert not fast_layers(trainer.model)
 
 
-def test_a_second_run_inside_of_one_is_refused_by_name(tmp_path: Path) -> None:
-    def nested(model: Any) -> str:
-        with pytest.raises(ValueError, match="in FP8 already, of a run that has not ended") as error:
-            made(tmp_path / "inner", model, max_steps=1).train()
-        return str(error.value)
-
-    at = At(nested)
-    made(tmp_path / "outer", None, [at], max_steps=2).train()
-    assert at.found.startswith("frozen_base='fp8': no LoRA layer supports it")
-
-
 @pytest.mark.parametrize(
     ("device", "bf16", "failure", "match"),
     [

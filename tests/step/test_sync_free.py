@@ -294,55 +294,44 @@ def test_on_cuda_no_step_waits(
     assert counter.per_micro_batch == 0, counter.syncs
 
 
-OUTPUTS = "loss and metrics as stock where compute_loss is called with return_outputs=True"
 PADDED = "evaluation of padded batches, or with predictions, runs as stock"
 
 
-def asks_for_outputs(cls: type[SFTTrainer]) -> Any:
-    class Outputs(cls):  # type: ignore[valid-type,misc]
+def of_stock(cls: type[SFTTrainer], what: str) -> Any:
+    """Return a trainer whose loss is TRL's: its batches have an attention mask, or it asks for outputs."""
+
+    class Own(cls):  # type: ignore[valid-type,misc]
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+            if what == "mask":
+                inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+                return super().compute_loss(model, inputs, return_outputs, **keywords)
             loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **keywords)
             return (loss, outputs) if return_outputs else loss
 
-    return Outputs
-
-
-def edits(cls: type[SFTTrainer], edit: Any) -> Any:
-    class Edits(cls):  # type: ignore[valid-type,misc]
-        def compute_loss(self, model: Any, inputs: Any, *args: Any, **keywords: Any) -> Any:
-            edit(inputs)
-            return super().compute_loss(model, inputs, *args, **keywords)
-
-    return Edits
+    return Own
 
 
 def said(messages: list[str], text: str) -> int:
     return sum(text in message for message in messages)
 
 
-def test_a_loss_with_outputs_is_stocks_and_in_the_report_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("outputs", "loss and metrics as stock where compute_loss is called with return_outputs=True"),
+        ("mask", "loss and metrics as stock for rows with an attention mask, or without position_ids"),
+    ],
+)
+def test_what_only_trls_loss_takes_is_named_once(
+    what: str, text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"packing": False, "padding_free": True, "max_length": None, "eval_strategy": "no"}
     ours, stock = (
-        train(asks_for_outputs(cls), tmp_path / cls.__name__, packing=True) for cls in (FastSFTTrainer, SFTTrainer)
-    )
-    assert_same_log(ours, stock)
-    line = ours.fastpack_report["sync_free"]
-    assert line.reason.count(OUTPUTS) == 1
-    assert said(caplog.messages, OUTPUTS) == 1
-
-
-def masked(inputs: Any) -> None:
-    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-
-
-def test_rows_that_got_an_attention_mask_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    options: dict[str, Any] = {"packing": False, "padding_free": True, "max_length": None}
-    ours, stock = (
-        train(edits(cls, masked), tmp_path / cls.__name__, eval_strategy="no", per_device_train_batch_size=1, **options)
+        train(of_stock(cls, what), tmp_path / cls.__name__, per_device_train_batch_size=1, **options)
         for cls in (FastSFTTrainer, SFTTrainer)
     )
     assert_same_log(ours, stock)
-    text = "loss and metrics as stock for rows with an attention mask, or without position_ids"
-    assert text in ours.fastpack_report["sync_free"].reason
+    assert ours.fastpack_report["sync_free"].reason.count(text) == 1
     assert said(caplog.messages, text) == 1
 
 
