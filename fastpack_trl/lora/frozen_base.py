@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from math import inf
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch import nn
 from fastpack_trl.kernels.fp8 import MULTIPLE, failure_of_products
 from fastpack_trl.lora.base_weight import Fp8Weight, HasFrozenWeight, loaded_weight
 from fastpack_trl.lora.report import LoraReport, has_lora, shown_bytes
-from fastpack_trl.measure.device_memory import allocatable
 from fastpack_trl.model.facts import text_model
 from fastpack_trl.model.upstream import missing_reason
 from fastpack_trl.run import DEEPSPEED, SHARDED, Run
@@ -51,8 +49,6 @@ def frozen_base(run: Run) -> Iterator[None]:
         listed = "; ".join(f"{count} ({reason})" for reason, count in others.items())
         raise ValueError(f"frozen_base='fp8': no LoRA layer supports it: {listed}; {_KEEP}")
     nbytes = sum(layer.in_features * layer.out_features for layer in chosen)
-    if reason := _lack_of_memory(run, nbytes):
-        raise ValueError(f"frozen_base='fp8': {reason}")
     try:
         for layer in chosen:
             put_in_fp8(layer, dtype)
@@ -69,15 +65,6 @@ def frozen_base(run: Run) -> Iterator[None]:
     finally:
         for layer in chosen:
             layer._fastpack_drop_copy()
-
-
-def _lack_of_memory(run: Run, nbytes: int) -> str:
-    free = run.ranks.all_min([allocatable(run.device) if run.device.type == "cuda" else inf])[0]
-    if nbytes <= free:
-        return ""
-    return (
-        f"{shown_bytes(nbytes)} of FP8 weights do not fit the {shown_bytes(free)} that are free on the device; {_KEEP}"
-    )
 
 
 def _remark_on_lost(run: Run, layers: list[Any]) -> None:

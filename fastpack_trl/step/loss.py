@@ -99,7 +99,7 @@ class LossForward:
     """Lays a forward around the one that TRL gave `model`; to be done before accelerate wraps the model.
 
     A call with labels, their `PackedBatch` as ``loss_batch``, and ``loss_type`` returns a `ChosenLoss`; every other one
-    goes to TRL's forward. `close` takes it away.
+    goes to TRL's forward.
 
     Attributes:
         missing: why it could not be laid; empty where it was.
@@ -129,11 +129,6 @@ class LossForward:
                 return True
             forward = _inside(forward)
         return False
-
-    def close(self) -> None:
-        """Give `model` TRL's forward back. Under a wrapper of accelerate's ours stays inside, without effect."""
-        if not self.missing and getattr(self.model.forward, "__func__", None) is self._function:
-            self.model.forward = self._stock
 
 
 def head_of(model: nn.Module) -> tuple[Tensor, Tensor | None] | str:

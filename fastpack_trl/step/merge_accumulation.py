@@ -10,7 +10,6 @@ logged loss looks at the group as one.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -179,9 +178,7 @@ class Merging:
         """Halve rows after an out-of-memory, with a warning; the rest of the step runs one by one."""
         own = [sum(self._step[place]["packed_batch"].seq_lengths) for place in group]
         self.target, self._groups = sum(own) // 2, {}
-        merges = self.target >= min(map(sum, itertools.pairwise(own)))
-        halved = f"rows of at most {self.target:,} tokens from the next step on"
-        after = halved if merges else "micro-batches run one by one"
+        after = f"rows of at most {self.target:,} tokens from the next step on"
         reason = f"out of memory in a merged row of {sum(own):,} tokens: {after}"
         logger.warning(f"merge_accumulation: {reason}")
         self._run.set_status(FEATURE, "on", "split again", reason)
@@ -201,8 +198,6 @@ def merge_accumulation(run: Run) -> Iterator[None]:
     reason = f"{run.args.gradient_accumulation_steps} micro-batches per optimizer step"
     if run.device.type == "cuda":
         reason += "; as far as memory allows, measured in the first step"
-    if draws_numbers(run.model):
-        reason += "; dropout and jitter draw other random numbers"
     run.set_status(FEATURE, "on", rows, reason)
     merging = Merging(run, target)
     with run.keeping(merging), patch_attribute(run, "measures_first_step", merging.measures):
@@ -232,7 +227,9 @@ def _reasons(run: Run) -> Iterator[object]:
     yield hook_on_a_gradient(trainer.model, trainer.model.parameters())
     yield (hook := hook_inside(trainer.model)) and f"{hook} runs once per micro-batch"
     yield is_invoked_once_per_row(trainer.model) and ALORA
-    yield drops_layers(trainer.model) and "layerdrop would drop a layer for all micro-batches of a row"
+    config = trainer.model.config.get_text_config()
+    drops = any(getattr(config, name, 0) for name in ("layerdrop", "decoder_layerdrop"))
+    yield drops and "layerdrop would drop a layer for all micro-batches of a row"
     yield args.neftune_noise_alpha and "NEFTune's noise depends on the length of a row"
     optim = str(getattr(args.optim, "value", args.optim))
     yield "lomo" in optim.lower() and f"optim={optim!r} steps in the backward pass"
@@ -251,16 +248,3 @@ def rope_follows_length(model: Any) -> bool:
         kind = getattr(module, "rope_type", None)
         types |= set(kind.values()) if isinstance(kind, dict) else {kind}
     return not types.isdisjoint({"dynamic", "longrope"})
-
-
-def drops_layers(model: Any) -> bool:
-    """Return whether training drops whole layers at random (``layerdrop``)."""
-    config = model.config.get_text_config()
-    return any(getattr(config, name, 0) for name in ("layerdrop", "decoder_layerdrop"))
-
-
-def draws_numbers(model: Any) -> bool:
-    """Return whether `model` draws random numbers in training: dropout, or noise in a router of experts."""
-    config = model.config.get_text_config()
-    jitters = any(getattr(config, name, 0) for name in ("router_jitter_noise", "input_jitter_noise"))
-    return jitters or any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules())

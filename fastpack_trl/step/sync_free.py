@@ -89,10 +89,6 @@ class SyncFreeStep:
             self.loss = self.filters = False
             self.filter.restore()
 
-    def close(self) -> None:
-        """Take the forward away from the model."""
-        self.forward.close()
-
 
 @contextlib.contextmanager
 def sync_free(run: Run) -> Iterator[None]:

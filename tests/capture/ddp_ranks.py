@@ -84,50 +84,6 @@ def captured() -> None:
         assert line(ours).path == "captured", line(ours)
 
 
-class Collectives(TrainerCallback):
-    """Profiles the steps from `first` on: the collectives of each, with the elements that they have."""
-
-    def __init__(self, first: int) -> None:
-        self.first, self.steps = first, []  # type: ignore[var-annotated]
-        self._profile: Any = None
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step >= self.first:
-            self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True)
-            self._profile.start()
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._profile is None:
-            return
-        self._profile.stop()
-        events = [event for event in self._profile.events() if event.name.startswith("gloo:")]
-        events.sort(key=lambda event: event.time_range.start)
-        self.steps.append([(event.name, str(event.input_shapes)) for event in events])
-        self._profile = None
-
-
-def order() -> None:
-    """From the third step on one all-reduce, whatever a rank runs, and records.
-
-    The map of used parameters goes with DDP's own reduction.
-    """
-    counts = {}
-    for setting in ("off", "on"):
-        seen = Collectives(1)
-        fail = {"fail": (lambda number: RuntimeError("no graph")) if RANK else lambda number: None}
-        trainer = run(setting, callbacks=lambda seen=seen: [seen], gradient_accumulation_steps=2, device=fail)
-        size = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
-        assert len(seen.steps) == STEPS - 1
-        expected = [("gloo:all_reduce", f"[[{size}]]")]
-        counts[setting] = [step == expected for step in seen.steps]
-        assert all(set(expected) <= set(step) for step in seen.steps), seen.steps
-        trained = weights(trainer)
-    assert counts == {"off": [False] * (STEPS - 1), "on": [False] + [True] * (STEPS - 2)}, counts
-    assert ("replay" in trainer.device_log) == (RANK == 0)
-    assert_alike(trainer)
-    assert trained
-
-
 def one_fails() -> None:
     """A rank whose recording fails runs eager from there on, the other one replays: gradients are those of DDP."""
     fails = RANK == 1
@@ -287,7 +243,7 @@ def on_devices() -> None:
 
 
 CASES: dict[str, Callable[[], None]] = {
-    "captured": captured, "order": order, "one fails": one_fails, "one lacks memory": one_lacks_memory,
+    "captured": captured, "one fails": one_fails, "one lacks memory": one_lacks_memory,
     "one changes": one_changes, "refused": refused, "uneven": uneven,
     "on devices": on_devices,
 }  # fmt: skip

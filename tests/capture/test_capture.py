@@ -92,28 +92,3 @@ def test_a_larger_bucket_is_recorded_first(tmp_path: Path, devices: Any, monkeyp
     build(FastSFTTrainer, tmp_path, devices, **options).train()
     assert len(order) >= 2
     assert order == sorted(order, reverse=True)
-
-
-def test_a_replay_adds_the_gradients_of_all_adapters_by_one_operator(tmp_path: Path, devices: Any) -> None:
-    options = {"lora": True, "gradient_accumulation_steps": 2, "fast": {"merge_accumulation": "off"}}
-    tapes: list[list[Any]] = []
-
-    class Looks(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            slots = trainer.fastpack_run.get_state(graphs.BackboneGraphs)._slots.values()
-            tapes.extend(slot.backward._operations for slot in slots if slot.backward is not None)
-
-    trainer = build(FastSFTTrainer, tmp_path / "ours", devices, callbacks=[Looks()], **options)
-    trainer.train()
-    pointers = {p.data_ptr() for p in trainer.model.parameters() if p.requires_grad}
-    assert len(pointers) == 2 * 7 * 2
-    names = [func.overloadpacket.__name__ for func, *_ in tapes[-1]]
-    assert names.count("_foreach_add_") == 1
-    (added,) = (args[0] for func, args, *_ in tapes[-1] if func.overloadpacket.__name__ == "_foreach_add_")
-    assert len(added) == len(pointers)
-    shapes = {p.shape for p in trainer.model.parameters() if p.requires_grad}
-    single = [args for func, args, *_ in tapes[-1] if func.overloadpacket.__name__ == "add_"]
-    assert not [args for args in single if args[0].dtype == torch.float32 and args[0].shape in shapes]
-    eager = build(FastSFTTrainer, tmp_path / "eager", devices, **options | {"fast": {"cuda_graph": "off"}})
-    eager.train()
-    assert_same_run(trainer, eager)

@@ -133,17 +133,3 @@ def test_merged_and_static_rows_run_the_graph_of_the_plain_ones(family: str) -> 
         run(model, to_static(merged, bucket_for(merged, tail=9, segments=5)).keywords)
         assert graphs.graphs == once
         assert layers.path == "compiled", layers.reason
-
-
-def test_the_rank_of_adapters_and_the_widths_of_the_model_are_constants_of_the_graph() -> None:
-    symbols: list[str] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        made = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
-        sizes = [size for value in made for size in getattr(value, "shape", ())]
-        symbols.extend(sorted({str(size) for size in sizes if not isinstance(size, int)}))
-        return graph.forward
-
-    with adapted("llama", backend) as (model, _):
-        run(model, make_rows([[7, 9]]))
-    assert len(symbols) == 2, symbols  # the tokens of the row, and the length of `cu_seqlens`

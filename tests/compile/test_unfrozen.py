@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from compile_material import Counting, compile_with, compiled, make, one_step, row
+from compile_material import Counting, compile_with
 from peft import LoraConfig
 from trainer_material import build, make_dataset
 from transformers import TrainerCallback
@@ -15,9 +15,6 @@ from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.testing import tiny_model
-
-SETTING = "skip_tensor_guards_with_matching_dict_tags"
-"""Of torch: on, 2.11 compares a graph with a parameter's module only."""
 
 
 class Freezes(TrainerCallback):
@@ -56,22 +53,6 @@ def trained(cls: type[SFTTrainer], folder: Path, fast: dict[str, Any], lora: boo
     trainer = build(cls, folder, model=tiny_model("olmo2"), fast=ours, trainer=given, **options)
     trainer.train()
     return watcher, trainer
-
-
-@pytest.mark.parametrize("outside", [True, False])
-def test_graphs_compare_the_parameters_themselves_whatever_torch_would(outside: bool) -> None:
-    settings: list[bool] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        settings.append(getattr(torch._dynamo.config, SETTING))
-        return graph.forward
-
-    model = make("llama")
-    with torch._dynamo.config.patch({SETTING: outside}):
-        with compiled(model, backend):
-            one_step(model, *row(0))
-        assert getattr(torch._dynamo.config, SETTING) == outside
-    assert settings == [False]
 
 
 @pytest.mark.slow

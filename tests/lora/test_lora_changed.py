@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -79,26 +78,6 @@ def test_a_change_after_the_first_step_is_seen(change: str) -> None:
     (expected_loss, expected), (loss, actual) = found
     assert loss == pytest.approx(expected_loss, rel=2e-3)
     assert joint_error(actual, expected) < 0.03
-
-
-def test_replicas_of_data_parallel_run_peft(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = adapted("llama")
-    x = torch.randn(3, 32)
-    expected = projection(model)(x)
-    apply_lora(model)
-    replica = copy.copy(projection(model))  # as `nn.parallel.replicate` makes one: tensors beside an empty dictionary
-    replica._modules = dict(replica._modules)
-    for name, part in (("base_layer", replica.base_layer), *replica.lora_A.items(), *replica.lora_B.items()):
-        twin = copy.copy(part)
-        twin.__dict__ = {**part.__dict__, "_parameters": {}, "weight": part.weight, "bias": None}
-        if name == "base_layer":
-            replica._modules[name] = twin
-        else:
-            holder = "lora_A" if part is replica.lora_A[name] else "lora_B"
-            held = nn.ModuleDict()
-            held._modules[name] = twin
-            replica._modules[holder] = held
-    torch.testing.assert_close(replica(x), expected)
 
 
 def test_a_frozen_weight_changed_before_its_backward_is_an_error() -> None:

@@ -12,7 +12,7 @@ import torch
 from out_of_memory import InBackward
 from peft import LoraConfig
 from torch import Tensor
-from trainer_material import assert_same_log, both, build, train
+from trainer_material import assert_same_log, both, train
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 from trl import SFTTrainer
@@ -197,20 +197,6 @@ def test_what_looks_at_each_micro_batch_sees_each_as_in_stock(
     said = [record for record in caplog.records if reason in record.getMessage()]
     # A callback is known when the run begins, and the banner says it.
     assert len(said) == (0 if make is _Halves else 1)
-
-
-class _AddsACallback(TrainerCallback):
-    trainer: Any = None
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.add_callback(_Halves())
-
-
-def test_a_callback_that_is_added_when_training_begins_ends_merging(tmp_path: Path) -> None:
-    adds, options = _AddsACallback(), SMALL | {"max_steps": 1, "eval_strategy": "no"}
-    trainer = adds.trainer = build(FastSFTTrainer, tmp_path, fast=MERGED, trainer={"callbacks": [adds]}, **options)
-    trainer.train()
-    assert "on_substep_end of _Halves" in trainer.fastpack_report["merge_accumulation"].reason
 
 
 def _full(*_: Any) -> None:

@@ -9,7 +9,6 @@ import torch
 from counted_operators import Counted
 from torch import Tensor
 
-from fastpack_trl.kernels.head_tiles import TorchTiles
 from fastpack_trl.step import head
 from fastpack_trl.step.head import ChunkedLogProbFunction, HeadLoss, head_log_probs, head_loss
 
@@ -176,19 +175,6 @@ def test_no_position_is_a_zero_with_a_gradient(trained: bool, positions: int) ->
     assert log_probs.shape == entropy.shape == (positions,)
     assert len(gradients) == 1 + trained
     assert all(not gradient.any() for gradient in gradients)
-
-
-def test_rows_of_a_tile_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a vocabulary of 101 they would start at odd addresses."""
-    strides, fold = [], TorchTiles.fold
-
-    def seen(self: TorchTiles, tile: Tensor, *rest: Any) -> Any:
-        strides.append(tile.stride())
-        return fold(self, tile, *rest)
-
-    monkeypatch.setattr(TorchTiles, "fold", seen)
-    run(head_loss, material(True, bias=True), tile_elements=5 * VOCABULARY)
-    assert set(strides) == {(128, 1)}
 
 
 def test_a_second_backward_is_refused_by_name() -> None:

@@ -1,7 +1,7 @@
-"""What TRL's own tests of the five trainers try, on local data and tiny models: ours logs and learns what stock does.
+"""Much of what TRL's own tests of the five trainers try, on local data and tiny models: logs and weights as TRL's.
 
-Not here: remote code, vLLM, Liger's kernels, what asks the hub, weights in 4 bits, and tools and environments of GRPO,
-which need jmespath. What both refuse is in `test_what_stock_refuses_is_refused_alike`.
+Not here: remote code, vLLM, Liger's kernels, what asks the hub, weights in 4 bits, data that only TRL's preparation
+sees, rewards, and tools of GRPO. What both refuse is in `test_what_stock_refuses_is_refused_alike`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from preference_material import (
     judged,
     name_on_disk,
     pairs,
-    prompts,
 )  # fmt: skip
-from trainer_material import TEMPLATE, make_tokenizer, sentences
+from trainer_material import make_tokenizer, sentences
 
 from fastpack_trl.testing import tiny_model
 
@@ -47,13 +46,9 @@ SEEN = (
 )
 """A chat template for pictures."""
 SIDES = ("chosen", "rejected")
-TOOL = {
-    "type": "function",
-    "function": {"name": "w1", "description": "w2", "parameters": {"type": "object", "properties": {}}},
-}
 
 
-def talk(data: Dataset, *, implicit: bool = False, **columns: Any) -> Dataset:
+def talk(data: Dataset, *, implicit: bool = False) -> Dataset:
     """Turn texts into conversations; without a column for prompts where they are `implicit`."""
 
     def turns(row: dict[str, Any]) -> dict[str, Any]:
@@ -64,21 +59,12 @@ def talk(data: Dataset, *, implicit: bool = False, **columns: Any) -> Dataset:
             return {name: said + one for name, one in spoken.items()}
         return {"prompt": said, **spoken}
 
-    talking = data.map(turns, remove_columns=[name for name in data.column_names if name != "label"])
-    for name, value in columns.items():
-        talking = talking.add_column(name, [value] * len(talking))
-    return talking
+    return data.map(turns, remove_columns=[name for name in data.column_names if name != "label"])
 
 
 def implied(data: Dataset) -> Dataset:
     """Put the prompt in front of each answer."""
     return data.map(lambda row: {name: row["prompt"] + row[name] for name in SIDES}, remove_columns=["prompt"])
-
-
-def templated() -> Any:
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = "{% if shout %}{{ 'w9 ' }}{% endif %}" + TEMPLATE
-    return tokenizer
 
 
 def padding_at_the_end() -> Any:
@@ -118,11 +104,6 @@ def every(name: str) -> dict[str, Case]:
     data = DATA[name]
     return {
         "conversational": {"data": talk(data()), "evaluated": talk(data(8, seed=7))},
-        "tools": {"data": talk(data(), tools=[TOOL]), "eval_strategy": "no"},
-        "template's arguments": {
-            "data": talk(data(), chat_template_kwargs={"shout": True}), "eval_strategy": "no",
-            "trainer": {"processing_class": templated()},
-        },
         "streamed": lambda: streamed(name),
         "several evaluations": lambda: several(name),
         "adapters before": lambda: adapted(name),
@@ -134,53 +115,27 @@ def every(name: str) -> dict[str, Case]:
     }  # fmt: skip
 
 
-def without(cases: dict[str, Case], *names: str) -> dict[str, Case]:
-    return {name: case for name, case in cases.items() if name not in names}
-
-
 def by_length(completions: list[Any], **kwargs: Any) -> list[float]:
     texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
     return [float(len(text)) for text in texts]
 
 
-def by_column(completions: list[str], worth: list[float], **kwargs: Any) -> list[float]:
-    return [value * len(text) for text, value in zip(completions, worth, strict=True)]
-
-
-def rewarded(*functions: Any) -> Options:
-    return {"trainer": {"reward_funcs": [*functions]}}
-
-
-def worth() -> Dataset:
-    draw = random.Random(0)
-    return prompts().add_column("worth", [draw.random() for _ in range(20)])
+def rewarded(function: Any) -> Options:
+    return {"trainer": {"reward_funcs": [function]}}
 
 
 def online(name: str) -> dict[str, Case]:
     """Cases of both trainers that generate."""
     cases: dict[str, Case] = {
-        "rewards, weighed": {**rewarded(even_words, by_length), "reward_weights": [0.7, 0.3]},
-        "rewards, by a column": {"data": worth(), "eval_strategy": "no", **rewarded(by_column)},
-        "rewards, mixed": lambda: {
-            "trainer": {
-                "reward_funcs": [classifier("llama"), even_words],
-                "reward_processing_classes": [make_tokenizer(), None],
-            }
-        },
-        "evaluation first": {"eval_on_start": True, "eval_steps": 2},
         "iterations": {"num_iterations": 2},
         "more generations than rows": {"per_device_train_batch_size": 2, "num_generations": 4},
-        "sampling": {"top_p": 0.9, "top_k": 10, "min_p": 0.01, "repetition_penalty": 1.1, "temperature": 0.8},
         "truncated": {"mask_truncated_completions": True, "max_completion_length": 3, "_unmoved": True},
         "reference": {"beta": 0.1},
         "synced reference": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "lora": False},
     }
-    for spoken in ("conversational", "template's arguments"):
-        case = every(name)[spoken]
-        assert isinstance(case, dict)
-        trainer = {**case.get("trainer", {}), "reward_funcs": [by_length]}
-        cases[spoken] = {**case, "trainer": trainer}
-    cases = {**without(every(name), "tools"), **cases}
+    talking = every(name)["conversational"]
+    assert isinstance(talking, dict)
+    cases = {**every(name), **cases, "conversational": {**talking, **rewarded(by_length)}}
     return {key: _two_micro_batches(case) for key, case in cases.items()}
 
 
