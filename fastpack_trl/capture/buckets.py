@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from fastpack_trl.model.hooks import is_users
 from fastpack_trl.packing.buckets import Bucket, choose_buckets, smallest_fitting
 from fastpack_trl.packing.collator import PackingCollator
@@ -77,8 +79,8 @@ def draw_sizes(run: Run, parts: int) -> list[Bucket]:
     """
     loader: Any = run.trainer.callback_handler.train_dataloader
     data, collate = loader.dataset, getattr(loader.collate_fn, "data_collator", loader.collate_fn)
-    is_ours = isinstance(collate, PackingCollator | PromptGroupsCollator) and hasattr(data, "__getitem__")
-    if not is_ours or is_users(getattr(collate, "inner", collate)):
+    is_ours = isinstance(collate, PackingCollator | PromptGroupsCollator)
+    if not is_ours or isinstance(data, IterableDataset) or is_users(getattr(collate, "inner", collate)):
         return []
     drawn, count, each = random.Random(run.args.seed), len(data), run.args.per_device_train_batch_size
     rows: list[list[Bucket]] = []

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from captured_material import STEPS, assert_same_run, both, build
+from trainer_material import make_dataset
 from transformers import TrainerCallback
 
 from fastpack_trl import FastSFTTrainer
@@ -27,6 +28,7 @@ RUNS: dict[str, tuple[dict[str, Any], int]] = {
     "few tokens count": ({"data": "prompt_completion", "max_steps": 12}, 6),
     "evaluation": ({"eval_strategy": "steps", "eval_steps": 2}, 4),
     "padded": ({"pad_to_multiple_of": 8}, 6),
+    "streamed": ({"data": make_dataset("text", 200).to_iterable_dataset(), "max_steps": 30}, 4),
 }
 """Options of a run, and the least number of replays, forward and backward."""
 

@@ -23,7 +23,6 @@ from lora_material import (
     quantised,
     weights,
 )
-from ranks import fork_ranks
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -32,6 +31,7 @@ from fastpack_trl.compile import layer_compile as feature
 from fastpack_trl.compile.layers import compiled_layers
 from fastpack_trl.lora import frozen_base
 from fastpack_trl.lora.base_weight import Fp8Weight, from_4bit
+from fastpack_trl.run import Run
 from fastpack_trl.testing import tiny_model
 
 pytestmark = pytest.mark.usefixtures("on_any_device")
@@ -233,7 +233,8 @@ def test_devices_without_fp8_products_are_refused(tmp_path: Path, monkeypatch: p
         made(tmp_path).train()
 
 
-@pytest.mark.slow
-def test_two_ranks_train_under_ddp_and_are_refused_under_fsdp(tmp_path: Path) -> None:
-    script = Path(__file__).with_name("fp8_ranks.py")
-    fork_ranks(script, str(tmp_path))
+def test_sharded_parameters_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Run, "is_sharded", True)
+    assert "parameters are sharded while the step runs; train with DDP" in frozen_base._refusal(
+        made(tmp_path).fastpack_run
+    )

@@ -73,13 +73,11 @@ def padding_at_the_end() -> Any:
     return tokenizer
 
 
-def adapted(name: str, family: str = "qwen3") -> Options:
+def adapted() -> Options:
     """A model with adapters on it before the trainer has it."""
     torch.manual_seed(0)
-    task = "SEQ_CLS" if name == "Reward" else "CAUSAL_LM"
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type=task)
-    model = get_peft_model(classifier(family) if name == "Reward" else tiny_model(family), config)
-    return {"model": model, "trainer": {"peft_config": None}}
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    return {"model": get_peft_model(tiny_model("qwen3"), config), "trainer": {"peft_config": None}}
 
 
 def on_experts(name: str) -> Options:
@@ -106,12 +104,8 @@ def every(name: str) -> dict[str, Case]:
         "conversational": {"data": talk(data()), "evaluated": talk(data(8, seed=7))},
         "streamed": lambda: streamed(name),
         "several evaluations": lambda: several(name),
-        "adapters before": lambda: adapted(name),
         "adapters on experts": lambda: on_experts(name),
-        "checkpoints, reentrant": {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
-        "padded to a multiple": {"pad_to_multiple_of": 8},
         "padding that ends a text": lambda: {"trainer": {"processing_class": padding_at_the_end()}},
-        "gpt_oss": {"family": "gpt_oss"},
     }  # fmt: skip
 
 
@@ -176,6 +170,10 @@ FULL: Options = {"lora": False}
 CASES: dict[str, dict[str, Case]] = {
     "DPO": {
         **every("DPO"),
+        "adapters before": adapted,
+        "checkpoints, reentrant": {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        "padded to a multiple": {"pad_to_multiple_of": 8},
+        "gpt_oss": {"family": "gpt_oss"},
         **paired("DPO"),
         **{f"loss {loss}": {"loss_type": [loss]} for loss in LOSSES},
         "two losses": {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
