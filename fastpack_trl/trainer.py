@@ -217,8 +217,3 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         step = self._fastpack_step
         if step is not None and accelerator is not None and not (alone and accelerator.num_processes > 1):
             step.metrics.flush(self)
-
-    def close(self) -> None:
-        """Restore TRL's forward of the model; further runs of this trainer use TRL's loss and metrics."""
-        if (step := self._fastpack_step) is not None:
-            step.close()

@@ -44,7 +44,7 @@ BUDGETS = {
     "recurrent": 800,
     "recipe": 2150,
     "run": 450,
-    "step": 1900,
+    "step": 1800,
     "trainers": 1250,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""

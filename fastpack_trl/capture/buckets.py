@@ -5,16 +5,15 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from accelerate.logging import get_logger
-from datasets import Dataset
+from torch.utils.data import IterableDataset
 
-from fastpack_trl.packing.batching import fast_view, packing_collator
+from fastpack_trl.model.hooks import is_users
 from fastpack_trl.packing.buckets import Bucket, choose_buckets, smallest_fitting
-from fastpack_trl.packing.packed_batch import PackedBatch
+from fastpack_trl.packing.collator import PackingCollator
+from fastpack_trl.packing.prompt_groups import KEY, PromptGroupsCollator
 from fastpack_trl.run import Run
-
-logger = get_logger(__name__)
 
 _SAMPLE, _LEAST, _SEEN = 256, 32, 16
 """Rows of the data set that are looked at, some ten milliseconds; merged rows at least; rows of a stream before any."""
@@ -45,7 +44,6 @@ class RowBuckets:
     def __init__(self, draw: Draw) -> None:
         self._draw = draw
         self._seen: deque[Bucket] = deque(maxlen=_SAMPLE)
-        self._tokens = self._padded = self._rows = self._fitting = 0
         self._served: deque[bool] = deque(maxlen=_LOOK_BACK)
         self._chosen = 0
         self.choice: tuple[Bucket, ...] | None = None
@@ -59,21 +57,11 @@ class RowBuckets:
                 return None
             self._chosen += 1
             self.choice = choose_buckets([*self._seen, *expected])
-            logger.debug(f"cuda_graph: {self.choice}")
         bucket = smallest_fitting(self.choice, size)
         if bucket is not None and bucket.tokens > _MOST_PADDED * size.tokens:
             bucket = None
         self._served.append(bucket is not None and bucket.tokens <= _TOO_LONG * size.tokens)
-        self._rows, self._fitting = self._rows + 1, self._fitting + self._served[-1]
-        if bucket is not None:
-            self._tokens += size.tokens
-            self._padded += bucket.tokens - size.tokens
         return bucket
-
-    def __str__(self) -> str:
-        """Describe the padding of rows that ran in buckets, and the share of all rows that fitted well."""
-        fit = self._fitting / max(1, self._rows)
-        return f"padding of {self._padded / max(1, self._tokens):.1%}; {fit:.0%} of rows fit"
 
     def are_outgrown(self) -> bool:
         """Return whether too many of the last rows fitted into no bucket; then the next row makes others."""
@@ -84,23 +72,26 @@ class RowBuckets:
         return True
 
 
-def draw_packed(run: Run, parts: int) -> list[Bucket]:
-    """Return sizes of packed rows drawn from the data set of SFT, as `Draw`."""
-    trainer = run.trainer
-    if not isinstance(trainer.train_dataset, Dataset):
+def draw_sizes(run: Run, parts: int) -> list[Bucket]:
+    """Return sizes of rows as they will come, as `Draw`: collated from examples that are drawn from the data set.
+
+    None from a stream, or if the user's collator makes the batches: it may draw from a generator, or count.
+    """
+    loader: Any = run.trainer.callback_handler.train_dataloader
+    data, collate = loader.dataset, getattr(loader.collate_fn, "data_collator", loader.collate_fn)
+    is_ours = isinstance(collate, PackingCollator | PromptGroupsCollator)
+    if not is_ours or isinstance(data, IterableDataset) or is_users(getattr(collate, "inner", collate)):
         return []
-    rows = fast_view(trainer, trainer.train_dataset)
-    collator = packing_collator(trainer, share_prefixes=run.shares_prefixes)
-    drawn, count, each = random.Random(trainer.args.seed), len(rows), trainer.args.per_device_train_batch_size
-
-    def draw() -> PackedBatch:
-        batch: PackedBatch = collator([rows[drawn.randrange(count)] for _ in range(each)])["packed_batch"]
-        return batch
-
-    return [
-        merged_size([Bucket.of(draw()) for _ in range(parts)])
-        for _ in range(min(count, max(_LEAST, _SAMPLE // (parts * each))))
-    ]
+    drawn, count, each = random.Random(run.args.seed), len(data), run.args.per_device_train_batch_size
+    rows: list[list[Bucket]] = []
+    for _ in range(min(count, max(_LEAST, _SAMPLE // (parts * each)))):
+        batches = [collate([data[drawn.randrange(count)] for _ in range(each)]) for _ in range(parts)]
+        if isinstance(collate, PackingCollator):
+            rows.append([Bucket.of(batch["packed_batch"]) for batch in batches])
+        else:
+            groups = [groups for batch in batches for groups in batch[KEY].values()]
+            rows += [[Bucket.of(one.batch)] for one in groups if not isinstance(one, str)]
+    return [merged_size(sizes) for sizes in rows]
 
 
 def merged_size(sizes: Sequence[Bucket]) -> Bucket:

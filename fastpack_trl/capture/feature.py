@@ -9,7 +9,6 @@ from itertools import chain
 
 import torch
 
-from fastpack_trl.capture.buckets import Draw, draw_packed
 from fastpack_trl.capture.ddp import reducing_gradients, too_large
 from fastpack_trl.capture.decision import EAGER_STEPS, FEATURE
 from fastpack_trl.capture.device import CudaGraphs
@@ -68,23 +67,21 @@ def cuda_graph(run: Run) -> Iterator[None]:
 
 
 @contextmanager
-def capture_backbone(run: Run, call: BackboneCall, draw: Draw | None = None) -> Iterator[BackboneGraphs | None]:
+def capture_backbone(run: Run, call: BackboneCall) -> Iterator[BackboneGraphs | None]:
     """Record the backbone once per bucket of rows, and replay it for rows that fit, while the model trains.
 
     Args:
         run: of a trainer that calls its backbones by `call`.
         call: replays from then on.
-        draw: returns sizes of rows; None: SFT's, from its data set.
     """
-    reasons = partial(why_not, run, is_sft=draw is None)
-    why = "" if not run.training else run.ranks.first_reason(lambda: unavailable(run.device) or reasons())
+    why = "" if not run.training else run.ranks.first_reason(lambda: unavailable(run.device) or why_not(run))
     if why or not run.training:
         if why:
             run.set_status(FEATURE, "off", "eager", why)
         yield None
         return
     device = CudaGraphs(run.device)
-    graphs = BackboneGraphs(run, device, reasons, draw or partial(draw_packed, run))
+    graphs = BackboneGraphs(run, device, partial(why_not, run))
     weighed = "" if run.settings.cuda_graph == "on" else ", if the device waits for the host there"
     run.set_status(FEATURE, "on", "pending", f"from step {EAGER_STEPS + 1} on{weighed}")
     try:
@@ -123,9 +120,9 @@ def unavailable(device: torch.device) -> str:
     return ""
 
 
-def why_not(run: Run, is_sft: bool = True) -> str:
+def why_not(run: Run) -> str:
     """Return why the backbone of this run is not captured; empty if it may be."""
-    return first_reason(chain(_switch(run), _reasons_of_trainer(run, is_sft), _reasons_of_layers(run)))
+    return first_reason(chain(_switch(run), _reasons_of_trainer(run), _reasons_of_layers(run)))
 
 
 def _switch(run: Run) -> Iterator[object]:
@@ -136,10 +133,10 @@ def _is_several(run: Run) -> bool:
     return bool(run.trainer.accelerator.num_processes > 1)
 
 
-def _reasons_of_trainer(run: Run, is_sft: bool) -> Iterator[object]:
+def _reasons_of_trainer(run: Run) -> Iterator[object]:
     """Yield why a trainer's calls of its backbone are not recorded."""
     trainer = run.trainer
-    if is_sft:
+    if run.counts_documents:  # SFT
         yield not run.loss_is_ours and "a loss over all logits reads sizes on the host (sync_free)"
         yield _is_several(run) and too_large(run)
     else:

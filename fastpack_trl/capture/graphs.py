@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from accelerate.logging import get_logger
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from fastpack_trl.capture.buckets import Draw, RowBuckets
+from fastpack_trl.capture.buckets import RowBuckets, draw_sizes
 from fastpack_trl.capture.decision import FEATURE, IdleRule
 from fastpack_trl.capture.device import CudaGraphs
 from fastpack_trl.capture.slot import Key, Open, Slot, of_row
@@ -61,15 +62,14 @@ class BackboneGraphs(TrainerCallback):
         run: whose trainer trains.
         device: records and replays.
         why_not: returns why calls cannot be captured as things are now; empty if they can.
-        draw: returns sizes of rows.
 
     Attributes:
         has_ended: all that follows runs eagerly.
         replayed: number of replays.
     """
 
-    def __init__(self, run: Run, device: CudaGraphs, why_not: Callable[[], str], draw: Draw) -> None:
-        self._run, self._device, self._why_not, self._draw = run, device, why_not, draw
+    def __init__(self, run: Run, device: CudaGraphs, why_not: Callable[[], str]) -> None:
+        self._run, self._device, self._why_not = run, device, why_not
         self._rule = IdleRule(run, device)
         self._anchor = torch.empty(0, device=run.device, requires_grad=True)
         self._backbones: dict[int, _Backbone] = {}
@@ -81,7 +81,7 @@ class BackboneGraphs(TrainerCallback):
 
     def _forget(self) -> None:
         self._slots: dict[Key, Slot] = {}
-        self._buckets = RowBuckets(self._draw)
+        self._buckets = RowBuckets(partial(draw_sizes, self._run))
         self._buffers: GradientBuffers | None = None
         self._version: int | None = None
         for backbone in self._backbones.values():
@@ -262,8 +262,7 @@ class BackboneGraphs(TrainerCallback):
     def _tell(self) -> None:
         """Report what there is."""
         memory = f"{self.graphs} graph{'s' * (self.graphs != 1)} of {self._device.bytes_held() / 2**30:.2f} GiB"
-        notes = filter(None, (self._rule.note, memory, str(self._buckets)))
-        self._run.set_status(FEATURE, "on", "captured", "; ".join(notes))
+        self._run.set_status(FEATURE, "on", "captured", "; ".join(filter(None, (self._rule.note, memory))))
 
     def drop(self) -> None:
         """Drop all graphs and buckets; they are made again from the rows that follow."""

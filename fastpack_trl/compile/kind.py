@@ -71,11 +71,6 @@ class CompiledLayers:
         if self._on_change is not None:
             self._on_change(self)
 
-    def print(self, text: str, end: str = "\n") -> None:
-        """Print progress to stderr, if verbose."""
-        if self.verbose:
-            print(text, end=end, file=sys.stderr, flush=True)
-
     def is_hooked(self, layer: nn.Module) -> bool:
         """Return whether a user's hook reaches into a layer; checked before each call of it."""
         watch = self._watches[layer]
@@ -195,23 +190,18 @@ class LayerKind:
             f"pay from {math.ceil(cost.steps):,} on; eager {1000 * seconds:.2f} ms per layer and row of "
             f"{call.hidden.shape[1]:,} tokens"
         )
-        self._handle.print(f"layer_compile: {self.reason}")
         return False
 
     def _compile(self, call: LayerCall) -> None:
         handle = self._handle
-        handle.print(f"layer_compile: compiling {self.name} ...", end=" ")
+        if handle.verbose:  # it takes seconds
+            print(f"layer_compile: compiling {self.name} ...", file=sys.stderr, flush=True)
         try:
             seconds = _timed_step(self._compiled, call)
         except FAILURES + self._compile_errors as error:
             close_frames(error)
-            handle.print("failed")
             self._give_up(error)
             return
-        except BaseException:
-            handle.print("stopped")
-            raise
-        handle.print(f"{seconds:.1f} s")
         self.seconds += seconds
         self.path = handle.backend if isinstance(handle.backend, str) else "compiled"
         self.reason = f"{self.name} x {len(self.members)} compiled in {self.seconds:.1f} s"

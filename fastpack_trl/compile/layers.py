@@ -73,7 +73,7 @@ def compiled_layers(
         hooks_outside: compile the layers' own forwards, beneath their hooks. For FSDP 2, whose hooks gather the
             parameters of a layer before it runs; the model may be sharded meanwhile.
         on_change: called with the yielded object whenever a kind was decided.
-        verbose: print one line per compilation to stderr.
+        verbose: print one line before each compilation to stderr.
 
     Raises:
         ValueError: `model` has no decoder layers that call transformers' attention interface.

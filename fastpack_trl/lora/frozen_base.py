@@ -5,27 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from math import inf
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.benchmark import Timer
+from torch import nn
 
-from fastpack_trl.kernels.fp8 import MULTIPLE, failure_of_products, quantise_rows
+from fastpack_trl.kernels.fp8 import MULTIPLE, failure_of_products
 from fastpack_trl.lora.base_weight import Fp8Weight, HasFrozenWeight, loaded_weight
 from fastpack_trl.lora.report import LoraReport, has_lora, shown_bytes
-from fastpack_trl.measure.device_memory import allocatable
 from fastpack_trl.model.facts import text_model
 from fastpack_trl.model.upstream import missing_reason
 from fastpack_trl.run import DEEPSPEED, SHARDED, Run
 
 FEATURE = "frozen_base"
 _KEEP = "set frozen_base='as_loaded'"
-_TIMED_TOKENS = 8192
-_TIMED = 5
-_WORTH = 1.1
 
 
 @contextmanager
@@ -56,8 +49,6 @@ def frozen_base(run: Run) -> Iterator[None]:
         listed = "; ".join(f"{count} ({reason})" for reason, count in others.items())
         raise ValueError(f"frozen_base='fp8': no LoRA layer supports it: {listed}; {_KEEP}")
     nbytes = sum(layer.in_features * layer.out_features for layer in chosen)
-    if reason := _lack_of_memory(run, nbytes):
-        raise ValueError(f"frozen_base='fp8': {reason}")
     try:
         for layer in chosen:
             put_in_fp8(layer, dtype)
@@ -69,21 +60,11 @@ def frozen_base(run: Run) -> Iterator[None]:
             *(f"as loaded: {count} ({reason})" for reason, count in others.items()),
         ]
         run.set_status(FEATURE, "on", "fp8", "; ".join(parts))
-        _advise(run, chosen, dtype)
         yield
         _remark_on_lost(run, chosen)
     finally:
         for layer in chosen:
             layer._fastpack_drop_copy()
-
-
-def _lack_of_memory(run: Run, nbytes: int) -> str:
-    free = run.ranks.all_min([allocatable(run.device) if run.device.type == "cuda" else inf])[0]
-    if nbytes <= free:
-        return ""
-    return (
-        f"{shown_bytes(nbytes)} of FP8 weights do not fit the {shown_bytes(free)} that are free on the device; {_KEEP}"
-    )
 
 
 def _remark_on_lost(run: Run, layers: list[Any]) -> None:
@@ -166,40 +147,3 @@ def _refused_by_device(run: Run) -> str:
     if failure := failure_of_products(device, dtype):
         return f"{torch.cuda.get_device_name(device)} does not support FP8 matmuls in {dtype}: {failure}; {_KEEP}"
     return ""
-
-
-def _advise(run: Run, layers: list[Any], dtype: torch.dtype) -> None:
-    """Time the matmuls on the device, and advise against FP8 if the gain is small."""
-    if run.device.type != "cuda":
-        return
-    rows = run.args.per_device_train_batch_size * (run.args.max_length or _TIMED_TOKENS)
-    tokens = min(_TIMED_TOKENS, rows)
-    ratio = run.ranks.all_min([products_ratio([layer.fastpack_dense for layer in layers], tokens, dtype)])[0]
-    said = f"matmuls alone, quantization included, take {1 / ratio:.2f} of the time in {dtype} over {tokens:,} tokens"
-    run.report.remark(FEATURE, said if ratio >= _WORTH else f"{said}: too small a model to gain; {_KEEP}")
-
-
-def products_ratio(bases: list[Fp8Weight], tokens: int, dtype: torch.dtype) -> float:
-    """Return the time of all matmuls in FP8, quantization included, relative to `dtype`, forward and backward.
-
-    `tokens` rows of random values; each weight shape is timed once.
-    """
-    counts, total = Counter(base.weight.shape for base in bases), [0.0, 0.0]
-    for shape, base in {base.weight.shape: base for base in bases}.items():
-        draw = torch.Generator(base.weight.device).manual_seed(0)  # leaves the random state of the run unchanged
-        x, grad, weight = (
-            torch.randn(size, device=base.weight.device, generator=draw, dtype=dtype)
-            for size in ((tokens, shape[1]), (tokens, shape[0]), shape)
-        )
-        for side, call in enumerate((partial(_dense_products, x, grad, weight), partial(_fp8_products, x, grad, base))):
-            timer = Timer("call()", globals={"call": call})  # warms up, and waits for the device
-            total[side] += counts[shape] * timer.timeit(_TIMED).mean
-    return total[0] / total[1]
-
-
-def _dense_products(x: Tensor, grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return x.mm(weight.t()), grad.mm(weight)
-
-
-def _fp8_products(x: Tensor, grad: Tensor, base: Fp8Weight) -> tuple[Tensor, Tensor]:
-    return base.product(quantise_rows(x), x.dtype), base.grad_input(base.quantised_grad(grad), x.dtype)

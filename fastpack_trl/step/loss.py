@@ -1,4 +1,4 @@
-"""The loss of `FastSFTTrainer` at the positions that the collator chose: a forward laid around TRL's.
+"""The loss of `FastSFTTrainer` at the positions that the collator chose, and its figures: a forward around TRL's.
 
 TRL selects the positions with a loss by a boolean mask, which synchronises to count them. The collator knows them
 (`PackedBatch.loss_positions`), so they are gathered by index. Labels may be edited anywhere on their way, last by a
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
+from trl import SFTTrainer
 
 from fastpack_trl.model.upstream import missing_reason
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, Part, to_transformers_kwargs
@@ -98,7 +99,7 @@ class LossForward:
     """Lays a forward around the one that TRL gave `model`; to be done before accelerate wraps the model.
 
     A call with labels, their `PackedBatch` as ``loss_batch``, and ``loss_type`` returns a `ChosenLoss`; every other one
-    goes to TRL's forward. `close` takes it away.
+    goes to TRL's forward.
 
     Attributes:
         missing: why it could not be laid; empty where it was.
@@ -129,11 +130,6 @@ class LossForward:
             forward = _inside(forward)
         return False
 
-    def close(self) -> None:
-        """Give `model` TRL's forward back. Under a wrapper of accelerate's ours stays inside, without effect."""
-        if not self.missing and getattr(self.model.forward, "__func__", None) is self._function:
-            self.model.forward = self._stock
-
 
 def head_of(model: nn.Module) -> tuple[Tensor, Tensor | None] | str:
     """Return weight (V, H) and bias (V,) of the head, or why they cannot be read.
@@ -149,10 +145,13 @@ def head_of(model: nn.Module) -> tuple[Tensor, Tensor | None] | str:
     return weight, getattr(head, "bias", None)
 
 
-def whole(tensor: Tensor | None) -> Tensor | None:
-    """Return a tensor of this process, gathered where it is a DTensor, as TRL's forward gathers its head."""
-    gather: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
-    return tensor if gather is None else gather()
+def whole_head(model: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Return weight and bias of the head, gathered where they are DTensors, as TRL's forward gathers its head."""
+    head = head_of(model)
+    if isinstance(head, str):
+        raise RuntimeError(f"{head}: set sync_free='off'")
+    weight, bias = (getattr(tensor, "full_tensor", lambda tensor=tensor: tensor)() for tensor in head)
+    return weight, bias
 
 
 def _inside(forward: Any) -> Any:
@@ -198,9 +197,6 @@ def _around(stock: Callable[..., Any], constants: dict[str, Any], call_backbone:
             kwargs.setdefault("output_router_logits", True)
         # Looked up on each call, as in TRL: PEFT and accelerate replace modules later.
         outputs = call_backbone(getattr(self, backbone_attr), loss_batch, *args, **kwargs)
-        head = head_of(self)
-        if isinstance(head, str):
-            raise RuntimeError(f"{head}: set sync_free='off'")
         hidden, edited = outputs.last_hidden_state, None
         positions, next_tokens = loss_batch.loss_positions, loss_batch.loss_labels
         documents = loss_batch.documents
@@ -210,9 +206,7 @@ def _around(stock: Callable[..., Any], constants: dict[str, Any], call_backbone:
             positions, next_tokens = _counted(hidden, labels, shift_labels, loss_batch)
             edited, weights = positions, None
         chosen = hidden.flatten(0, 1).index_select(0, positions)
-        weight, bias = map(whole, head)
-        assert weight is not None
-        loss = compute(chosen, weight, bias, next_tokens, weights=weights, loss_type=loss_type)
+        loss = compute(chosen, *whole_head(self), next_tokens, weights=weights, loss_type=loss_type)
         asked = kwargs.get("output_router_logits")
         aux_loss = _balancing(outputs, text_config.num_experts_per_tok, loss_batch) if asked else None
         return ChosenLoss(*loss, aux_loss=aux_loss, positions=edited, weights=weights)
@@ -257,3 +251,107 @@ def _counted(hidden: Tensor, labels: Any, shift_labels: Tensor | None, batch: Pa
 def ends(parts: Sequence[Part]) -> list[int]:
     """Return the ends of the micro-batches in a merged row, in tokens."""
     return list(itertools.accumulate(part.tokens for part in parts))
+
+
+def step_loss(
+    trainer: SFTTrainer,
+    model: nn.Module,
+    inputs: dict[str, Any],
+    num_items_in_batch: Tensor | int | None,
+    batch: PackedBatch | None,
+) -> tuple[Tensor, Tensor, list[int], bool]:
+    """Return the loss of one micro-batch, normalised as in TRL's ``compute_loss``, and its figures; keeps nothing.
+
+    These are () fp32 with gradient; (num_parts, 3) fp32 without, a row for each micro-batch of a merged row: sum of the
+    entropies, correct tokens, auxiliary loss (of no meaning where there is none); the tokens with a loss of each; and
+    whether the labels are not the collator's any more.
+
+    Args:
+        trainer: a `SFTTrainer` whose model has a `LossForward`.
+        num_items_in_batch: tokens with a loss in all micro-batches of the step (and, with
+            ``average_tokens_across_devices``, of all ranks); None: the mean over this batch, as in evaluation.
+        batch: of `inputs`, with `loss_positions`; None for the outputs of TRL's forward.
+    """
+    inputs["use_cache"] = False
+    if trainer.aux_loss_enabled:
+        inputs["output_router_logits"] = True
+    loss_type = trainer.args.loss_type
+    outputs: Any
+    if batch is None:
+        outputs = _of_stock(model(**inputs, fused_lm_head=True), loss_type)
+    else:
+        # Without `fused_lm_head`: TRL's forward of a trainer that was made since hands the call on to ours.
+        outputs = model(**inputs, loss_batch=batch, loss_type=loss_type)
+    split = _Split(batch, outputs)
+    items: Any
+    ranks = 1
+    if num_items_in_batch is None:
+        items, steps = split.count(), 1
+    else:
+        # A mean per micro-batch: with a count of the whole step nobody else divides it by the micro-batches.
+        items, steps = torch.as_tensor(num_items_in_batch).clamp(min=1), trainer.current_gradient_accumulation_steps
+        if trainer.args.average_tokens_across_devices and trainer.accelerator.num_processes > 1:
+            # All ranks are counted, and DDP takes the mean of the gradients over ranks.
+            ranks = trainer.accelerator.num_processes // trainer.get_tp_size()
+
+    loss = outputs.total / items
+    if ranks > 1:
+        loss = loss * ranks
+    aux_losses = outputs.aux_loss if trainer.aux_loss_enabled else None
+    if aux_losses is not None:
+        loss = loss + trainer.router_aux_loss_coef * aux_losses.sum() / steps
+    weights = outputs.weights
+    entropy, correct = (
+        split.sums(figures if weights is None else figures * weights) for figures in (outputs.entropy, outputs.is_top1)
+    )
+    figures = [entropy, correct, correct if aux_losses is None else aux_losses.detach().float()]
+    table = torch.stack(figures)[None] if split.is_one else torch.stack(figures, dim=1)
+    return loss, table, split.counted, outputs.positions is not None
+
+
+class _Split:
+    """The micro-batches of a row, to which the positions of `outputs` belong.
+
+    Attributes:
+        sizes: positions of each. Synchronizes only after an edit of the labels.
+        counted: tokens that the loss counts in each: more than positions where documents share some.
+        is_one: the row is a micro-batch by itself.
+    """
+
+    def __init__(self, batch: PackedBatch | None, outputs: ChosenLoss) -> None:
+        self.sizes: list[int] = []
+        self.counted: list[int] = []
+        parts = () if batch is None else batch.parts
+        self.is_one = not parts
+        if not parts:
+            assert outputs.entropy is not None
+            self.sizes = [outputs.entropy.numel()]
+            documents = None if batch is None or outputs.weights is None else batch.documents
+            self.counted = self.sizes if documents is None else [documents.loss_tokens]
+        elif outputs.positions is None:
+            self.sizes = [part.loss_tokens for part in parts]
+            self.counted = [part.counted or part.loss_tokens for part in parts]
+        else:
+            bounds = torch.tensor(ends(parts), device=outputs.positions.device)
+            part_of = torch.bucketize(outputs.positions, bounds, right=True)
+            self.counted = self.sizes = part_of.bincount(minlength=len(parts)).tolist()
+
+    def count(self) -> int:
+        """Return the positions that the loss counts in the whole row, at least 1."""
+        return max(1, sum(self.counted))
+
+    def sums(self, figures: Tensor) -> Tensor:
+        """Return the sum over each micro-batch, (num_parts,) fp32; () for a row by itself."""
+        if self.is_one:
+            return figures.sum(dtype=torch.float32)
+        return torch.stack([part.sum(dtype=torch.float32) for part in figures.split(self.sizes)])
+
+
+def _of_stock(outputs: Any, loss_type: str) -> ChosenLoss:
+    """Read the result of TRL's forward at the positions with a loss; synchronises."""
+    losses = -outputs.log_probs
+    if loss_type == "dft":
+        losses = losses * outputs.log_probs.exp().detach()
+    mask = outputs.label_mask
+    entropy, is_top1 = outputs.entropy.detach()[mask], outputs.is_top1[mask]
+    return ChosenLoss(losses.sum(), outputs.log_probs.detach()[mask], entropy, is_top1, outputs.aux_loss)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import chain
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,9 +12,11 @@ from trl import SFTTrainer
 
 Mode = Literal["train", "eval"]
 
+_MANY = 256
+"""Tensors of a few numbers, each with a block of device memory of its own."""
 
-@dataclass(frozen=True, slots=True)
-class _MicroBatch:
+
+class _MicroBatch(NamedTuple):
     """Facts of a micro-batch on the host."""
 
     mode: Mode
@@ -59,7 +61,9 @@ class DeferredMetrics:
         )
 
     def rollback_point(self) -> tuple[int, int]:
-        """Return the point for `rollback`: flushes so far, and rows since."""
+        """Return the point for `rollback`: flushes so far, and rows since, which are joined once there are many."""
+        if len(self._tables) > _MANY:
+            self._tables, self._batches = [torch.cat(self._tables)], [list(chain.from_iterable(self._batches))]
         return self._flushes, len(self._tables)
 
     def is_past(self, point: tuple[int, int]) -> bool:

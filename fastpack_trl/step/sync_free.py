@@ -17,9 +17,8 @@ from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.run import DEEPSPEED, Run
 from fastpack_trl.step.hostwork import HostWork, LossFilter
 from fastpack_trl.step.load_balancing import replaced_by
-from fastpack_trl.step.loss import LossForward, head_of
+from fastpack_trl.step.loss import LossForward, head_of, step_loss
 from fastpack_trl.step.metrics import DeferredMetrics, Mode
-from fastpack_trl.step.step_loss import step_loss
 
 _EDITED_LABELS = (
     "labels were copied (accelerate does so with a streamed evaluation set: dispatch_batches) or edited after "
@@ -64,8 +63,7 @@ class SyncFreeStep:
         elif not batch.parts and (why_stock := hook_on_the_outputs(trainer.model_wrapped)):
             inputs, batch = unshared(inputs), None
         # On one rank of several, perhaps: what the ranks do together is the same with outputs of stock's.
-        steps = trainer.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
-        loss, table, loss_tokens, edited = step_loss(trainer, model, inputs, num_items_in_batch, steps, batch)
+        loss, table, loss_tokens, edited = step_loss(trainer, model, inputs, num_items_in_batch, batch)
         if why_stock:
             run.report.remark("sync_free", f"the model's outputs as stock for {why_stock}")
         if edited:
@@ -90,10 +88,6 @@ class SyncFreeStep:
         finally:
             self.loss = self.filters = False
             self.filter.restore()
-
-    def close(self) -> None:
-        """Take the forward away from the model."""
-        self.forward.close()
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from fastpack_trl.packing.packed_batch import IGNORE_INDEX, TensorVersion, to_tr
 from fastpack_trl.packing.prompt_groups import PromptGroups
 from fastpack_trl.step.head import VOCABULARY_SLICE, ChunkedLogProbFunction, head_log_probs, missing_tile_functions
 from fastpack_trl.step.load_balancing import experts_named
-from fastpack_trl.step.loss import BackboneCall, head_of, read_constants, whole
+from fastpack_trl.step.loss import BackboneCall, head_of, read_constants, whole_head
 
 OUTPUT = "trl.trainer.utils.FusedCausalLMOutput"
 CLASSIFIER = "transformers.modeling_layers.GenericForSequenceClassification"
@@ -172,10 +172,7 @@ def _around(rows: Rows, state: Any, stock: Callable[..., Any], constants: dict[s
             kwargs.setdefault("output_router_logits", True)
         # Looked up on each call, as in TRL: PEFT and accelerate replace modules later.
         outputs = _run_backbone(rows, getattr(self, backbone_attr), groups, ids, kwargs)
-        head = head_of(self)
-        assert not isinstance(head, str), head  # looked at when the run began
-        weight, bias = map(whole, head)
-        assert weight is not None
+        weight, bias = whole_head(self)
         hidden = outputs.last_hidden_state[0].index_select(0, groups.positions).to(weight.device)
         labels = labels.to(weight.device)
         targets = labels[:, 1:].flatten().index_select(0, groups.places)

@@ -191,7 +191,7 @@ class _OnlineTrainer(PackedTrainer):
         tokens, mask = (_host_copy(ids, attention_mask) if on_host is None else on_host).unbind(1)
         scored = mask.clone()
         scored[:, :-logits_to_keep] = 0
-        share = not self._fastpack_why_repeated(self.model.training)
+        share = not self._fastpack_repeated
         parts = zip(ids.split(size), tokens.split(size), mask.split(size), scored.split(size), strict=True)
         found = [(own, group_completions(*host, share=share)) for own, *host in parts]
         if ids.device.type != "cuda":

@@ -18,7 +18,7 @@ from fastpack_trl.checkpointing.activation_memory import ActivationMemory
 from fastpack_trl.errors import close_frames, first_reason
 from fastpack_trl.model.hooks import callback_between, hook_on_a_gradient
 from fastpack_trl.run import MicroStep, Run
-from fastpack_trl.step.accumulation import Merging, merge_inputs
+from fastpack_trl.step.merge_accumulation import Merging, merge_inputs
 from fastpack_trl.step.sync_free import SyncFreeStep
 
 logger = get_logger(__name__)
@@ -67,14 +67,14 @@ class OptimizerStep:
         merging, place = self._run.get_state(Merging), self._done
         is_known = place < len(self._batches) and inputs is self._batches[place]
         self._done += 1
-        group = range(place, place + 1) if merging is None else merging.group(inputs, place)
+        group = range(place, place + 1) if merging is None or not is_known else merging.group(place)
         if not group:
             return torch.zeros((), device=self._run.device)
         if self._start is None:
             self._start = _Start(self._run)
 
         def attempt(one: Any) -> Tensor:
-            with nullcontext() if merging is None else merging.measured(one):
+            with nullcontext() if merging is None else merging.measured(place, one):
                 return forward_backward(model, copy.copy(one), num_items_in_batch)
 
         merged = merge_inputs([self._batches[other] for other in group]) if len(group) > 1 else inputs

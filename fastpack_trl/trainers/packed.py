@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -21,11 +20,9 @@ from fastpack_trl.config import Settings
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.changes import patch_attribute, restore_attributes
 from fastpack_trl.model.facts import dropout_of, state_modules, text_model
-from fastpack_trl.model.hooks import is_users
 from fastpack_trl.model.precision import fit_precision
 from fastpack_trl.model.preflight import bound, check_adapters
 from fastpack_trl.packing.batching import BatchPlan, plan_prompt_groups
-from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.examples import check_not_empty, dropped
 from fastpack_trl.packing.prompt_groups import KEY, PromptGroups, PromptGroupsCollator
 from fastpack_trl.run import Run
@@ -37,8 +34,6 @@ from fastpack_trl.trainers.featured import FeaturedTrainer
 logger = get_logger(__name__)
 
 FEATURE = "share_prefixes"
-_DRAWN = 32
-"""Batches that are drawn to know the sizes of rows: a few milliseconds each."""
 _HEAD, _PAUSE = "add_fused_lm_head", "disable_gradient_checkpointing"
 
 
@@ -59,7 +54,8 @@ class PackedTrainer(FeaturedTrainer):
         settings = _model_settings(given.get("args"), training=not self._fastpack_disabled)
         run = self.fastpack_run = Run(self, settings, self._fastpack_plan, self._fastpack_sequences)
         self._fastpack_rows, self._fastpack_forwards = Rows(), dict[int, RowForward]()
-        self._fastpack_repeated: dict[bool, str] = {}
+        self._fastpack_repeated = ""
+        """Why each completion has a prompt of its own in a row; empty where they share one."""
         self._fastpack_host = HostWork()
         self._fastpack_by_name = isinstance(given.get("model"), str)
         self._fastpack_chosen = False
@@ -107,7 +103,7 @@ class PackedTrainer(FeaturedTrainer):
             stack.enter_context(self._fastpack_host.running(self))
             switch = AdapterSwitch(self._fastpack_host.contents)
             stack.enter_context(switch.installed(self.model))
-        stack.enter_context(capture_backbone(run, self._fastpack_rows.call_backbone, self._fastpack_draw))
+        stack.enter_context(capture_backbone(run, self._fastpack_rows.call_backbone))
 
     @contextlib.contextmanager
     def _fastpack_reference(self) -> Iterator[None]:
@@ -130,28 +126,18 @@ class PackedTrainer(FeaturedTrainer):
         if not run.packs:
             run.set_status(FEATURE, "off", "stock", "batches are stock's")
             return
-        self._fastpack_repeated = {
-            training: first_reason(self._fastpack_against_sharing(training)) for training in (True, False)
-        }
-        why = self._fastpack_why_repeated(run.training)
+        why = self._fastpack_repeated = first_reason(self._fastpack_against_sharing())
         run.set_status(FEATURE, "off" if why else "on", "prompts repeated" if why else "prompts once", why)
 
-    def _fastpack_why_repeated(self, training: bool) -> str:
-        """Return why each completion has a prompt of its own in a row; empty where they share one."""
-        return self._fastpack_repeated[training]
-
-    def _fastpack_against_sharing(self, training: bool) -> Iterator[object]:
+    def _fastpack_against_sharing(self) -> Iterator[object]:
         run = self.fastpack_run
         yield run.settings.share_prefixes == "off" and "switched off"
         backend = BACKENDS.get(run.attention_path)
         yield (backend is None or not backend.shares) and f"{run.attention_path} has no form for shared prompts"
         for model in filter(None, (run.model, getattr(self, "ref_model", None))):  # both see the same rows
             yield state_modules(model) and "layers with a state go through a row once"
-        yield (
-            training
-            and (drop := dropout_of(run.model))
-            and (f"{drop} would drop the same tokens of a prompt for all of its completions; 0 shares them")
-        )
+        drop = dropout_of(run.model)
+        yield drop and f"{drop} would drop the same tokens of a prompt for all of its completions; 0 shares them"
 
     def _prepare_dataset(self, *given: Any) -> Any:
         """Prepare a data set as stock does, whose trainers of prompts alone never do."""
@@ -162,32 +148,19 @@ class PackedTrainer(FeaturedTrainer):
         return prepared
 
     def _get_dataloader(self, dataset: Any, description: str, *args: Any, **kwargs: Any) -> DataLoader[Any]:
-        with self._fastpack_collating(training=bool(kwargs.get("is_training", False))):
+        with self._fastpack_collating():
             return super()._get_dataloader(dataset, description, *args, **kwargs)
 
     @contextlib.contextmanager
-    def _fastpack_collating(self, training: bool) -> Iterator[None]:
+    def _fastpack_collating(self) -> Iterator[None]:
         """Let a loader that is built in the context find the rows of its batches, in its workers."""
         find = self._fastpack_find()
         if not self._fastpack_entered or not self.fastpack_run.packs or find is None:
             yield
             return
-        collator = PromptGroupsCollator(self.data_collator, find, share=not self._fastpack_why_repeated(training))
+        collator = PromptGroupsCollator(self.data_collator, find, share=not self._fastpack_repeated)
         with patch_attribute(self, "data_collator", collator):
             yield
-
-    def _fastpack_draw(self, _parts: int = 1) -> list[Bucket]:
-        """Return the sizes of some rows as they will come; none without a collator, by a user's, or from a stream."""
-        loader: Any = self.callback_handler.train_dataloader
-        data, collate = loader.dataset, loader.collate_fn
-        if not isinstance(collate, PromptGroupsCollator) or not hasattr(data, "__getitem__"):
-            return []
-        if is_users(collate.inner):  # it may draw from a generator, or count: other batches would follow
-            return []
-        drawn, size = random.Random(self.args.seed), self.args.per_device_train_batch_size
-        batches = [collate([data[drawn.randrange(len(data))] for _ in range(size)]) for _ in range(_DRAWN)]
-        rows = [groups for batch in batches for groups in batch[KEY].values()]
-        return [Bucket.of(groups.batch) for groups in rows if not isinstance(groups, str)]
 
     def _fastpack_find(self) -> Callable[..., PromptGroups | str] | None:
         """Return what finds the row of a collated batch; None where there is no collator."""

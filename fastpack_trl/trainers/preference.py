@@ -24,7 +24,7 @@ class _ReferencedTrainer(PackedTrainer):
         if self._fastpack_disabled:
             return super()._precompute_ref_logps(dataset, *args, **kwargs)
         self._fastpack_choose()
-        with self._fastpack_features(), self._fastpack_collating(training=False):
+        with self._fastpack_features(), self._fastpack_collating():
             return super()._precompute_ref_logps(dataset, *args, **kwargs)
 
     def _fastpack_find(self) -> Callable[..., PromptGroups | str] | None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from captured_material import (
     CHANGES,
     At,
@@ -32,7 +31,6 @@ from transformers import TrainerCallback
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.capture import graphs
 from fastpack_trl.capture.graphs import BackboneGraphs
-from fastpack_trl.testing import tiny_model
 
 
 @pytest.mark.parametrize(
@@ -116,38 +114,6 @@ def test_hooks_that_came_end_it_and_see_every_row(tmp_path: Path, devices: Any) 
     reason = trainer.fastpack_report["cuda_graph"].reason
     assert "forward hook" in reason
     assert "does not run in a replay" in reason
-
-
-def test_an_optimizer_that_evaluation_switched_over_is_switched_back(tmp_path: Path, devices: Any) -> None:
-    """Optimizers without a schedule keep two sets of weights; stock's step calls their ``train``."""
-
-    class TwoModes(torch.optim.SGD):
-        def __init__(self, parameters: Any) -> None:
-            super().__init__(parameters, lr=1e-2)
-            self.trains = True
-
-        def train(self) -> None:
-            self.trains = True
-
-        def eval(self) -> None:
-            self.trains = False
-
-        def step(self, closure: Any = None) -> Any:
-            assert self.trains, "not in train mode when step is called"
-            return super().step(closure)
-
-    runs = []
-    for setting in ("on", "off"):
-        model = tiny_model("qwen3")
-        optimizer = TwoModes(model.parameters())
-        trainer = build(
-            FastSFTTrainer, tmp_path / setting, devices, fast={"cuda_graph": setting}, model=model, max_steps=14,
-            eval_strategy="steps", eval_steps=3, trainer={"optimizers": (optimizer, None)},
-        )  # fmt: skip
-        trainer.train()
-        runs.append(trainer)
-    assert devices.made[0].log.count("replay") >= 4
-    assert_same_run(*runs)
 
 
 def test_an_exception_between_replays_leaves_the_model_as_it_was(tmp_path: Path, devices: Any) -> None:

@@ -13,7 +13,6 @@ import torch
 from captured_material import At, disable, evaluate_mode, freeze, generate, merge, raise_the_rate, swap_data
 from datasets import Dataset
 from lora_material import quantised
-from out_of_memory import calling_in_backward
 from peft import LoraConfig
 from shared_material import prefixed
 from trainer_material import build, make_dataset
@@ -96,22 +95,30 @@ def distance(one: Any, other: Any) -> tuple[float, float]:
     return losses, max(float((one[1][name] - g).abs().max()) for name, g in other[1].items()) / scale
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
 @pytest.mark.parametrize(("family", "kind"), KINDS, ids=["-".join(pair) for pair in KINDS])
-def test_captured_steps_differ_from_eager_ones_as_two_eager_runs_do(
-    tmp_path: Path, family: str, kind: str, monkeypatch: pytest.MonkeyPatch
+def test_captured_steps_differ_from_eager_ones_as_eager_runs_do(
+    tmp_path: Path, family: str, kind: str, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    captured = run(tmp_path / "a", family, kind)
+    options: dict[str, Any] = {}
+    if shared:
+        options = {"data": prefixed(count=400), "max_length": 256, "gradient_accumulation_steps": 2}
+        options["fast"] = {"share_prefixes": "on"}
+        if family in ("qwen3_moe", "gpt_oss"):
+            options["learning_rate"] = 1e-6  # else eager runs alone route tokens apart, by the order of additions
+    captured = run(tmp_path / "a", family, kind, **options)
     assert (captured[2].status, captured[2].path) == ("on", "captured"), captured[2]
     with monkeypatch.context() as patch:  # the same static shapes, and nothing is recorded
         patch.setattr(graphs, "WARM_ROWS", 10**9)
-        first, second = (run(tmp_path / name, family, kind) for name in "bc")
-    assert first[2].path == "eager"
-    assert captured[1].keys() == first[1].keys()
-    budget = distance(first, second)
-    found = distance(captured, first)
-    # Where two eager runs agree bit for bit, so does the captured one but for the order of additions in flash.
-    assert found[0] <= 2 * budget[0] + 2e-3, (found, budget)
-    assert found[1] <= 2 * budget[1] + 2e-2, (found, budget)
+        eager = [run(tmp_path / name, family, kind, **options) for name in "bcd"]
+    assert eager[0][2].path == "eager"
+    assert captured[1].keys() == eager[0][1].keys()
+    pairs = [distance(one, other) for one, other in combinations(eager, 2)]
+    losses, gradients = (max(each) for each in zip(*pairs, strict=True))
+    found = min(distance(captured, each) for each in eager)
+    # Where eager runs agree bit for bit, so does the captured one but for the order of additions in flash.
+    assert found[0] <= 2 * losses + 2e-3, (found, pairs)
+    assert found[1] <= 2 * gradients + 2e-2, (found, pairs)
 
 
 def test_between_two_logs_a_captured_run_waits_for_nothing_and_launches_tens(tmp_path: Path) -> None:
@@ -158,43 +165,6 @@ def test_a_watch_tells_a_busy_device_from_an_idle_one(busy: bool) -> None:
     assert seconds == pytest.approx(0.1, rel=0.5)
 
 
-def test_recomputed_layers_are_captured(tmp_path: Path) -> None:
-    kept = run(tmp_path / "a", "qwen3", "lora", fast={"activation_memory": "keep"})
-    again = run(tmp_path / "b", "qwen3", "lora", fast={"activation_memory": "checkpoint"})
-    assert again[2].path == "captured", again[2]
-    losses, _ = distance(again, kept)
-    assert losses < 2e-2
-
-
-def test_merged_rows_are_captured(tmp_path: Path) -> None:
-    merged = run(tmp_path / "a", "qwen3", "lora", gradient_accumulation_steps=4)
-    assert merged[2].path == "captured", merged[2]
-    plain = run(tmp_path / "b", "qwen3", "lora", gradient_accumulation_steps=4, fast={"cuda_graph": "off"})
-    assert distance(merged, plain)[0] < 2e-2
-
-
-@pytest.mark.parametrize("kind", ["full", "lora"])
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_moe", "gpt_oss"])
-def test_rows_with_shared_prefixes_are_captured(
-    tmp_path: Path, family: str, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = {"data": prefixed(count=400), "max_length": 256, "gradient_accumulation_steps": 2}
-    options["fast"] = {"share_prefixes": "on"}
-    if family in ("qwen3_moe", "gpt_oss"):
-        options["learning_rate"] = 1e-6  # else eager runs alone route tokens apart, by the order of additions
-    captured = run(tmp_path / "a", family, kind, **options)
-    assert captured[2].path == "captured", captured[2]
-    with monkeypatch.context() as patch:  # the same static shapes: others round otherwise
-        patch.setattr(graphs, "WARM_ROWS", 10**9)
-        eager = [run(tmp_path / name, family, kind, **options) for name in "bcd"]
-    assert eager[0][2].path == "eager"
-    pairs = [distance(one, other) for one, other in combinations(eager, 2)]
-    losses, gradients = (max(each) for each in zip(*pairs, strict=True))
-    found = min(distance(captured, each) for each in eager)
-    assert found[0] <= 2 * losses + 2e-3, (found, pairs)
-    assert found[1] <= 2 * gradients + 2e-2, (found, pairs)
-
-
 def test_a_failed_recording_leaves_the_allocator_usable(tmp_path: Path) -> None:
     """The cache is emptied after it, and a step that runs out of memory runs again."""
     lacked: list[int] = []
@@ -220,13 +190,19 @@ def test_a_failed_recording_leaves_the_allocator_usable(tmp_path: Path) -> None:
 @pytest.mark.parametrize("act", [freeze, swap_data, evaluate_mode, generate, raise_the_rate, merge, disable])
 def test_what_a_callback_does_in_the_middle_counts_from_then_on(tmp_path: Path, act: Any) -> None:
     kind = "lora" if act in (merge, disable) else "full"
+    ours, eager = captured_and_eager(tmp_path, kind, callbacks=[At(15, act)])
+    assert ours[1].keys() == eager[1].keys()
+
+
+def captured_and_eager(folder: Path, kind: str, *, fast: dict[str, Any] | None = None, **options: Any) -> Any:
+    """Two runs of equal losses."""
     ours, eager = (
-        run(tmp_path / setting, "qwen3", kind, fast={"cuda_graph": setting}, callbacks=[At(15, act)])
+        run(folder / setting, "qwen3", kind, fast=(fast or {}) | {"cuda_graph": setting}, **options)
         for setting in ("on", "off")
     )
     assert ours[2].path == "captured", ours[2]
-    assert ours[1].keys() == eager[1].keys()
     assert distance(ours, eager)[0] < 2e-2
+    return ours, eager
 
 
 @pytest.mark.parametrize(
@@ -234,17 +210,14 @@ def test_what_a_callback_does_in_the_middle_counts_from_then_on(tmp_path: Path, 
     [
         ({"eval_strategy": "steps", "eval_steps": 4}, {}),
         ({"gradient_accumulation_steps": 3}, {"merge_accumulation": "off"}),
+        ({"gradient_accumulation_steps": 4}, {}),
         ({"packing_strategy": "bfd", "max_length": 96}, {}),
+        ({}, {"activation_memory": "checkpoint"}),
     ],
-    ids=["evaluation", "replays-of-a-group", "short-rows"],
+    ids=["evaluation", "replays-of-a-group", "merged", "short-rows", "recomputed"],
 )
 def test_replays_beside_other_work(tmp_path: Path, options: dict[str, Any], fast: dict[str, Any]) -> None:
-    ours, eager = (
-        run(tmp_path / setting, "qwen3", "lora", fast=fast | {"cuda_graph": setting}, **options)
-        for setting in ("on", "off")
-    )
-    assert ours[2].path == "captured", ours[2]
-    assert distance(ours, eager)[0] < 2e-2
+    captured_and_eager(tmp_path, "lora", fast=fast, **options)
 
 
 def test_dropout_draws_anew_in_each_replay(tmp_path: Path) -> None:
@@ -270,47 +243,9 @@ def test_a_step_after_a_failed_recording_may_draw_random_numbers(tmp_path: Path)
     assert len(losses) == STEPS
 
 
-def test_an_eager_row_that_runs_out_of_memory_beside_graphs_takes_theirs(tmp_path: Path) -> None:
-    failed: list[int] = []
-
-    def ask_too_much(gradient: torch.Tensor) -> None:
-        if trainer.state.global_step == 15 and not failed:
-            failed.append(1)
-            torch.empty(1 << 50, dtype=torch.uint8, device=gradient.device)
-
-    class Odd(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 15:
-                assert trainer.fastpack_run.get_state(graphs.BackboneGraphs).replayed
-                trainer._fastpack_step.forward.call_backbone.replay = lambda *_: None
-
-    model, given = calling_in_backward(ask_too_much), {"callbacks": [Odd()]}
-    trainer = made(tmp_path, model=model, fast={"layer_compile": "off"}, max_steps=18, trainer=given)
-    trainer.train()
-    assert failed
-    assert "ran out of memory" in trainer.fastpack_report["cuda_graph"].reason
-    assert trainer.state.global_step == 18
-
-
-def test_two_trainers_one_within_the_other(tmp_path: Path) -> None:
-    inner: list[Any] = []
-
-    def another(**_: Any) -> None:
-        inner.append(run(tmp_path / "inner", "llama", "lora"))
-
-    outer = run(tmp_path / "outer", "qwen3", "full", callbacks=[At(15, another)])
-    alone = run(tmp_path / "alone", "qwen3", "full", fast={"cuda_graph": "off"})
-    assert (outer[2].path, inner[0][2].path) == ("captured", "captured")
-    assert distance(outer, alone)[0] < 2e-2
-
-
 @pytest.mark.parametrize("optim", ["adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"])
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_steps_of_bitsandbytes_are_in_order_with_captured_ones(tmp_path: Path, optim: str, kind: str) -> None:
     pytest.importorskip("bitsandbytes")
-    ours, eager = (
-        run(tmp_path / setting, "qwen3", kind, fast={"cuda_graph": setting}, optim=optim) for setting in ("on", "off")
-    )
-    assert ours[2].path == "captured", ours[2]
-    assert distance(ours, eager)[0] < 2e-2
+    captured_and_eager(tmp_path, kind, optim=optim)
     assert torch.cuda.current_stream() == torch.cuda.default_stream()

@@ -96,47 +96,6 @@ def test_a_hook_of_the_user_ends_it_by_name(tmp_path: Path, devices: Any) -> Non
     assert "does not run in a replay: remove it" in line.reason
 
 
-def test_memory_is_given_back_between_a_forward_and_its_backward(
-    tmp_path: Path, devices: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where the reference runs out of memory: the open row still has its backward."""
-    stock = BackboneGraphs.run
-
-    def run_or_reclaim(self: BackboneGraphs, *args: Any) -> Any:
-        if not torch.is_grad_enabled() and self._rule.steps_done == 5 and self.graphs:
-            dropped.append(self.graphs)
-            self.reclaim()
-        return stock(self, *args)
-
-    dropped: list[int] = []
-    eager = run("DPO", tmp_path / "off", devices, cuda_graph="off")
-    monkeypatch.setattr(BackboneGraphs, "run", run_or_reclaim)
-    ours = run("DPO", tmp_path / "on", devices)
-    assert dropped
-    assert dropped[0] >= 3
-    assert "ran out of memory" in ours.fastpack_report["cuda_graph"].reason
-    assert_same(ours, eager)
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"lora": False, "fp16": True}, "fp16"),
-        ({"cuda_graph": "off"}, "switched off"),
-    ],
-    ids=["fp16", "off"],
-)
-def test_what_excludes_it_is_said(options: dict[str, Any], reason: str, tmp_path: Path, devices: Any) -> None:
-    given: dict[str, Any] = {"cuda_graph": "auto", **options}
-    config = fastpack_trl.FastDPOConfig
-    made = build("DPO", tmp_path, fast=True, config=config, max_steps=1, packed_attention="varlen", **given)
-    devices.options["model"] = made.model
-    with made._fastpack_features(announce=True):
-        line = made.fastpack_report["cuda_graph"]
-    assert line.status == "off"
-    assert reason in line.reason
-
-
 def test_layers_that_do_not_train(tmp_path: Path, devices: Any) -> None:
     """A reward model whose score alone trains."""
 

@@ -5,14 +5,13 @@ Attention is the varlen kernel's twin, so that rows that flash leaves uninitiali
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from static_material import bucket_for, make_rows, rows, to_static
+from static_material import rows, to_static
 from torch import Tensor
 
 from fastpack_trl import packed_attention
@@ -70,38 +69,3 @@ def test_whatever_is_copied_in_gives_its_hidden_states_and_gradients(model: Any,
     assert_gradients_close(found, of_plain, rtol=1e-4, atol_of_all=1e-5)
     again = to_static(second, ROOMY)
     assert torch.equal(run(model, again.keywords, second["packed_batch"].total_tokens)[0], hidden), "not of the first"
-
-
-@contextlib.contextmanager
-def nan_in_new_memory() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what `torch.empty` returns with NaN
-    try:
-        assert torch.empty(3).isnan().all()
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
-def test_other_tokens_in_the_tail_and_unread_memory_change_nothing(model: Any, shared: bool) -> None:
-    inputs = make_rows([[5, 9, 9], [3, 1]], shared=shared)
-    tokens = inputs["packed_batch"].total_tokens
-    static = to_static(inputs, ROOMY if shared else ROOMY._replace(keys=0, max_seqlen_k=0))
-    hidden, first = run(model, static.keywords, tokens)
-    tail = static.ids[:, tokens:]
-    tail.copy_(torch.randint(3, 96, tail.shape, generator=torch.Generator().manual_seed(1)))
-    with nan_in_new_memory():
-        again, second = run(model, static.keywords, tokens)
-    # An expert multiplies as many rows as tokens go to it: on the CPU another order of sums.
-    torch.testing.assert_close(again, hidden, rtol=1e-6, atol=1e-6)
-    assert_gradients_close(second, first, rtol=1e-6, atol_of_all=1e-7)
-
-
-def test_a_tail_longer_than_max_seqlen_would_be_seen(model: Any) -> None:
-    """The twin is strict: rows of a segment beyond `max_seqlen` are NaN, and 0 x NaN reaches the weights."""
-    inputs = make_rows([[5, 4]])
-    static = to_static(inputs, bucket_for(inputs, tail=12))
-    assert all(gradient.isfinite().all() for gradient in run(model, static.keywords, 9)[1].values())
-    static.batch.clear_derived()
-    static.batch.cu_seqlens[3:] = 21
-    assert any(not gradient.isfinite().all() for gradient in run(model, static.keywords, 9)[1].values())

@@ -14,10 +14,8 @@ from compile_material import (
     PARTITIONED,
     Counting,
     cast_adapters,
-    checkpoint,
     compare,
     compiled,
-    four_bit,
     make,
     one_step,
     row,
@@ -88,22 +86,6 @@ def test_router_logits_reach_the_auxiliary_loss(family: str, checkpointing: bool
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("fast", [False, True], ids=["peft", "apply_lora"])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_four_bit_base_is_as_near_to_float64_as_eager(device: str, fast: bool, inductor: None) -> None:
-    pytest.importorskip("bitsandbytes")
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    model, exact_model = four_bit(device, dtype)
-    checkpoint(model)
-    autocast = None if device == "cpu" else dtype
-    with contextlib.ExitStack() as stack:
-        if fast:
-            stack.callback(cast_adapters(model, autocast).revert)
-        backend = "inductor" if device == "cuda" else Counting()
-        rows = 3 if device == "cpu" else 6
-        compare(model, backend, device=device, autocast=autocast, rows=rows, reference=exact_model)
-
-
 @pytest.mark.cuda
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -151,17 +133,3 @@ def test_merged_and_static_rows_run_the_graph_of_the_plain_ones(family: str) -> 
         run(model, to_static(merged, bucket_for(merged, tail=9, segments=5)).keywords)
         assert graphs.graphs == once
         assert layers.path == "compiled", layers.reason
-
-
-def test_the_rank_of_adapters_and_the_widths_of_the_model_are_constants_of_the_graph() -> None:
-    symbols: list[str] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        made = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
-        sizes = [size for value in made for size in getattr(value, "shape", ())]
-        symbols.extend(sorted({str(size) for size in sizes if not isinstance(size, int)}))
-        return graph.forward
-
-    with adapted("llama", backend) as (model, _):
-        run(model, make_rows([[7, 9]]))
-    assert len(symbols) == 2, symbols  # the tokens of the row, and the length of `cu_seqlens`

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import forks
 import pytest
 import torch
 from compile_material import adapters, compare, make
@@ -21,20 +17,6 @@ from fastpack_trl.testing import tiny_model
 
 OPTIONS: dict[str, Any] = {"packing": True, "eval_strategy": "no", "gradient_checkpointing": False, "family": "llama"}
 REMEDY = "set TORCHINDUCTOR_CACHE_DIR to a folder with room that can be written"
-
-FULL = """
-import json, resource, sys
-from pathlib import Path
-from trainer_material import figures, train
-from fastpack_trl import FastSFTTrainer
-
-folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
-off = train(FastSFTTrainer, folder / "off", fast={"layer_compile": "off", "packed_attention": "sdpa"}, **options)
-resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))  # what a full disk says at every write
-on = train(FastSFTTrainer, folder / "on", fast={"layer_compile": "on", "packed_attention": "sdpa"}, **options)
-line = on.fastpack_report["layer_compile"]
-sys.stdout.write("\\n" + json.dumps([line.path, line.reason, figures(on) == figures(off)]))
-"""
 
 
 @pytest.mark.slow
@@ -100,18 +82,3 @@ def test_what_inductor_lacks_is_named_once_and_the_run_is_the_same(
     assert all(said in line.reason for said in expected), line.reason
     assert sum("layer_compile" in record.message for record in caplog.records) == 1
     assert figures(on) == figures(off)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="no limit on the size of files")
-def test_a_full_disk_is_named_and_the_run_is_the_same(tmp_path: Path) -> None:
-    support, root = Path(__file__).parents[1] / "support", Path(__file__).parents[2]
-    paths = os.pathsep.join([str(support), str(root), os.environ.get("PYTHONPATH", "")])
-    own = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCH_WARM_POOL": "0", "PYTHONPATH": paths}
-    command = [forks.python(), "-c", FULL, str(tmp_path), json.dumps(OPTIONS)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | own)
-    assert done.returncode == 0, done.stderr[-2000:]
-    path, reason, same = json.loads(done.stdout.splitlines()[-1])
-    assert (path, same) == ("eager", True), reason
-    assert "File too large" in reason
-    assert REMEDY in reason

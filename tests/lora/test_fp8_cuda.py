@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lora_material import adapted, any_ids, assert_host_never_waits, joint_error, quantised, weights
+from lora_material import adapted, assert_host_never_waits, weights
 from trainer_material import figures, make_dataset, make_tokenizer, settings
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer, apply_lora
-from fastpack_trl.kernels.fp8 import failure_of_products, quantise_rows, scaled_product
+from fastpack_trl.kernels.fp8 import quantise_rows, scaled_product
 from fastpack_trl.lora.base_weight import Fp8Weight
 from fastpack_trl.lora.frozen_base import put_in_fp8
 from fastpack_trl.lora.linear import FastLora
 from fastpack_trl.lora.projection import lora_projection
-from fastpack_trl.testing import gradients
 
 pytestmark = [
     pytest.mark.cuda,
@@ -28,16 +25,6 @@ pytestmark = [
     ),
 ]
 SHAPE = {"hidden_size": 256, "intermediate_size": 512}
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_small_product_that_is_tried_says_what_large_ones_do(dtype: torch.dtype) -> None:
-    device = torch.device("cuda")
-    rows = quantise_rows(torch.randn(512, 256, device=device))
-    failure = failure_of_products(device, dtype)
-    assert dtype != torch.bfloat16 or not failure, failure
-    with pytest.raises((RuntimeError, ValueError)) if failure else nullcontext():
-        scaled_product(rows, rows, dtype)
 
 
 def in_fp8(model: Any) -> Any:
@@ -77,18 +64,6 @@ def test_a_projection_is_that_of_the_cpu(tokens: int, compiled: bool) -> None:
         assert (ours.float() - theirs.float()).norm() <= 0.01 * theirs.float().norm()
 
 
-@pytest.mark.parametrize("kind", ["dense", "nf4"])
-def test_gradients_are_off_by_their_rounding(kind: str) -> None:
-    nf4 = kind == "nf4"
-    stock = quantised("nf4", dtype=torch.bfloat16) if nf4 else adapted("qwen3", dtype=torch.bfloat16, **SHAPE)
-    fast = in_fp8(copy.deepcopy(stock.cuda()))
-    apply_lora(stock, compute_dtype=torch.bfloat16)
-    for model in (stock, fast):
-        with torch.autocast("cuda", torch.bfloat16):
-            model(input_ids=any_ids(63).cuda(), labels=any_ids(63).cuda(), use_cache=False).loss.backward()
-    assert 0 < joint_error(gradients(fast), gradients(stock)) < 0.2
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_host_never_waits(compiled: bool) -> None:
     assert_host_never_waits(in_fp8(adapted("llama", dtype=torch.bfloat16, **SHAPE).cuda()), compiled=compiled)
@@ -115,6 +90,5 @@ def test_a_run_learns_as_one_over_the_loaded_base_and_leaves_it(tmp_path: Path, 
         if base == "fp8":
             line = trainer.fastpack_report["frozen_base"]
             assert line.path == "fp8", str(trainer.fastpack_report)
-            assert "matmuls alone, quantization included" in line.reason
     assert losses["fp8"] == pytest.approx(losses["as_loaded"], rel=0.01)
     assert losses["fp8"] != losses["as_loaded"]

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from functorch.compile import min_cut_rematerialization_partition
 from lora_material import compiled_projection, functions_for_every_size  # noqa: F401
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
 
 from fastpack_trl.kernels.fp8 import quantise_rows_torch
 from fastpack_trl.lora.base_weight import Fp8Weight
@@ -83,28 +81,3 @@ def test_output_and_input_gradient_are_off_by_their_rounding_and_adapters_gradie
     for name in ("a", "b", "bias"):
         true = given[name].grad
         assert (found[name] - true).norm() / true.norm() < 1e-5
-
-
-def test_in_a_graph_an_input_of_several_projections_is_quantised_once() -> None:
-    counted: dict[str, int] = {}
-
-    def counting(name: str) -> Callable[[Any, Any], Any]:
-        def compiler(graph: Any, _inputs: Any) -> Any:
-            counted[name] = sum(node.target is torch.ops.aten.amax.default for node in graph.graph.nodes)
-            return graph
-
-        return compiler
-
-    backend = aot_autograd(
-        fw_compiler=counting("forward"), bw_compiler=counting("backward"),
-        partition_fn=min_cut_rematerialization_partition,
-    )  # fmt: skip
-    given = leaves()
-    x, bases = given["x"].requires_grad_(), [Fp8Weight.of(given["weight"] + at) for at in range(3)]
-
-    def three(x: Tensor) -> Tensor:
-        return sum(lora_projection(x, base, given["a"], given["b"]).sin() for base in bases)  # type: ignore[return-value]
-
-    torch._dynamo.reset()
-    torch.compile(three, backend=backend, fullgraph=True)(x).sum().backward()
-    assert counted == {"forward": 1, "backward": 3}

@@ -23,16 +23,15 @@ from lora_material import (
     quantised,
     weights,
 )
-from ranks import fork_ranks
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from fastpack_trl import apply_lora
 from fastpack_trl.compile import layer_compile as feature
 from fastpack_trl.compile.layers import compiled_layers
-from fastpack_trl.kernels import fp8
 from fastpack_trl.lora import frozen_base
 from fastpack_trl.lora.base_weight import Fp8Weight, from_4bit
+from fastpack_trl.run import Run
 from fastpack_trl.testing import tiny_model
 
 pytestmark = pytest.mark.usefixtures("on_any_device")
@@ -228,72 +227,14 @@ def test_a_checkpoint_in_fp8_blocks_runs_peft_and_is_named() -> None:
     assert str(report) == "0 of 7 LoRA layers; PEFT's own: 7 (base of type FP8Linear)"
 
 
-def test_weights_without_room_on_the_device_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = made(tmp_path)
-    monkeypatch.setattr(trainer.fastpack_run.ranks, "all_min", lambda values: [100.0])
-    with pytest.raises(ValueError, match=r"of FP8 weights do not fit the .* that are free on the device; set frozen"):
-        trainer.train()
-    assert not fast_layers(trainer.model)
-
-
-def test_a_second_run_inside_of_one_is_refused_by_name(tmp_path: Path) -> None:
-    def nested(model: Any) -> str:
-        with pytest.raises(ValueError, match="in FP8 already, of a run that has not ended") as error:
-            made(tmp_path / "inner", model, max_steps=1).train()
-        return str(error.value)
-
-    at = At(nested)
-    made(tmp_path / "outer", None, [at], max_steps=2).train()
-    assert at.found.startswith("frozen_base='fp8': no LoRA layer supports it")
-
-
-@pytest.mark.parametrize(
-    ("device", "bf16", "failure", "match"),
-    [
-        (
-            "cpu",
-            True,
-            "",
-            "a cpu device has no FP8 matmuls; train on a CUDA device from Ada or Hopper on, or set frozen",
-        ),
-        ("cuda", True, "no scales", "does not support FP8 matmuls in torch.bfloat16: no scales; set frozen_base='as"),
-        ("cuda", False, "", "computes in torch.float32"),
-        ("cuda", True, "", ""),
-    ],
-)
-def test_devices_and_dtypes_without_fp8_products_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, bf16: bool, failure: str, match: str
-) -> None:
-    trainer = made(tmp_path, bf16=bf16)
+def test_devices_without_fp8_products_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frozen_base, "_refused_by_device", BY_DEVICE)
-    monkeypatch.setattr(frozen_base, "failure_of_products", lambda *_: failure)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "A card")
-    monkeypatch.setattr(type(trainer.fastpack_run), "device", torch.device(device))
-    refusal = frozen_base._refusal(trainer.fastpack_run)
-    assert match in refusal
-    assert bool(refusal) == bool(match)
+    with pytest.raises(ValueError, match="a cpu device has no FP8 matmuls; train on a CUDA device from Ada or Hopper"):
+        made(tmp_path).train()
 
 
-def per_tensor(a: Any, b: Any, dtype: torch.dtype) -> Tensor:
-    return (a.values.float() @ b.values.float().t()).to(dtype)
-
-
-def refusing(*_: Any) -> Tensor:
-    raise RuntimeError("only on\nsome devices")  # torch 2.11
-
-
-@pytest.mark.parametrize(
-    ("product", "failure"),
-    [(refusing, "only on"), (per_tensor, "a small product is wrong"), (fp8.scaled_product_torch, "")],
-)
-def test_a_small_product_shows_what_the_device_lacks(
-    monkeypatch: pytest.MonkeyPatch, product: Callable[..., Tensor], failure: str
-) -> None:
-    monkeypatch.setattr(fp8, "scaled_product", product)
-    assert fp8.failure_of_products(torch.device("cpu"), torch.bfloat16) == failure
-
-
-@pytest.mark.slow
-def test_two_ranks_train_under_ddp_and_are_refused_under_fsdp(tmp_path: Path) -> None:
-    script = Path(__file__).with_name("fp8_ranks.py")
-    fork_ranks(script, str(tmp_path))
+def test_sharded_parameters_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Run, "is_sharded", True)
+    assert "parameters are sharded while the step runs; train with DDP" in frozen_base._refusal(
+        made(tmp_path).fastpack_run
+    )

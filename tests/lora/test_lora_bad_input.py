@@ -78,28 +78,6 @@ def test_inputs_and_gradients_of_any_strides_and_no_tokens(pair: tuple[Any, Any]
                 torch.testing.assert_close(pair[1](x), pair[0](x), rtol=1e-5, atol=1e-5)
 
 
-def outcome(call: Callable[[], Tensor]) -> str:
-    """The error, or the device and dtype of the loss."""
-    try:
-        loss = call()
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {error}"
-    return f"{loss.device} {loss.dtype}"
-
-
-@pytest.mark.parametrize("moved", ["lora_A", "lora_B", "base_layer"])
-@pytest.mark.parametrize("autocast", [False, True])
-def test_an_adapter_on_another_device_than_its_base_is_as_with_peft(moved: str, autocast: bool) -> None:
-    """On the meta device, which mixes with the CPU in some operators and not in others."""
-    models = [adapted("llama"), adapted("llama")]
-    apply_lora(models[1])
-    said = []
-    for model in models:
-        getattr(layer_of(model), moved).to("meta")
-        said.append(outcome(lambda model=model: step(model, any_ids(), autocast=autocast)))
-    assert said[0] == said[1]
-
-
 @pytest.mark.parametrize(
     ("options", "match"),
     [

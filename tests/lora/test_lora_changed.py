@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -81,26 +80,6 @@ def test_a_change_after_the_first_step_is_seen(change: str) -> None:
     assert joint_error(actual, expected) < 0.03
 
 
-def test_replicas_of_data_parallel_run_peft(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = adapted("llama")
-    x = torch.randn(3, 32)
-    expected = projection(model)(x)
-    apply_lora(model)
-    replica = copy.copy(projection(model))  # as `nn.parallel.replicate` makes one: tensors beside an empty dictionary
-    replica._modules = dict(replica._modules)
-    for name, part in (("base_layer", replica.base_layer), *replica.lora_A.items(), *replica.lora_B.items()):
-        twin = copy.copy(part)
-        twin.__dict__ = {**part.__dict__, "_parameters": {}, "weight": part.weight, "bias": None}
-        if name == "base_layer":
-            replica._modules[name] = twin
-        else:
-            holder = "lora_A" if part is replica.lora_A[name] else "lora_B"
-            held = nn.ModuleDict()
-            held._modules[name] = twin
-            replica._modules[holder] = held
-    torch.testing.assert_close(replica(x), expected)
-
-
 def test_a_frozen_weight_changed_before_its_backward_is_an_error() -> None:
     model = adapted("llama")
     apply_lora(model)
@@ -111,32 +90,22 @@ def test_a_frozen_weight_changed_before_its_backward_is_an_error() -> None:
         loss.backward()
 
 
-def test_what_peft_runs_call_by_call_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_peft_runs_call_by_call_is_named_once_in_the_log_and_in_the_report(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = adapted("llama", dtype=torch.bfloat16)  # PEFT keeps the adapters in fp32, and there is no autocast
-    report = apply_lora(model)
-    assert report.call_by_call == {}
     transformers_logging.warning_once.cache_clear()  # another test of this process may have had it said
     logger = logging.getLogger("fastpack_trl.lora.linear")
     logger.addHandler(caplog.handler)
     try:
-        for _ in range(2):
-            step(model, any_ids())
+        trainer = train(FastSFTTrainer, tmp_path, model=model, packing=True, max_steps=2, eval_strategy="no")
     finally:
         logger.removeHandler(caplog.handler)
     messages = {id(record): record.getMessage() for record in caplog.records}.values()
-    ((reason, count),) = report.call_by_call.items()
-    assert list(messages).count(f"lora: peft ({reason})") == 1, caplog.text
-    assert "adapters torch.float32" in reason
-    assert count == len(report.fast)
-    assert f"PEFT's own, call by call: {count} (input torch.bfloat16" in str(report)
-
-
-def test_a_run_in_which_peft_computes_says_so_in_its_report(tmp_path: Path) -> None:
-    model = adapted("llama", dtype=torch.bfloat16)
-    trainer = train(FastSFTTrainer, tmp_path, model=model, packing=True, max_steps=1, eval_strategy="no")
+    assert sum("lora: peft (" in text and "adapters torch.float32" in text for text in messages) == 1, caplog.text
     line = trainer.fastpack_report["lora"]
     assert line.path == "fast, PEFT call by call"
-    assert "adapters torch.float32" in line.reason
+    assert "PEFT's own, call by call: 14 (input torch.bfloat16" in line.reason
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

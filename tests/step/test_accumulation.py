@@ -12,14 +12,14 @@ import torch
 from out_of_memory import InBackward
 from peft import LoraConfig
 from torch import Tensor
-from trainer_material import assert_same_log, both, build, train
+from trainer_material import assert_same_log, both, train
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.step import merge_accumulation
-from fastpack_trl.step.accumulation import Merging
+from fastpack_trl.step.merge_accumulation import Merging
 from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
 
 MERGED = {"merge_accumulation": "on"}
@@ -83,14 +83,6 @@ def test_the_log_is_that_of_stock_with_evaluation_in_between(
     assert ours.state.num_input_tokens_seen == stock.state.num_input_tokens_seen > 0
     assert ours.state.total_flos == stock.state.total_flos
     assert ours.state.epoch == stock.state.epoch
-
-
-def test_padded_rows_of_experts_are_merged_too(tmp_path: Path) -> None:
-    """The auxiliary loss leaves their padding out, merged or not."""
-    options = SMALL | {"pad_to_multiple_of": 32, "max_steps": 3, "family": "qwen3_moe", "eval_strategy": "no"}
-    merged = train(FastSFTTrainer, tmp_path / "merged", fast=MERGED, **options)
-    alone = train(FastSFTTrainer, tmp_path / "alone", fast=ONE_BY_ONE, **options)
-    assert_same_log(merged, alone, rtol=2e-5, atol=1e-5)
 
 
 def _lengths_of_rows(folder: Path, fast: dict[str, Any], **options: Any) -> list[int]:
@@ -205,20 +197,6 @@ def test_what_looks_at_each_micro_batch_sees_each_as_in_stock(
     said = [record for record in caplog.records if reason in record.getMessage()]
     # A callback is known when the run begins, and the banner says it.
     assert len(said) == (0 if make is _Halves else 1)
-
-
-class _AddsACallback(TrainerCallback):
-    trainer: Any = None
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.add_callback(_Halves())
-
-
-def test_a_callback_that_is_added_when_training_begins_ends_merging(tmp_path: Path) -> None:
-    adds, options = _AddsACallback(), SMALL | {"max_steps": 1, "eval_strategy": "no"}
-    trainer = adds.trainer = build(FastSFTTrainer, tmp_path, fast=MERGED, trainer={"callbacks": [adds]}, **options)
-    trainer.train()
-    assert "on_substep_end of _Halves" in trainer.fastpack_report["merge_accumulation"].reason
 
 
 def _full(*_: Any) -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
 import torch
 from counted_operators import Counted
 from torch import Tensor
-from trl.kernels import chunked_logprob
 
-from fastpack_trl.kernels.head_tiles import TorchTiles
 from fastpack_trl.step import head
-from fastpack_trl.step.head import ChunkedLogProbFunction, HeadLoss, head_log_probs, head_loss, missing_tile_functions
+from fastpack_trl.step.head import ChunkedLogProbFunction, HeadLoss, head_log_probs, head_loss
 
 POSITIONS, HIDDEN, VOCABULARY = 37, 24, 101
 SHAPES = {"plain": {}, "scaled": {"logit_scale": 0.25}, "softcapped": {"softcap": 3.0, "logit_scale": 2.0}}
@@ -122,32 +119,6 @@ def test_loss_and_gradients_have_at_most_twice_the_error_of_trl(
     assert_within_twice_of_stock(material(trained, bias), loss_type=loss_type, **SHAPES[shape])
 
 
-@pytest.mark.parametrize(
-    "name", ["_forward_tile", "_backward_tile", "_forward_kernel", "_use_triton", "_addmm_fp32", "with more parameters"]
-)
-def test_a_function_on_tiles_that_trl_lacks_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for known, parameters in (("_forward_tile", head._FORWARD), ("_backward_tile", head._BACKWARD)):
-        monkeypatch.setattr(chunked_logprob, known, with_parameters(parameters), raising=False)
-    for known in ("_forward_kernel", "_backward_kernel", "_use_triton", "_addmm_fp32", "_BLOCK_SIZE"):
-        monkeypatch.setattr(chunked_logprob, known, None, raising=False)
-    assert not missing_tile_functions()
-    if name == "with more parameters":
-        name = "_forward_tile"
-        monkeypatch.setattr(chunked_logprob, name, with_parameters((*head._FORWARD, "HAS_MORE")))
-    else:
-        monkeypatch.delattr(chunked_logprob, name)
-    assert missing_tile_functions() == f"trl.kernels.chunked_logprob.{name}"
-
-
-def with_parameters(names: tuple[str, ...]) -> Any:
-    def tile() -> None:
-        raise AssertionError("only its signature is read")
-
-    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
-    tile.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return tile
-
-
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32 weights", "bf16 weights"])
 def test_bf16_has_at_most_twice_the_error_of_trl(
@@ -204,19 +175,6 @@ def test_no_position_is_a_zero_with_a_gradient(trained: bool, positions: int) ->
     assert log_probs.shape == entropy.shape == (positions,)
     assert len(gradients) == 1 + trained
     assert all(not gradient.any() for gradient in gradients)
-
-
-def test_rows_of_a_tile_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a vocabulary of 101 they would start at odd addresses."""
-    strides, fold = [], TorchTiles.fold
-
-    def seen(self: TorchTiles, tile: Tensor, *rest: Any) -> Any:
-        strides.append(tile.stride())
-        return fold(self, tile, *rest)
-
-    monkeypatch.setattr(TorchTiles, "fold", seen)
-    run(head_loss, material(True, bias=True), tile_elements=5 * VOCABULARY)
-    assert set(strides) == {(128, 1)}
 
 
 def test_a_second_backward_is_refused_by_name() -> None:

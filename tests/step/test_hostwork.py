@@ -205,28 +205,6 @@ def test_modes_gradients_and_operations_take_no_walk_over_the_model(
     assert set(counts[1]) == {"train", "zero_grad", "named_parameters", "num_parameters"}
 
 
-def test_a_copy_of_the_model_resets_its_own_gradients(tmp_path: Path) -> None:
-    left = []
-
-    class Copies(TrainerCallback):
-        def on_pre_optimizer_step(self, *_: Any, model: Any = None, **kwargs: Any) -> None:
-            twin = copy.deepcopy(model)
-            for parameter in twin.parameters():
-                parameter.grad = torch.ones_like(parameter)
-            twin.zero_grad()
-            assert all(parameter.grad is None for parameter in twin.parameters())
-            assert any(parameter.grad is not None for parameter in model.parameters())
-
-        def on_step_end(self, *_: Any, model: Any = None, **kwargs: Any) -> None:
-            left.extend(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
-
-    train(
-        FastSFTTrainer, tmp_path, packing=True, eval_strategy="no", trainer={"callbacks": [Copies()]},
-        fast={"verify_packing": "off"},
-    )  # fmt: skip
-    assert not left
-
-
 def test_a_patched_clipping_gets_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[nn.Module] = []
     clip = Trainer._clip_grad_norm

@@ -26,7 +26,7 @@ from trl.trainer.utils import add_fused_lm_head
 from fastpack_trl import FastSFTTrainer, PackedBatch
 from fastpack_trl.step.loss import LossForward
 from fastpack_trl.step.sync_free import why_stock_loss
-from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
+from fastpack_trl.testing import tiny_model
 
 LORA = {"peft_config": LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")}
 FULL: dict[str, Any] = {}
@@ -65,6 +65,7 @@ def test_no_host_sync_between_two_logs(
     {"family": "qwen3"},
     {"family": "qwen3", "loss_type": "dft"},
     {"family": "qwen3_moe"},
+    {"family": "deepseek_v3"},
     {"family": "mixtral", "router_aux_loss_coef": 0.5, "gradient_accumulation_steps": 2},
     {"family": "gemma2", "model": {"final_logit_softcapping": 2.0}},
     {"family": "granite", "model": {"logits_scaling": 4.0}},
@@ -83,34 +84,7 @@ def test_log_equals_that_of_stock(options: dict[str, Any], tmp_path: Path) -> No
     assert line.path == ("host work only" if options.get("fast", {}).get("packed_attention") == "off" else LOSS), line
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gemma2", "granite", "cohere2", "gpt_oss", "deepseek_v3"])
-def test_gradients_are_those_of_trls_forward(family: str) -> None:
-    """In every family whose head is scaled, softcapped or balanced by its own rules."""
-    more = {"final_logit_softcapping": 2.0} if family == "gemma2" else {}
-    model = tiny_model(family, **more)
-    add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
-    if family in ("qwen3_moe", "gpt_oss"):
-        model.config.output_router_logits = True
-    labels = torch.randint(3, 90, (1, 20))
-    labels[:, 3:9] = labels[:, 0] = -100
-    batch = PackedBatch.from_lengths([20], labels=labels)
-    ids = torch.randint(3, 90, (1, 20))
-    stock = model(ids, labels=labels, fused_lm_head=True)
-    (-stock.log_probs.sum() + (stock.aux_loss if stock.aux_loss is not None else 0)).backward()
-    expected = gradients(model)
-    model.zero_grad()
-    layer = LossForward(model)
-    assert not layer.missing
-    ours = model(ids, labels=labels, fused_lm_head=True, loss_batch=batch)
-    assert ours.positions is None
-    (ours.total + (ours.aux_loss if ours.aux_loss is not None else 0)).backward()
-    assert_gradients_close(gradients(model), expected)
-    torch.testing.assert_close(ours.entropy.sum(), stock.entropy.sum())
-    assert ours.is_top1.sum() == stock.is_top1.sum()
-    layer.close()
-
-
-def test_without_positions_the_forward_is_trls_and_close_takes_it_away() -> None:
+def test_without_positions_the_forward_is_trls() -> None:
     model = tiny_model("qwen3")
     add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
     trls, signature = model.forward, inspect.signature(model.forward)
@@ -128,19 +102,8 @@ def test_without_positions_the_forward_is_trls_and_close_takes_it_away() -> None
     labels = torch.tensor([[-100, 5, -100, -100, -100, 7, -100, -100, -100]])
     chosen = {"labels": labels, "loss_batch": PackedBatch.from_lengths([9], labels=labels), "loss_type": "nll"}
     assert twin(ids[:1], **chosen).entropy.tolist() == pytest.approx([math.log(96)] * 2)  # its own head
-    layer.close()
-    assert model.forward == trls
+    model.forward = trls
     assert not layer.in_place
-
-
-def test_a_closed_trainer_trains_as_stock(tmp_path: Path) -> None:
-    trainer = train(FastSFTTrainer, tmp_path, packing=True, max_steps=2)
-    trainer.close()
-    trainer.train()
-    line = trainer.fastpack_report["sync_free"]
-    assert line.path == "host work only"
-    assert "the model's forward was replaced" in line.reason
-    assert trainer.state.log_history[-1]["train_loss"] > 0
 
 
 def test_micro_batches_without_a_loss_are_those_of_stock(tmp_path: Path) -> None:
@@ -304,55 +267,44 @@ def test_on_cuda_no_step_waits(
     assert counter.per_micro_batch == 0, counter.syncs
 
 
-OUTPUTS = "loss and metrics as stock where compute_loss is called with return_outputs=True"
 PADDED = "evaluation of padded batches, or with predictions, runs as stock"
 
 
-def asks_for_outputs(cls: type[SFTTrainer]) -> Any:
-    class Outputs(cls):  # type: ignore[valid-type,misc]
+def of_stock(cls: type[SFTTrainer], what: str) -> Any:
+    """Return a trainer whose loss is TRL's: its batches have an attention mask, or it asks for outputs."""
+
+    class Own(cls):  # type: ignore[valid-type,misc]
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+            if what == "mask":
+                inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+                return super().compute_loss(model, inputs, return_outputs, **keywords)
             loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **keywords)
             return (loss, outputs) if return_outputs else loss
 
-    return Outputs
-
-
-def edits(cls: type[SFTTrainer], edit: Any) -> Any:
-    class Edits(cls):  # type: ignore[valid-type,misc]
-        def compute_loss(self, model: Any, inputs: Any, *args: Any, **keywords: Any) -> Any:
-            edit(inputs)
-            return super().compute_loss(model, inputs, *args, **keywords)
-
-    return Edits
+    return Own
 
 
 def said(messages: list[str], text: str) -> int:
     return sum(text in message for message in messages)
 
 
-def test_a_loss_with_outputs_is_stocks_and_in_the_report_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("outputs", "loss and metrics as stock where compute_loss is called with return_outputs=True"),
+        ("mask", "loss and metrics as stock for rows with an attention mask, or without position_ids"),
+    ],
+)
+def test_what_only_trls_loss_takes_is_named_once(
+    what: str, text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"packing": False, "padding_free": True, "max_length": None, "eval_strategy": "no"}
     ours, stock = (
-        train(asks_for_outputs(cls), tmp_path / cls.__name__, packing=True) for cls in (FastSFTTrainer, SFTTrainer)
-    )
-    assert_same_log(ours, stock)
-    line = ours.fastpack_report["sync_free"]
-    assert line.reason.count(OUTPUTS) == 1
-    assert said(caplog.messages, OUTPUTS) == 1
-
-
-def masked(inputs: Any) -> None:
-    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-
-
-def test_rows_that_got_an_attention_mask_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    options: dict[str, Any] = {"packing": False, "padding_free": True, "max_length": None}
-    ours, stock = (
-        train(edits(cls, masked), tmp_path / cls.__name__, eval_strategy="no", per_device_train_batch_size=1, **options)
+        train(of_stock(cls, what), tmp_path / cls.__name__, per_device_train_batch_size=1, **options)
         for cls in (FastSFTTrainer, SFTTrainer)
     )
     assert_same_log(ours, stock)
-    text = "loss and metrics as stock for rows with an attention mask, or without position_ids"
-    assert text in ours.fastpack_report["sync_free"].reason
+    assert ours.fastpack_report["sync_free"].reason.count(text) == 1
     assert said(caplog.messages, text) == 1
 
 

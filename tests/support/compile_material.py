@@ -123,32 +123,6 @@ def compare(
     return layers
 
 
-def four_bit(device: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """A LoRA model over NF4 weights, and the same in float64 over what those weights stand for."""
-    import bitsandbytes as bnb
-    from peft import LoraConfig, get_peft_model
-
-    model = tiny_model("llama", hidden_size=64, intermediate_size=128, head_dim=16)
-    exact = copy.deepcopy(model).double()
-    for name, module in list(model.model.layers.named_modules()):
-        if isinstance(module, nn.Linear):
-            quantised = bnb.nn.Linear4bit(
-                module.in_features, module.out_features, bias=False, compute_dtype=dtype, quant_type="nf4"
-            )
-            quantised.weight = bnb.nn.Params4bit(module.weight.data, requires_grad=False, quant_type="nf4")
-            quantised = quantised.to(device)
-            weight = bnb.functional.dequantize_4bit(quantised.weight.data, quantised.weight.quant_state)
-            exact.model.layers.get_submodule(name).weight.data = weight.double().cpu()
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.model.layers.get_submodule(parent), leaf, quantised)
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    model.is_loaded_in_4bit = True
-    config = {"r": 4, "target_modules": targets, "init_lora_weights": False}
-    model, exact = (get_peft_model(each, LoraConfig(**config)) for each in (model.to(device), exact))
-    exact.load_state_dict({k: v for k, v in model.state_dict().items() if "lora_" in k}, strict=False)
-    return model.train(), exact.train()
-
-
 def cast_adapters(model: Any, autocast: torch.dtype | None) -> Any:
     from fastpack_trl.lora.linear import apply_lora
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from trainer_material import make_dataset, make_tokenizer, settings
 from transformers import FineGrainedFP8Config, TrainerCallback
 from transformers.integrations.finegrained_fp8 import FP8Linear, replace_with_fp8_linear
 
-from fastpack_trl import FastSFTConfig, FastSFTTrainer, PackedBatch, apply_lora, packed_attention
+from fastpack_trl import FastSFTConfig, FastSFTTrainer, PackedBatch, packed_attention
 from fastpack_trl.lora import projection
 from fastpack_trl.lora.base_weight import BaseWeight
 from fastpack_trl.lora.linear import FastLora
@@ -80,31 +79,6 @@ def joint_error(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
                expected.items()]  # fmt: skip
     difference, size = (torch.stack(column).sum() for column in zip(*squares, strict=True))
     return float((difference / size).sqrt())
-
-
-def projection_errors(seed: int) -> list[list[float]]:
-    """Relative errors of (output, dX, dA, dB) of one layer under autocast: PEFT's, then ours, against float64."""
-    torch.manual_seed(seed)
-    wrapped = get_peft_model(
-        torch.nn.Sequential(torch.nn.Linear(256, 192)).to(torch.bfloat16),
-        LoraConfig(r=8, lora_alpha=16, target_modules=["0"]),
-    )
-    torch.nn.init.normal_(wrapped.base_model.model[0].lora_B["default"].weight, std=0.1)
-    x, grad = torch.randn(512, 256).to(torch.bfloat16), torch.randn(512, 192).to(torch.bfloat16)
-    models = [copy.deepcopy(wrapped).double(), wrapped, copy.deepcopy(wrapped)]
-    assert apply_lora(models[2]).fast
-    results = []
-    for model in models:
-        exact = model is models[0]
-        leaf = (x.double() if exact else x).clone().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16, enabled=not exact):
-            out = model(leaf)
-        out.backward(grad.to(out.dtype))
-        results.append([out.detach(), leaf.grad, *gradients(model).values()])
-    return [
-        [float((value.double() - right).norm() / right.norm()) for value, right in zip(side, results[0], strict=True)]
-        for side in results[1:]
-    ]
 
 
 def saved_bytes(model: Any, ids: Tensor) -> int:

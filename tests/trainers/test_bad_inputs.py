@@ -10,8 +10,7 @@ import torch
 import trl
 from accelerate import Accelerator
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
-from preference_material import assert_same, both, build, pairs, trained
-from trainer_material import make_tokenizer
+from preference_material import assert_same, both, build, trained
 
 import fastpack_trl
 from fastpack_trl.testing import tiny_model
@@ -68,29 +67,16 @@ def test_dropout_is_not_shared_but_packed_and_evaluation_shares(tmp_path: Path) 
     assert on_rows(ours)
 
 
-def test_a_subclass_with_a_loss_of_its_own_is_stocks(tmp_path: Path) -> None:
+def test_a_subclass_with_a_loss_of_its_own_is_stocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Doubled(fastpack_trl.FastDPOTrainer):
         def _compute_loss(self, model: Any, inputs: Any, return_outputs: bool) -> Any:
             return 2 * super()._compute_loss(model, inputs, return_outputs)
 
-    ours = Doubled(
-        tiny_model("qwen3"), args=trl.DPOConfig(**_plain(tmp_path)), train_dataset=pairs(),
-        processing_class=make_tokenizer(), ref_model=tiny_model("qwen3"),
-    )  # fmt: skip
+    monkeypatch.setattr(fastpack_trl, "FastDPOTrainer", Doubled, raising=False)
+    ours = build("DPO", tmp_path, fast=True, lora=False, max_steps=1, eval_strategy="no")
     ours.train()
     assert "_compute_loss of Doubled may expect the rows that TRL makes" in ours.fastpack_report["batches"].reason
     assert ours.state.log_history[0]["loss"] == pytest.approx(2 * 0.6931472, abs=1e-5)
-
-
-def _plain(folder: Path) -> dict[str, Any]:
-    return {
-        "output_dir": str(folder),
-        "max_steps": 1,
-        "logging_steps": 1,
-        "report_to": "none",
-        "use_cpu": True,
-        "bf16": False,
-    }
 
 
 def test_a_hook_of_the_user_sees_padded_rows(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""What TRL's own tests of the five trainers try, on local data and tiny models: ours logs and learns what stock does.
+"""Much of what TRL's own tests of the five trainers try, on local data and tiny models: logs and weights as TRL's.
 
-Not here: remote code, vLLM, Liger's kernels, what asks the hub, weights in 4 bits, and tools and environments of GRPO,
-which need jmespath. What both refuse is in `test_what_stock_refuses_is_refused_alike`.
+Not here: remote code, vLLM, Liger's kernels, what asks the hub, weights in 4 bits, data that only TRL's preparation
+sees, rewards, and tools of GRPO. What both refuse is in `test_what_stock_refuses_is_refused_alike`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from preference_material import (
     judged,
     name_on_disk,
     pairs,
-    prompts,
 )  # fmt: skip
-from trainer_material import TEMPLATE, make_tokenizer, sentences
+from trainer_material import make_tokenizer, sentences
 
 from fastpack_trl.testing import tiny_model
 
@@ -47,13 +46,9 @@ SEEN = (
 )
 """A chat template for pictures."""
 SIDES = ("chosen", "rejected")
-TOOL = {
-    "type": "function",
-    "function": {"name": "w1", "description": "w2", "parameters": {"type": "object", "properties": {}}},
-}
 
 
-def talk(data: Dataset, *, implicit: bool = False, **columns: Any) -> Dataset:
+def talk(data: Dataset, *, implicit: bool = False) -> Dataset:
     """Turn texts into conversations; without a column for prompts where they are `implicit`."""
 
     def turns(row: dict[str, Any]) -> dict[str, Any]:
@@ -64,21 +59,12 @@ def talk(data: Dataset, *, implicit: bool = False, **columns: Any) -> Dataset:
             return {name: said + one for name, one in spoken.items()}
         return {"prompt": said, **spoken}
 
-    talking = data.map(turns, remove_columns=[name for name in data.column_names if name != "label"])
-    for name, value in columns.items():
-        talking = talking.add_column(name, [value] * len(talking))
-    return talking
+    return data.map(turns, remove_columns=[name for name in data.column_names if name != "label"])
 
 
 def implied(data: Dataset) -> Dataset:
     """Put the prompt in front of each answer."""
     return data.map(lambda row: {name: row["prompt"] + row[name] for name in SIDES}, remove_columns=["prompt"])
-
-
-def templated() -> Any:
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = "{% if shout %}{{ 'w9 ' }}{% endif %}" + TEMPLATE
-    return tokenizer
 
 
 def padding_at_the_end() -> Any:
@@ -87,13 +73,11 @@ def padding_at_the_end() -> Any:
     return tokenizer
 
 
-def adapted(name: str, family: str = "qwen3") -> Options:
+def adapted() -> Options:
     """A model with adapters on it before the trainer has it."""
     torch.manual_seed(0)
-    task = "SEQ_CLS" if name == "Reward" else "CAUSAL_LM"
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type=task)
-    model = get_peft_model(classifier(family) if name == "Reward" else tiny_model(family), config)
-    return {"model": model, "trainer": {"peft_config": None}}
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    return {"model": get_peft_model(tiny_model("qwen3"), config), "trainer": {"peft_config": None}}
 
 
 def on_experts(name: str) -> Options:
@@ -118,27 +102,11 @@ def every(name: str) -> dict[str, Case]:
     data = DATA[name]
     return {
         "conversational": {"data": talk(data()), "evaluated": talk(data(8, seed=7))},
-        "tools": {"data": talk(data(), tools=[TOOL]), "eval_strategy": "no"},
-        "template's arguments": {
-            "data": talk(data(), chat_template_kwargs={"shout": True}), "eval_strategy": "no",
-            "trainer": {"processing_class": templated()},
-        },
         "streamed": lambda: streamed(name),
         "several evaluations": lambda: several(name),
-        "adapters before": lambda: adapted(name),
-        "experts with adapters before": lambda: adapted(name, "qwen3_moe"),
         "adapters on experts": lambda: on_experts(name),
-        "checkpoints, reentrant": {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
-        "no checkpoints": {"gradient_checkpointing": False},
-        "two workers": {"dataloader_num_workers": 2},
-        "padded to a multiple": {"pad_to_multiple_of": 8},
         "padding that ends a text": lambda: {"trainer": {"processing_class": padding_at_the_end()}},
-        "gpt_oss": {"family": "gpt_oss"},
     }  # fmt: skip
-
-
-def without(cases: dict[str, Case], *names: str) -> dict[str, Case]:
-    return {name: case for name, case in cases.items() if name not in names}
 
 
 def by_length(completions: list[Any], **kwargs: Any) -> list[float]:
@@ -146,77 +114,22 @@ def by_length(completions: list[Any], **kwargs: Any) -> list[float]:
     return [float(len(text)) for text in texts]
 
 
-async def later(completions: list[str], **kwargs: Any) -> list[float]:
-    return [float(len(set(text))) for text in completions]
-
-
-def inapplicable(completions: list[str], **kwargs: Any) -> list[None]:
-    return [None] * len(completions)
-
-
-def by_column(completions: list[str], worth: list[float], **kwargs: Any) -> list[float]:
-    return [value * len(text) for text, value in zip(completions, worth, strict=True)]
-
-
-def talkative(completions: list[str], log_extra: Any = None, log_metric: Any = None, **kwargs: Any) -> list[float]:
-    log_metric("w1", float(sum(map(len, completions))))
-    return by_length(completions)
-
-
-def watching(completions: list[str], trainer_state: Any = None, **kwargs: Any) -> list[float]:
-    return [length * (1 + trainer_state.global_step) for length in by_length(completions)]
-
-
-def judge() -> Options:
-    """A reward model."""
-    return {"trainer": {"reward_funcs": [classifier("llama")], "reward_processing_classes": [make_tokenizer()]}}
-
-
-def rewarded(*functions: Any) -> Options:
-    return {"trainer": {"reward_funcs": [*functions]}}
-
-
-def worth() -> Dataset:
-    draw = random.Random(0)
-    return prompts().add_column("worth", [draw.random() for _ in range(20)])
+def rewarded(function: Any) -> Options:
+    return {"trainer": {"reward_funcs": [function]}}
 
 
 def online(name: str) -> dict[str, Case]:
     """Cases of both trainers that generate."""
     cases: dict[str, Case] = {
-        "rewards, conversational": {"data": talk(prompts()), "eval_strategy": "no", **rewarded(by_length)},
-        "rewards, several": rewarded(even_words, by_length),
-        "rewards, one later": rewarded(even_words, later),
-        "rewards, one None": rewarded(even_words, inapplicable),
-        "rewards, weighed": {**rewarded(even_words, by_length), "reward_weights": [0.7, 0.3]},
-        "rewards, by a column": {"data": worth(), "eval_strategy": "no", **rewarded(by_column)},
-        "rewards, of a state": rewarded(watching),
-        "rewards, logged": rewarded(talkative),
-        "rewards, a model's": judge,
-        "rewards, mixed": lambda: {
-            "trainer": {
-                "reward_funcs": [classifier("llama"), even_words],
-                "reward_processing_classes": [make_tokenizer(), None],
-            }
-        },
-        "evaluation first": {"eval_on_start": True, "eval_steps": 2},
-        "generations of evaluation": {"num_generations_eval": 2, "eval_steps": 2},
         "iterations": {"num_iterations": 2},
         "more generations than rows": {"per_device_train_batch_size": 2, "num_generations": 4},
-        "generation": {"generation_kwargs": {"do_sample": True, "length_penalty": 1.0}},
-        "sampling": {"top_p": 0.9, "top_k": 10, "min_p": 0.01, "repetition_penalty": 1.1, "temperature": 0.8},
         "truncated": {"mask_truncated_completions": True, "max_completion_length": 3, "_unmoved": True},
         "reference": {"beta": 0.1},
-        "no reference": {"beta": 0.0},
         "synced reference": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "lora": False},
     }
-    for spoken in ("conversational", "template's arguments"):
-        case = every(name)[spoken]
-        assert isinstance(case, dict)
-        trainer = {**case.get("trainer", {}), "reward_funcs": [by_length]}
-        cases[spoken] = {**case, "trainer": trainer}
-    alone = {"tools", "padded to a multiple", "two workers"}
-    cases = {**without(every(name), *alone), "padded to a multiple": {"pad_to_multiple_of": 8}, **cases}
+    talking = every(name)["conversational"]
+    assert isinstance(talking, dict)
+    cases = {**every(name), **cases, "conversational": {**talking, **rewarded(by_length)}}
     return {key: _two_micro_batches(case) for key, case in cases.items()}
 
 
@@ -235,10 +148,8 @@ def paired(name: str) -> dict[str, Case]:
     }
 
 
-LOSSES = (
-    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
-    "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
-)  # fmt: skip
+LOSSES = ("ipo", "bco_pair", "aot_unpaired", "sft", "sigmoid_norm")
+"""Of the answers' length, of running statistics, of other pairs than the batch's, of one side, by length."""
 
 
 def answers(rejected: list[str]) -> Options:
@@ -259,22 +170,16 @@ FULL: Options = {"lora": False}
 CASES: dict[str, dict[str, Case]] = {
     "DPO": {
         **every("DPO"),
+        "adapters before": adapted,
+        "checkpoints, reentrant": {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        "padded to a multiple": {"pad_to_multiple_of": 8},
+        "gpt_oss": {"family": "gpt_oss"},
         **paired("DPO"),
-        **{
-            f"loss {loss}": {
-                "loss_type": [loss],
-                **({"label_smoothing": 0.1} if loss in ("exo_pair", "robust") else {}),
-            }
-            for loss in LOSSES
-        },
+        **{f"loss {loss}": {"loss_type": [loss]} for loss in LOSSES},
         "two losses": {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
-        **{
-            f"divergence {kind}": {"f_divergence_type": kind}
-            for kind in ("forward_kl", "js_divergence", "alpha_divergence")
-        },
+        "divergence": {"f_divergence_type": "js_divergence"},
         "length": {"ld_alpha": 0.5},
         "weighting": {"use_weighting": True},
-        "precomputed, full": {"precompute_ref_log_probs": True, **FULL},
         "synced reference": {"sync_ref_model": True, "ref_model_sync_steps": 1, **FULL},
         "cut at the end": {"max_length": 24},
         "cut at the beginning": {"max_length": 24, "truncation_mode": "keep_end"},
@@ -282,7 +187,6 @@ CASES: dict[str, dict[str, Case]] = {
         "equal completions": lambda: answers(sentences(20, 1, 9)),
         "a beginning": lambda: answers([f"{text} w1 w2" for text in sentences(20, 1, 9)]),
         "empty completions": lambda: answers([""] * 20),
-        "short prompts": {"data": pairs(prompt=4)},
         "metrics": METRICS,
         "reference by name": BY_NAME,
         "completions cut off whole": {"max_length": 20},
@@ -293,15 +197,12 @@ CASES: dict[str, dict[str, Case]] = {
     },
     "KTO": {
         **every("KTO"),
-        "pairs": {"data": pairs(), "evaluated": pairs(8, seed=7)},
         "completions cut off whole": {"max_length": 20},
         "precomputed, evaluated": {"precompute_ref_log_probs": True, "eval_steps": 2},
         "synced reference": {"sync_ref_model": True, "ref_model_sync_steps": 1, "lora": False},
         "reference by name": BY_NAME,
         "metrics": METRICS,
-        "apo_zero_unpaired": {"loss_type": "apo_zero_unpaired"},
         "auxiliary loss": {"family": "qwen3_moe", "router_aux_loss_coef": 0.1},
-        "weights": {"desirable_weight": 1.5, "undesirable_weight": 0.5},
         "two steps": {"gradient_accumulation_steps": 2},
     },
     "Reward": {
@@ -315,7 +216,6 @@ CASES: dict[str, dict[str, Case]] = {
             "eval_strategy": "no",
         },
         "margins": {"data": pairs().add_column("margin", [0.1 * n for n in range(20)]), "eval_strategy": "no"},
-        "centred": {"center_rewards_coefficient": 0.1},
         "metrics": {
             "eval_steps": 2,
             "trainer": {"compute_metrics": lambda seen: {"mean": float(seen.predictions[0].mean())}},
@@ -323,26 +223,18 @@ CASES: dict[str, dict[str, Case]] = {
     },
     "GRPO": {
         **online("GRPO"),
-        **{
-            f"loss {loss}": grpo(loss_type=loss, num_iterations=2)
-            for loss in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
-        },
+        **{f"loss {loss}": grpo(loss_type=loss, num_iterations=2) for loss in ("grpo", "dapo", "luspo", "vespo")},
         "ratios of sequences": grpo(importance_sampling_level="sequence", num_iterations=2),
-        "delta": grpo(delta=2.0, num_iterations=2),
         "no bias of the divergence": grpo(beta=0.1, use_bias_correction_kl=True, num_iterations=2),
-        "off-policy mask": grpo(off_policy_mask_threshold=0.5, num_iterations=2),
         "temperature": grpo(temperature=0.7),
         "entropy, static": grpo(entropy_coef=0.01),
         "entropy, adaptive": grpo(entropy_coef=0.01, use_adaptive_entropy=True),
         "entropy, the highest": grpo(top_entropy_quantile=0.2),
         "head in fp32": grpo(cast_lm_head_to_fp32=True, lora=False),
-        "summed": grpo(multi_objective_aggregation="normalize_then_sum", **rewarded(even_words, by_length)),
-        **{f"scale {scale}": grpo(scale_rewards=scale) for scale in ("group", "batch", "none")},
         "auxiliary loss": grpo(family="qwen3_moe", router_aux_loss_coef=0.1),
     },
     "RLOO": {
         **online("RLOO"),
-        "normalised": grpo(normalize_advantages=True),
         "clipped rewards": grpo(reward_clip_range=(-1.0, 1.0)),
     },
 }
