@@ -33,7 +33,7 @@ BUDGETS = {
     "bench": 1350,
     "callbacks": 300,
     "capture": 1350,
-    "checkpointing": 1500,
+    "checkpointing": 1300,
     "cli": 1350,
     "compile": 850,
     "kernels": 1150,
