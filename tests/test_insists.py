@@ -144,14 +144,15 @@ def test_switched_off_as_a_whole_nothing_stops(
     assert [line.feature for line in trainer.fastpack_report] == ["fastpack"]
 
 
-CHECKPOINTED, NO_COPIES = "fastpack_trl.checkpointing.plan.checkpoint", "no device memory to spare and no copy engine"
+COUNTED = "fastpack_trl.checkpointing.activation_memory.layer_costs"
+NO_COPIES = "no device memory to spare and no copy engine"
 
 
 @pytest.mark.parametrize(
     ("field", "value", "broken", "said"),
     [
-        ("activation_memory", "offload", CHECKPOINTED, f"the model is on cpu: there is {NO_COPIES}"),
-        ("activation_memory", "checkpoint", CHECKPOINTED, "ValueError: no such thing"),
+        ("activation_memory", "offload", COUNTED, f"the model is on cpu: there is {NO_COPIES}"),
+        ("activation_memory", "checkpoint", COUNTED, "no plan can be made: ValueError: no such thing"),
         ("moe", "on", "fastpack_trl.moe.feature.experts_modules", "LlamaForCausalLM cannot be read: .*"),
     ],
 )

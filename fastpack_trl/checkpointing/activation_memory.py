@@ -5,32 +5,30 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
 
 from fastpack_trl.checkpointing.checkpoint_offload import offload_conflict, offload_unavailable
-from fastpack_trl.checkpointing.plan import Level, Plan, Planner, checkpointable_layers, describe, layer_levels
+from fastpack_trl.checkpointing.plan import Level, Plan, checkpointable_layers, describe, layer_levels
 from fastpack_trl.checkpointing.streams import GIB
-from fastpack_trl.checkpointing.trace import decoder_run, trace_levels
+from fastpack_trl.checkpointing.trace import PROBE_TOKENS, layer_costs
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model import sharded
 from fastpack_trl.model.changes import callbacks_added, during_training
 from fastpack_trl.model.facts import UNREADABLE, text_model
 from fastpack_trl.model.hooks import HookWatch
 from fastpack_trl.model.preflight import against_plan, check_recompute
+from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.run import ONCE_SHARDED, Run
-from fastpack_trl.run.budget import HEAD_BYTES, budget_bytes, largest_row, memory_to_come
+from fastpack_trl.run.budget import HEAD_BYTES, budget_bytes, largest_dense, largest_row, memory_to_come
 
 logger = logging.getLogger(__name__)
 
 FEATURE = "activation_memory"
 _AMPLE = 2.0  # memory left per byte of gathered weights, from which on FSDP 2 keeps them
-
-
-class LevelError(ValueError):
-    """The requested level cannot be used; the message is the reason."""
 
 
 @contextlib.contextmanager
@@ -71,22 +69,27 @@ def _install_sharded(run: Run, installed: contextlib.ExitStack) -> None:
 
 
 def _install(run: Run, stack: contextlib.ExitStack) -> ActivationMemory | None:
-    """Make the plan, the same in every process, and keep it until `stack` closes; None if any process has none."""
+    """Make the plan, the same in every process, and keep it until `stack` closes; None if any process has none.
+
+    Raises:
+        ValueError: no plan can be made for a requested level; names the remedy.
+    """
     plans: list[ActivationMemory] = []
-    reason = run.ranks.first_reason(lambda: _why_unplanned(run, plans))
-    if reason:
+    setting = run.settings.activation_memory
+    if reason := run.ranks.first_reason(lambda: _why_unplanned(run, plans)):
+        if setting != "auto":
+            raise ValueError(f"activation_memory={setting!r}: {reason}; {run.remedy(FEATURE)}")
         run.set_status(FEATURE, "off", "stock", reason)
         return None
     (planned,) = plans
     # Its own free memory may have given a process another plan; all would wait for the one that recomputes most.
     levels = run.ranks.all_max([float(level) for level in planned.plan.levels])
-    planned.plan = planned.planner.plan([Level(int(level)) for level in levels])
+    plan = planned.plan = replace(planned.plan, levels=tuple(Level(int(level)) for level in levels))
     planned.report()
     # A rest that no further layer fits in is not given to what saves less per byte: a prediction may be a tenth off.
-    recomputes = run.settings.activation_memory == "auto" and not planned.plan.keeps_all
-    run.step.activations_left = 0 if recomputes else planned.plan.left
-    run.step.activation_bytes = planned.plan.predicted + planned.head_bytes
-    run.step.offloads = Level.OFFLOAD in planned.plan.levels
+    run.step.activations_left = 0 if setting == "auto" and not plan.keeps_all else plan.left
+    run.step.activation_bytes = plan.predicted + planned.head_bytes
+    run.step.offloads = Level.OFFLOAD in plan.levels
     stack.callback(planned.end)
     stack.enter_context(callbacks_added(run.trainer, planned))
     stack.enter_context(run.keeping(planned))
@@ -94,20 +97,13 @@ def _install(run: Run, stack: contextlib.ExitStack) -> ActivationMemory | None:
 
 
 def _why_unplanned(run: Run, plans: list[ActivationMemory]) -> str:
-    """Add the plan of this process to `plans`, or return why there is none.
-
-    Raises:
-        ValueError: no plan can be made for a requested level; names the remedy.
-    """
-    setting = run.settings.activation_memory
+    """Add the plan of this process to `plans`, or return why there is none."""
+    if run.settings.activation_memory == "offload" and (blocked := offload_unavailable(run.device)):
+        return blocked
     try:
         plans.append(plan_memory(run))
     except UNREADABLE as error:
-        is_level = isinstance(error, LevelError)
-        why = str(error) if is_level else f"no plan can be made: {type(error).__name__}: {error}"
-        if setting != "auto":
-            raise ValueError(f"activation_memory={setting!r}: {why}; {run.remedy(FEATURE)}") from error
-        return why
+        return f"no plan can be made: {type(error).__name__}: {error}"
     return ""
 
 
@@ -116,7 +112,6 @@ class ActivationMemory(TrainerCallback):
 
     Args:
         run: whose trainer trains.
-        planner: makes plans with less memory.
         plan: what is installed when training begins.
         notes: what fell back while the plan was made.
         head_bytes: memory of the head's step, which is in no budget of the layers.
@@ -125,8 +120,8 @@ class ActivationMemory(TrainerCallback):
         gathered: layers whose weights FSDP 2 gathers once for forward and backward pass.
     """
 
-    def __init__(self, run: Run, planner: Planner, plan: Plan, notes: Sequence[str], head_bytes: int) -> None:
-        self.planner, self.plan, self.head_bytes = planner, plan, head_bytes
+    def __init__(self, run: Run, plan: Plan, notes: Sequence[str], head_bytes: int) -> None:
+        self.plan, self.head_bytes = plan, head_bytes
         self.gathered: list[Any] = []
         self._run, self._notes, self._out_of_memory = run, notes, ""
         self._layers = checkpointable_layers(run.model)
@@ -218,9 +213,9 @@ class ActivationMemory(TrainerCallback):
 
     def go_deeper(self) -> bool:
         """Install a plan with less after an out-of-memory; return False if there is none."""
-        plan = self.planner.deeper(self.plan)
+        plan = self.plan.deeper()
         while plan is not None and self._to_install(plan) == self._installed:  # checkpointed for now
-            plan = self.planner.deeper(plan)
+            plan = plan.deeper()
         if plan is None:
             return False
         told = f"a step ran out of memory with {describe(self._installed)}; it was run again with less"
@@ -268,10 +263,9 @@ def offload_options(run: Run) -> dict[str, Any]:
 
 
 def plan_memory(run: Run) -> ActivationMemory:
-    """Trace the model and choose its levels; each fallback is reported.
+    """Count what layers keep and choose their levels; each fallback is reported.
 
     Raises:
-        LevelError: the requested level cannot be used.
         ValueError: rows of any length.
         RuntimeError: the decoder cannot be run by itself, or another process cannot plan.
     """
@@ -284,23 +278,16 @@ def plan_memory(run: Run) -> ActivationMemory:
     setting, layers = run.settings.activation_memory, checkpointable_layers(run.model)
     with run.ranks.propagate_failures():  # none may run a sharded model without the others
         tokens, longest = largest_row(run)
-        blocked = offload_unavailable(run.device)
         hidden = text_model(run.model).config.get_text_config().hidden_size
-        decode, own = decoder_run(run), float(budget_bytes(run, say))
+        batches = {count: PackedBatch.from_lengths([count]).to(run.device) for count in PROBE_TOKENS}
+        decoder, own = run.trainer.model_wrapped if run.is_fsdp2 else None, float(budget_bytes(run, say))
     head_bytes = tokens * hidden * HEAD_BYTES
     budget = max(0, int(run.ranks.all_min([own])[0]) - head_bytes)
-
-    costs, failed = trace_levels(
-        run.model, layers, decode, offload=not blocked, together=run.failing_together_if_sharded
-    )
-    planner = Planner(costs, budget, tokens, longest)
-    if setting == "auto":
-        plan = planner.best()
-        if not plan.fits:
-            say(f"nothing fits the budget: {plan}")
-    else:
-        level = Level[setting.upper()]
-        if level not in costs.growth:
-            raise LevelError(blocked if blocked and level is Level.OFFLOAD else failed)
-        plan = planner.plan([level] * len(layers))
-    return ActivationMemory(run, planner, plan, notes, head_bytes)
+    with run.failing_together_if_sharded(), run.trainer.accelerator.autocast():
+        costs = layer_costs(run.model, layers, batches, decoder=decoder, packs=run.packs)
+    dense, can_offload = largest_dense(run.model), not offload_unavailable(run.device)
+    plan = Plan.keeping_all(costs, tokens, longest, budget, dense=dense, can_offload=can_offload)
+    plan = plan.best() if setting == "auto" else replace(plan, levels=(Level[setting.upper()],) * len(layers))
+    if setting == "auto" and not plan.fits:
+        say(f"nothing fits the budget: {plan}")
+    return ActivationMemory(run, plan, notes, head_bytes)

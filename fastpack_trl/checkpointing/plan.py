@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import groupby
 from typing import Any
@@ -20,8 +20,12 @@ from fastpack_trl.model.checkpoint_seam import CHECKPOINT
 from fastpack_trl.model.facts import text_model
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
-WORKING_SHARE = 0.5
-"""Share of what a layer keeps that its backward pass holds in addition: gradients of activations."""
+WORKING_SHARE, EXPERTS_SHARE = 0.4, 1.4
+"""Share of what a layer keeps that its backward pass holds in addition: gradients of activations.
+
+In an MLP the gradients of product, gate and up at most: in Qwen3-8B 37 of the 90 thousand numbers that a layer keeps
+per token. Matmuls of experts save little and make the rest again, with its gradients: as counted in gpt-oss.
+"""
 
 
 class Level(IntEnum):
@@ -93,54 +97,83 @@ def layer_levels(
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
-    """Bytes as a function of the batch: ``constant + per_token * tokens + per_pair * tokens * longest``."""
+class LayerCost:
+    """Bytes that a layer keeps for backward: ``constant + per_token * tokens + per_pair * tokens * longest``.
 
-    constant: float = 0.0
-    per_token: float = 0.0
-    per_pair: float = 0.0
-    """Per token and token of the longest document: attention that keeps its scores."""
+    Attributes:
+        constant: e.g. casts of weights, and padding of experts to whole tiles.
+        per_pair: per token and token of the longest document: attention that keeps its scores.
+        per_input: bytes of its input per token: all that a checkpointed layer keeps.
+        working: share of what it keeps that its backward pass holds in addition.
+    """
 
-    def at(self, tokens: int, longest: int) -> int:
-        return max(0, round(self.constant + self.per_token * tokens + self.per_pair * tokens * longest))
+    constant: float
+    per_token: float
+    per_pair: float
+    per_input: float
+    working: float = WORKING_SHARE
 
     @classmethod
-    def through(cls, points: Sequence[tuple[int, int]]) -> Growth:
+    def through(cls, points: Sequence[tuple[int, int]], per_input: float, working: float = WORKING_SHARE) -> LayerCost:
         """Return the parabola through three measurements (tokens of one document, bytes)."""
         (a, fa), (b, fb), (c, fc) = points
         slope, next_slope = (fb - fa) / (b - a), (fc - fb) / (c - b)
         pair = (next_slope - slope) / (c - a)
         token = slope - pair * (a + b)
-        return cls(fa - token * a - pair * a * a, token, pair)
+        return cls(fa - token * a - pair * a * a, token, pair, per_input, working)
 
-
-@dataclass(frozen=True, slots=True)
-class LayerCosts:
-    """Memory of the layers of a model.
-
-    Attributes:
-        growth: per level that the model supports, one `Growth` per layer: bytes kept on the device.
-        working: bytes that a layer's backward holds in addition to all kept ones, if that is known to be more than
-            `WORKING_SHARE` says, e.g. for a stack of experts that is made dense.
-    """
-
-    growth: Mapping[Level, Sequence[Growth]]
-    working: Growth = Growth()
+    def at(self, tokens: int, longest: int) -> int:
+        return max(0, round(self.constant + self.per_token * tokens + self.per_pair * tokens * longest))
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A level for every layer.
+    """A level for every layer, for rows of one size.
 
     Attributes:
         levels: first layer to last.
-        predicted: most bytes that are kept and in work at once, at the largest row.
-        budget: bytes that are available for them.
+        kept, inputs, working: bytes of each layer for the largest row: what it keeps whole and checkpointed, and what
+            its backward pass holds in addition.
+        budget: bytes for all of these.
+        can_offload: layer inputs may go to host memory.
     """
 
     levels: tuple[Level, ...]
-    predicted: int
+    kept: tuple[int, ...]
+    inputs: tuple[int, ...]
+    working: tuple[int, ...]
     budget: int
+    can_offload: bool = True
+
+    @classmethod
+    def keeping_all(
+        cls, costs: Sequence[LayerCost], tokens: int, longest: int, budget: int, dense: int, can_offload: bool = True
+    ) -> Plan:
+        """Return the plan that recomputes nothing, for a row of `tokens` with documents of up to `longest` tokens.
+
+        Args:
+            dense: bytes of the largest frozen weight that is made dense for one use.
+        """
+        kept = tuple(cost.at(tokens, longest) for cost in costs)
+        inputs = tuple(round(cost.per_input * tokens) for cost in costs)
+        working = tuple(round(whole * cost.working) + dense for whole, cost in zip(kept, costs, strict=True))
+        return cls((Level.KEEP,) * len(kept), kept, inputs, working, budget, can_offload)
+
+    @property
+    def predicted(self) -> int:
+        """Return the most that layers hold at once: in backward, what those before keep and what one works on.
+
+        The layers after it have freed theirs by then, so that kept ones at the end and recomputed ones at the beginning
+        need their memory one after the other.
+        """
+        held = peak = 0
+        for index, level in enumerate(self.levels):
+            whole, work = self.kept[index], self.working[index]
+            held += {Level.KEEP: whole, Level.CHECKPOINT: self.inputs[index], Level.OFFLOAD: 0}[level]
+            peak = max(peak, held + work + (0 if level is Level.KEEP else whole))
+            if self.levels[index : index + 2] == (Level.OFFLOAD, Level.KEEP):
+                held += self.inputs[index]  # stays on the device, see `layer_levels`
+        return peak
 
     @property
     def fits(self) -> bool:
@@ -160,74 +193,26 @@ class Plan:
         fit = "of" if self.fits else "over the"
         return f"{describe(self.levels)}; predicted {self.predicted / GIB:.2f} GiB {fit} {self.budget / GIB:.2f} GiB"
 
-
-@dataclass(frozen=True, slots=True)
-class Planner:
-    """Makes plans of one model for rows of one size.
-
-    Attributes:
-        costs: of the model.
-        budget: bytes for what layers keep and for the layer in work.
-        tokens: of the largest row.
-        longest: tokens of its longest document.
-    """
-
-    costs: LayerCosts
-    budget: int
-    tokens: int
-    longest: int
-
-    @property
-    def layers(self) -> int:
-        return len(self.costs.growth[Level.KEEP])
-
-    def _bytes(self, level: Level, index: int) -> int:
-        return self.costs.growth[level][index].at(self.tokens, self.longest)
-
-    def peak_bytes(self, levels: Sequence[Level]) -> int:
-        """Return the most that layers hold at once: in backward, what those before keep and what one works on.
-
-        The layers after it have freed theirs by then, so that kept ones at the end and recomputed ones at the beginning
-        need their memory one after the other.
-        """
-        kept = peak = 0.0
-        working = self.costs.working.at(self.tokens, self.longest)
-        for index, level in enumerate(levels):
-            whole = self._bytes(Level.KEEP, index)
-            kept += self._bytes(level, index)
-            work = max(whole * WORKING_SHARE, working)
-            peak = max(peak, kept + work + (0 if level is Level.KEEP else whole))
-            if levels[index : index + 2] == [Level.OFFLOAD, Level.KEEP]:
-                kept += self._bytes(Level.CHECKPOINT, index)  # stays on the device, see `layer_levels`
-        return round(peak)
-
-    def plan(self, levels: Sequence[Level]) -> Plan:
-        """Return the plan that has these levels."""
-        return Plan(tuple(levels), self.peak_bytes(list(levels)), self.budget)
+    def last_kept(self, count: int, below: Level = Level.CHECKPOINT) -> Plan:
+        """Return the plan that keeps the last `count` layers and has the others at `below`."""
+        return replace(self, levels=(below,) * (len(self.kept) - count) + (Level.KEEP,) * count)
 
     def best(self) -> Plan:
         """Return the plan that keeps the most last layers: others checkpointed; offloaded only if that does not fit.
 
         If nothing fits, the plan of the least memory.
         """
-        plan = self._mix(Level.KEEP, self.layers)
-        for below in self._recomputing():
-            for kept in range(self.layers, -1, -1):
-                plan = self._mix(below, kept)
-                if plan.fits:
-                    return plan
-        return plan
+        plans = (
+            self.last_kept(count, below)
+            for below in (Level.CHECKPOINT, Level.OFFLOAD)[: 1 + self.can_offload]
+            for count in range(len(self.kept), -1, -1)
+        )
+        least = self.last_kept(0, Level.OFFLOAD if self.can_offload else Level.CHECKPOINT)
+        return next((plan for plan in plans if plan.fits), least)
 
-    def deeper(self, plan: Plan) -> Plan | None:
-        """Return the plan after one that ran out of memory: half the kept layers, none, offload; None at the end."""
-        first, kept = plan.levels[0], plan.levels.count(Level.KEEP)
-        deeper = [level for level in self._recomputing() if level > first]
-        if kept and (first is not Level.KEEP or deeper):
-            return self._mix(deeper[0] if first is Level.KEEP else first, kept // 2)
-        return self._mix(deeper[0], 0) if deeper else None
-
-    def _recomputing(self) -> list[Level]:
-        return [level for level in (Level.CHECKPOINT, Level.OFFLOAD) if level in self.costs.growth]
-
-    def _mix(self, below: Level, kept: int) -> Plan:
-        return self.plan([below] * (self.layers - kept) + [Level.KEEP] * kept)
+    def deeper(self) -> Plan | None:
+        """Return the plan after this one ran out of memory: half the kept layers, none, offload; None at the end."""
+        first, count = self.levels[0], self.levels.count(Level.KEEP)
+        if count:
+            return self.last_kept(count // 2, max(first, Level.CHECKPOINT))
+        return self.last_kept(0, Level.OFFLOAD) if self.can_offload and first is Level.CHECKPOINT else None

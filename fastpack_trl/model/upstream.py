@@ -21,7 +21,7 @@ _HOMES = {"LoraLinear": "peft.tuners.lora.layer.Linear"} | {
     for path in _paths(
         "peft.tuners.lora.layer: LoraLayer; peft.tuners.tuners_utils: BaseTunerLayer; transformers.pytorch_utils: "
         "Conv1D; torch._subclasses.fake_tensor: FakeTensor FakeTensorMode; torch.utils._pytree: tree_leaves; "
-        "torch.utils._python_dispatch: TorchDispatchMode; transformers.modeling_layers: GradientCheckpointingLayer; "
+        "transformers.modeling_layers: GradientCheckpointingLayer; "
         "transformers.trainer_callback: CallbackHandler; trl.trainer.sft_trainer: DataCollatorForLanguageModeling"
     )
 }
@@ -44,7 +44,7 @@ NEEDS = {
         "_foreach_copy_; torch.ops.aten: _unsafe_view",
         "frozen_base": "torch: _scaled_mm",
         "moe": "transformers.integrations.moe: ALL_EXPERTS_FUNCTIONS ExpertsInterface",
-        "activation_memory": f"{_LAYER}; torch.utils: _python_dispatch.TorchDispatchMode _pytree.tree_leaves",
+        "activation_memory": f"{_LAYER}; torch.utils._pytree: tree_leaves",
         "checkpoint_offload": _LAYER,
         "layer_compile": f"{_LAYER}; torch.nn.Module: _call_impl",
         "mfu": "trl.trainer.utils: get_peak_flops",

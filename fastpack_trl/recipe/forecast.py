@@ -84,7 +84,7 @@ class Forecast:
     Attributes:
         fixed: bytes that no row changes.
         run: stands in for the `Run` there.
-        costs: `LayerCosts`; None where activations are not known.
+        costs: a `LayerCost` per layer; None where activations are not known.
     """
 
     gpu: Gpu
@@ -98,18 +98,18 @@ class Forecast:
 
     def need(self, tokens: int, longest: int, *, deepest: bool = False, level: Any = None) -> Need:
         """Return the memory of a row: under this GPU's plan, the plan of least memory, or all layers at `level`."""
-        from fastpack_trl.checkpointing.plan import Level, Planner
+        from fastpack_trl.checkpointing.plan import Level, Plan
         from fastpack_trl.run.budget import HEAD_BYTES, MARGIN
         from fastpack_trl.step.head import TILE_ELEMENTS
 
         head = tokens * self.model.hidden * HEAD_BYTES
         tile = min(TILE_ELEMENTS, tokens * self.model.vocabulary) * 2
         budget = max(0, int((self.gpu.gib * _GIB - sum(self.fixed.values())) * MARGIN) - head)
-        planner = Planner(self.costs, budget, tokens, longest)
+        plan = Plan.keeping_all(self.costs, tokens, longest, budget, dense=self.model.transient)
         if deepest or level is not None:
-            plan = planner.plan([Level.OFFLOAD if level is None else level] * planner.layers)
+            plan = plan.last_kept(0, Level.OFFLOAD if level is None else level)
         else:
-            plan = planner.best()
+            plan = plan.best()
         moving = {"activations": float(plan.predicted), "head and loss": float(head + tile)}
         reserve = RESERVE_GIB * _GIB + RESERVE_SHARE * sum(moving.values())
         return Need(self.fixed | moving | {"allocator's reserve": reserve}, plan)
@@ -212,7 +212,7 @@ def predict(arguments: Arguments, gpu: Gpu, precision: str = "bf16", seen: dict[
             module = (model_of(arguments) if "probed" in seen else model).module
             seen["probed"] = True
             try:
-                costs = probe.layer_costs(module, features, path, lora=lora, moe=moe, transient=model.transient)
+                costs = probe.costs_of_layers(module, features, path, lora=lora, moe=moe)
                 seen[key] = costs, ""
             except (AttributeError, LookupError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
                 seen[key] = None, f"activations are not counted: {describe(error).splitlines()[0]}"

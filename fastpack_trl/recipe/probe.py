@@ -16,32 +16,28 @@ from torch import Tensor, nn
 
 from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.attention.install import PackedAttention, backend_installed
-from fastpack_trl.checkpointing.plan import Growth, LayerCosts, Level, checkpointable_layers
-from fastpack_trl.checkpointing.trace import PROBE_TOKENS, WORKING_TOKENS, Passes, kind_of
+from fastpack_trl.checkpointing.plan import LayerCost, checkpointable_layers
+from fastpack_trl.checkpointing.trace import PROBE_TOKENS, layer_costs
 from fastpack_trl.kernels.gate_form import passes_at_bounds
 from fastpack_trl.lora import projection
 from fastpack_trl.lora.linear import apply_lora
-from fastpack_trl.model.changes import isolated_run, patch_attribute
-from fastpack_trl.model.facts import ModelFeatures, backbones, text_model
-from fastpack_trl.model.sharded import embeddings_put_in
+from fastpack_trl.model.changes import patch_attribute
+from fastpack_trl.model.facts import ModelFeatures, window_of
 from fastpack_trl.model.upstream import FakeTensorMode
 from fastpack_trl.moe import experts
 from fastpack_trl.moe.feature import apply_moe
-from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
+from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.run import Choice
 
 
-def layer_costs(
-    model: nn.Module, features: ModelFeatures, path: str, *, lora: bool, moe: bool, transient: int
-) -> LayerCosts:
-    """Return what each layer of a model on ``meta`` keeps per token where rows run the backend `path`.
+def costs_of_layers(model: nn.Module, features: ModelFeatures, path: str, *, lora: bool, moe: bool) -> list[LayerCost]:
+    """Return what each layer of a model on ``meta`` keeps where rows run the backend `path`.
 
     Args:
         model: on ``meta``, PEFT or plain; its parameters are fake tensors afterwards.
         features: of the model on the device that is asked about.
         path: name of a backend.
         lora, moe: whether these features are on there.
-        transient: bytes of the largest frozen weight that is made dense for one use.
 
     Raises:
         RuntimeError, TypeError, ValueError: the decoder cannot be run by itself.
@@ -49,36 +45,32 @@ def layer_costs(
     passes_at_bounds()  # asked of a tensor with values, once
     # Made with values. One document per call would read its length on the host: two run the operator.
     documents = 2 if path == "per_document" else 1
-    batches = {n: PackedBatch.from_lengths([n // documents] * documents) for n in (*PROBE_TOKENS, *WORKING_TOKENS)}
+    batches = {tokens: PackedBatch.from_lengths([tokens // documents] * documents) for tokens in PROBE_TOKENS}
     handle = PackedAttention(Choice(path, "asked for", BACKENDS[path].flattens), features)
     dtype, mode = features.compute_dtype, FakeTensorMode(allow_non_fake_inputs=True)
     _made_fake(model, mode)
-    embedding, decoder = text_model(model).get_input_embeddings(), backbones(model)[0]
-
-    def decode(tokens: int) -> tuple[Tensor, Tensor]:
-        packed = to_transformers_kwargs(batches[tokens]) | {"packed_batch": batches[tokens], "use_cache": False}
-        ids = torch.zeros(1, tokens, dtype=torch.long)
-        leaf = embedding(ids).detach().requires_grad_()
-        autocast = torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32)
-        with autocast, embeddings_put_in(model, leaf):  # Gemma 4 reads the ids too
-            return leaf, decoder(input_ids=ids, **packed)[0]
-
     with ExitStack() as stack:
         if moe:
             stack.enter_context(apply_moe(model, lora=lora))
         stack.enter_context(backend_installed(model, handle))
         if lora:
             stack.callback(apply_lora(model, compute_dtype=dtype).revert)
-        stack.enter_context(isolated_run(model, training=True))
         stack.enter_context(_as_triton())
         stack.enter_context(patch_attribute(projection, "_SMALL", {False: 0}))  # rows of a step are longer than probes
         stack.enter_context(mode)
+        stack.enter_context(torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32))
         layers = checkpointable_layers(model)
-        passes = Passes(model, layers, decode, kinds=[kind_of(layer) for layer in layers])
-        growth = passes.growth()
-        working = passes.working(growth)
-    working = Growth(working.constant + transient, working.per_token, working.per_pair)
-    return LayerCosts(growth | {Level.OFFLOAD: [Growth()] * len(layers)}, working)
+        last = {_kind_of(layer): index for index, layer in enumerate(layers)}
+        return layer_costs(model, layers, batches, stand_ins=[last[_kind_of(layer)] for layer in layers])
+
+
+def _kind_of(layer: nn.Module) -> Any:
+    """Return what makes a layer another kind of layer: its modules, their windows, shapes and types of its tensors."""
+    modules = list(layer.modules())
+    attentions = [module for module in modules if hasattr(module, "config") and hasattr(module, "layer_idx")]
+    tensors = (*layer.named_parameters(), *layer.named_buffers())
+    shapes = [(name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors]
+    return tuple(map(type, modules)), tuple(map(window_of, attentions)), tuple(shapes)
 
 
 def _made_fake(model: nn.Module, mode: Any) -> None:

@@ -23,9 +23,8 @@ from fastpack_trl.checkpointing import activation_memory as memory
 from fastpack_trl.checkpointing import checkpoint_offload as feature
 from fastpack_trl.checkpointing.plan import checkpointable_layers
 from fastpack_trl.checkpointing.streams import HostStreams
-from fastpack_trl.checkpointing.trace import WORKING_TOKENS, SavedBytes
+from fastpack_trl.checkpointing.trace import storage_of
 from fastpack_trl.compile import kind as kinds
-from fastpack_trl.model.facts import learned_positions
 from fastpack_trl.run.budget import largest_row
 from fastpack_trl.step import merge_accumulation
 from fastpack_trl.step.merge_accumulation import Merging
@@ -100,20 +99,6 @@ def test_a_budget_or_a_level_plans_on_the_cpu_and_changes_no_bit(
     assert (line.status, line.path) == ("on" if own else "off", path), line
     assert re.search(said, line.reason)
     assert all(layer.gradient_checkpointing for layer in checkpointable_layers(trainer.model))
-
-
-def test_a_model_with_a_table_of_positions_is_planned_within_it(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"gradient_checkpointing": True, "eval_strategy": "no"}
-    runs = [
-        train(
-            kind, tmp_path / kind.__name__, model=tiny_model("opt", max_position_embeddings=256), fast=fast, **options
-        )
-        for kind, fast in ((FastSFTTrainer, {"activation_memory": "keep"}), (SFTTrainer, None))
-    ]
-    assert learned_positions(runs[0].model) == 256 < WORKING_TOKENS[-1]
-    assert learned_positions(tiny_model("qwen3")) is None
-    assert runs[0].fastpack_report["activation_memory"].path == "keep"
-    assert_same_log(*runs)
 
 
 EXCLUDED: dict[str, dict[str, Any]] = {
@@ -243,13 +228,19 @@ class Kept(TrainerCallback):
         self.steps: list[int] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self._saved = SavedBytes(set(), model)
-        self._hooks = saved_tensors_hooks(self._saved.pack, lambda tensor: tensor)
+        self._weights = set(map(storage_of, model.parameters()))
+        self._saved: dict[int, Tensor] = {}
+        self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
         self._hooks.__enter__()
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        if storage_of(tensor) not in self._weights and tensor.numel():
+            self._saved[storage_of(tensor)] = tensor.detach()
+        return tensor.detach()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._hooks.__exit__(None, None, None)
-        self.steps.append(self._saved.total)
+        self.steps.append(sum(tensor.untyped_storage().nbytes() for tensor in self._saved.values()))
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 from offload_material import HOST, LAYERS, assert_same, loss_of, make, step
 
-from fastpack_trl.checkpointing.plan import Growth, LayerCosts, Level, Planner, checkpointable_layers, layer_levels
+from fastpack_trl.checkpointing.plan import WORKING_SHARE, LayerCost, Level, Plan, checkpointable_layers, layer_levels
 
 KEEP, CHECKPOINT, OFFLOAD = Level
 
@@ -62,9 +62,8 @@ def test_the_input_of_the_last_recomputed_layer_stays_on_the_device(kept: int) -
         assert offload.use.most_held == (LAYERS - kept - 1) * 2 * 12 * 32 * 4
 
 
-def costs_of(layers: int, keep: int, inputs: int) -> LayerCosts:
-    growth = {level: [Growth(0, size, 0)] * layers for level, size in zip(Level, (keep, inputs, 0), strict=True)}
-    return LayerCosts(growth)
+def plan_of(layers: int, keep: int, inputs: int, budget: int = 0, *, can_offload: bool = True) -> Plan:
+    return Plan((KEEP,) * layers, (keep,) * layers, (inputs,) * layers, (keep // 2,) * layers, budget, can_offload)
 
 
 @examples(max_examples=200, deadline=None)
@@ -76,48 +75,48 @@ def test_the_plan_keeps_the_most_last_layers_that_fit_and_offloads_only_if_check
     layers: int, sizes: list[int], budget: int
 ) -> None:
     inputs, keep = sorted(sizes)
-    planner = Planner(costs_of(layers, keep, inputs), budget, 1, 1)
-    plan = planner.best()
-
-    def fits(below: Level, kept: int) -> bool:
-        return planner.peak_bytes([below] * (layers - kept) + [KEEP] * kept) <= budget
-
-    assert plan.fits == fits(OFFLOAD, 0)
+    whole = plan_of(layers, keep, inputs, budget)
+    plan = whole.best()
+    assert plan.fits == whole.last_kept(0, OFFLOAD).fits
     assert list(plan.levels) == sorted(plan.levels, reverse=True)
     kept = plan.levels.count(KEEP)
     if plan.fits and kept < layers:
         below = plan.levels[0]
-        assert not fits(below, kept + 1)
-        assert below is CHECKPOINT or not fits(CHECKPOINT, 0)
-    more: Any = Planner(planner.costs, budget + 500, 1, 1).best()
-    assert max(more.levels) <= max(plan.levels)
-    tried = [plan.levels]
-    while (plan := planner.deeper(plan)) is not None:  # type: ignore[assignment]
-        assert sum(map(int, plan.levels)) > sum(map(int, tried[-1]))
-        tried.append(plan.levels)
+        assert not whole.last_kept(kept + 1, below).fits
+        assert below is CHECKPOINT or not whole.last_kept(0).fits
+    assert max(replace(whole, budget=budget + 500).best().levels) <= max(plan.levels)
+    tried, deeper = [plan.levels], plan.deeper()
+    while deeper is not None:
+        assert sum(map(int, deeper.levels)) > sum(map(int, tried[-1]))
+        tried.append(deeper.levels)
+        deeper = deeper.deeper()
     assert tried[-1] == (OFFLOAD,) * layers
     assert len(tried) <= layers.bit_length() + 3
 
 
 def test_what_the_last_layers_keep_is_gone_when_the_first_are_computed_again() -> None:
-    planner = Planner(costs_of(4, 100, 10), 0, 1, 1)
-    assert planner.peak_bytes([KEEP] * 4) == 400 + 50
-    assert planner.peak_bytes([CHECKPOINT] * 4) == 40 + 150
-    assert planner.peak_bytes([OFFLOAD] * 3 + [KEEP]) == 10 + 150  # the kept input, and either of both, not their sum
-    assert planner.peak_bytes([OFFLOAD] * 2 + [KEEP] * 2) == 10 + 200 + 50
-    assert planner.peak_bytes([CHECKPOINT] * 3 + [KEEP]) == 30 + 150
-    # What one layer works with is more if it was measured to be, e.g. a stack of experts that is made dense.
-    much = Planner(replace(planner.costs, working=Growth(1000)), 0, 1, 1)
-    assert (much.peak_bytes([KEEP] * 4), much.peak_bytes([CHECKPOINT] * 4)) == (1400, 40 + 100 + 1000)
+    whole = plan_of(4, 100, 10)
+    assert whole.predicted == 400 + 50
+    assert whole.last_kept(0).predicted == 40 + 150
+    assert whole.last_kept(1, OFFLOAD).predicted == 10 + 150  # the kept input, and either of both, not their sum
+    assert whole.last_kept(2, OFFLOAD).predicted == 10 + 200 + 50
+    assert whole.last_kept(1).predicted == 30 + 150
 
 
 def test_without_offload_the_last_plan_checkpoints_every_layer() -> None:
-    growth = costs_of(6, 100, 10).growth
-    planner = Planner(LayerCosts({level: growth[level] for level in (KEEP, CHECKPOINT)}), 0, 1, 1)
-    assert planner.best().levels == (CHECKPOINT,) * 6
+    plan: Any = plan_of(6, 100, 10, can_offload=False)
+    assert plan.best().levels == (CHECKPOINT,) * 6
     kept = []
-    plan: Any = planner.plan([KEEP] * 6)
     while plan is not None:
         kept.append(plan.levels.count(KEEP))
-        plan = planner.deeper(plan)
+        plan = plan.deeper()
     assert kept == [6, 3, 1, 0]
+
+
+def test_bytes_grow_with_tokens_and_kept_scores_with_the_longest_document_too() -> None:
+    scores = LayerCost.through([(64, 100 + 64 * 5 + 64**2), (128, 100 + 128 * 5 + 128**2), (192, 1060 + 192**2)], 2.0)
+    assert scores.at(1000, 250) == 100 + 5000 + 1000 * 250
+    experts = replace(scores, working=2.0)
+    plan = Plan.keeping_all([scores, experts], 1000, 250, 10**6, dense=7)
+    assert (plan.kept, plan.inputs) == ((255100,) * 2, (2000,) * 2)
+    assert plan.working == (round(255100 * WORKING_SHARE) + 7, 255100 * 2 + 7), "one weight at a time is made dense"

@@ -7,26 +7,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fastpack_trl import apply_lora, apply_moe, packed_attention
-from fastpack_trl.checkpointing.trace import DecoderRun
 from fastpack_trl.model.facts import text_model
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 
 
-def decoder(model: Any, documents: int, *, packed: bool = True) -> DecoderRun:
-    """Runs the decoder on `documents` documents of equal length."""
+def run_decoder(model: Any, documents: int, tokens: int, *, packed: bool = True) -> None:
+    """Run the decoder on `documents` documents of `tokens` tokens each."""
+    ids = torch.arange(tokens * documents)[None] % 90
     base = text_model(model)
-
-    def run(tokens: int) -> tuple[Tensor, Tensor]:
-        ids = torch.arange(tokens * documents)[None] % 90
-        leaf = base.get_input_embeddings()(ids).detach().requires_grad_()
-        batch = PackedBatch.from_lengths((tokens,) * documents)
-        kwargs = to_transformers_kwargs(batch) | ({"packed_batch": batch} if packed else {})
-        return leaf, base.base_model(inputs_embeds=leaf.clone(), use_cache=False, **kwargs)[0]
-
-    return run
+    leaf = base.get_input_embeddings()(ids).detach().requires_grad_()
+    batch = PackedBatch.from_lengths((tokens,) * documents)
+    kwargs = to_transformers_kwargs(batch) | ({"packed_batch": batch} if packed else {})
+    base.base_model(inputs_embeds=leaf.clone(), use_cache=False, **kwargs)
 
 
 @contextlib.contextmanager

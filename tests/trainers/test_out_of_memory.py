@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from captured_material import CAPTURED, capturing
 from out_of_memory import InBackward
 from torch import Tensor, nn
 from trainer_material import assert_same_log, build, figures, make_dataset
@@ -99,6 +100,52 @@ def test_a_run_goes_on_with_the_figures_of_stock(
     assert sum("ran out of memory" in text for text in caplog.messages) == 1
     for mine, theirs in zip(ours.model.parameters(), expected.model.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+CAPTURES = OPTIONS | {"max_steps": 8, "eval_strategy": "no"}
+"""Three rows a step; the graphs of forward and backward are recorded after a few steps."""
+
+
+@pytest.fixture(scope="module")
+def uncaptured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, RandomStates]:
+    noted, folder = RandomStates(), tmp_path_factory.mktemp("uncaptured")
+    trainer = build(SFTTrainer, folder, model=tiny_model("qwen3"), trainer={"callbacks": [noted]}, **CAPTURES)
+    trainer.train()
+    return trainer, noted
+
+
+@pytest.mark.parametrize(
+    ("place", "number"),
+    # Odd ones are forward passes, even ones backward passes, which have added to the gradients by then.
+    [("recording", 1), ("recording", 2), ("replay", 1), ("replay", 2), ("replay", 7), ("replay", 10)],
+)
+def test_a_captured_run_goes_on_without_graphs_and_with_the_figures_of_stock(
+    place: str, number: int, uncaptured: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    full, noted = Full(number), RandomStates()
+    fast = CAPTURED | {"merge_accumulation": "off", "verify_packing": "off"}
+    with capturing() as devices, caplog.at_level(logging.WARNING):
+        if place == "recording":
+            error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            devices.options["fail"] = lambda made: error if made == number else None
+        else:
+            devices.options["after_replay"] = full
+        model = devices.options["model"] = tiny_model("qwen3")
+        callbacks = {"callbacks": [noted]}
+        ours = build(FastSFTTrainer, tmp_path, model=model, fast=fast, trainer=callbacks, **CAPTURES)
+        ours.train()
+    (device,) = devices.made
+    assert device.log.count("replay") == (number if place == "replay" else 0)
+    assert full.raised == (place == "replay")
+    expected, states = uncaptured
+    assert_same_log(ours, expected, rtol=2e-5, atol=2e-5)
+    assert noted.states == states.states
+    for mine, theirs in zip(ours.model.parameters(), expected.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=2e-4)
+    line = ours.fastpack_report["cuda_graph"]
+    assert (line.status, line.path) == ("off", "eager"), line
+    assert ("no memory for the graph" if place == "recording" else "a step ran out of memory") in line.reason
+    assert sum("cuda_graph: eager from here on" in text for text in caplog.messages) == 1
 
 
 @pytest.mark.parametrize("number", [1, 5])
