@@ -43,28 +43,6 @@ _ROW = 256  # tokens: rows are multiples
 _LONGEST = 2**20
 
 
-@dataclass(frozen=True)
-class Need:
-    """Bytes of one row.
-
-    Attributes:
-        parts: by what holds them.
-        plan: of the activations.
-    """
-
-    parts: dict[str, float]
-    plan: Plan
-
-    @property
-    def total(self) -> float:
-        return sum(self.parts.values())
-
-    @property
-    def moving(self) -> float:
-        """Bytes that a step allocates and frees; a CUDA graph holds them a second time."""
-        return self.parts["activations"] + self.parts["head and loss"]
-
-
 @dataclass
 class Forecast:
     """A model on one kind of GPU.
@@ -82,8 +60,8 @@ class Forecast:
     costs: LayerCosts | None = None
     unknown: str = ""
 
-    def need(self, tokens: int, longest: int, level: Level | None = None) -> Need:
-        """Return the memory of a row: under this GPU's plan, or with all layers at `level`."""
+    def need(self, tokens: int, longest: int, level: Level | None = None) -> tuple[dict[str, float], Plan]:
+        """Return the bytes of a row by what holds them: under this GPU's plan, or with all layers at `level`."""
         assert self.costs is not None
         head = tokens * self.model.text.hidden_size * HEAD_BYTES
         tile = min(TILE_ELEMENTS, tokens * self.model.text.vocab_size) * 2
@@ -92,20 +70,21 @@ class Forecast:
         plan = planner.best() if level is None else planner.plan([level] * planner.layers)
         moving = {"activations": float(plan.predicted), "head and loss": float(head + tile)}
         reserve = RESERVE_GIB * _GIB + RESERVE_SHARE * sum(moving.values())
-        return Need(self.fixed | moving | {"allocator's reserve": reserve}, plan)
+        return self.fixed | moving | {"allocator's reserve": reserve}, plan
 
     def longest_row(self) -> int:
         """Return the tokens of the longest row that fits with layer inputs in host memory; 0 if none does."""
 
         def exceeds(count: int) -> bool:
-            return self.need(count * _ROW, count * _ROW, Level.OFFLOAD).total > self.gpu.gib * _GIB * _ROOM
+            parts, _ = self.need(count * _ROW, count * _ROW, Level.OFFLOAD)
+            return sum(parts.values()) > self.gpu.gib * _GIB * _ROOM
 
         return bisect(range(1, _LONGEST // _ROW + 1), 0, key=exceeds) * _ROW if self.costs is not None else 0
 
-    def graphs_refused(self, need: Need) -> str:
-        """Return why CUDA graphs would not be recorded under a plan, by the feature's own rule."""
-        step, plan = self.run.step, need.plan
-        step.offloads, step.activation_bytes = Level.OFFLOAD in plan.levels, need.moving
+    def graphs_refused(self, moving: float, plan: Plan) -> str:
+        """Return why CUDA graphs, which hold `moving` bytes, would not be recorded, by the feature's own rule."""
+        step = self.run.step
+        step.offloads, step.activation_bytes = Level.OFFLOAD in plan.levels, moving
         step.activations_left = plan.left if plan.keeps_all else 0
         with as_if_on(self.gpu.capability):
             return capture.why_not(self.run)
@@ -129,14 +108,14 @@ def forecast(arguments: Arguments, gpus: Sequence[Gpu]) -> dict[str, Any]:
         if one.costs is None or row is None:
             facts["unknown"] = one.unknown or "max_length is not set: rows may have any length"
         else:
-            need = one.need(row, row)
-            parts = need.parts
-            facts |= {"levels": levels_of(need.plan.levels), "longest_row": one.longest_row()}
+            parts, plan = one.need(row, row)
+            facts |= {"levels": levels_of(plan.levels), "longest_row": one.longest_row()}
+            moving = parts["activations"] + parts["head and loss"]  # a graph holds them a second time
             if features["cuda_graph"].startswith("on"):
-                if why := one.graphs_refused(need):
+                if why := one.graphs_refused(moving, plan):
                     features["cuda_graph"] = f"off: {why}"
                 else:
-                    facts["graphs_gib"] = need.moving / _GIB
+                    facts["graphs_gib"] = moving / _GIB
         facts["parts_gib"] = {name: size / _GIB for name, size in parts.items()}
         facts["total_gib"] = sum(facts["parts_gib"].values())
         facts["fits"] = facts["total_gib"] <= one.gpu.gib
