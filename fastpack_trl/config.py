@@ -165,16 +165,6 @@ choice = partial(option, action=_Choice)
 """The same of an option with choices; the annotation names them."""
 
 
-def _number(name: str, value: object, hint: str) -> float:
-    try:
-        number = float("nan") if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        number = float("nan")
-    if math.isnan(number):
-        raise ValueError(f"{name}={short_repr(value)} is not a number, {hint}")
-    return number
-
-
 @dataclass
 class ModelSettings:
     """The fields that any trainer of TRL can have: they are about its model, its rows and its files."""
@@ -264,12 +254,15 @@ class ModelSettings:
             raise ValueError(
                 "moe_quantize_experts='on' needs moe='auto' or 'on': PEFT cannot train on four-bit experts"
             )
-        if self.activation_memory_gib is not None:
-            self.activation_memory_gib = _number("activation_memory_gib", self.activation_memory_gib, "GiB, e.g. 24")
+        if (gib := self.activation_memory_gib) is not None:
+            try:
+                self.activation_memory_gib = -1.0 if isinstance(gib, bool) else float(gib)
+            except (TypeError, ValueError):
+                self.activation_memory_gib = -1.0
             if not 0 < self.activation_memory_gib < math.inf:
                 raise ValueError(
-                    f"activation_memory_gib={self.activation_memory_gib} must be above 0 and finite: GiB for "
-                    "activations, or leave it out for what is free"
+                    f"activation_memory_gib={short_repr(gib)} must be a number above 0: GiB for activations, or leave "
+                    "it out for what is free"
                 )
 
 

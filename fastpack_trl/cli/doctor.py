@@ -92,15 +92,16 @@ def _section(title: str, rows: Mapping[str, Any]) -> None:
 
 def _forecast(record: dict[str, Any], args: Namespace, folder: str, flags: list[str]) -> None:
     """Show the memory of a step on each GPU, part by part, what is on, and what to change if it does not fit."""
-    from fastpack_trl.recipe.forecast import elsewhere, forecast
+    from fastpack_trl.recipe.forecast import forecast
     from fastpack_trl.recipe.gpus import COMMON, gpu_of
-    from fastpack_trl.recipe.make_trainer import check_settings
+    from fastpack_trl.recipe.make_trainer import check_settings, short_run_arguments
 
     gpus = [gpu_of(text) for text in args.gpu or COMMON]
-    arguments, precision = elsewhere(args.config, folder, flags)
+    # Without --use_cpu transformers refuses bf16 on a machine that lacks such a GPU.
+    arguments = short_run_arguments(args.config, folder, *flags, "--use_cpu", "True")
     with preparing():
-        check_settings(arguments, weights=False)
-        report = record["forecast"] = forecast(arguments, gpus, precision)
+        check_settings(arguments)
+        report = record["forecast"] = forecast(arguments, gpus)
     rows = report["gpus"].values()
     of_rows = f", rows of {report['row_tokens']:,} tokens" if report["row_tokens"] else ""
     cells = [[f"memory of a step{of_rows}, GiB", *report["gpus"]]]

@@ -20,26 +20,19 @@ def resize_to_adapter(model: Any, folder: Path, tokenizer: Callable[[], Any]) ->
     An adapter that was saved without embeddings needs a row for each token that it trains and, as in PEFT's
     `AutoPeftModel`, for each token of the tokenizer in its folder.
     """
-    from torch import nn
-
-    rows, needed = model.get_input_embeddings().weight.shape[0], _saved_rows(model, folder)
-    lost = [] if needed else ["embeddings"]
-    if not needed:
+    rows, saved = model.get_input_embeddings().weight.shape[0], _saved_rows(model, folder)
+    needed = saved
+    if not saved:
         about = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         trained = about.get("trainable_token_indices") or ()
         indices = chain.from_iterable(trained.values()) if isinstance(trained, dict) else trained
-        beside = len(tokenizer()) if (folder / "tokenizer_config.json").is_file() else 0
-        needed = max(rows, beside, *(index + 1 for index in indices), 0)
+        of_tokenizer = len(tokenizer()) if (folder / "tokenizer_config.json").is_file() else 0
+        needed = max(rows, of_tokenizer, *(index + 1 for index in indices), 0)
     if needed == rows:
         return ""
-    others = {module: len(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    model.resize_token_embeddings(needed, mean_resizing=bool(lost))
-    others.pop(model.get_input_embeddings(), None)
-    # Gemma 4 has embeddings per layer too, which PEFT does not save.
-    if needed > rows and any(len(table.weight) != before for table, before in others.items()):
-        lost.append("embeddings per layer")
-    anew = f"; {' and '.join(lost)}: rows from {rows} on are drawn anew, as the adapter was saved without them"
-    return f"embeddings: {rows} rows -> {needed}, as many as the adapter was trained with{anew if lost else ''}"
+    model.resize_token_embeddings(needed, mean_resizing=not saved)
+    anew = "" if saved else f"; rows from {rows} on are drawn anew, as the adapter was saved without them"
+    return f"embeddings: {rows} rows -> {needed}, as many as the adapter was trained with{anew}"
 
 
 def _saved_rows(model: Any, folder: Path) -> int:

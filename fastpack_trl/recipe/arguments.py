@@ -10,7 +10,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
@@ -89,10 +89,8 @@ def parse(argv: Sequence[str], method: Method = SFT, *, may_launch: bool = True)
         ValueError: raised by the configuration classes for values that contradict each other.
     """
     paths, flags = split_off("config", argv)
-    if len(paths) > 1:
-        raise UserError(f"--config is given {len(paths)} times ({', '.join(paths)}): merge them into one file")
-    if paths == [""]:
-        raise UserError("--config needs a YAML file, e.g. --config sft.yaml")
+    if len(paths) > 1 or "" in paths:
+        raise UserError("--config must name one YAML file, e.g. --config sft.yaml")
     # Read before torch is imported: a typo shows at once, and `env` may hold what torch reads on import.
     path, config = "".join(paths), load_config(paths[0]) if paths else {}
     env = config.pop("env", {})
@@ -100,18 +98,20 @@ def parse(argv: Sequence[str], method: Method = SFT, *, may_launch: bool = True)
         raise UserError(
             f"{path}: env={short_repr(env)} must be a mapping of variables, e.g. `env: {{OMP_NUM_THREADS: 1}}`"
         )
+    if tool := tool_of(config):
+        raise UserError(f"{path} is a YAML of {tool}: `fastpack-trl convert {path}` writes it in our names")
     os.environ.update({str(name): str(value) for name, value in env.items()})
     with warnings.catch_warnings():
         # transformers 5.23 renames this field; TRL's SFTConfig sets it by default and documents the old name.
         warnings.filterwarnings("ignore", message="`gradient_checkpointing` is deprecated", category=FutureWarning)
-        parser, launcher = make_parser(method), _launch_parser(method)
-        words = list(_words_of(config, parser, launcher, path))
-        launch = _launch_options(words, parser, launcher, f"{path}: ")
-        launch_flags = _launch_options(flags, parser, launcher, "--")
+        parser = make_parser(method)
+        launcher = _launch_parser(parser)
+        words = _words_of(config, parser, launcher, path)
+        launch, launch_flags = _launch_words(words, parser, launcher, path), _launch_words(flags, parser, launcher)
         if launch_flags and not may_launch:
             raise UserError(
-                f"{' '.join(_as_words(launch_flags))}: this process is already running, so options of `accelerate "
-                "launch` have no effect here: give them to the launcher"
+                f"{' '.join(launch_flags)}: this process is already running, so options of `accelerate launch` have "
+                "no effect here: give them to the launcher"
             )
         try:
             with naming_keys(config):
@@ -125,7 +125,7 @@ def parse(argv: Sequence[str], method: Method = SFT, *, may_launch: bool = True)
                 "bf16=True needs a GPU that has bf16: set bf16: false and, on an older GPU, fp16: true; without a GPU "
                 "set use_cpu: true and bf16: false, or run on a GPU"
             ) from error
-    return Arguments(method, script, training, model, mixture, data, _as_words(launch | launch_flags), [*argv])
+    return Arguments(method, script, training, model, mixture, data, [*launch, *launch_flags], [*argv])
 
 
 def as_flags(values: Mapping[str, object]) -> list[str]:
@@ -158,138 +158,112 @@ def make_parser(method: Method = SFT, kinds: Sequence[Any] | None = None) -> Any
     return parser
 
 
-def _launch_parser(method: Method) -> _OneLine:
-    """Return a parser of the options of `accelerate launch` and of ``--accelerate_config``, which TRL adds."""
+def _launch_parser(parser: Any) -> Any:
+    """Return accelerate's parser of the options of `accelerate launch`, with the errors of `parser`."""
     from accelerate.commands.launch import launch_command_parser
 
-    parser = _OneLine(prog=f"fastpack-trl {method.command}", add_help=False, allow_abbrev=False)
-    parser.add_argument("--accelerate_config", "--accelerate-config", action="append", default=argparse.SUPPRESS)
-    for action in launch_command_parser()._actions:
-        if action.option_strings and action.dest not in _RESERVED_LAUNCH_OPTIONS:
-            name = next(option[2:] for option in action.option_strings if option.startswith("--"))
-            how: dict[str, Any] = {"action": "append", "type": action.type, "choices": action.choices}
-            how = {"action": "store_true"} if action.nargs == 0 else how
-            parser.add_argument(*action.option_strings, dest=name, default=argparse.SUPPRESS, **how)
-    return parser
+    launcher = launch_command_parser()
+    launcher.error = parser.error
+    launcher.add_argument("--accelerate_config", "--accelerate-config")  # TRL adds this one
+    launcher._actions = [action for action in launcher._actions if action.dest not in _RESERVED_LAUNCH_OPTIONS]
+    options = launcher._option_string_actions.items()
+    launcher._option_string_actions = {name: action for name, action in options if action in launcher._actions}
+    return launcher
 
 
 def _mapping(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        if isinstance(value := json.loads(text), dict):
+            return value
+        problem = "is not a mapping"
     except (ValueError, RecursionError) as error:
-        raise argparse.ArgumentTypeError(f"{short_repr(text)} is not JSON ({error}), e.g. '{{\"key\": 1}}'") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{short_repr(text)} is not a mapping, e.g. '{{\"key\": 1}}'")
-    return value
+        problem = f"is not JSON ({error})"
+    raise argparse.ArgumentTypeError(f"{short_repr(text)} {problem}, e.g. '{{\"key\": 1}}'")
 
 
 def _path_or_mapping(text: str) -> Any:
     return _mapping(text) if text.startswith("{") else text  # as transformers tests it
 
 
-def _words_of(config: Mapping[str, Any], parser: Any, launcher: _OneLine, path: str) -> Iterator[str]:
-    """Yield the YAML as words: ``{"packing": True, "lora_target_modules": ["q", "v"]}`` ->
-    ``--packing=True --lora_target_modules q v``.
+def _words_of(config: Mapping[str, Any], parser: Any, launcher: Any, path: str) -> list[str]:
+    """Return the YAML as words: ``{"packing": True, "lora_target_modules": ["q", "v"]}`` ->
+    ``["--packing=True", "--lora_target_modules", "q", "v"]``.
 
-    What a word cannot express, `null` and lists of fields that are single options, becomes a default of the parser,
-    as TRL does it.
+    What a word cannot express, `null`, mappings and other lists, becomes a default of the parser, as TRL does it.
     """
-    # Reversed so that the first action wins: `--no_x` has the same name as `--x`.
-    actions = {action.dest: action for action in reversed(parser._actions)}
-    for name in config:
-        if name not in actions and f"--{name}" not in launcher._option_string_actions:
-            _refuse_unknown(name, config, parser, launcher, path)
+    options, words = launcher._option_string_actions | parser._option_string_actions, list[str]()
     for name, value in config.items():
-        action, hint = actions.get(name), parser.hints.get(name, "")
-        if name == "datasets":
-            _check_datasets(value, path)
-            parser.set_defaults(datasets=value)
-        elif value is None and "None" not in hint:
-            pass  # not set
-        elif isinstance(value, dict) and "dict" in hint:
-            yield f"--{name}={json.dumps(value, default=str)}"
-        elif isinstance(value, list) and action is not None and action.nargs == "+":
-            if any(isinstance(item, list | dict) for item in value):
-                raise UserError(f"{path}: {name}={short_repr(value)} must be a list of single values")
-            yield from (f"--{name}", *map(str, value)) if value else ()
-        elif value is None or name == "fsdp" or (isinstance(value, list) and ("list" in hint or "tuple" in hint)):
-            parser.set_defaults(**{name: value})
+        if (action := options.get(f"--{name}")) is None:
+            _refuse_unknown(name, parser, launcher, path)
+        hint = parser.hints.get(action.dest, "")
+        if name == "datasets" and not (
+            isinstance(value, list) and all(isinstance(one, dict) and isinstance(one.get("path"), str) for one in value)
+        ):
+            raise UserError(
+                f"{path}: datasets={short_repr(value)} must be a list of entries, each as `- path: data.jsonl`"
+            )
+        if value is None and "None" not in hint:
+            continue  # not set
+        if isinstance(value, list) and action.nargs == "+" and name != "datasets":
+            words += [f"--{name}", *map(str, value)] if value else []
+        elif value is None or name == "fsdp" or (isinstance(value, list | dict) and type(value).__name__ in hint):
+            parser.set_defaults(**{action.dest: value})
         elif isinstance(value, list | dict):
             raise UserError(f"{path}: {name}={short_repr(value)} must be a single value")
-        elif action is None and launcher._option_string_actions[f"--{name}"].nargs == 0:
-            if not isinstance(value, bool):
-                raise UserError(f"{path}: {name}={short_repr(value)} must be true or false")
-            yield from [f"--{name}"] * value
         else:
-            yield f"--{name}={'no' if value is False and action and 'no' in (action.choices or ()) else value}"
+            words.append(f"--{name}={'no' if value is False and 'no' in (action.choices or ()) else value}")
+    return words
 
 
-def _check_datasets(entries: Any, path: str) -> None:
-    from trl.scripts.utils import DatasetConfig
-
-    known = [field.name for field in dataclasses.fields(DatasetConfig)]
-    for entry in entries if isinstance(entries, list) else [entries]:
-        for key in entry if isinstance(entry, dict) else ():
-            if key not in known:
-                near = did_you_mean(key, known)
-                raise UserError(f"{path}: datasets: unknown key {short_repr(key)}{near} ({', '.join(known)})")
-        if not isinstance(entry, dict) or not isinstance(entry.get("path"), str) or entry is entries:
-            raise UserError(
-                f"{path}: datasets={short_repr(entries)} must be a list of entries, each as `- path: data.jsonl`"
-            )
-
-
-def _refuse_unknown(name: str, config: Mapping[str, Any], parser: Any, launcher: _OneLine, path: str = "") -> NoReturn:
+def _refuse_unknown(word: str, parser: Any, launcher: Any, path: str) -> NoReturn:
     """Raise `UserError` for a key of the YAML `path`, or for a word of the command line."""
     from fastpack_trl.config import removal
 
-    if tool := tool_of(config):
-        raise UserError(f"{path} is a YAML of {tool}: `fastpack-trl convert {path}` writes it in our names")
-    if not path and not name.startswith("-"):
-        remedy = f"did you mean --config {name}?" if name.endswith((".yaml", ".yml")) else "options start with --"
-        raise UserError(f"unexpected argument {short_repr(name)}: {remedy}")
-    source, dashes, plain = f"{path}: " * bool(path), "--" * (not path), name.lstrip("-").replace("-", "_")
-    if gone := removal(plain):
+    if not path and not word.startswith("-"):
+        remedy = f"did you mean --config {word}?" if word.endswith((".yaml", ".yml")) else "options start with --"
+        raise UserError(f"unexpected argument {short_repr(word)}: {remedy}")
+    source, dashes = (f"{path}: ", "") if path else ("", "--")
+    name = word.lstrip("-").partition("=")[0].replace("-", "_")
+    if gone := removal(name):
         raise UserError(source + gone)
     known = {"env", *(action.dest for each in (parser, launcher) for action in each._actions)}
     known |= set() if path else {option[2:] for option in COMMAND_OPTIONS}
-    hint = f"; did you mean '{dashes}{other}'?" if (other := _OTHER_NAMES.get(plain)) in known else ""
-    hint = hint or did_you_mean(dashes + plain, (dashes + one for one in known))
+    hint = f"; did you mean '{dashes}{other}'?" if (other := _OTHER_NAMES.get(name)) in known else ""
+    hint = hint or did_you_mean(dashes + name, (dashes + one for one in known))
     hint = hint or f"; `{parser.prog} --help-all` lists the names"
-    raise UserError(f"{source}unknown {'key' if path else 'option'} {short_repr(name)}{hint}")
+    raise UserError(f"{source}unknown {'key' if path else 'option'} {short_repr(word.partition('=')[0])}{hint}")
 
 
-def _launch_options(words: Sequence[str], parser: Any, launcher: _OneLine, source: str) -> dict[str, Any]:
-    """Return the options of `accelerate launch` among words, by name; `source` begins the lines of errors."""
-    parser.source = launcher.source = source
-    options, unknown = launcher.parse_known_args(parser.parse_known_args(words)[1])
+def _launch_words(words: Sequence[str], parser: Any, launcher: Any, path: str = "") -> list[str]:
+    """Return the options of `accelerate launch` among the words of a YAML or of the command line, checked."""
+    parser.source = source = f"{path}: " if path else "--"
+    names, rest = split_off("accelerate_config", parser.parse_known_args(words)[1])
+    launch = [f"--config_file={_accelerate_file(names[-1])}"] if names else []
+    for word in rest:
+        option, _, value = word.partition("=")
+        action = launcher._option_string_actions.get(option)
+        if action is None or action.nargs != 0 or not value:
+            launch.append(word)
+        elif value.lower() in ("true", "false"):  # of a switch, which accelerate knows without a value
+            launch += [option] * (value.lower() == "true")
+        else:
+            raise UserError(f"{source}{option.lstrip('-')}={short_repr(value)} must be true or false")
+    options, unknown = launcher.parse_known_args(launch)
     if unknown:
-        _refuse_unknown(unknown[0].partition("=")[0], {}, parser, launcher)
+        _refuse_unknown(unknown[0], parser, launcher, path)
     for name in ("num_processes", "num_machines"):
-        if (count := getattr(options, name, [1])[-1]) < 1:  # accelerate silently trains in one process for these
+        if (count := getattr(options, name)) is not None and count < 1:  # accelerate silently trains in one process
             raise UserError(f"{source}{name}={count} must be >= 1")
-    return vars(options)
+    return launch
 
 
-def _as_words(options: Mapping[str, Any]) -> list[str]:
-    """Return options of `accelerate launch` as words, TRL's own accelerate configs by their path:
-    ``{"accelerate_config": ["zero2"], "multi_gpu": True}`` -> ``--config_file=.../zero2.yaml --multi_gpu``.
-    """
-    words = []
-    for name, values in options.items():
-        words += [f"--{name}"] if values is True else [f"--{name}={value}" for value in values]
-    if "accelerate_config" not in options:
-        return words
-    name = options["accelerate_config"][-1]
-    shipped = {
-        file.name[:-5]: str(file) for file in files("trl.accelerate_configs").iterdir() if file.name.endswith(".yaml")
-    }
+def _accelerate_file(name: str) -> str:
+    """Return the path of a configuration of accelerate: a file, or one that TRL ships, such as ``zero2``."""
     if Path(name).is_file():
-        if not name.endswith(".json"):
-            load_config(name)  # its errors are clearer than those of accelerate, which reads it later
-    elif name not in shipped:
+        return name
+    shipped = {Path(str(file)).stem: str(file) for file in files("trl.accelerate_configs").iterdir()}
+    if name not in shipped:
         raise UserError(
             f"accelerate_config={short_repr(name)} is neither a file nor one of {', '.join(sorted(shipped))}"
         )
-    words = [word for word in words if not word.startswith("--accelerate_config")]
-    return [f"--config_file={name if Path(name).is_file() else shipped[name]}", *words]
+    return shipped[name]

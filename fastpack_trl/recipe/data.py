@@ -32,22 +32,28 @@ def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
     from datasets.exceptions import DatasetsError
     from trl import get_dataset
 
-    check_data_exists(script, mixture)
+    names = _names(script, mixture)
+    if not all(names):
+        raise UserError(
+            "no data: set dataset_name (a hub name, a file such as data.jsonl, or a folder) or datasets (a list of "
+            "entries with path: ...)"
+        )
     if mixture.streaming and mixture.test_split_size is not None:
         raise UserError(f"test_split_size={mixture.test_split_size} needs streaming: false: a stream has no length")
+    entries = [_local_entry(entry) for entry in mixture.datasets]
+    source = None if entries else _source(names[0])
     try:
-        if mixture.datasets:
-            return get_dataset(replace(mixture, datasets=[_local_entry(entry) for entry in mixture.datasets]))
-        return _load_named(str(script.dataset_name), script.dataset_config, script.dataset_streaming)
+        if source is None:
+            return get_dataset(replace(mixture, datasets=entries))
+        return _load_named(names[0], *source, script.dataset_config, script.dataset_streaming)
     except (DatasetsError, ValueError, TypeError, OSError, StopIteration) as error:
-        names = _names(script, mixture)
-        fault = _first_fault(filter(_is_local, names)) or describe(error.__cause__ or error)
-        hint = "".join(did_you_mean_path(name) for name in names if not _is_local(name))
+        fault = _first_fault(names) or describe(error.__cause__ or error)
+        hint = "".join(did_you_mean_path(name) for name in names if not Path(name).expanduser().exists())
         raise UserError(f"data {short_repr(data_name(script, mixture))} cannot be loaded: {fault}{hint}") from error
 
 
 def _names(script: ScriptArguments, mixture: DatasetMixtureConfig) -> list[str]:
-    return [str(entry.path) for entry in mixture.datasets] or [str(script.dataset_name)]
+    return [str(entry.path) for entry in mixture.datasets] or [script.dataset_name or ""]
 
 
 def data_name(script: ScriptArguments, mixture: DatasetMixtureConfig) -> str:
@@ -55,53 +61,27 @@ def data_name(script: ScriptArguments, mixture: DatasetMixtureConfig) -> str:
     return ", ".join(_names(script, mixture))
 
 
-def check_data_exists(script: ScriptArguments, mixture: DatasetMixtureConfig) -> None:
-    """Check that data are named and that local ones can be read, without loading them; raise `UserError` if not."""
-    if not script.dataset_name and not mixture.datasets:
-        raise UserError(
-            "no data: set dataset_name (a hub name, a file such as data.jsonl, or a folder) or datasets (a list of "
-            "entries with path: ...)"
-        )
-    for entry in mixture.datasets:
-        _local_entry(entry)
-    if not mixture.datasets and _is_local(script.dataset_name):
-        _local_source(script.dataset_name)
+def _source(name: str) -> tuple[str, Any]:
+    """Return the path and the ``data_files`` with which `datasets.load_dataset` reads data.
 
-
-def _builder_of(path: str) -> str | None:
-    """Return the builder for a file name: ``"a/b.jsonl.gz"`` -> ``"json"``; None without the suffix of a data file."""
-    suffixes = [suffix.lower() for suffix in Path(path).suffixes]
+    ``"data.jsonl"`` -> ``("json", "data.jsonl")``; a folder of files, or a hub name -> ``(folder, None)``; a folder
+    made by `save_to_disk` -> ``("arrow", ...)``.
+    """
+    suffixes, path = [suffix.lower() for suffix in Path(name).suffixes], Path(name).expanduser()
     if suffixes and suffixes[-1] in _COMPRESSIONS:
         suffixes.pop()
-    return BUILDERS.get(suffixes[-1]) if suffixes else None
-
-
-def _is_local(name: str) -> bool:
-    return looks_local(name) or ("://" not in name and _builder_of(name) is not None)
-
-
-def _local_source(name: str) -> tuple[str, Any]:
-    """Return the builder and the ``data_files`` with which `datasets.load_dataset` reads local data.
-
-    ``"data.jsonl"`` -> ``("json", "data.jsonl")``; a folder of files -> ``(folder, None)``; a folder made by
-    `save_to_disk` -> ``("arrow", ...)``.
-    """
-    builder, path = _builder_of(name), Path(name).expanduser()
-    if any(mark in name for mark in "*?[") and builder is not None:
-        if not any(Path(path.anchor or ".").glob(str(path.relative_to(path.anchor)))):
-            raise UserError(f"no file matches {short_repr(name)} (looked in {Path.cwd()}): correct the pattern")
-        return builder, str(path)
-    if not path.exists():
-        raise UserError(f"data {short_repr(name)} does not exist{missing_hint(name)}")
+    builder = BUILDERS.get(suffixes[-1]) if suffixes else None
+    if "://" in name or not (looks_local(name) or builder):
+        return name, None
     if path.is_dir():
         saved = _saved_files(path)
         return ("arrow", saved) if saved else (str(path), None)
+    if not path.exists() and not any(Path(path.anchor or ".").glob(str(path.relative_to(path.anchor)))):
+        raise UserError(f"data {short_repr(name)} does not exist{missing_hint(name)}")
     if builder is None:
         raise UserError(
             f"data file {short_repr(name)} has no known suffix: use one of {', '.join(BUILDERS)}, or a folder"
         )
-    if path.stat().st_size == 0:
-        raise UserError(f"data file {short_repr(name)} is empty: write examples into it, or name another")
     return builder, str(path)
 
 
@@ -114,24 +94,21 @@ def _saved_files(folder: Path) -> Any:
     return None
 
 
-def _load_named(name: str, config: str | None, streaming: bool) -> Splits:
+def _load_named(name: str, source: str, files: Any, config: str | None, streaming: bool) -> Splits:
     import datasets
 
-    path = Path(name).expanduser()
-    if path.is_dir() and _saved_files(path):
-        # Read in place: the arrow builder would copy the files into the cache.
-        loaded = datasets.load_from_disk(str(path))
-        splits = loaded if isinstance(loaded, datasets.DatasetDict) else datasets.DatasetDict({"train": loaded})
-        return {key: split.to_iterable_dataset() for key, split in splits.items()} if streaming else splits
-    source, files = _local_source(name) if _is_local(name) else (name, None)
-    return datasets.load_dataset(source, name=config, data_files=files, streaming=streaming)
+    if source != "arrow" or files is None:
+        return datasets.load_dataset(source, name=config, data_files=files, streaming=streaming)
+    # Read in place: the arrow builder would copy the files into the cache.
+    loaded = datasets.load_from_disk(str(Path(name).expanduser()))
+    splits = loaded if isinstance(loaded, datasets.DatasetDict) else datasets.DatasetDict({"train": loaded})
+    return {key: split.to_iterable_dataset() for key, split in splits.items()} if streaming else splits
 
 
 def _local_entry(entry: Any) -> Any:
-    # `path` may also be the name of a builder ("json") beside `data_files`: nothing is left to find.
-    if entry.data_files is not None or entry.data_dir is not None or not _is_local(entry.path):
-        return entry
-    source, data_files = _local_source(entry.path)
+    if entry.data_files is not None or entry.data_dir is not None:
+        return entry  # `path` may also be the name of a builder ("json")
+    source, data_files = _source(entry.path)
     return replace(entry, path=source, data_files=data_files)
 
 

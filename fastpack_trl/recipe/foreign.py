@@ -110,13 +110,12 @@ def convert(config: Mapping[str, Any], folder: Path) -> Converted:
     if not tool:
         raise UserError(f"this YAML is none of {', '.join(_SIGNS)}: its keys are {', '.join(list(config)[:8])}")
     given = {key: value for key, value in _flat(config).items() if value not in (None, "", "auto", [], {})}
-    out = Converted(tool)
-    values: dict[str, Any] = {"lora_dropout": 0.0}  # TRL's default is 0.05
     kind = str(given.pop("rl", given.pop("stage", "sft")))
     command = {"pt": "sft", "rm": "reward", "ipo": "dpo"}.get(kind, kind)
     if command not in METHODS:
         raise UserError(f"{kind!r} training has no command here: there are {', '.join(METHODS)}")
-    out.method = METHODS[command]
+    out = Converted(tool, METHODS[command], {"lora_dropout": 0.0})  # TRL's default is 0.05
+    values = out.values
     values |= {"loss_type": ["ipo"]} if kind == "ipo" else {}
     if tool == "LLaMA-Factory" and given.pop("finetuning_type", "lora") == "lora":
         rank = given.setdefault("lora_rank", 8)
@@ -124,81 +123,55 @@ def convert(config: Mapping[str, Any], folder: Path) -> Converted:
     if tool == "Unsloth" and not given.pop("full_finetuning", False) and ("r" in given or given.get("load_in_4bit")):
         values["use_peft"] = True
     learns_prompts = bool(given.pop("train_on_inputs", given.pop("train_on_prompt", kind == "pt")))
-    values |= _per_epoch(given)
-    if tool == "Axolotl" and "datasets" in given:
-        values |= _axolotl_data(given.pop("datasets"), out, learns_prompts)
-    if tool == "LLaMA-Factory" and "dataset" in given:
-        values |= _llama_factory_data(given, out, folder, learns_prompts)
-    own = {one.name for kind in out.method.dataclasses() for one in fields(kind)} | {"datasets"}
+    for when in ("eval", "save"):  # steps below 1 are a part of all steps
+        if count := given.pop(f"{when}s_per_epoch", None):
+            steps = {f"{when}_strategy": "steps", f"{when}_steps": 1 / (count * float(given.get("num_epochs", 1)))}
+            values |= {f"{when}_strategy": "epoch"} if count == 1 else steps
+    if tool != "Unsloth":
+        _add_data(given, out, folder, learns_prompts)
+    known = {one.name for kind in out.method.dataclasses() for one in fields(kind)} | {"datasets"}
     for key, value in given.items():
         to = _KEYS[tool].get(key, "warmup_steps" if key == "warmup_ratio" else key)
         if callable(to):
             values |= to(value)
-        elif to in own and key != "attn_implementation":
+        elif to in known and key != "attn_implementation":
             values[to] = value
         else:
-            known = key in _CHECKPOINT_HAS
-            out.left_out[key] = "the checkpoint has it" if known else f"{short_repr(value)} has no equivalent"
+            has = key in _CHECKPOINT_HAS
+            out.left_out[key] = "the checkpoint has it" if has else f"{short_repr(value)} has no equivalent"
     if not values.get("test_split_size"):  # nothing to evaluate on
         for name in ("test_split_size", "eval_strategy", "eval_steps", "eval_packing"):
             values.pop(name, None)
     if not values.get("use_peft"):
         values.pop("lora_dropout")
-    out.values = values
     return out
 
 
-def _per_epoch(given: dict[str, Any]) -> dict[str, Any]:
-    """Take Axolotl's ``saves_per_epoch``: a strategy by epochs, or steps below 1, which are a part of all steps."""
-    values: dict[str, Any] = {}
-    for when in ("eval", "save"):
-        if count := given.pop(f"{when}s_per_epoch", None):
-            values[f"{when}_strategy"] = "epoch" if count == 1 else "steps"
-            values |= {} if count == 1 else {f"{when}_steps": 1 / (count * float(given.get("num_epochs", 1)))}
-    return values
-
-
-def _axolotl_data(entries: list[dict[str, Any]], out: Converted, learns_prompts: bool) -> dict[str, Any]:
-    formats: set[str] = set()
-    values: dict[str, Any] = {"datasets": [{k: v for k, v in one.items() if k in _DATA_KEYS} for one in entries]}
-    for one in entries:
-        kind = str(one.get("type", "chat_template"))
-        role = one.get("message_field_role", (one.get("message_property_mappings") or {}).get("role"))
-        if kind == "completion":
-            values["dataset_text_field"] = one.get("field", "text")
-        is_sharegpt = "sharegpt" in kind or role == "from"
-        formats.add("alpaca" if kind.startswith("alpaca") else "sharegpt" if is_sharegpt else "")
-        for key, own in (("field_messages", "messages" if out.method is SFT else "prompt"), ("field_chosen", "chosen")):
-            if one.get(key, own) not in (own, "conversations"):
-                out.left_out[f"datasets {key}"] = f"rename the column {one[key]!r} to {own!r}"
-    return values | _format(formats, out, learns_prompts or "dataset_text_field" in values)
-
-
-def _llama_factory_data(given: dict[str, Any], out: Converted, folder: Path, learns_prompts: bool) -> dict[str, Any]:
-    names, place, most = given.pop("dataset"), given.pop("dataset_dir", "data"), given.pop("max_samples", None)
-    files = [at / place / "dataset_info.json" for at in (Path.cwd(), folder)]
-    table = next((file for file in files if file.is_file()), None)
-    info: dict[str, Any] = json.loads(table.read_text(encoding="utf-8")) if table else {}
-    entries, formats = [], set()
-    for name in [one.strip() for one in names.split(",")] if isinstance(names, str) else names:
-        about = info.get(name, {})
-        if not about:
-            out.left_out[f"dataset {name}"] = f"name its file or hub name: no {place}/dataset_info.json here has it"
-        local = about.get("file_name")
-        path = str(table.parent / local) if table and local else about.get("hf_hub_url", name)
-        entries.append({"path": path} | ({"split": f"train[:{most}]"} if most else {}))
-        formats.add(about.get("formatting", "alpaca"))
-        if "columns" in about or "tags" in about:
-            out.left_out[f"columns of {name}"] = f"{short_repr(about.get('columns') or about['tags'])}: rename them"
-    return {"datasets": entries} | _format(formats, out, learns_prompts)
-
-
-def _format(formats: set[str], out: Converted, learns_prompts: bool) -> dict[str, Any]:
-    """Return the format of all data, and which tokens the loss counts."""
-    if len(formats) > 1:
+def _add_data(given: dict[str, Any], out: Converted, folder: Path, learns_prompts: bool) -> None:
+    """Take the data sets of Axolotl or LLaMA-Factory: their paths, their format, and which tokens the loss counts."""
+    entries, kinds = given.pop("datasets", []), set[str]()
+    if names := given.pop("dataset", ""):
+        place, most = given.pop("dataset_dir", "data"), given.pop("max_samples", None)
+        files = [at / place / "dataset_info.json" for at in (Path.cwd(), folder)]
+        table = next((file for file in files if file.is_file()), None)
+        info: dict[str, Any] = json.loads(table.read_text(encoding="utf-8")) if table else {}
+        for name in [one.strip() for one in names.split(",")] if isinstance(names, str) else names:
+            about = {"formatting": "alpaca", "hf_hub_url": name} | info.get(name, {})
+            if name not in info:
+                out.left_out[f"dataset {name}"] = f"name its file or hub name: no {place}/dataset_info.json here has it"
+            path = str(table.parent / about["file_name"]) if table and "file_name" in about else about["hf_hub_url"]
+            entry = {"path": path, "type": about["formatting"]} | ({"split": f"train[:{most}]"} if most else {})
+            entries.append(entry | {key: about[key] for key in ("columns", "tags") if key in about})
+    for entry in entries:
+        kinds.add(str(entry.get("type", "")).partition(".")[0])
+        for key in sorted(entry.keys() - _DATA_KEYS - {"type"}):
+            out.left_out[f"datasets {key}"] = f"{short_repr(entry[key])}: rename the columns in the data"
+    if entries:
+        out.values["datasets"] = [{key: one[key] for key in one if key in _DATA_KEYS} for one in entries]
+    if len(kinds) > 1:
         out.left_out["datasets type"] = "several formats: convert them to one, e.g. a column `messages`"
-    name = next(iter(sorted(formats)), "")
-    values: dict[str, Any] = {"dataset_format": name} if name and len(formats) == 1 else {}
-    if out.method is SFT and learns_prompts == (name == "alpaca"):
-        values["completion_only_loss" if name == "alpaca" else "assistant_only_loss"] = not learns_prompts
-    return values
+    alpaca = kinds == {"alpaca"}
+    if alpaca or kinds == {"sharegpt"}:
+        out.values["dataset_format"] = "alpaca" if alpaca else "sharegpt"
+    if out.method is SFT and kinds != {"completion"} and learns_prompts == alpaca:
+        out.values["completion_only_loss" if alpaca else "assistant_only_loss"] = not learns_prompts

@@ -52,16 +52,6 @@ def reshape(split: Any, name: str, wanted: str) -> Any:
     return split.map(to, remove_columns=columns)
 
 
-def format_of(row: Row) -> str:
-    """Return the format of a row that TRL would misread; ``as_is`` for all others."""
-    match row:
-        case {"instruction": _, "output": _}:
-            return ALPACA
-        case {"conversations": [{"from": "human" | "gpt"}, *_]}:
-            return SHAREGPT
-    return AS_IS
-
-
 def _alpaca(row: Row) -> dict[str, Any]:
     turns = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     request = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))

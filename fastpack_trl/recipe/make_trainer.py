@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,18 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastpack_trl.errors import (
-    DataError,
-    UserError,
-    describe,
-    did_you_mean,
-    naming_keys,
-    preparing,
-    short_repr,
-)
+from fastpack_trl.errors import DataError, UserError, describe, naming_keys, preparing, short_repr
 from fastpack_trl.recipe.arguments import Arguments, as_flags, parse, split_off
-from fastpack_trl.recipe.data import check_data_exists, data_name, load_data
-from fastpack_trl.recipe.formats import AS_IS, format_of, reshape
+from fastpack_trl.recipe.data import data_name, load_data
+from fastpack_trl.recipe.formats import reshape
 from fastpack_trl.recipe.methods import METHODS, SFT, Method, made_for, method_of
 from fastpack_trl.recipe.paths import did_you_mean_path, model_folder
 from fastpack_trl.recipe.yaml import load_config
@@ -31,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import TrainerCallback
 
 _OVERLONG = "get_soft_overlong_punishment"
-_REWARDS_OF_TRL = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", _OVERLONG)
+_REWARDS_OF_TRL = f"accuracy_reward, reasoning_accuracy_reward, think_format_reward, {_OVERLONG}"
 _REPORTERS = {"clearml", "codecarbon", "comet_ml", "dvclive", "mlflow", "neptune", "swanlab", "trackio", "wandb"}
 """Targets of `report_to` that are names of packages."""
 _HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -81,16 +72,9 @@ def make_trainer(
     check_settings(arguments)
     of_method: dict[str, Any] = {"reward_funcs": _load_rewards(script)} if method.scores_rewards else {}
     splits, name = load_data(script, arguments.mixture), data_name(script, arguments.mixture)
-    split_names = {"train": ("dataset_train_split", script.dataset_train_split)}
-    if training.eval_strategy != "no":
-        split_names["eval"] = ("dataset_test_split", script.dataset_test_split)
+    roles = ("train",) if training.eval_strategy == "no" else ("train", "eval")
     with naming_data(name):
-        data = {
-            role: reshape(_take_split(splits, split, field), role, arguments.data.dataset_format)
-            for role, (field, split) in split_names.items()
-        }
-        for role, split in data.items():
-            row = _check_columns(split, role, training, method)
+        data = {role: _take_split(splits, role, arguments) for role in roles}
     given = dict(training.model_init_kwargs or {})
     training.model_init_kwargs = {
         "revision": model.model_revision, "trust_remote_code": training.trust_remote_code,
@@ -112,7 +96,8 @@ def make_trainer(
             **of_method,
         )
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-    if not {"input_ids", "chosen_ids"} & set(row) and not tokenizer("text", add_special_tokens=False)["input_ids"]:
+    is_tokenized = {"input_ids", "chosen_ids"} & next(iter(data["train"])).keys()
+    if not is_tokenized and not tokenizer("text", add_special_tokens=False)["input_ids"]:
         # transformers makes an empty one for some families if its files are missing
         raise UserError(f"the tokenizer of {model.model_name_or_path!r} gives no tokens: its files are missing there")
     if method.command == "dpo" and script.ignore_bias_buffers:
@@ -124,11 +109,8 @@ def make_trainer(
     return trainer
 
 
-def check_settings(arguments: Arguments, *, weights: bool = True) -> None:
+def check_settings(arguments: Arguments) -> None:
     """Check what can be checked without reading data or weights; normalize the model's name and the resume folder.
-
-    Args:
-        weights: check also that the data are there.
 
     Raises:
         UserError: names the setting, its value and the fix.
@@ -137,17 +119,12 @@ def check_settings(arguments: Arguments, *, weights: bool = True) -> None:
     for field in ("load_in_4bit", "load_in_8bit"):
         if getattr(model, field) and find_spec("bitsandbytes") is None:
             raise UserError(f"{field}=True needs bitsandbytes: pip install 'fastpack-trl[qlora]'")
-    # These two would fail only after the weights are loaded.
-    for name in training.report_to:
+    for name in training.report_to:  # transformers raises for it after the weights are loaded
         if name in _REPORTERS and find_spec(name) is None:
             raise UserError(f"report_to={name!r} is not installed: pip install {name}, or set report_to: none")
-    if training.eval_on_start and training.eval_strategy == "no":
-        raise UserError("eval_on_start=True evaluates nothing: set eval_strategy to steps or epoch, or leave it out")
     if model.use_peft and arguments.method.command == "reward" and model.lora_task_type != "SEQ_CLS":
         raise UserError(f"lora_task_type={model.lora_task_type!r} is for language models: a reward model needs SEQ_CLS")
     _check_paths(training)
-    if weights:
-        check_data_exists(arguments.script, arguments.mixture)
     if not model.model_name_or_path:
         raise UserError("no model: set model_name_or_path to a hub name such as Qwen/Qwen3-0.6B or to a folder")
     model.model_name_or_path = model_folder("model_name_or_path", model.model_name_or_path)
@@ -167,8 +144,7 @@ def _check_paths(training: Any) -> None:
         resume = training.resume_from_checkpoint = str(resume).lower() == "true"
     if isinstance(resume, str) and not Path(resume).is_dir():
         raise UserError(f"resume_from_checkpoint={resume!r} is not a folder: name a checkpoint-N folder, or true")
-    folders = (path.name for path in Path(output).glob("checkpoint-*"))
-    if resume is True and not any(re.fullmatch(r"checkpoint-\d+", name) for name in folders):
+    if resume is True and not any(Path(output).glob("checkpoint-[0-9]*")):
         raise UserError(f"resume_from_checkpoint=True, but output_dir={output!r} has no checkpoint-N folder: remove it")
     choose_checkpoint(resume, output)  # the choice is reported when training starts
 
@@ -191,8 +167,8 @@ def check_model(
     try:
         config = AutoConfig.from_pretrained(name, **options)
     except (OSError, ValueError) as error:
-        meant = "" if Path(name).exists() else did_you_mean_path(name)
-        raise UserError(f"{option} {name!r} cannot be used: {describe(error)}{meant}") from error
+        hint = "" if Path(name).exists() else did_you_mean_path(name)
+        raise UserError(f"{option} {name!r} cannot be used: {describe(error)}{hint}") from error
     heads = (*_HEADS, "ForSequenceClassification") if method.command == "reward" else _HEADS
     kind = (config.architectures or ["a model without a head"])[0]
     # A class that comes with the checkpoint may have any name; its `auto_map` names its kind.
@@ -203,38 +179,37 @@ def check_model(
         )
 
 
-def _take_split(splits: Mapping[str, Any], name: str, field: str) -> Any:
-    """Return the split that `field` names; raise `UserError` if it is missing or empty."""
-    if name not in splits:
-        fix = ", or eval_strategy to 'no'" if field == "dataset_test_split" else ""
+def _take_split(splits: Mapping[str, Any], role: str, arguments: Arguments) -> Any:
+    """Return the split to train or evaluate on.
+
+    Raises:
+        UserError: it is missing or empty.
+        DataError: the method does not train on its columns; with the fix.
+    """
+    field = f"dataset_{role.replace('eval', 'test')}_split"
+    if (name := getattr(arguments.script, field)) not in splits:
         raise UserError(
-            f"{field}={short_repr(name)}: the data have no such split: set it to one of {', '.join(splits)}{fix}"
+            f"{field}={short_repr(name)}: the data have no such split: set it to one of {', '.join(splits)}"
         )
-    split = splits[name]
-    if next(iter(split), None) is None:
+    if next(iter(splits[name]), None) is None:
         raise UserError(f"{field}={short_repr(name)}: the split is empty: check the file, or choose another split")
-    return split
-
-
-def _check_columns(split: Any, role: str, training: Any, method: Method) -> Mapping[str, Any]:
-    """Return the first example; raise `DataError` with the fix if `method` does not train on its columns."""
-    row: Mapping[str, Any] = next(iter(split))
+    split = reshape(splits[name], role, arguments.data.dataset_format)
+    training, method, row = arguments.training, arguments.method, next(iter(split)).keys()
     kinds = method.columns
     if method is SFT:
         if (training.dataset_kwargs or {}).get("skip_prepare_dataset"):
-            return row
+            return split
         kinds = (*(kind for kind in kinds if kind != ("text",)), (training.dataset_text_field,))
-    command, found = made_for(row), format_of(row)
-    if any(set(kind) <= set(row) for kind in kinds):
-        return row
-    data = f"the {role} data set has the columns {', '.join(row)}"
-    if found != AS_IS:
-        raise DataError(f"{data}, in the format of {found.title()}: dataset_format: {found} reads them")
+    if any(set(kind) <= row for kind in kinds):
+        return split
+    data, command = f"the {role} data set has the columns {', '.join(row)}", made_for(row)
+    if {"instruction", "output"} <= row:
+        raise DataError(f"{data}, in the format of Alpaca: dataset_format: alpaca reads them")
     if command not in ("", method.command):
         raise DataError(f"{data}, which are for {METHODS[command].what}: `fastpack-trl {command}` trains on them")
     needs = ", or ".join(" and ".join(kind) for kind in kinds)
-    field = f", or set dataset_text_field (now {training.dataset_text_field!r})" if method is SFT else ""
-    raise DataError(f"{data}: {method.command} needs {needs}: rename them{field}")
+    text = f", or set dataset_text_field (now {training.dataset_text_field!r})" if method is SFT else ""
+    raise DataError(f"{data}: {method.command} needs {needs}: rename them{text}")
 
 
 @contextmanager
@@ -252,26 +227,16 @@ def _load_rewards(script: Any) -> list[str | Callable[..., Any]]:
     Raises:
         UserError: none is named, or a name that leads to no function.
     """
-    model = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
+    model, known = script.reward_model_name_or_path, f"{_REWARDS_OF_TRL}, or functions of yours (my_module.reward)"
     if not model and not script.reward_funcs:
-        raise UserError(
-            f"no reward: set reward_funcs to some of {', '.join(_REWARDS_OF_TRL)} or to functions of yours "
-            "(my_module.reward), or reward_model_name_or_path to a model"
-        )
-    folders = [model_folder("reward_model_name_or_path", name) for name in model]
-    return [*folders, *map(_reward_function, script.reward_funcs or ())]
-
-
-def _reward_function(name: str) -> Callable[..., Any]:
-    module, _, function = name.rpartition(".")
-    if not module and name not in _REWARDS_OF_TRL:
-        meant = did_you_mean(name, _REWARDS_OF_TRL)
-        raise UserError(
-            f"reward_funcs={name!r} is not one of {', '.join(_REWARDS_OF_TRL)}{meant}; yours: my_module.{name}"
-        )
+        raise UserError(f"no reward: set reward_funcs to some of {known}, or reward_model_name_or_path to a model")
+    rewards: list[Any] = [model_folder("reward_model_name_or_path", model)] if model else []
     sys.path.insert(0, str(Path.cwd()))  # as TRL's scripts do
-    try:
-        reward: Callable[..., Any] = getattr(import_module(module or "trl.rewards"), function)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"reward_funcs={name!r}: {describe(error)}: name a function by its module") from error
-    return reward(max_completion_len=1280, soft_punish_cache=256) if name == _OVERLONG else reward
+    for name in script.reward_funcs or ():
+        module, _, function = name.rpartition(".")
+        try:
+            reward = getattr(import_module(module or "trl.rewards"), function)
+        except (ImportError, AttributeError) as error:
+            raise UserError(f"reward_funcs={name!r}: {describe(error)}: name some of {known}") from error
+        rewards.append(reward(max_completion_len=1280, soft_punish_cache=256) if name == _OVERLONG else reward)
+    return rewards

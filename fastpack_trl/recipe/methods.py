@@ -25,19 +25,21 @@ class Method:
     @property
     def trainer(self) -> Any:
         """The class of the trainer: imported here, which takes seconds."""
-        return self._of_package("Trainer")
+        return self.classes[0]
 
     @property
     def classes(self) -> tuple[Any, Any]:
         """Our trainer and its configuration."""
-        return self.trainer, self._of_package("Config")
+        return self._classes("fastpack_trl", "Fast")
 
     @property
     def of_trl(self) -> tuple[Any, Any]:
         """TRL's own trainer and configuration."""
-        import trl
+        return self._classes("trl")
 
-        return getattr(trl, f"{self.prefix}Trainer"), getattr(trl, f"{self.prefix}Config")
+    def _classes(self, package: str, start: str = "") -> tuple[Any, Any]:
+        module, name = import_module(package), start + self.prefix
+        return getattr(module, f"{name}Trainer"), getattr(module, f"{name}Config")
 
     @property
     def scores_rewards(self) -> bool:
@@ -50,12 +52,7 @@ class Method:
 
         of_trl = import_module(f"trl.scripts.{self.command}")
         script = getattr(of_trl, f"{self.prefix}ScriptArguments", ScriptArguments)  # GRPO and RLOO name rewards
-        return [script, self._of_package("Config"), ModelConfig, DatasetMixtureConfig, DataArguments]
-
-    def _of_package(self, kind: str) -> Any:
-        import fastpack_trl
-
-        return getattr(fastpack_trl, f"Fast{self.prefix}{kind}")
+        return [script, self.classes[1], ModelConfig, DatasetMixtureConfig, DataArguments]
 
 
 _TEXTS = (("messages",), ("conversations",), ("text",), ("prompt", "completion"), ("input_ids",))
@@ -83,10 +80,10 @@ def method_of(keys: Iterable[str], named: str | None = None) -> Method:
         raise UserError(
             f"--trainer {named!r} does not exist{did_you_mean(named, METHODS)} (trainers: {', '.join(METHODS)})"
         )
-    given = set(keys)
+    keys = set(keys)
 
     def known(method: Method) -> int:
-        return len(given & {own.name for kind in method.dataclasses() for own in fields(kind)})
+        return len(keys & {own.name for kind in method.dataclasses() for own in fields(kind)})
 
     return METHODS[named] if named else max(METHODS.values(), key=known)
 

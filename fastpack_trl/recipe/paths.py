@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
-from fastpack_trl.errors import UserError, nearest, short_repr
+from fastpack_trl.errors import UserError, did_you_mean, short_repr
 
 _QUICKSTART = Path("quickstart-output")
 """``configs/quickstart.yaml`` names ``model`` and ``data`` in it, which a command makes."""
@@ -21,14 +21,12 @@ def configs_folder() -> Path:
 
 def write_new_file(file: Path, text: str, *, force: bool) -> None:
     """Write `text` to the value of ``--output``; raise `UserError` if that is not possible or not wanted."""
-    if file.is_dir():
-        raise UserError(f"--output {file} is a folder: name a file, e.g. {file / 'sft.yaml'}")
+    from fastpack_trl.measure.record import check_writable
+
+    check_writable(file, "--output")
     if file.exists() and not force:
         raise UserError(f"{file} exists: --force replaces it, --output names another file")
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--output {file} cannot be written: {error.strerror or error}; name another file") from error
+    file.write_text(text, encoding="utf-8")
 
 
 def add_json(parser: ArgumentParser, what: str) -> None:
@@ -69,24 +67,15 @@ def missing_hint(name: str) -> str:
     """Return where a local path was looked for, and a suggestion: ``" (looked for /a/b)"``."""
     path = Path(name).expanduser()
     made = path.parts[:2] in ((_QUICKSTART.name, "model"), (_QUICKSTART.name, "data"))
-    meant = "; 'fastpack-trl init quickstart' makes it" if made else did_you_mean_path(name)
-    return f" (looked for {path.absolute()}){meant}"
+    hint = "; 'fastpack-trl init quickstart' makes it" if made else did_you_mean_path(name)
+    return f" (looked for {path.absolute()}){hint}"
 
 
 def did_you_mean_path(name: str) -> str:
-    """Return ``"; did you mean 'quickstart-output/model'?"``; empty if no name is similar."""
+    """Return ``"; did you mean 'quickstart-output/model'?"``; empty if no name in its folder is similar."""
     path = Path(name).expanduser()
-    there = Path(path.anchor or ".")
-    try:
-        for part in path.parts[bool(path.anchor) :]:  # corrected from the first folder on
-            if not (there / part).exists():
-                part = next(iter(nearest(part, (child.name for child in there.iterdir()))), "")
-                if not part:
-                    return ""
-            there /= part
-    except OSError:  # not a folder, or one that may not be listed
-        return ""
-    return "" if there == path else f"; did you mean {str(there)!r}?"
+    siblings = [str(sibling) for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
+    return did_you_mean(str(path), siblings)
 
 
 def model_folder(option: str, name: str, needs: str = "config.json") -> str:
@@ -101,11 +90,10 @@ def model_folder(option: str, name: str, needs: str = "config.json") -> str:
         raise UserError(f"{option} {short_repr(name)} is not a folder{missing_hint(name)}")
     if (folder / needs).is_file():
         return str(folder)
-    if inside := sorted(folder.glob(f"*/{needs}")):
-        raise UserError(f"{option} {short_repr(name)} has no {needs}; did you mean {str(inside[0].parent)!r}?")
-    fix = "name a folder that has one, or a hub name"
+    inside = sorted(folder.glob(f"*/{needs}"))
+    fix = f"did you mean {str(inside[0].parent)!r}?" if inside else "name a folder that has one, or a hub name"
     if (folder / "adapter_config.json").is_file():
-        also = f"or the folder that `fastpack-trl merge {name}` writes"
-        also = "and give this folder to --adapter" if option == "--model" else also
-        fix = f"it is a PEFT adapter: name its base model, {also}"
+        use = f"or the folder that `fastpack-trl merge {name}` writes"
+        use = "and give this folder to --adapter" if option == "--model" else use
+        fix = f"it is a PEFT adapter: name its base model, {use}"
     raise UserError(f"{option} {short_repr(name)} has no {needs}: {fix}")

@@ -9,8 +9,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainerCallback
+
+from fastpack_trl.callbacks import MeasuredRate
+from fastpack_trl.callbacks.save_report import FILE
 from fastpack_trl.errors import TerminatedError, naming_keys, preparing
 from fastpack_trl.model.preflight import newest_checkpoint
 from fastpack_trl.recipe.arguments import Arguments, parse, split_off
@@ -18,8 +24,14 @@ from fastpack_trl.recipe.data import data_name
 from fastpack_trl.recipe.make_trainer import make_trainer, naming_data
 from fastpack_trl.recipe.methods import SFT, Method
 
-if TYPE_CHECKING:
-    from transformers import TrainerCallback
+
+class _Progress(TrainerCallback):
+    """Knows when the preparation is done and the steps begin."""
+
+    has_begun = False
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.has_begun = True
 
 
 def train(argv: Sequence[str], method: Method = SFT, *, callbacks: Sequence[TrainerCallback] | None = None) -> Any:
@@ -49,12 +61,11 @@ def train_parsed(arguments: Arguments, callbacks: Sequence[TrainerCallback] | No
         training.enable_jit_checkpoint = True  # processes of one run would end in different steps
     with _nothing_left_behind(Path(str(training.output_dir))), naming_keys(vars(training)):
         with preparing():
-            trainer = make_trainer(arguments, callbacks)
-        progress = _progress()
-        trainer.add_callback(progress)
+            progress = _Progress()
+            trainer = make_trainer(arguments, [*(callbacks or ()), progress])
         # Resuming and the packing check are part of the preparation; a failing step keeps its traceback.
         with (
-            preparing(finished=lambda: progress.training),
+            preparing(finished=lambda: progress.has_begun),
             naming_data(data_name(arguments.script, arguments.mixture)),
             _noting_sigterm() as received,
         ):
@@ -115,25 +126,16 @@ def _finish(trainer: Any, arguments: Arguments) -> None:
 
 def _last_line(trainer: Any) -> str:
     """Return the last line of a run: losses, tokens per second, peak memory, what TRL ran, and the report's path."""
-    import torch
-
-    from fastpack_trl.callbacks import MeasuredRate
-    from fastpack_trl.callbacks.save_report import FILE
-
-    run, rate = trainer.fastpack_run, trainer.fastpack_run.get_state(MeasuredRate)
-    logged = {name: value for row in trainer.state.log_history for name, value in row.items()}
-    parts = []
+    run, parts = trainer.fastpack_run, []
     for name, key in (("loss", "loss"), ("held-out loss", "eval_loss")):
         losses = [row[key] for row in trainer.state.log_history if key in row]
         parts += [f"{name} {losses[0]:.3f} -> {losses[-1]:.3f}"] if len(losses) > 1 else []
-    if rate is not None and rate.per_second:
+    if (rate := run.get_state(MeasuredRate)) is not None and rate.per_second:
         parts.append(f"{rate.per_second:,.0f} tokens/s")
-    elif logged.get("train_runtime") and logged.get("num_tokens"):
-        parts.append(f"{logged['num_tokens'] / logged['train_runtime']:,.0f} tokens/s, its start included")
     if torch.cuda.is_available():
         parts.append(f"peak memory {torch.cuda.max_memory_reserved() / 2**30:.1f} GiB")
-    stock = [line.feature for line in run.report if line.status == "stock"]
-    parts.append(f"as stock: {', '.join(stock)}" if stock else "nothing fell back to stock")
+    stock = ", ".join(line.feature for line in run.report if line.status == "stock")
+    parts.append(f"as stock: {stock}" if stock else "nothing fell back to stock")
     report = Path(str(trainer.args.output_dir)) / FILE
     return "; ".join([*parts, *[f"report: {report}"] * report.is_file()])
 
@@ -144,24 +146,9 @@ def _release_ddp(trainer: Any) -> None:
     Freed after the group, it is the group's last owner. Its destructor (torch 2.13, gloo) then waits for the group's
     thread with the GIL held, and that thread waits for the GIL: the process never ends.
     """
-    from torch.nn.parallel import DistributedDataParallel
-
     if isinstance(trainer.model_wrapped, DistributedDataParallel):
         trainer.model_wrapped = trainer.model
         trainer.accelerator.free_memory()
-
-
-def _progress() -> Any:
-    """Return a callback whose ``training`` becomes True when the preparation is done and the steps begin."""
-    from transformers import TrainerCallback
-
-    class Progress(TrainerCallback):
-        training = False
-
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            self.training = True
-
-    return Progress()
 
 
 @contextmanager

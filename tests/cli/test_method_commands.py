@@ -127,9 +127,9 @@ WRONG: list[tuple[str, Mapping[str, object], Mapping[str, Any], str]] = [
     ("dpo", PAIR | {"chosen": 5}, {}, "it holds {'chosen': 5"),
     ("kto", ROWS["kto"] | {"label": "no"}, {}, "row 0 of the train data set"),
     ("grpo", GRPO, {"reward_funcs": ...}, "no reward: set reward_funcs to some of accuracy_reward"),
-    ("grpo", GRPO, {"reward_funcs": ["acuracy_reward"]}, "'acuracy_reward' is not one of accuracy_reward"),
+    ("grpo", GRPO, {"reward_funcs": ["acuracy_reward"]}, "no attribute acuracy_reward: name some of accuracy_reward"),
     ("grpo", GRPO, {"reward_funcs": ["rewards_of_a_user.leters"]}, "has no attribute 'leters'"),
-    ("grpo", GRPO, {"reward_funcs": ["absent.letters"]}, "No module named 'absent': name a function by its module"),
+    ("grpo", GRPO, {"reward_funcs": ["absent.letters"]}, "No module named 'absent': name some of accuracy_reward"),
     ("reward", PAIR, {"use_peft": True, "lora_task_type": "CAUSAL_LM"}, "a reward model needs SEQ_CLS"),
     ("dpo", PAIR, {"model_name_or_path": "classifier"}, "(DPO) needs a causal language model (...ForCausalLM)"),
 ]

@@ -194,13 +194,13 @@ def test_env_is_set_and_launch_options_are_split_off(material: Material, monkeyp
         "env: {FASTPACK_TEST_VARIABLE: 7}\nnum_processes: 2\nmulti_gpu: true\nquiet: false\naccelerate_config: zero2\n"
     )
     path = str(material.yaml(text=text))
-    flags = "--mixed_precision=no --main_process_port 29511 --no-tpu-cluster --packing --accelerate-config zero3"
+    flags = "--mixed_precision=no --main_process_port 29511 --multi_gpu=True --packing --accelerate-config zero3"
     arguments = parse([f"--config={path}", *flags.split()])
     assert os.environ["FASTPACK_TEST_VARIABLE"] == "7"
-    assert arguments.launch[0].startswith("--config_file=")
-    assert arguments.launch[0].endswith("zero3.yaml")  # the flag wins
-    assert arguments.launch[1:] == [
-        "--num_processes=2", "--multi_gpu", "--mixed_precision=no", "--main_process_port=29511", "--no_tpu_cluster",
+    files = [Path(word.partition("=")[2]).name for word in arguments.launch if word.startswith("--config_file=")]
+    assert files == ["zero2.yaml", "zero3.yaml"], "accelerate takes the last: the flag wins"
+    assert [word for word in arguments.launch if not word.startswith("--config_file=")] == [
+        "--num_processes=2", "--multi_gpu", "--mixed_precision=no", "--main_process_port", "29511", "--multi_gpu",
     ]  # fmt: skip
     assert arguments.training.packing
 

@@ -24,9 +24,10 @@ from fastpack_trl import FastSFTTrainer
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.moe.quantised import has_quantised_experts
 from fastpack_trl.recipe.arguments import parse
-from fastpack_trl.recipe.forecast import attention_of, fixed_bytes, model_of
+from fastpack_trl.recipe.forecast import fixed_bytes, stand_in
 from fastpack_trl.recipe.gpus import GPUS
 from fastpack_trl.recipe.methods import METHODS, Method
+from fastpack_trl.recipe.probe import model_of
 from fastpack_trl.recipe.train import train
 from fastpack_trl.testing import tiny_model
 
@@ -255,7 +256,7 @@ def test_the_commands_in_a_config_run_this_file_with_accelerate_files_that_trl_s
             shipped = Path(launch[0].removeprefix("--config_file="))
             assert shipped.is_file()
             assert shipped.parent.parts[-2:] == ("trl", "accelerate_configs")
-            assert launch[1:] == [f"--num_processes={rest[-1]}"]
+            assert launch[1:] == ["--num_processes", rest[-1]]
 
 
 def held(name: str, folder: Path, **changed: Any) -> tuple[Any, dict[str, float], dict[str, str]]:
@@ -268,8 +269,7 @@ def held(name: str, folder: Path, **changed: Any) -> tuple[Any, dict[str, float]
         setattr(arguments.training, field, value)
     model = model_of(arguments)
     fixed = {part: size / 2**30 for part, size in fixed_bytes(model, arguments.training).items()}
-    dtypes = {"H100": torch.bfloat16, "T4": torch.float16}
-    attention = {name: attention_of(model.module, GPUS[name], dtype)[1] for name, dtype in dtypes.items()}
+    attention = {gpu: stand_in(arguments, model.module, GPUS[gpu]).attention for gpu in ("H100", "T4")}
     return arguments.training, fixed, attention
 
 

@@ -8,12 +8,12 @@ import sys
 import tempfile
 import warnings
 from contextlib import redirect_stdout
-from dataclasses import fields
+from copy import copy
+from dataclasses import fields, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import torch
 from shape_material import arguments_for, arguments_of
 
 from benchmarks.tables import between, grid
@@ -23,8 +23,9 @@ from fastpack_trl.attention.per_document import has_grouped_kernel
 from fastpack_trl.cli.main import main
 from fastpack_trl.config import _CHOICES, Settings
 from fastpack_trl.model.facts import read_features
-from fastpack_trl.recipe.forecast import attention_of, model_of, paths, predict
+from fastpack_trl.recipe.forecast import predict, stand_in
 from fastpack_trl.recipe.gpus import GPUS, Gpu, as_if_on
+from fastpack_trl.recipe.probe import model_of
 from fastpack_trl.testing import FAMILIES, tiny_model
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -67,18 +68,21 @@ def precision_of(gpu: Gpu) -> str:
     return "bf16" if gpu.has_bf16 else "fp16"
 
 
+def of_gpu(arguments: Any, gpu: Gpu) -> Any:
+    """Return the arguments in the precision that a kind of GPU has."""
+    training = copy(arguments.training)
+    training.bf16, training.fp16 = gpu.has_bf16, not gpu.has_bf16
+    return replace(arguments, training=training)
+
+
 def taken(gpu: Gpu, arguments: Any) -> dict[str, str]:
     """Return the path of each feature on a kind of GPU, by the package's own rules with its capability forced."""
-    model, precision = model_of(arguments).module, precision_of(gpu)
+    run = stand_in(of_gpu(arguments, gpu), model_of(arguments).module, gpu)
     with as_if_on(gpu.capability):
-        features, attention = attention_of(model, gpu, torch.bfloat16 if gpu.has_bf16 else torch.float16)
-        found = {  # ``on``, ``stock`` or ``off``: the reason is below the table
-            name: path if name == "packed_attention" else re.split("[,:]", path)[0]
-            for name, path in paths(arguments, model, features, attention, precision).items()
-        }
-        repeats = found["packed_attention"] == "per_document" and not has_grouped_kernel(features)
+        found = {name: re.split("[,:]", path)[0] for name, path in run.on.items()}  # the reason is below the table
+        repeats = found["packed_attention"] == "per_document" and not has_grouped_kernel(run.features)
         found["repeated"] = ", heads repeated" * repeats
-        found["flash_attention_4"] = "where installed" if has_device(features) else "off"
+        found["flash_attention_4"] = "where installed" if has_device(run.features) else "off"
     return found
 
 
@@ -105,7 +109,7 @@ def rows_table(folder: Path) -> str:
     lines = []
     for name, (shape, settings) in ROWS.items():
         arguments, seen = arguments_of(folder, shape, **settings), dict[Any, Any]()
-        made = [predict(arguments, gpu, precision_of(gpu), seen) for gpu in map(GPUS.__getitem__, CARDS)]
+        made = [predict(of_gpu(arguments, gpu), gpu, seen) for gpu in map(GPUS.__getitem__, CARDS)]
         assert not any(one.unknown for one in made), name
         lines.append([name, *(f"{longest:,}" if (longest := one.longest_row()) else "does not fit" for one in made)])
     return grid(" | ".join(["tokens of a row", *(f">{card}, {GPUS[card].gib:g} GiB" for card in CARDS)]), lines)

@@ -29,4 +29,4 @@ def arguments_for(folder: Path, config: Any, **settings: Any) -> Any:
         **settings,
     }  # fmt: skip
     (folder / "run.yaml").write_text(yaml.safe_dump(given))
-    return short_run_arguments(str(folder / "run.yaml"), str(folder / "out"), "--bf16", "False")
+    return short_run_arguments(str(folder / "run.yaml"), str(folder / "out"), "--use_cpu", "True")
