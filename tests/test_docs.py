@@ -19,7 +19,7 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset
-from pages import PAGES, ROOT, Block, all_blocks, blocks, commands, free_names, inline_commands, sides
+from pages import PAGES, ROOT, Block, all_blocks, blocks, commands, inline_commands, sides
 from peft import LoraConfig
 from sft_material import save_model, write_jsonl, write_yaml
 from trainer_material import make_dataset, make_tokenizer
@@ -122,14 +122,19 @@ PRELUDE: dict[str, Callable[[], Any]] = {
 """Names that a page takes for granted; the model is a mixture of experts."""
 
 
-def run_python(source: str, name: str) -> dict[str, Any]:
-    """Run a block with what it takes for granted; return its names."""
+class Names(dict[str, Any]):
+    """Names of a block; what it does not make itself is of `PRELUDE`."""
+
+    def __missing__(self, name: str) -> Any:
+        self[name] = made = PRELUDE[name]()
+        return made
+
+
+def run_python(source: str, name: str) -> Names:
+    """Run a block; return its names."""
     for large, small in SMALLER.items():
         source = source.replace(large, small)
-    needed = free_names(source)
-    unknown = [word for word in needed if word not in PRELUDE]
-    assert not unknown, f"{name} needs {', '.join(unknown)}: import it in the block, or add it to PRELUDE"
-    namespace: dict[str, Any] = {"__name__": "__main__", **{word: PRELUDE[word]() for word in needed}}
+    namespace = Names(__name__="__main__")
     exec(compile(source, name, "exec"), namespace)
     return namespace
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from counted_launches import kernels_of
+from counted_operators import kernels_of
 from lora_material import dequantise_4bit_torch, packed_weight
 from old_device import forced_capability
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from counted_launches import kernels_of
+from counted_operators import kernels_of
 from lora_material import adapted, any_ids, assert_host_never_waits, assert_no_further, joint_error
 
 from benchmarks.models import quantize

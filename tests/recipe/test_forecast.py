@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from shape_material import arguments_of
+from hardware_doc import ALL, EXPERTS, NF4, arguments_of
 
 from benchmarks.records import read
 from benchmarks.rows import LONGEST_DOCUMENT as DOCUMENT
@@ -18,13 +18,11 @@ from fastpack_trl.recipe.gpus import Gpu
 GIB = 2**30
 FITTED = "qwen3-8b"
 """The row whose records the allocator's constants are fitted on; the others check them."""
-PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
-NF4 = {"load_in_4bit": True, "use_bnb_nested_quant": True}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3-8b": ("qwen3-8b", {"lora_target_modules": "all-linear"}),
-    "qwen3-8b-nf4": ("qwen3-8b", {"lora_target_modules": "all-linear", **NF4}),
-    "qwen3-14b-nf4": ("qwen3-14b", {"lora_target_modules": "all-linear", **NF4}),
-    "gpt-oss-20b-nf4": ("gpt-oss-20b", {"lora_target_modules": PROJECTIONS, "moe_quantize_experts": "on"}),
+    "qwen3-8b": ("qwen3-8b", ALL),
+    "qwen3-8b-nf4": ("qwen3-8b", NF4),
+    "qwen3-14b-nf4": ("qwen3-14b", NF4),
+    "gpt-oss-20b-nf4": ("gpt-oss-20b", EXPERTS),
 }
 """By the row of the record: its shape, and the settings of its adapters."""
 

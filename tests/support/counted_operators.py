@@ -1,11 +1,14 @@
-"""How often operators are dispatched that a test asks about."""
+"""How often operators are dispatched that a test asks about, and how many kernels a call launches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastpack_trl.bench.watch import device_events
 
 
 class Counted(TorchDispatchMode):
@@ -18,3 +21,12 @@ class Counted(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += self.asked(func.overloadpacket.__name__, args)
         return func(*args, **(kwargs or {}))
+
+
+def kernels_of(call: Callable[[], object]) -> int:
+    """Run `call` once under torch's profiler; return its kernels on a CUDA device, without copies and fills."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    return sum(not event.name.startswith(("Memcpy", "Memset")) for event in device_events(seen.events() or ()))

@@ -22,6 +22,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": "",
     "TORCH_WARM_POOL": "0",
 }  # fmt: skip
+KEPT = ("PATH", "HOME", "LANG", "TMPDIR", "PYTHONDONTWRITEBYTECODE")
 MODULES = (
     "torch.distributed.fsdp", "torch._dynamo", "datasets", "transformers", "accelerate", "peft",
     "trl.trainer.sft_trainer", "matplotlib",
@@ -30,7 +31,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def python() -> str:
-    """Return the command; that of this interpreter where a test run has no folder or processes cannot be forked."""
+    """Return the command; that of this interpreter if a test run has no folder or processes cannot be forked."""
     folder = os.environ.get(FOLDER)
     if not folder or not sys.platform.startswith("linux"):
         return sys.executable
@@ -45,12 +46,9 @@ def python() -> str:
 
 
 def stop(folder: Path) -> None:
-    """End the parent, where one was started."""
+    """End the parent, if one was started."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         os.kill(int((folder / "pid").read_text(encoding="utf-8")), signal.SIGTERM)
-
-
-# --- the command ---
 
 
 def _connect(folder: str) -> socket.socket:
@@ -58,23 +56,19 @@ def _connect(folder: str) -> socket.socket:
     import fcntl
     import subprocess
 
-    connection = socket.socket(socket.AF_UNIX)
-    with Path(folder, "lock").open("w") as lock:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with Path(folder, "lock").open("w") as lock, Path(folder, "log").open("a") as log:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             connection.connect(f"{folder}/socket")
         except OSError:
-            log = Path(folder, "log")
-            names = {"PATH", "HOME", "LANG", "TMPDIR", "PYTHONDONTWRITEBYTECODE"}
-            kept = {name: os.environ[name] for name in names & os.environ.keys()}
-            with log.open("w") as written:
-                parent = subprocess.Popen(
-                    [sys.executable, __file__, folder, "--parent"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                    stderr=written, env=kept | ENVIRONMENT, start_new_session=True, cwd=folder,
-                )  # fmt: skip
-            assert parent.stdout is not None
-            if parent.stdout.readline() != b"ready\n":
-                sys.exit(f"the parent of forked processes did not start:\n{log.read_text()[-3000:]}")
+            parent = subprocess.Popen(
+                [sys.executable, __file__, folder, "--parent"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                env={name: os.environ[name] for name in KEPT if name in os.environ} | ENVIRONMENT,
+                stderr=log, start_new_session=True, cwd=folder,
+            )  # fmt: skip
+            if parent.stdout is None or parent.stdout.readline() != b"ready\n":
+                sys.exit(f"the parent of forked processes did not start:\n{Path(log.name).read_text()[-3000:]}")
             connection.connect(f"{folder}/socket")
     return connection
 
@@ -82,13 +76,10 @@ def _connect(folder: str) -> socket.socket:
 def _command(folder: str, argv: list[str]) -> NoReturn:
     """Let the parent run `argv` with this process's environment, folder and files; end as it ends."""
     connection = _connect(folder)
-    request = json.dumps([argv, dict(os.environ), str(Path.cwd())]).encode()
-    socket.send_fds(connection, [len(request).to_bytes(8, "little")], [0, 1, 2])
-    connection.sendall(request)
+    socket.send_fds(connection, [json.dumps([argv, dict(os.environ), str(Path.cwd())]).encode()], [0, 1, 2])
     for number in SIGNALS:
         signal.signal(number, lambda given, _: connection.sendall(bytes([given])))
-    answer = connection.recv(8)
-    code = int.from_bytes(answer, "little", signed=True) if answer else 70
+    code = int(connection.recv(8) or 70)
     if code < 0:
         if -code in SIGNALS:
             signal.signal(-code, signal.SIG_DFL)
@@ -96,85 +87,63 @@ def _command(folder: str, argv: list[str]) -> NoReturn:
     os._exit(code)
 
 
-# --- the parent ---
-
-
 def _parent(folder: str) -> NoReturn:
-    """Import `MODULES`, then fork a process for each command until the test run ends."""
+    """Import `MODULES`, then fork a process for each command: pass on its signals, return its exit code.
+
+    If a command is gone before its process, all processes of that one's group are killed.
+    """
     import gc
     import importlib
+    from select import select
 
     for name in MODULES:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection in each training would copy all of it
     Path(folder, "socket").unlink(missing_ok=True)  # of a parent that somebody killed
-    listening = socket.socket(socket.AF_UNIX)
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listening.bind(f"{folder}/socket")
     listening.listen()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those between this and the commands
     Path(folder, "pid").write_text(str(os.getpid()), encoding="utf-8")
     os.write(1, b"ready\n")
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 1)
+    os.dup2(0, 1)
+    running: dict[socket.socket, int] = {}
     while True:
-        connection, _ = listening.accept()
-        if not os.fork():
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            listening.close()
-            _between(connection)
-        connection.close()
-
-
-def _between(connection: socket.socket) -> NoReturn:
-    """Fork the process, forward signals and its exit code; kill its group once the command is gone."""
-    import select
-
-    head, files, _, _ = socket.recv_fds(connection, 8, 3)
-    request = b""
-    while len(request) < int.from_bytes(head, "little"):
-        request += connection.recv(1 << 20)
-    process = os.fork()
-    if not process:
-        os.setsid()
-        connection.close()
-        _become(*json.loads(request), files)
-    for file in files:
-        os.close(file)
-    while True:
-        done, status = os.waitpid(process, os.WNOHANG)
-        if done:
-            connection.sendall(os.waitstatus_to_exitcode(status).to_bytes(8, "little", signed=True))
-            os._exit(0)
-        if select.select([connection], [], [], 0.02)[0]:
+        for connection in select([listening, *running], [], [], 0.02 if running else None)[0]:
+            if connection is listening:
+                command, _ = listening.accept()
+                request, files, _, _ = socket.recv_fds(command, 1 << 20, 3)
+                running[command] = os.fork()
+                if not running[command]:
+                    os.setsid()
+                    _become(*json.loads(request), files)
+                for file in files:
+                    os.close(file)
+                continue
             given = connection.recv(1)
             with contextlib.suppress(ProcessLookupError):
+                process = running[connection]
                 os.kill(process, given[0]) if given else os.killpg(process, signal.SIGKILL)
-            if not given:
-                os._exit(0)
+        for connection, process in list(running.items()):
+            done, status = os.waitpid(process, os.WNOHANG)
+            if done:
+                with contextlib.suppress(OSError), connection:
+                    connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+                del running[connection]
 
 
 def _become(argv: list[str], environment: dict[str, str], folder: str, files: list[int]) -> NoReturn:
     """Run `argv` as an interpreter would that has just been started."""
-    import logging
     import runpy
     import threading
     import traceback
 
     for number, file in enumerate(files):
         os.dup2(file, number)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment | ENVIRONMENT)
-    before = sys.stderr
-    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
-    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
-    for made in list(logging._handlerList):  # type: ignore[attr-defined]
-        handler: Any = made()
-        # No other: the one of torch's traces has no stream at first, and closes the one that it has.
-        if isinstance(handler, logging.StreamHandler) and handler.stream is before:
-            handler.setStream(sys.stderr)
     sys.dont_write_bytecode = bool(environment.get("PYTHONDONTWRITEBYTECODE"))
     if "HF_DATASETS_CACHE" in environment:
         import datasets
@@ -188,8 +157,7 @@ def _become(argv: list[str], environment: dict[str, str], folder: str, files: li
     try:
         if first == "-c":
             sys.argv = ["-c", *rest[1:]]
-            main = type(sys)("__main__")
-            sys.modules["__main__"] = main
+            sys.modules["__main__"] = main = type(sys)("__main__")
             exec(compile(rest[0], "<string>", "exec"), main.__dict__)
         elif first == "-m":
             sys.argv = rest
@@ -206,8 +174,9 @@ def _become(argv: list[str], environment: dict[str, str], folder: str, files: li
         sys.stderr.write(code + "\n")
     code = code if isinstance(code, int) else int(code is not None)
     threading._shutdown()  # type: ignore[attr-defined]
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(ValueError):  # closed
+            stream.flush()
     os._exit(code & 0xFF)
 
 

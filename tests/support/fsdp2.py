@@ -6,22 +6,17 @@ accelerate chooses FSDP on accelerators only. Its state is told here, once the t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
-from trl import SFTTrainer
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-_T = TypeVar("_T", bound=SFTTrainer)
 
 
 @contextmanager
-def fsdp2(trainer: _T, **plugin: Any) -> Iterator[_T]:
+def fsdp2(trainer: Any, **plugin: Any) -> Iterator[Any]:
     """Let `trainer` train under FSDP 2 with fields of accelerate's plugin; the process is as before afterwards."""
     plugin = {"cpu_ram_efficient_loading": False, "state_dict_type": "FULL_STATE_DICT"} | plugin
     chosen = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap", **plugin)

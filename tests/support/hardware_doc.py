@@ -14,8 +14,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from shape_material import arguments_for, arguments_of
+import yaml
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from benchmarks.models import shape_of
 from benchmarks.tables import between, grid
 from fastpack_trl.attention.backends import choose
 from fastpack_trl.attention.flash_attention_4 import has_device
@@ -25,37 +28,44 @@ from fastpack_trl.config import _CHOICES, Settings
 from fastpack_trl.model.facts import read_features
 from fastpack_trl.recipe.forecast import predict, stand_in
 from fastpack_trl.recipe.gpus import GPUS, Gpu, as_if_on
+from fastpack_trl.recipe.make_trainer import short_run_arguments
 from fastpack_trl.recipe.probe import model_of
 from fastpack_trl.testing import FAMILIES, tiny_model
 
 DOCS = Path(__file__).parents[2] / "docs"
-MARKS = {name: (f"<!-- {name} -->", f"<!-- /{name} -->") for name in ("fields", "paths", "rows", "families", "doctor")}
-PAGES = {
-    "fields": "configuration.md",
-    "paths": "hardware.md",
-    "rows": "hardware.md",
-    "families": "models.md",
-    "doctor": "cli.md",
-}
-ALL, PROJECTIONS = "all-linear", ["q_proj", "k_proj", "v_proj", "o_proj"]
-NF4 = {"load_in_4bit": True, "use_bnb_nested_quant": True}
-LORA: dict[str, tuple[str, dict[str, Any]]] = {
-    "dense": ("qwen3-0.6b", {"lora_target_modules": ALL}),
-    "4-bit": ("qwen3-0.6b", {"lora_target_modules": ALL, **NF4}),
-    "experts": ("gpt-oss-20b", {"lora_target_modules": PROJECTIONS}),
-}
+ALL: dict[str, Any] = {"lora_target_modules": "all-linear"}
+NF4: dict[str, Any] = {**ALL, "load_in_4bit": True, "use_bnb_nested_quant": True}
+PROJECTIONS: dict[str, Any] = {"lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+EXPERTS: dict[str, Any] = {**PROJECTIONS, "moe_quantize_experts": "on"}
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-0.6B, all weights": ("qwen3-0.6b", {"use_peft": False}),
-    "Llama-3.2-1B LoRA": ("llama-3.2-1b", {"lora_target_modules": ALL}),
-    "Qwen3-8B LoRA": ("qwen3-8b", {"lora_target_modules": ALL}),
-    "Qwen3-8B QLoRA": ("qwen3-8b", {"lora_target_modules": ALL, **NF4}),
-    "Qwen3-14B QLoRA": ("qwen3-14b", {"lora_target_modules": ALL, **NF4}),
-    "gpt-oss-20b LoRA, experts in four bits": (
-        "gpt-oss-20b", {"lora_target_modules": PROJECTIONS, "moe_quantize_experts": "on"},
-    ),
-}  # fmt: skip
+    "Llama-3.2-1B LoRA": ("llama-3.2-1b", ALL),
+    "Qwen3-8B LoRA": ("qwen3-8b", ALL),
+    "Qwen3-8B QLoRA": ("qwen3-8b", NF4),
+    "Qwen3-14B QLoRA": ("qwen3-14b", NF4),
+    "gpt-oss-20b LoRA, experts in four bits": ("gpt-oss-20b", EXPERTS),
+}
 SHOWN = ("T4", "4090", "H100")
 CARDS = ("T4", "4090", "A100-40", "H100")
+
+
+def arguments_of(folder: Path, shape: str, layers: int | None = None, **settings: Any) -> Any:
+    """Return the arguments of a LoRA run of a model of public shape, as `doctor --gpu` reads them."""
+    of = shape_of(shape).cut_to(layers or int(shape_of(shape).fields["num_hidden_layers"]))
+    return arguments_for(folder / shape, AutoConfig.for_model(of.model_type, **of.fields), **settings)
+
+
+def arguments_for(folder: Path, config: Any, **settings: Any) -> Any:
+    """Return the arguments of a LoRA run of the model of a config, which is all that `folder` will have of it."""
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    config.save_pretrained(folder)
+    given = {  # the adapters of the records have no dropout
+        "model_name_or_path": str(folder), "dataset_name": "unused", "dtype": "bfloat16", "packing": True,
+        "use_peft": True, "lora_r": 16, "lora_dropout": 0.0, "max_length": 2048, "per_device_train_batch_size": 1,
+        **settings,
+    }  # fmt: skip
+    (folder / "run.yaml").write_text(yaml.safe_dump(given))
+    return short_run_arguments(str(folder / "run.yaml"), str(folder / "out"), "--use_cpu", "True")
 
 
 def kinds() -> dict[tuple[int, int], list[Gpu]]:
@@ -88,10 +98,12 @@ def taken(gpu: Gpu, arguments: Any) -> dict[str, str]:
 
 def paths_table(folder: Path) -> str:
     """Return a column per compute capability, a row per feature."""
-    made = {name: arguments_of(folder, shape, 2, **settings) for name, (shape, settings) in LORA.items()}
+    runs = {"qwen3-0.6b": ALL, "gpt-oss-20b": PROJECTIONS}
+    made = [arguments_of(folder, shape, 2, **settings) for shape, settings in runs.items()]
+    made.append(arguments_of(folder, "qwen3-0.6b", 2, **NF4))
     columns, cells = ["feature"], []
     for capability, gpus in kinds().items():
-        dense, four_bits, experts = (taken(gpus[0], made[name]) for name in ("dense", "4-bit", "experts"))
+        dense, experts, four_bits = (taken(gpus[0], arguments) for arguments in made)
         columns.append(f"{', '.join(gpu.name for gpu in gpus)} ({'.'.join(map(str, capability))})")
         rows = {"computes in": precision_of(gpus[0])}
         rows |= {"`packed_attention`": dense["packed_attention"] + dense["repeated"]}
@@ -120,7 +132,7 @@ def families_table(folder: Path) -> str:
     alike: dict[tuple[str, ...], list[str]] = {}
     for family in FAMILIES:
         model = tiny_model(family)
-        found = taken(GPUS["H100"], arguments_for(folder / family, model.config, lora_target_modules=ALL))
+        found = taken(GPUS["H100"], arguments_for(folder / family, model.config, **ALL))
         switches = (found.get(name, "-") for name in ("lora", "moe", "layer_compile", "cuda_graph"))
         cells = (found["packed_attention"], choose("auto", read_features(model)).path, *switches)
         alike.setdefault(cells, []).append(f"`{family}`")
@@ -151,22 +163,24 @@ def fields_table(_: Path) -> str:
 
 
 TABLES = {
-    "fields": fields_table,
-    "paths": paths_table,
-    "rows": rows_table,
-    "families": families_table,
-    "doctor": doctor_block,
+    "fields": ("configuration.md", fields_table),
+    "paths": ("hardware.md", paths_table),
+    "rows": ("hardware.md", rows_table),
+    "families": ("models.md", families_table),
+    "doctor": ("cli.md", doctor_block),
 }
+"""By the name of its marks: page and contents."""
 
 
-def page_with(name: str, text: str) -> str:
-    """Return the text of a page with one of its tables made anew."""
+def page_with(name: str) -> tuple[Path, str]:
+    """Return the page of a table, and its text with the table made anew."""
+    page, table = TABLES[name]
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return between(text, MARKS[name], TABLES[name](Path(folder)))
+        text = (DOCS / page).read_text(encoding="utf-8")
+        return DOCS / page, between(text, (f"<!-- {name} -->", f"<!-- /{name} -->"), table(Path(folder)))
 
 
 if __name__ == "__main__":
-    for table in sys.argv[1:] or PAGES:
-        file = DOCS / PAGES[table]
-        file.write_text(page_with(table, file.read_text(encoding="utf-8")), encoding="utf-8")
+    for page, text in map(page_with, sys.argv[1:] or TABLES):
+        page.write_text(text, encoding="utf-8")

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from torch import nn
-from torch.nn.modules import module as torch_module
-from torch.utils.hooks import RemovableHandle
+from torch.nn.modules import module
 
-REGISTER: dict[str, Callable[[nn.Module, Any], RemovableHandle]] = {
-    "forward hook": lambda module, hook: module.register_forward_hook(hook),
-    "forward pre-hook": lambda module, hook: module.register_forward_pre_hook(hook),
-    "backward hook": lambda module, hook: module.register_full_backward_hook(hook),
-    "backward pre-hook": lambda module, hook: module.register_full_backward_pre_hook(hook),
-}
-REGISTER_GLOBAL: dict[str, Callable[[Any], RemovableHandle]] = {
-    "forward hook": torch_module.register_module_forward_hook,
-    "forward pre-hook": torch_module.register_module_forward_pre_hook,
-    "backward hook": torch_module.register_module_full_backward_hook,
-    "backward pre-hook": torch_module.register_module_full_backward_pre_hook,
-}
+_KINDS = {
+    "forward hook": "forward_hook", "forward pre-hook": "forward_pre_hook", "backward hook": "full_backward_hook",
+    "backward pre-hook": "full_backward_pre_hook",
+}  # fmt: skip
+REGISTER = {kind: getattr(nn.Module, f"register_{name}") for kind, name in _KINDS.items()}
+"""Called with a module and a hook."""
+REGISTER_GLOBAL = {kind: getattr(module, f"register_module_{name}") for kind, name in _KINDS.items()}

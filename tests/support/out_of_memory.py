@@ -57,20 +57,12 @@ def too_large(trainer: FastSFTTrainer, place: str, times: int) -> Iterator[list[
             calls.append(place)
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    if place == "backward":
-        handle = layer.mlp.register_full_backward_hook(fail)
-        try:
-            yield calls
-        finally:
-            handle.remove()
-        return
-    stock = layer.mlp.forward
+    def forward(hidden: Tensor) -> Any:  # no hook: the plan would leave a hooked layer to its checkpoint
+        if place == "forward":
+            fail()
+        return stock(InBackward.apply(hidden, fail) if place == "backward" else hidden)
 
-    def forward(*args: Any) -> Any:  # no hook: the plan would leave a hooked layer to its checkpoint
-        fail()
-        return stock(*args)
-
-    layer.mlp.forward = forward
+    stock, layer.mlp.forward = layer.mlp.forward, forward
     try:
         yield calls
     finally:

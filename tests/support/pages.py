@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import builtins
-import dis
 import re
 import shlex
 from pathlib import Path
 from textwrap import dedent
-from types import CodeType
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
@@ -74,20 +71,3 @@ def sides(diff: str) -> tuple[str, str]:
     lines = diff.splitlines(keepends=True)
     before = "".join(line[1:] if line.strip() else line for line in lines if not line.startswith("+"))
     return before, "".join(line[1:] if line.strip() else line for line in lines if not line.startswith("-"))
-
-
-def free_names(source: str) -> list[str]:
-    """Return the names that a script reads and does not make itself, in order."""
-    codes, made, read = (
-        [compile(source, "", "exec")],
-        {*dir(builtins), "__name__", "__annotations__"},
-        dict[str, None](),
-    )
-    for code in codes:
-        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
-        for step in dis.get_instructions(code):
-            if step.opname in ("LOAD_NAME", "LOAD_GLOBAL"):
-                read.setdefault(step.argval)
-            elif step.opname.startswith("STORE_"):
-                made.add(step.argval)
-    return [name for name in read if name not in made]

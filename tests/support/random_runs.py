@@ -8,14 +8,12 @@ compared. `test_random_runs.py` has a sample of the numbers.
 from __future__ import annotations
 
 import argparse
-import copy
 import functools
 import json
 import logging
 import random
 import sys
 import tempfile
-import warnings
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -24,11 +22,11 @@ from typing import Any
 import side_by_side
 import torch
 from peft import LoraConfig
-from trainer_material import callback, figures, make_dataset, make_tokenizer, settings
+from trainer_material import build, callback, figures
 from transformers import TrainerCallback
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
-from fastpack_trl import FastSFTConfig, FastSFTTrainer, verify_packing
+from fastpack_trl import FastSFTTrainer, verify_packing
 from fastpack_trl.testing import FAMILIES, tiny_model
 
 COUNT = 300
@@ -117,59 +115,46 @@ def draw(number: int) -> dict[str, Any]:
     return chosen_run | {"fast": fast}
 
 
-def train(cls: type[SFTTrainer], folder: Path, chosen: dict[str, Any]) -> SFTTrainer:
-    """Train once as a setting says, and go on from the checkpoint of the second step where it is one to be resumed."""
+def run(cls: type[SFTTrainer], folder: Path, chosen: dict[str, Any]) -> SFTTrainer:
+    """Train once as a setting says, and go on from the checkpoint of the second step if it is one to be resumed."""
+    options = {
+        "family": chosen["family"], "data": chosen["data"], "fast": chosen["fast"] if cls is FastSFTTrainer else None,
+        **chosen["stock"], **({"save_strategy": "steps", "save_steps": 2} if chosen["resume"] else {}),
+    }  # fmt: skip
     torch.manual_seed(0)
-    save = {"save_strategy": "steps", "save_steps": 2} if chosen["resume"] else {}
-    given = settings(folder, **{"report_to": "none", **chosen["stock"], **save})
-    args = FastSFTConfig(**given, **chosen["fast"]) if cls is FastSFTTrainer else SFTConfig(**given)
-    targets = chosen["lora"]
-    lora = None if targets is None else LoraConfig(r=4, lora_alpha=8, target_modules=targets, lora_dropout=0.0)
-
-    def make() -> SFTTrainer:
-        trainer = cls(
-            tiny_model(chosen["family"]), args=copy.deepcopy(args), train_dataset=make_dataset(chosen["data"]),
-            eval_dataset=make_dataset(chosen["data"], 8, seed=7), processing_class=make_tokenizer(),
-            peft_config=copy.deepcopy(lora),
-        )  # fmt: skip
+    for checkpoint in (None, str(folder / "checkpoint-2"))[: 1 + chosen["resume"]]:
+        targets = chosen["lora"]
+        lora = targets and LoraConfig(r=4, lora_alpha=8, target_modules=targets, lora_dropout=0.0)
+        trainer: SFTTrainer = build(cls, folder, trainer={"peft_config": lora}, **options)
         trainer.add_callback(deed(chosen["deed"], trainer))
-        return trainer
-
-    trainer = make()
-    trainer.train()
-    if chosen["resume"]:
-        trainer = make()
-        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+        trainer.train(resume_from_checkpoint=checkpoint)
     return trainer
 
 
 def difference(ours: SFTTrainer, stock: SFTTrainer) -> str:
-    """Return the first figure or weight that differs; empty where none does."""
+    """Return the first figure or weight that differs; empty if none does."""
     if logged := side_by_side.difference(figures(ours), figures(stock), RTOL, ATOL):
         return logged
-    mine, theirs = (
-        {name: value.detach() for name, value in one.accelerator.unwrap_model(one.model).named_parameters()
-         if value.requires_grad}
-        for one in (ours, stock)
-    )  # fmt: skip
-    if mine.keys() != theirs.keys():
+    mine, theirs = (dict(one.accelerator.unwrap_model(one.model).named_parameters()) for one in (ours, stock))
+    if {n for n, weight in mine.items() if weight.requires_grad} != {n for n, w in theirs.items() if w.requires_grad}:
         return "other parameters train"
     for name, weight in mine.items():
         # A bias of keys shifts all scores of a query alike: its gradient is rounding, which adafactor scales up.
         same = torch.allclose(weight, theirs[name], rtol=RTOL, atol=10 * ATOL, equal_nan=True)
         if not same and not name.endswith("k_proj.bias"):
-            return f"{name}: weights differ by up to {(weight - theirs[name]).abs().max():.2g}"
+            return f"{name}: {float((weight - theirs[name]).abs().max()):.1e} apart"
     return ""
 
 
 def compare(number: int) -> dict[str, Any]:
-    """Run one setting on both sides; an error of stock's has to be one of ours, by its class."""
+    """Run a setting with both trainers; return what differs, and what both raise. An error has to be one of ours, by
+    its class."""
     chosen = draw(number)
     ends: list[Any] = []
     with tempfile.TemporaryDirectory() as folder:
         for cls in (SFTTrainer, FastSFTTrainer):
             try:
-                ends.append(train(cls, Path(folder) / cls.__name__, chosen))
+                ends.append(run(cls, Path(folder) / cls.__name__, chosen))
             except Exception as error:  # noqa: BLE001  (of stock too: compared)
                 ends.append(f"{type(error).__name__}: {error}")
         stock, ours = ends
@@ -180,17 +165,13 @@ def compare(number: int) -> dict[str, Any]:
             differs = "" if alike else f"stock: {str(stock)[:200]}; ours: {str(ours)[:200]}"
         else:
             differs = difference(ours, stock)
-    ran = isinstance(ours, FastSFTTrainer)
-    return {
-        "number": number, "differs": differs, "error": stock[:200] if isinstance(stock, str) else "",
-        "report": {line.feature: str(line) for line in ours.fastpack_report} if ran else {},
-        "log": figures(ours) if ran else [], "setting": chosen,
-    }  # fmt: skip
+    report = {} if isinstance(ours, str) else {line.feature: str(line) for line in ours.fastpack_report}
+    error = stock[:200] if isinstance(stock, str) else ""
+    return {"number": number, "differs": differs, "error": error, "report": report, "setting": chosen}
 
 
 def _quiet() -> None:
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
 
 
@@ -201,10 +182,9 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
-    numbers = range(args.first, args.first + args.count)
-    done: list[dict[str, Any]] = []
-    with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn"), initializer=_quiet) as pool:
-        for found in pool.map(compare, numbers):
+    with ProcessPoolExecutor(args.workers, get_context("spawn"), _quiet) as pool:
+        done = []
+        for found in pool.map(compare, range(args.first, args.first + args.count)):
             done.append(found)
             if found["differs"]:
                 print(f"{found['number']}: {found['differs']}", flush=True)
@@ -212,8 +192,8 @@ def main() -> int:
     errors = sum(bool(found["error"]) for found in done)
     print(f"{len(done)} settings, {errors} of them an error on both sides, {len(wrong)} differ: {wrong}")
     if args.json:
-        args.json.write_text("\n".join(["[", ",\n".join(map(json.dumps, done)), "]", ""]), encoding="utf-8")
-    return 1 if wrong else 0
+        args.json.write_text(json.dumps(done, indent=1), encoding="utf-8")
+    return bool(wrong)
 
 
 if __name__ == "__main__":

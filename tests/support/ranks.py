@@ -28,22 +28,30 @@ def torchrun(*command: str, timeout: float = 400) -> None:
 def fork_ranks(script: Path, *arguments: str, timeout: float = 400) -> None:
     """Run two processes of a script as torchrun does, without torchrun's own; fail unless both end well."""
     where = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    ranks = [where | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    _run([forks.python(), str(script), *arguments], ranks, timeout)
+
+
+def run_ranks(*command: str, timeout: float, **more: str) -> None:
+    """Run a launcher with `more` in its environment, which has no rank of another; fail unless it ends well."""
+    _run(list(command), [more], timeout)
+
+
+def _run(command: list[str], variables: list[dict[str, str]], timeout: float) -> None:
+    """Run a command once for each set of variables; one that fails ends all."""
     with tempfile.TemporaryFile("w+") as log:
-        ranks = []
-        for rank in map(str, range(2)):
-            environment = _environment() | where | {"RANK": rank, "LOCAL_RANK": rank}
-            command = [forks.python(), str(script), *arguments]
-            ranks.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
+        given = {"stdout": log, "stderr": log}
+        processes = [subprocess.Popen(command, **given, env=_environment() | more) for more in variables]
+        end = monotonic() + timeout
         try:
-            end = monotonic() + timeout
-            while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+            while None in (codes := [process.poll() for process in processes]) and not any(codes):
                 if monotonic() > end:
-                    raise TimeoutError(f"{script.name} {' '.join(arguments)}: no end after {timeout} s")
+                    raise TimeoutError(f"{' '.join(command)}: no end after {timeout} s")
                 sleep(0.02)
         finally:
-            for rank in ranks:
-                rank.terminate()
-                rank.wait()
+            for process in processes:
+                process.terminate()  # unlike a kill, this lets a launcher end its two processes
+                process.wait()
         log.seek(0)
         assert not any(codes), log.read()[-3000:]
 
@@ -60,17 +68,6 @@ def _environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
     kept |= {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return kept | {"PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE), kept.get("PYTHONPATH", "")])}
-
-
-def run_ranks(*command: str, timeout: float, **more: str) -> None:
-    """Run a launcher with `more` in its environment, which has no rank of another; fail unless it ends well."""
-    environment = _environment() | more
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as ran:
-        try:
-            _, err = ran.communicate(timeout=timeout)
-        finally:
-            ran.terminate()  # unlike a kill, this lets it end its two processes
-    assert ran.returncode == 0, err[-3000:]
 
 
 def leave() -> NoReturn:

@@ -22,31 +22,21 @@ TEXT_ROWS: list[Mapping[str, object]] = [
 
 def make_tokenizer(**tokens: str) -> Any:
     """A byte-level BPE tokenizer of about 300 tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<pad>", "<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-    )
-    tokenizer.train_from_iterator(SENTENCES * 4, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **tokens)
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(SENTENCES * 4, 300, show_progress=False, special_tokens=["<pad>", "<eos>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, **tokens)
 
 
 def save_model(folder: Path, *, tokenizer: Any = None) -> Path:
     """A Qwen3 of 32 hidden units and 2 layers with a tokenizer that has padding, end and a chat template."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from fastpack_trl.testing import tiny_model
 
-    if tokenizer is None:
-        tokenizer = make_tokenizer(pad_token="<pad>", eos_token="<eos>")
-        tokenizer.chat_template = TEMPLATE
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    shape |= {"num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 256, "vocab_size": 304}
-    Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=True)).save_pretrained(folder)
+    sizes = {"head_dim": 16, "max_position_embeddings": 256, "vocab_size": 304}
+    tiny_model("qwen3", **sizes, eos_token_id=1, tie_word_embeddings=True).save_pretrained(folder)
+    tokenizer = tokenizer or make_tokenizer(pad_token="<pad>", eos_token="<eos>", chat_template=TEMPLATE)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -60,13 +50,13 @@ def write_jsonl(path: Path, rows: Sequence[Mapping[str, object]] = TEXT_ROWS) ->
 
 def settings(model: Path, data: Path | None, output: Path, **more: object) -> dict[str, object]:
     """Three packed steps on the CPU."""
-    base: dict[str, object] = {"model_name_or_path": str(model), "output_dir": str(output), "max_steps": 3}
-    base |= {"max_length": 64, "packing": True, "bf16": False, "use_cpu": True, "report_to": "none"}
-    base |= {"save_strategy": "no", "logging_steps": 1, "per_device_train_batch_size": 1, "learning_rate": 1.0e-3}
-    base |= {"disable_tqdm": True}
-    if data is not None:
-        base["dataset_name"] = str(data)
-    return {key: value for key, value in (base | more).items() if value is not ...}
+    base = {
+        "model_name_or_path": str(model), "output_dir": str(output), "max_steps": 3, "max_length": 64, "packing": True,
+        "bf16": False, "use_cpu": True, "report_to": "none", "save_strategy": "no", "logging_steps": 1,
+        "per_device_train_batch_size": 1, "learning_rate": 1.0e-3, "disable_tqdm": True,
+        "dataset_name": ... if data is None else str(data), **more,
+    }  # fmt: skip
+    return {key: value for key, value in base.items() if value is not ...}
 
 
 def write_yaml(path: Path, values: Mapping[str, object], *, text: str = "") -> Path:

@@ -45,11 +45,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     words = ["<pad>", "<unk>", "<eos>", "user", "assistant", *WORDS]
     core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=512
-    )
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
+    tokens = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>", "chat_template": TEMPLATE}
+    return PreTrainedTokenizerFast(tokenizer_object=core, model_max_length=512, **tokens)
 
 
 def sentences(count: int, seed: int, longest: int = 30) -> list[str]:
