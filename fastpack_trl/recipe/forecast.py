@@ -179,6 +179,7 @@ def stand_in(arguments: Arguments, model: Any, gpu: Gpu) -> Any:
         run: Any = SimpleNamespace(
             settings=args, args=args, model=model, device=torch.device("cuda", 0), compute_dtype=dtype, training=True,
             is_sharded=False, is_fsdp2=False, is_deepspeed=False, packs=backend is not None, loss_is_ours=True,
+            counts_documents=arguments.method.command == "sft",
             keeping=nullcontext, experts_refuse_capture=str, set_status=set_status,
             choice=SimpleNamespace(refuses_compile=backend.refuses_compile if backend else padded),
             refuses_static=lambda bucket: backend.refuses_static(bucket, features) if backend else padded,
