@@ -1,15 +1,13 @@
-"""Logs and texts of two runs side by side, on whatever processor.
+"""Logs of two runs side by side, on whatever processor.
 
-An accuracy, and a token that is chosen, says which of several numbers is the largest. Where these are equal but for
-rounding, the processor, its number of threads and the order of a sum decide; what was computed does not.
+An accuracy says which of several numbers is the largest. If these are equal but for rounding, the processor, its number
+of threads and the order of a sum decide; what was computed does not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import torch
 
 PAIRS = {"rewards/accuracies": "rewards/margins", "accuracy": "margin"}
 """Accuracy of pairs -> its mean margin: 0 but for rounding where policy and reference are equal, as in a first step."""
@@ -52,14 +50,3 @@ def assert_equal(
     """Check two logs; see `difference`."""
     assert difference(mine, theirs, rtol, atol, *more) == ""
     assert nan_ok or not any(value != value for row in theirs for value in row.values()), theirs
-
-
-def assert_same_tokens(mine: Any, theirs: Any, rounding: float = 1e-4) -> None:
-    """Check two greedy texts of `generate` with their logits: each up to the first token that is a tie."""
-    ours, stock = (torch.stack(each.logits) for each in (mine, theirs))
-    highest = stock.topk(2).values
-    clear = (highest[..., 0] - highest[..., 1] > rounding).cumprod(0).bool()
-    known = torch.cat([torch.ones_like(clear[:1]), clear[:-1]])  # what came before is the same on both sides
-    torch.testing.assert_close(ours[known], stock[known], rtol=rounding, atol=rounding / 10)
-    assert torch.equal(ours.argmax(-1)[clear], stock.argmax(-1)[clear])
-    assert clear[0].any()
