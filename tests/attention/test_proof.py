@@ -14,7 +14,6 @@ from model_material import vision_model
 from odd_models import Bigrams, Noise, OneRow, Shift, Strict, Unigrams, capped_sdpa, model_with
 from torch import nn
 from trainer_material import assert_same_log, build, figures, train
-from transformers import TrainerCallback
 from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -364,17 +363,6 @@ def test_evaluation_before_training_takes_stocks_batches_where_documents_leak(tm
     assert evaluated(ours) == pytest.approx(evaluated(stock), rel=1e-6)
     assert "per_document failed its proof: " in ours.fastpack_report["batches"].reason
     assert ours.predict(ours.eval_dataset).metrics["test_loss"] == pytest.approx(evaluated(stock), rel=1e-6)
-
-
-def test_attention_that_is_switched_in_the_middle_of_a_run_is_named_with_its_fix(tmp_path: Path) -> None:
-    class Switch(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-            model.set_attn_implementation("eager")
-
-    options = {"trainer": {"callbacks": [Switch()]}}
-    with pytest.raises(PackingError, match=r"set to 'eager' in the middle of a run .*set packed_attention='off'"):
-        trainer_of(FastSFTTrainer, tmp_path, **options).train()
-    trainer_of(FastSFTTrainer, tmp_path, fast=OFF, **options).train()
 
 
 def stock_loss_in(folder: Path, **options: Any) -> str:

@@ -19,6 +19,7 @@ from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.packing.packed_inputs import PackedInputs
 
 COLLATOR = PackingCollator(pad_token_id=0)
+ALIKE = [*ROWS, *({"input_ids": [*range(20), token]} for token in (7, 8))]
 COPIES = {
     "pickle": lambda inputs: pickle.loads(pickle.dumps(inputs)), "deepcopy": copy.deepcopy, "copy": copy.copy,
     "to": lambda inputs: inputs.to("cpu"), "pin": lambda inputs: inputs._map(torch.clone, lambda value: value),
@@ -44,7 +45,8 @@ def is_counted(inputs: Any) -> tuple[bool, bool]:
 @pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize("edited", [None, "labels", "position_ids"])
 def test_copies_are_equal_and_keep_shared_tensors_changes_and_edits(copied: str, edited: str | None) -> None:
-    inputs = PackingCollator(pad_token_id=0, pad_to_multiple_of=16)(ROWS)
+    inputs = PackingCollator(pad_token_id=0, pad_to_multiple_of=16, share_prefixes=edited is None)(ALIKE)
+    assert (inputs["packed_batch"].shared is None) == (edited is not None)
     inputs["use_cache"] = False
     inputs["packed_batch"].derive("mask", lambda: torch.ones(3))
     if edited:
@@ -62,7 +64,7 @@ def test_copies_are_equal_and_keep_shared_tensors_changes_and_edits(copied: str,
 
 
 def test_each_tensor_is_copied_once_and_none_to_the_device_where_it_is() -> None:
-    inputs, extra = COLLATOR(ROWS), torch.ones(2)
+    inputs, extra = PackingCollator(pad_token_id=0, share_prefixes=True)(ALIKE), torch.ones(2)
     inputs["nested"] = {"extra": extra}
     with CountCopies() as count:
         there = inputs.to("meta")
