@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from fastpack_trl.errors import DataError, short_repr
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX
+from fastpack_trl.packing.shared_keys import Ints
 
 _ROWS_AT_A_TIME = 10_000
 _NEVER = 2**62
 
-Ints: TypeAlias = NDArray[np.int64]
 Piece = Mapping[str, tuple[Ints, Any]]
 """Of each list column: its items per row, and the items of these rows as one Arrow array."""
 
@@ -53,9 +53,7 @@ def is_integer_list(kind: Any) -> bool:
 def is_token_lists(dataset: Dataset, columns: Sequence[str]) -> bool:
     """Return whether there are `input_ids`, and each of `columns` that the data set has lists integers per row."""
     types = {name: dataset.features[name] for name in columns if name in dataset.column_names}
-    return "input_ids" in types and all(
-        isinstance(kind, List) and kind.length == -1 and is_integer_list(kind) for kind in types.values()
-    )
+    return "input_ids" in types and all(map(is_integer_list, types.values()))
 
 
 @dataclass(frozen=True, slots=True)
