@@ -31,7 +31,6 @@ from fastpack_trl.errors import UserError
 from fastpack_trl.model.facts import attention_modules, text_model, window_of
 from fastpack_trl.moe.feature import apply_moe
 from fastpack_trl.moe.layout import experts_modules
-from fastpack_trl.packing.batching import ArrowRows
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.packing.packed_batch import PackedBatch
 
@@ -70,14 +69,14 @@ def collate(device: str, seed: int, *, tokens: int = 8192, rows: int = 64) -> Si
     labels = [[-100] * (len(ids) // 4) + ids[len(ids) // 4 :] for ids in documents]
     whole = datasets.Dataset.from_dict({"input_ids": documents, "labels": labels})
     packed = pack_dataset(whole, tokens, "bfd").select(range(rows))
-    arrow = ArrowRows(packed, packed.column_names)
     theirs, ours = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True), PackingCollator(pad_token_id=0)
 
     def every(fetch: Callable[[list[int]], Any], collator: Callable[[Any], Any]) -> Tensor:
         sums = [collator(fetch([index])) for index in range(rows)]
         return torch.stack([(batch["labels"] * batch["position_ids"]).sum() for batch in sums]).double()
 
-    return {TRL: partial(every, packed.__getitems__, theirs), OURS: partial(every, arrow.__getitems__, ours)}
+    arrays = packed.with_format("numpy")
+    return {TRL: partial(every, packed.__getitems__, theirs), OURS: partial(every, arrays.__getitems__, ours)}
 
 
 def metadata(device: str, seed: int, *, tokens: int, layers: int) -> Sides:

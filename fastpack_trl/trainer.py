@@ -74,7 +74,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         run.report.facts |= fit_precision(self)
         if run.settings.sync_free != "off":
             run.set_state(SyncFreeStep(self.model))  # before accelerate wraps the model
-        choose_attention(run, by_name=isinstance(given["model"], str))
+        choose_attention(run)
 
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str

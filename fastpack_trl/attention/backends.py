@@ -1,36 +1,29 @@
-"""The list of backends, one line each, the choice between them, and the trial before one is chosen.
-
-Backends call operators of torch and of others that move, and kernels that a build may lack. What fails in a trial, one
-tiny forward and backward on the device, would fail in the first step, or train on wrong tokens.
-"""
+"""The list of backends, one line each, the choice between them, and the trial before one is chosen."""
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from fastpack_trl.attention import dense, flash_attention_4, per_document, varlen, xformers
 from fastpack_trl.attention.interface import AttentionCall, Backend
 from fastpack_trl.attention.reference import band_mask, document_attention
 from fastpack_trl.config import refuse_removed
-from fastpack_trl.model.facts import UNREADABLE, ModelFeatures
+from fastpack_trl.kernels.trial import failed_trial, largest_error
+from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.packing.documents import PADDED_DOCUMENTS
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.run import Choice
-
-logger = logging.getLogger(__name__)
 
 _WINDOW = 5
 _LENGTHS = (8, 4)  # tokens per document: one past the window, and a shorter one, which shows what it sees of the first
 _MOST_ERROR = 0.1
 """Relative, of a trial in 16 bits, with gradients of sinks that nearly cancel; a wrong factor is far beyond."""
-
-_OFF = "its results are {:.1%} off those of plain torch"
 
 ORDINARY = ("eager", "sdpa")
 """Stock's implementations without a way of their own to keep packed documents apart: ours runs over them."""
@@ -102,45 +95,30 @@ def failure(backend: Backend, features: ModelFeatures) -> str:
 
 @lru_cache(maxsize=256)
 def _failure(backend: Backend, features: ModelFeatures) -> str:
-    try:
-        error = _error_of(backend, features)
-        wrong = "" if error <= _MOST_ERROR else _OFF.format(error)
-    except torch.OutOfMemoryError:
-        raise
-    except (*UNREADABLE, ImportError, AssertionError) as raised:
-        wrong = f"{type(raised).__name__}: {raised}"
-    if not wrong:
-        return ""
-    reason = f"{backend.name} failed its trial on this {features.device_type} ({wrong})"
-    logger.warning(f"packed_attention: {reason}; another way is taken, and torch {torch.__version__} may be why")
-    return reason
+    return failed_trial(backend.name, features.device_type, _MOST_ERROR, lambda: _error_of(backend, features))
 
 
 def _error_of(backend: Backend, features: ModelFeatures) -> float:
-    """Return the relative error of two documents, forward and backward, against plain torch in fp32; or NaN."""
+    """Return the `largest_error` of two documents."""
     device, dtype = torch.device(features.device_type), features.compute_dtype
-    window = min(features.windows, default=None)
+    window, scale = min(features.windows, default=None), features.head_dim**-0.5
+    softcap = 30.0 if features.softcap else None
     heads, kv_heads = features.num_heads, features.kv_heads or features.num_heads
-    shapes: list[tuple[int, ...]] = [
-        (1, count, sum(_LENGTHS), features.head_dim) for count in (heads, kv_heads, kv_heads)
-    ]
-    shapes += [(heads,)] * features.sinks
+    shapes = [(1, count, sum(_LENGTHS), features.head_dim) for count in (heads, kv_heads, kv_heads)]
     generator = torch.Generator().manual_seed(0)
-    leaves = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
-    exact = [leaf.detach().float().requires_grad_() for leaf in leaves]
-    scale, softcap = features.head_dim**-0.5, 30.0 if features.softcap else None
-    sinks = (leaves[3], exact[3]) if features.sinks else (None, None)
-    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        query, key, value = leaves[:3]
-        call = AttentionCall(query, key, value, scale, window, sinks[0], softcap)
-        out = backend.prepare(PackedBatch.from_lengths(_LENGTHS).to(device), features, device).attend(call)
-        expected = []
-        for query, key, value in zip(*(tensor.split(_LENGTHS, dim=2) for tensor in exact[:3]), strict=True):
-            mask = band_mask(query.shape[2], window or query.shape[2], device)
-            expected.append(document_attention(query, key, value, mask, scale, sinks[1], softcap)[0].transpose(1, 2))
-        oracle = torch.cat(expected, dim=1)
-        upstream = torch.randn(oracle.shape, generator=generator).to(device)
-        found = [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(dtype))]
-        right = [oracle.detach(), *torch.autograd.grad(oracle, exact, upstream)]
-    errors = [(one.float() - other).norm() / other.norm() for one, other in zip(found, right, strict=True)]
-    return float(torch.stack(errors).max())  # NaN if one is
+    inputs = [torch.randn(shape, generator=generator) for shape in shapes]
+    inputs += [torch.randn(heads, generator=generator)] if features.sinks else []
+    layer = backend.prepare(PackedBatch.from_lengths(_LENGTHS).to(device), features, device)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return layer.attend(AttentionCall(query, key, value, scale, window, sinks, softcap))
+
+    def plain(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+        outs = []
+        for q, k, v in zip(*(tensor.split(_LENGTHS, dim=2) for tensor in (query, key, value)), strict=True):
+            mask = band_mask(q.shape[2], window or q.shape[2], device)
+            outs.append(document_attention(q, k, v, mask, scale, sinks, softcap)[0].transpose(1, 2))
+        return torch.cat(outs, dim=1)
+
+    with torch.autocast(device.type, enabled=False):
+        return largest_error(attend, plain, [tensor.to(device, dtype) for tensor in inputs])

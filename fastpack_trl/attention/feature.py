@@ -14,12 +14,12 @@ from datasets import Dataset
 
 from fastpack_trl.attention import install
 from fastpack_trl.attention.backends import BACKENDS, choose, failure
-from fastpack_trl.attention.start_proof import is_examined, prove, prove_stock, tell_stock_error
+from fastpack_trl.attention.start_proof import is_examined, prove, tell_stock_error
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.facts import asked_for, attention_modules, read_features
 from fastpack_trl.packing.batching import BatchPlan, vocabulary
-from fastpack_trl.packing.dataset import check_vocabulary, highest_padding_cost, is_token_lists
+from fastpack_trl.packing.dataset import check_vocabulary, is_token_lists, padding_cost
 from fastpack_trl.packing.documents import PADDED_DOCUMENTS
 from fastpack_trl.report import Status
 from fastpack_trl.run import Choice, Run
@@ -28,31 +28,29 @@ logger = get_logger(__name__)
 
 
 class _Asked(NamedTuple):
-    """The settings for which a run has chosen its attention."""
+    """The setting for which a run has chosen its attention."""
 
     setting: str
-    by_name: bool
-    """As for `choose_attention`."""
 
 
-def choose_attention(run: Run, *, by_name: bool) -> None:
-    """Choose the attention path of a run, and its batches; `by_name`: `model_init_kwargs` says how its model is loaded.
+def choose_attention(run: Run) -> None:
+    """Choose the attention path of a run, and its batches.
 
     Raises:
         ValueError: what was asked for would be wrong for the model; names the remedy.
     """
-    run.set_state(_Asked("", by_name))  # where this fails, the next start chooses again
+    run.set_state(_Asked(""))  # where this fails, the next start chooses again
     keywords = run.args.model_init_kwargs or {}
     features = read_features(run.model, run.compute_dtype)
     run.choice = choose(
         run.settings.packed_attention,
         features,
-        stock_requested=asked_for(run.model, keywords.get("attn_implementation") if by_name else None),
+        stock_requested=asked_for(run.model, keywords.get("attn_implementation")),
         attempt=failure,
         elements=_tokens_of(run) * features.num_heads * features.head_dim * len(attention_modules(run.model)),
     )
     plan_rows(run)
-    run.set_state(_Asked(run.settings.packed_attention, by_name))
+    run.set_state(_Asked(run.settings.packed_attention))
 
 
 def _tokens_of(run: Run) -> float:
@@ -75,8 +73,7 @@ def plan_rows(run: Run, plan: BatchPlan | None = None) -> None:
         run.report.facts |= unknown if run.facts is None else run.facts.figures
     dataset = run.trainer.train_dataset
     if run.plan.kind == "documents" and isinstance(dataset, Dataset):
-        cost = highest_padding_cost(dataset, run.args.per_device_train_batch_size, run.args.seed)
-        run.report.facts["padded tokens per token"] = f"up to {cost:.2f}"
+        run.report.facts["padded tokens per token"] = f"at least {padding_cost(dataset):.2f}"
 
 
 def _tell(run: Run) -> None:
@@ -105,14 +102,12 @@ def plan_rows_again(run: Run) -> None:
     Raises:
         ValueError: as `choose_attention`.
     """
-    asked = run.get_state(_Asked)
-    assert asked is not None
     own = run.plan
 
     def why_stock() -> str:
         nonlocal own
-        if asked.setting != run.settings.packed_attention:
-            choose_attention(run, by_name=asked.by_name)
+        if run.get_state(_Asked) != _Asked(run.settings.packed_attention):
+            choose_attention(run)
             logger.warning(f"packed_attention: {run.choice.path} ({run.choice.reason})")
         own = _plan(run)
         return own.reason if own.kind == "stock" else ""
@@ -133,7 +128,7 @@ def install_attention(run: Run) -> Iterator[None]:
         if run.packs:
             _install(run, stack)
         elif run.training and run.trainer.padding_free and run.plan.kind != "documents":
-            prove_stock(run)
+            prove(run, None)
         elif run.training:
             run.set_status("verify_packing", "off", "not run", "a row is one document", holds=True)
         yield

@@ -22,7 +22,7 @@ from fastpack_trl.attention.backends import BACKENDS, choose, failure
 from fastpack_trl.attention.interface import AttentionCall, Backend, PackedLayer, shared_refusal
 from fastpack_trl.config import refusing_removed
 from fastpack_trl.errors import PackingError
-from fastpack_trl.model.changes import patch_attribute
+from fastpack_trl.model.changes import patch_attribute, shared
 from fastpack_trl.model.facts import (
     KINDS,
     OVER,
@@ -131,16 +131,20 @@ def backend_installed(model: nn.Module, handle: PackedAttention) -> Iterator[Non
         yield
 
 
-@contextlib.contextmanager
-def switched(model: nn.Module, features: ModelFeatures) -> Iterator[None]:
+def switched(model: nn.Module, features: ModelFeatures) -> contextlib.AbstractContextManager[None]:
     """Switch the text config to our name over its own implementation, give each layer its window; restored on exit."""
+    base = text_model(model)
+    return shared(base, "_fastpack_switched", lambda: _switch(base, features))
+
+
+@contextlib.contextmanager
+def _switch(base: Any, features: ModelFeatures) -> Iterator[None]:
     stock = features.implementation
     if stock not in OVER:
         raise ValueError(
             f"attn_implementation={stock!r} cannot be replaced: load the model with attn_implementation='sdpa', or "
             "set packed_attention='off'"
         )
-    base = text_model(model)
     _register(OVER[stock], stock)
     with contextlib.ExitStack() as stack:
         for module in attention_modules(base):

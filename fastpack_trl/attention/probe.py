@@ -16,6 +16,7 @@ from fastpack_trl.attention.dense import stock_error
 from fastpack_trl.attention.install import PackedAttention
 from fastpack_trl.model import facts
 from fastpack_trl.model.changes import patch_attribute
+from fastpack_trl.model.sharded import embeddings_put_in
 from fastpack_trl.packing.chunks import CHUNK
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.packing.prefixes import SharedRow, packed_batch
@@ -93,26 +94,17 @@ class Probe:
         return patch_attribute(text_config(self.model), "_attn_implementation_internal", "eager")
 
     def _run(self, ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        found: dict[str, Tensor] = {}
-
-        def begin(_module: Any, _args: Any, output: Tensor) -> Tensor:
-            # The input takes a gradient in every comparison: on the CPU bitsandbytes re-packs 4-bit weights for good in
-            # a forward without one, and training then runs a kernel without a backward (0.50, `Linear4bit.forward`).
-            found["embeddings"] = output.detach().requires_grad_()
-            return found["embeddings"].clone()  # some families scale their embeddings in place
-
-        def end(_module: Any, _args: Any, output: Any) -> None:
-            found["hidden"] = output[0]
-
-        base = facts.text_model(self.model)
+        base, hidden = facts.text_model(self.model), list[Tensor]()
         backbone = (facts.backbones(base) or [base])[0]
         # PEFT puts virtual tokens before a row outside of the backbone, and drops its positions.
         model = self.model if facts.is_prompt_learning(self.model) else backbone
-        with torch.enable_grad(), ExitStack() as stack:
-            for module, hook in ((base.get_input_embeddings(), begin), (backbone, end)):
-                stack.callback(module.register_forward_hook(hook).remove)
+        # The input takes a gradient in every comparison: on the CPU bitsandbytes re-packs 4-bit weights for good in a
+        # forward without one, and training then runs a kernel without a backward (0.50, `Linear4bit.forward`).
+        leaf = base.get_input_embeddings()(ids).detach().requires_grad_()
+        keep = backbone.register_forward_hook(lambda _module, _args, output: hidden.append(output[0]))
+        with torch.enable_grad(), embeddings_put_in(base, leaf), keep:
             model(input_ids=ids, use_cache=False, **kwargs)
-        return found["embeddings"], found["hidden"][0, -ids.shape[1] :]
+        return leaf, hidden[-1][0, -ids.shape[1] :]
 
     def wrong_windows(self) -> tuple[tuple[str, int, int], ...]:
         """Return layer, reach in the packed row, and by itself, where the last token of a document sees otherwise."""

@@ -42,47 +42,35 @@ def is_examined(run: Run) -> bool:
     return run.get_state(_Examined) == _Examined(run.choice, ref(run.model))
 
 
-def prove(run: Run, attention: PackedAttention) -> str:
-    """Check `attention`, installed on the model of a run that begins.
+def prove(run: Run, attention: PackedAttention | None) -> str:
+    """Check packed rows before the first of them, under an installed `attention`, or under TRL's own if it is None.
 
     Returns:
         The reason why the check cannot run on this model; empty where it ran or is not due.
 
     Raises:
-        PackingError: the check failed; names the remedy.
-        ValueError: it cannot run, and ``verify_packing="on"`` insists.
-    """
-    if _is_off(run):
-        return ""
-    proof, unproven = _proof(run, attention)
-    run.set_state(_Examined(run.choice, ref(run.model)))
-    if proof is not None:
-        run.set_status("verify_packing", "on", "proof", str(proof.raise_if_failed()))
-    return unproven
-
-
-def prove_stock(run: Run) -> None:
-    """Check packed rows under stock's own attention.
-
-    Raises:
         PackingError: documents see each other; names the path, the leak and the remedy.
         ValueError: the check cannot run, and ``verify_packing="on"`` insists.
     """
-    if _is_off(run):
-        return
-    if joins_documents(run.trainer):
+    if run.settings.verify_packing == "off":
+        run.set_status("verify_packing", "off", "not run", "switched off")
+        return ""
+    if attention is None and joins_documents(run.trainer):
         raise PackingError(f"packed rows under stock: LEAK: every row is one document to the model; {_remedy(run)}")
-    proof, _ = _proof(run, None)
+    proof, unproven = _proof(run, attention)
+    run.set_state(_Examined(run.choice, ref(run.model)))
     if proof is None:
-        return
-    run.set_status("verify_packing", "on", "proof of stock", str(proof))
+        return unproven
+    run.set_status("verify_packing", "on", "proof" if attention else "proof of stock", str(proof))
     collator = run.trainer.data_collator
-    if isinstance(collator, DataCollatorForLanguageModeling) or run.settings.verify_packing == "on":
-        proof.raise_if_failed(_remedy(run))
+    is_known = isinstance(collator, DataCollatorForLanguageModeling) or run.settings.verify_packing == "on"
+    if attention is not None or is_known:
+        proof.raise_if_failed("" if attention else _remedy(run))
     elif not proof.proven:  # the collator may tell the model what stock's does not
         logger.warning(
             f"rows as stock packs them: {proof}; what {type(collator).__name__} makes of them is not examined"
         )
+    return ""
 
 
 def _remedy(run: Run) -> str:
@@ -92,13 +80,6 @@ def _remedy(run: Run) -> str:
     if run.settings.packed_attention == "auto":
         return f"{run.choice.reason}: leave it out, or set packing=False; {INSIST}"
     return f"set packed_attention='auto'; {INSIST}"
-
-
-def _is_off(run: Run) -> bool:
-    is_off = run.settings.verify_packing == "off"
-    if is_off:
-        run.set_status("verify_packing", "off", "not run", "switched off")
-    return is_off
 
 
 def tell_stock_error(run: Run) -> None:
@@ -116,39 +97,35 @@ def tell_stock_error(run: Run) -> None:
 
 
 def _proof(run: Run, attention: PackedAttention | None) -> tuple[PackingProof | None, str]:
-    """Check `attention`, or stock; return None, and the reason if it lies in the model, if that cannot be done.
-
-    Parameters that other processes hold, or will, are those of a small copy.
-    """
-    insists, unproven = run.settings.verify_packing == "on" and run.training, ""
-    cause: Exception | None = None
+    """Check `attention`, or stock; return None, and the reason if it lies in the model, if that cannot be done."""
+    fix, unproven = "set verify_packing='auto' or 'off'", ""
+    is_strict = run.settings.verify_packing == "on" and run.training
+    cause: Exception
     try:
         with run.autocast():
             proof = _checked(run, attention)
         run.set_state(proof)
         return proof, ""
-    except PackingError:
-        raise
     except NonFiniteError as error:
-        reason, cause = str(error), error
+        reason, cause, fix = str(error), error, "load finite weights, or set verify_packing='off'"
         logger.warning(f"verify_packing: not run: {reason}; training goes on with them, as stock does")
-    except torch.OutOfMemoryError:
-        if insists or attention is not None:
+    except torch.OutOfMemoryError as error:
+        if is_strict or attention is not None:
             raise  # callers that try smaller batches look for its type
-        reason = "no memory for the proof"
+        reason, cause = "no memory for the proof", error
     except _CANNOT_RUN as error:
-        reason, cause = f"the proof cannot run on this model: {type(error).__name__}: {error}", error
-        unproven = reason
-    if insists:
-        fix = "set verify_packing='auto' or 'off'"
-        if isinstance(cause, NonFiniteError):
-            fix = "load finite weights, or set verify_packing='off'"
+        if isinstance(error, PackingError):
+            raise
+        reason = unproven = f"the proof cannot run on this model: {type(error).__name__}: {error}"
+        cause = error
+    if is_strict:
         raise ValueError(f"verify_packing='on': {reason}; {fix}") from cause
     run.set_status("verify_packing", "off", "not run", reason)
     return None, unproven
 
 
 def _checked(run: Run, attention: PackedAttention | None) -> PackingProof:
+    """Check the model, or a small copy of one whose parameters other processes hold, or will."""
     if not run.is_sharded:
         with suppress(ImportError):  # TRL's own forward lacks a kernel (weights in FP8, say), which ours does without
             return verify_packing(run.model, implementation="off", attention=attention)

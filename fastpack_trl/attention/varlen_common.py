@@ -133,21 +133,14 @@ def _twin(row: RowInputs) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _twin_backward(
-    row: RowInputs, grad_out: Tensor, _out: Tensor, _lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Differentiate `_twin`; NaN where that leaves NaN."""
+def _twin_backward(row: RowInputs, grad_out: Tensor, _out: Tensor, _lse: Tensor) -> tuple[Tensor, ...]:
+    """Differentiate `_twin`."""
     # Hooks on the tensors that the step saves are not for those of this twin.
     with recording(), saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         leaves = [tensor.detach().contiguous().requires_grad_() for tensor in row[:4] if tensor is not None]
         out, _ = _twin(RowInputs(*leaves, *row[len(leaves) :]))
         query, key, value, *sinks = torch.autograd.grad(out, leaves, grad_out)
-    is_query, is_key = (torch.zeros(len(tensor), dtype=torch.bool) for tensor in (query, key))
-    for start, stop, first, last in _segments(row):
-        is_query[start:stop] = is_key[first:last] = True
-    query[~is_query] = key[~is_key] = value[~is_key] = torch.nan
-    # The gradient of a sink is a sum over all tokens.
-    return query, key, value, sinks[0] + (0.0 if is_query.all() else torch.nan) if sinks else query.new_empty(0)
+    return query, key, value, sinks[0] if sinks else query.new_empty(0)
 
 
 def _segments(row: RowInputs) -> list[tuple[int, int, int, int]]:

@@ -253,15 +253,15 @@ def stock_attention(module: Any, implementation: str) -> Callable[..., tuple[Any
     raise LookupError(f"{type(module).__name__} defines no attention function for {implementation!r}")
 
 
-def asked_for(model: nn.Module, by_name: Any = None) -> str | None:
+def asked_for(model: nn.Module, requested: Any = None) -> str | None:
     """Return the attention implementation that the user chose; None if it is transformers' default.
 
-    `by_name` is that of `model_init_kwargs`, if the model was given by its name; it may name one per sub-model.
+    `requested` is that of `model_init_kwargs`, which may name one per sub-model. TRL ignores it if it gets a model.
     """
     base = text_model(model)
     implementation = stock_implementation(base.config.get_text_config())
-    if by_name is not None:
-        return by_name if isinstance(by_name, str) else implementation
+    if requested == implementation or isinstance(requested, dict):
+        return implementation
     is_default = implementation == "sdpa" or (implementation == "eager" and not getattr(base, "_supports_sdpa", False))
     return None if is_default else implementation
 

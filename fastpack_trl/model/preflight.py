@@ -126,12 +126,7 @@ def check_weights(name: str, option: str = "model") -> None:
 
 def checkpoint_fault(folder: Path) -> str:
     """Return which file of a checkpoint is missing or damaged; its state is written last. Empty if it is complete."""
-    files = [folder / "trainer_state.json", *sorted(folder.rglob("*.safetensors"))]
-    index = folder / "model.safetensors.index.json"
-    if index.is_file() and not file_fault(index):
-        shards = json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values()
-        files += [folder / name for name in sorted(set(shards))]
-    return first_reason(map(file_fault, files))
+    return first_reason(map(file_fault, (folder / "trainer_state.json", *sorted(folder.rglob("*.safetensors")))))
 
 
 def _checkpoints(output_dir: str | None) -> list[Path]:

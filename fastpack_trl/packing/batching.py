@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any, Literal
 
-import torch
 from datasets import Dataset
 from trl import SFTTrainer
 
@@ -16,7 +15,6 @@ from fastpack_trl.model.facts import ALORA, is_invoked_once_per_row, is_prompt_l
 from fastpack_trl.model.hooks import BATCH_METHODS, hook_inside, replaced_methods
 from fastpack_trl.model.upstream import DataCollatorForLanguageModeling
 from fastpack_trl.packing.collator import COLUMNS, PackingCollator
-from fastpack_trl.packing.dataset import is_token_lists
 from fastpack_trl.packing.documents import PADDED_DOCUMENTS
 
 PADDING_FREE_COLUMNS = COLUMNS[:2]
@@ -162,50 +160,9 @@ def vocabulary(model: Any) -> int:
 
 
 def fast_view(trainer: SFTTrainer, dataset: Any) -> Any:
-    """Return a map-style data set read from Arrow's memory; others, and formats the user set, as they are."""
+    """Return a map-style data set whose rows are NumPy arrays; others, and formats the user set, as they are."""
     if not isinstance(dataset, Dataset):
         return dataset
     columns = COLUMNS if trainer.padding_free else PADDING_FREE_COLUMNS
     dataset = dataset.remove_columns([name for name in COLUMNS if name in dataset.column_names and name not in columns])
-    if dataset.format["type"] is not None:
-        return dataset
-    plain = getattr(trainer.args, "train_sampling_strategy", "random") in ("random", "sequential")
-    samplers = replaced_methods(trainer, ("_get_train_sampler", "_get_eval_sampler"))
-    if not (plain and not samplers and is_token_lists(dataset, columns)):
-        return dataset.with_format("numpy")  # other samplers read columns of a `datasets.Dataset`
-    return ArrowRows(dataset, columns)
-
-
-class ArrowRows(torch.utils.data.Dataset[dict[str, Any]]):
-    """A map-style view of a `datasets.Dataset` with integer list columns: ``rows[i] -> {"input_ids": ndarray, ...}``.
-
-    Each value is a read-only NumPy view of the Arrow buffer where that is possible; `datasets`' own NumPy format builds
-    the same arrays through a formatter that costs more than the rest of a batch (measured by
-    ``python -m benchmarks micro``).
-
-    Args:
-        dataset: the data set; its order (shuffle, select) is kept.
-        columns: the list columns to read; those that the data set lacks are left out.
-    """
-
-    def __init__(self, dataset: Dataset, columns: Sequence[str]) -> None:
-        self.columns = [column for column in columns if column in dataset.column_names]
-        self.table = dataset.select_columns(self.columns).with_format("arrow")
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Return several rows at once; called by torch's data loader."""
-        rows: list[dict[str, Any]] = [{} for _ in indices]
-        for column, values in zip(self.columns, self.table[list(indices)].columns, strict=True):
-            row = iter(rows)
-            for chunk in values.chunks:
-                flat = chunk.values.to_numpy(zero_copy_only=False)
-                bounds = chunk.offsets.to_numpy()
-                for start, end in pairwise(bounds):
-                    next(row)[column] = flat[start:end]
-        return rows
+    return dataset if dataset.format["type"] is not None else dataset.with_format("numpy")

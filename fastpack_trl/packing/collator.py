@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fastpack_trl.model.upstream import DataCollatorForLanguageModeling
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, TensorVersion, to_transformers_kwargs
-from fastpack_trl.packing.packed_inputs import IntArray, PackedInputs
+from fastpack_trl.packing.packed_inputs import PackedInputs
 from fastpack_trl.packing.prefixes import packed_batch, score, share
-from fastpack_trl.packing.shared_keys import Documents
+from fastpack_trl.packing.shared_keys import Documents, Ints
 
 __all__ = ["PackedInputs", "PackingCollator"]
 
@@ -127,7 +127,7 @@ class PackingCollator(DataCollatorForLanguageModeling):
         inputs = {"input_ids": torch.from_numpy(whole), "labels": targets}
         return PackedInputs(inputs | to_transformers_kwargs(batch) | {"packed_batch": batch})
 
-    def _check_vocabulary(self, name: str, ids: IntArray) -> None:
+    def _check_vocabulary(self, name: str, ids: Ints) -> None:
         if self.vocab_size is None or not ids.size:
             return
         low, high = int(ids.min()), int(ids.max())
@@ -153,7 +153,7 @@ def unshared(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     return PackedInputs(rest | {"input_ids": ids, "packed_batch": plain} | to_transformers_kwargs(plain))
 
 
-def _read_row(index: int, example: Mapping[str, Any]) -> tuple[IntArray, IntArray, IntArray]:
+def _read_row(index: int, example: Mapping[str, Any]) -> tuple[Ints, Ints, Ints]:
     """Return token ids, labels (the same object if the row has none) and document lengths, none of them 0."""
     if "input_ids" not in example:
         raise ValueError(
@@ -178,7 +178,7 @@ def _read_row(index: int, example: Mapping[str, Any]) -> tuple[IntArray, IntArra
     return ids, labels, lengths[lengths > 0]
 
 
-def _to_array(index: int, name: str, value: Any) -> IntArray:
+def _to_array(index: int, name: str, value: Any) -> Ints:
     """Return one column of one row as a flat array of integers, without a copy where it is one."""
     try:
         array = value.numpy(force=True) if isinstance(value, Tensor) else np.asarray(value)
@@ -194,7 +194,7 @@ def _to_array(index: int, name: str, value: Any) -> IntArray:
     return array
 
 
-def _flatten(rows: Sequence[IntArray], out: IntArray | None = None) -> IntArray:
+def _flatten(rows: Sequence[Ints], out: Ints | None = None) -> Ints:
     """Return rows one after the other as int64, in `out` if that is given."""
     rows = rows or [np.empty(0, np.int64)]
     return np.concatenate(rows, out=out, dtype=None if out is not None else np.int64, casting="same_kind")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from fastpack_trl.errors import DataError, short_repr
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX
+from fastpack_trl.packing.shared_keys import Ints
 
 _ROWS_AT_A_TIME = 10_000
 _NEVER = 2**62
 
-Ints: TypeAlias = NDArray[np.int64]
 Piece = Mapping[str, tuple[Ints, Any]]
 """Of each list column: its items per row, and the items of these rows as one Arrow array."""
 
@@ -53,9 +53,7 @@ def is_integer_list(kind: Any) -> bool:
 def is_token_lists(dataset: Dataset, columns: Sequence[str]) -> bool:
     """Return whether there are `input_ids`, and each of `columns` that the data set has lists integers per row."""
     types = {name: dataset.features[name] for name in columns if name in dataset.column_names}
-    return "input_ids" in types and all(
-        isinstance(kind, List) and kind.length == -1 and is_integer_list(kind) for kind in types.values()
-    )
+    return "input_ids" in types and all(map(is_integer_list, types.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,19 +240,11 @@ def check_vocabulary(dataset: Dataset, vocab_size: int) -> None:
                     )
 
 
-def highest_padding_cost(prepared: Dataset, rows_per_batch: int = 1, seed: int = 0) -> float:
-    """Return the largest ratio of padded to real tokens, were batches of packed rows unpacked into padded rows.
-
-    1.0 without `seq_lengths`. Rows are drawn together in the random order of `seed`: an estimate for any other.
-    """
-    if "seq_lengths" not in prepared.column_names or not len(prepared):
-        return 1.0
-    read = [piece["seq_lengths"] for piece in pieces(prepared, "seq_lengths")]
-    documents, lengths = (
-        np.concatenate(each) for each in zip(*((n, flat.to_numpy()) for n, flat in read), strict=True)
-    )
-    starts, order = documents.cumsum() - documents, np.random.default_rng(seed).permutation(len(documents))
-    first = np.arange(0, len(order), rows_per_batch)
-    longest = np.maximum.reduceat(np.maximum.reduceat(lengths, starts)[order], first)
-    tokens = np.add.reduceat(np.add.reduceat(lengths, starts)[order], first)
-    return float((longest * np.add.reduceat(documents[order], first) / np.maximum(tokens, 1)).max())
+def padding_cost(prepared: Dataset) -> float:
+    """Return padded tokens per token if the documents of each packed row are padded to the longest of them."""
+    padded = tokens = 0
+    for piece in pieces(prepared, "seq_lengths") if "seq_lengths" in prepared.column_names else ():
+        documents, lengths = piece["seq_lengths"][0], piece["seq_lengths"][1].to_numpy()
+        padded += int((documents * np.maximum.reduceat(lengths, documents.cumsum() - documents)).sum())
+        tokens += int(lengths.sum())
+    return padded / tokens if tokens else 1.0

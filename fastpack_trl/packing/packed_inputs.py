@@ -6,14 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 
 from fastpack_trl.packing.packed_batch import PackedBatch, TensorVersion
-
-IntArray = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 
 
 class PackedInputs(dict[str, Any]):

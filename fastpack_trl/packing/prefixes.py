@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch
-from fastpack_trl.packing.packed_inputs import IntArray
-from fastpack_trl.packing.shared_keys import SharedKeys
+from fastpack_trl.packing.shared_keys import Ints, SharedKeys
 
 LEAST_SHARED = 16
 """Tokens of a prefix below which each document keeps its own: a segment more costs the kernels as much."""
@@ -28,19 +27,19 @@ class SharedRow(NamedTuple):
     ``key_index=[0, 1, 2, 0, 1, 3, 4]``, ``token_of=[0, 1, 2, 0, 1, 3, 4]``: the row is ``[1, 2, 3, 4, 5]``.
     """
 
-    lengths: IntArray
+    lengths: Ints
     """(num_segments,) tokens of each segment: what a document has beside what lies in the row already."""
-    first_positions: IntArray
+    first_positions: Ints
     """(num_segments,) position of the first token of each segment in its document: the tokens of its prefix."""
-    key_index: IntArray
+    key_index: Ints
     """(total_keys,) the tokens of the row that each segment attends to: its document, from the first to the last."""
-    token_of: IntArray
+    token_of: Ints
     """(document_tokens,) the token of the row of each token of the documents, one after the other as they came."""
-    source_of: IntArray
+    source_of: Ints
     """(row_tokens,) one of the documents' tokens that each token of the row is."""
 
 
-def share(ids: NDArray[Any], lengths: Sequence[int] | IntArray, least: int = LEAST_SHARED) -> SharedRow | None:
+def share(ids: NDArray[Any], lengths: Sequence[int] | Ints, least: int = LEAST_SHARED) -> SharedRow | None:
     """Return the row of documents that share at least `least` tokens with another; None where none do.
 
     Args:
@@ -48,7 +47,7 @@ def share(ids: NDArray[Any], lengths: Sequence[int] | IntArray, least: int = LEA
         lengths: tokens of each document, at least 1.
         least: tokens.
     """
-    sizes: IntArray = np.asarray(lengths, dtype=np.int64)
+    sizes: Ints = np.asarray(lengths, dtype=np.int64)
     if len(sizes) < 2:
         return None
     ends = sizes.cumsum()
@@ -65,9 +64,9 @@ def share(ids: NDArray[Any], lengths: Sequence[int] | IntArray, least: int = LEA
     own = sizes - common
     own_ends = own.cumsum()
     row = np.arange(int(own_ends[-1]))
-    token_of: IntArray = np.empty(int(ends[-1]), np.int64)
-    path: IntArray = np.empty(int(sizes.max()), np.int64)  # of the present document, token by token
-    keys: list[IntArray] = []
+    token_of: Ints = np.empty(int(ends[-1]), np.int64)
+    path: Ints = np.empty(int(sizes.max()), np.int64)  # of the present document, token by token
+    keys: list[Ints] = []
     # Two copies per document, and nothing else: this loop runs in the data loader's worker.
     for first, size, kept, end in zip(starts.tolist(), sizes.tolist(), common.tolist(), own_ends.tolist(), strict=True):
         path[kept:size] = row[end - size + kept : end]
@@ -84,19 +83,19 @@ def packed_batch(row: SharedRow, *, num_padding: int = 0) -> PackedBatch:
     """Return the metadata of a row and `num_padding` tokens behind it, on the host."""
     shared = None
     if row.first_positions.any():
-        tail: IntArray = np.array([num_padding] if num_padding else [], dtype=np.int64)
-        keys: IntArray = np.append(row.key_index, len(row.source_of) + np.arange(num_padding))
+        tail: Ints = np.array([num_padding] if num_padding else [], dtype=np.int64)
+        keys: Ints = np.append(row.key_index, len(row.source_of) + np.arange(num_padding))
         shared = SharedKeys.of(np.append(row.lengths, tail), np.append(row.first_positions, 0 * tail), keys)
     return PackedBatch.from_lengths(row.lengths, num_padding=num_padding, shared=shared)
 
 
-def _neighbours(ids: NDArray[Any], starts: IntArray, sizes: IntArray) -> tuple[IntArray, IntArray]:
+def _neighbours(ids: NDArray[Any], starts: Ints, sizes: Ints) -> tuple[Ints, Ints]:
     """Return documents in the order of their tokens, and what each shares with the one before it, in tokens."""
     text = ids.astype(">u4").tobytes()  # big-endian bytes compare as the numbers do
     spans = list(zip(starts.tolist(), (starts + sizes).tolist(), strict=True))
     pieces = [text[4 * start : 4 * end] for start, end in spans]
     order = sorted(range(len(pieces)), key=pieces.__getitem__)
-    common: IntArray = np.zeros(len(order), np.int64)
+    common: Ints = np.zeros(len(order), np.int64)
     for place, (before, after) in enumerate(pairwise(ids[slice(*spans[document])] for document in order), 1):
         size = min(len(before), len(after))
         unlike = (before[:size] != after[:size]).nonzero()[0]
@@ -104,7 +103,7 @@ def _neighbours(ids: NDArray[Any], starts: IntArray, sizes: IntArray) -> tuple[I
     return np.array(order), common
 
 
-def score(row: SharedRow, ids: NDArray[Any], labels: NDArray[Any]) -> tuple[IntArray, IntArray, NDArray[np.float32]]:
+def score(row: SharedRow, ids: NDArray[Any], labels: NDArray[Any]) -> tuple[Ints, Ints, NDArray[np.float32]]:
     """Return the tokens of a row whose next token the loss counts, those next tokens, and how many documents count it.
 
     A token is there once for each way in which documents go on from it.
@@ -119,7 +118,7 @@ def score(row: SharedRow, ids: NDArray[Any], labels: NDArray[Any]) -> tuple[IntA
     counted[others] = False
     # A token of the row follows one other, so its copies with the same label are one position.
     weights = np.bincount(row.token_of, counted, len(row.source_of))
-    source: IntArray = np.append(row.source_of[weights > 0], others)
-    next_tokens: IntArray = np.append(ids[row.source_of[weights > 0]], labels[others])
+    source: Ints = np.append(row.source_of[weights > 0], others)
+    next_tokens: Ints = np.append(ids[row.source_of[weights > 0]], labels[others])
     counts: NDArray[np.float32] = np.append(weights[weights > 0], np.ones(len(others)))
     return row.token_of[source - 1], next_tokens.astype(np.int64), counts.astype(np.float32)

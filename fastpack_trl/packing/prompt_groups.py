@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from fastpack_trl.packing.packed_batch import PackedBatch
-from fastpack_trl.packing.packed_inputs import IntArray
 from fastpack_trl.packing.prefixes import LEAST_SHARED, packed_batch, share
-from fastpack_trl.packing.shared_keys import TensorFields
+from fastpack_trl.packing.shared_keys import Ints, TensorFields
 
 KEY = "fastpack_prompt_groups"
 """Of a collated batch: under it the `PromptGroups` of each padded tensor of token ids, by its key."""
@@ -98,9 +97,9 @@ def pairs(
 def _group(
     ids: Tensor,
     attention_mask: Tensor,
-    rows: IntArray,
-    column: IntArray,
-    places: IntArray,
+    rows: Ints,
+    column: Ints,
+    places: Ints,
     least: int | None,
     *,
     scores_next: bool = False,

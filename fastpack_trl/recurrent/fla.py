@@ -6,26 +6,21 @@ two tensors, made once per batch.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from functools import cache, lru_cache
-from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
-from packaging.version import Version
 from torch import Tensor
 
 from fastpack_trl.kernels.operators import arguments_of
+from fastpack_trl.kernels.trial import failed_trial, largest_error
 from fastpack_trl.model.facts import SCANS, ModelFeatures, Scan
 from fastpack_trl.model.upstream import resolve
 from fastpack_trl.packing.chunks import CHUNK, chunks_of
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.recurrent.delta import ROW, delta_flops, like_value, packed_delta
 from fastpack_trl.recurrent.recomputed import recomputed
-
-logger = logging.getLogger(__name__)
 
 KEYWORD = "packed_fla"
 """Keyword of the model's forward for the `FlaRow` of its row."""
@@ -107,51 +102,28 @@ def refusal(features: ModelFeatures) -> str:
         return f"fla needs CUDA, the model is on {features.device_type}"
     if features.compute_dtype.itemsize != 2:
         return f"fla computes in 16 bits, this run in {str(features.compute_dtype).removeprefix('torch.')}"
-    triton = Version(version("triton") if find_spec("triton") else "0")
-    affected = (features.capability or (0,))[0] == 9 and Version("3.4.0") <= triton < Version("3.7.1")
-    if affected and find_spec("tilelang") is None:
-        # fla raises there: its gradients of `g` and `beta` came out wrong.
-        return f"fla refuses its backward on Hopper with Triton {triton} (fla issue 640): Triton 3.7.1 or tilelang"
     scans = [scan for scan in features.scans if scan.kind == _KIND]
     failures = (_failure(scan, features.compute_dtype, features.device_type) for scan in scans)
     return next(filter(None, failures), "") if scans else "the sizes of its layers are not known"
 
 
 def _failure(scan: Scan, dtype: torch.dtype, device: str) -> str:
-    try:
-        wrong = _try(scan, dtype, device)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # noqa: BLE001 - whatever a package or its compiler raises
-        wrong = f"{type(error).__name__}: {error}"
-    if wrong:
-        logger.warning(f"packed_attention: fla failed its trial on this {device} ({wrong}); plain torch runs instead")
-    return wrong and f"fla failed its trial: {wrong}"
+    return failed_trial("fla", device, _MAX_ERROR, lambda: _error_of(scan, dtype, device))
 
 
-def _try(scan: Scan, dtype: torch.dtype, device: str) -> str:
-    """Compare three documents, forward and backward, with plain torch in fp32; return the difference, or ``""``."""
+def _error_of(scan: Scan, dtype: torch.dtype, device: str) -> float:
+    """Return the `largest_error` of three documents."""
     if _function(_FUNCTION) is None:
-        return f"there is no {_FUNCTION}"
+        raise ImportError(f"there is no {_FUNCTION}")
     batch, generator = PackedBatch.from_lengths(_LENGTHS).to(device), torch.Generator().manual_seed(0)
     keys, values, scalars = (scan.key_heads, scan.size), (scan.heads, scan.width), (scan.heads,)
-    query, key, value, g, beta, upstream = (
+    query, key, value, g, beta = (
         torch.randn(sum(_LENGTHS), *shape, generator=generator).to(device, dtype)
-        for shape in (keys, keys, values, scalars, scalars, values)
+        for shape in (keys, keys, values, scalars, scalars)
     )
-    row = [query, key, value, -g.float().abs(), beta.sigmoid()]
 
-    def results(function: Callable[..., Tensor], row: list[Tensor], metadata: Any) -> tuple[Tensor, ...]:
-        leaves = [tensor.detach().requires_grad_() for tensor in row]
-        with torch.enable_grad():
-            out = function(*leaves, metadata, normalise=True)
-        return out.detach(), *torch.autograd.grad(out, leaves, upstream.to(out.dtype))
+    def over(function: Any, metadata: Any) -> Any:
+        return lambda *row: function(*row, metadata, normalise=True)
 
-    actual = results(fla_delta, row, fla_row(batch))
-    expected = results(packed_delta, [tensor.float() for tensor in row], chunks_of(batch))
-    names = ("output", *(f"gradient of {name}" for name in ("query", "key", "value", "g", "beta")))
-    for name, own, right in zip(names, actual, expected, strict=True):
-        error = float((own.float() - right).norm() / right.norm())
-        if not error <= _MAX_ERROR:  # NaN too
-            return f"its {name} is {error:.1%} off that of plain torch"
-    return ""
+    row = (query, key, value, -g.float().abs(), beta.sigmoid())
+    return largest_error(over(fla_delta, fla_row(batch)), over(packed_delta, chunks_of(batch)), row)

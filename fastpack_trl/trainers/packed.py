@@ -57,7 +57,6 @@ class PackedTrainer(FeaturedTrainer):
         self._fastpack_repeated = ""
         """Why each completion has a prompt of its own in a row; empty where they share one."""
         self._fastpack_host = HostWork()
-        self._fastpack_by_name = isinstance(given.get("model"), str)
         self._fastpack_chosen = False
         if self._fastpack_disabled:
             super().__init__(*args, **kwargs)
@@ -80,7 +79,7 @@ class PackedTrainer(FeaturedTrainer):
             if id(text_model(self.model)) not in self._fastpack_forwards:
                 self._fastpack_lay(text_model(self.model))
             self.fastpack_run.report.facts |= fit_precision(self)
-            choose_attention(self.fastpack_run, by_name=self._fastpack_by_name)
+            choose_attention(self.fastpack_run)
 
     def _fastpack_plan(self, trainer: Any, path: str, flattens: bool, unproven: str = "") -> BatchPlan:
         forward = self._fastpack_forwards.get(id(text_model(trainer.model)))

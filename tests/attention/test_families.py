@@ -28,7 +28,7 @@ from fastpack_trl.testing import tiny_model
 # With all experts chosen no token changes its experts for a rounding, which would move its loss by far more than one.
 MOE = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "gpt_oss", "afmoe", "granitemoehybrid", "qwen3_next")
 ALL_EXPERTS = {family: {"num_experts_per_tok": 4} for family in MOE}
-BF16_ON_CPU = ("qwen3", "mistral", "gemma2", "gemma3_text", "deepseek_v3", "gpt_oss", "opt", "qwen3_next")
+BF16_ON_CPU = ("gemma3_text", "deepseek_v3", "gpt_oss", "opt", "qwen3_next")
 # One rounding of the result: the mean loss of 26 tokens is too short a sum for its errors to average out.
 ROUNDING = torch.finfo(torch.bfloat16).eps / 2
 

@@ -50,9 +50,3 @@ def test_trainer_takes_it_by_name_checks_it_and_logs_what_stock_logs(tmp_path: P
     assert ours.fastpack_proof is not None
     assert ours.fastpack_proof.proven
     assert_same_log(ours, stock)
-
-
-def test_model_that_needs_more_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="'toy' cannot be used here: toy has no attention sinks"):
-        with packed_attention(tiny_model("gpt_oss"), "toy"):
-            pass

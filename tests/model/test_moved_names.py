@@ -79,32 +79,38 @@ for paths in json.loads(sys.argv[1]):
 ROOT = Path(__file__).parents[2]
 DECIDES = ("batches", "packed_attention")
 """Parts without which others do not run either."""
-ROUNDS = {part: list(names) for part, names in NEEDS.items() if part != "frozen_base"}  # which is on by name alone
-Answers = dict[str, tuple[list[float], dict[str, Any]]]
+LAYERS = ("varlen", "lora", "activation_memory", "checkpoint_offload", "layer_compile", "mfu")
+GROUPS = (("batches",), ("packed_attention",), ("sync_free", "moe", "cuda_graph"), LAYERS)
+"""Parts whose names are removed together; `frozen_base` is on by name alone."""
+ROUNDS = {group: sorted({name for part in group for name in NEEDS[part]}) for group in GROUPS}
+Answers = dict[tuple[str, ...], tuple[list[float], dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
 def answers() -> Answers:
-    """Losses and report by the part whose names were removed; those of a run with all names under the empty string."""
+    """Losses and report by the group whose names were removed; those of a run with all names under ()."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")])
     command = [forks.python(), "-c", RUN, json.dumps([[], *ROUNDS.values()])]
     run = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path})
     rows = [tuple(json.loads(line[7:])) for line in run.stdout.splitlines() if line.startswith("ANSWER ")]
     assert len(rows) == 1 + len(ROUNDS), run.stderr[-3000:]
-    return dict(zip(["", *ROUNDS], rows, strict=True))
+    return dict(zip([(), *ROUNDS], rows, strict=True))
 
 
-@pytest.mark.parametrize("part", ROUNDS)
-def test_names_that_upstream_moved_cost_their_feature_and_nothing_else(answers: Answers, part: str) -> None:
-    (expected, whole), (losses, report) = answers[""], answers[part]
+@pytest.mark.parametrize("group", GROUPS, ids="-".join)
+def test_names_that_upstream_moved_cost_their_feature_and_nothing_else(
+    answers: Answers, group: tuple[str, ...]
+) -> None:
+    assert {part for parts in GROUPS for part in parts} == NEEDS.keys() - {"frozen_base"}
+    (expected, whole), (losses, report) = answers[()], answers[group]
     assert len(expected) == 2, whole
     assert losses == pytest.approx(expected, rel=2e-5), report
     # Not of this run: the kernel of another device, and a figure of the callback, which says so itself.
-    for path in ROUNDS[part] if part not in ("varlen", "mfu") else ():
+    for path in {name for part in set(group) - {"varlen", "mfu"} for name in NEEDS[part]}:
         assert path in str(report)
         assert path not in str(whole)
-    for other in ("packed_attention", "batches", "lora", "moe", "activation_memory") if part not in DECIDES else ():
-        if set(NEEDS[other]).isdisjoint(ROUNDS[part]):
+    for other in ("packed_attention", "batches", "lora", "moe", "activation_memory") if group[0] not in DECIDES else ():
+        if set(NEEDS[other]).isdisjoint(ROUNDS[group]):
             assert report["features"][other]["status"] == whole["features"][other]["status"] == "on", other
 
 

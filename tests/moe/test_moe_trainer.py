@@ -102,8 +102,7 @@ def test_switch_and_the_users_own_choice(
     assert ours.model.config._experts_implementation == (asked or "grouped_mm")
 
 
-@pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("setting", ["auto", "off"])
+@pytest.mark.parametrize(("setting", "peft"), [("auto", True), ("off", False)])
 def test_experts_without_a_gate_train_and_evaluate_as_stock(tmp_path: Path, setting: str, peft: bool) -> None:
     trainer = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "up_proj"])} if peft else None
     stock = train(SFTTrainer, tmp_path / "stock", model=hybrid_model("nemotron_h"), trainer=trainer)

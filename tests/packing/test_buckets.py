@@ -59,7 +59,7 @@ def test_buckets_hold_their_rows_in_any_order(rows: list[Bucket], draw: random.R
     assert choose_buckets(draw.sample(rows, len(rows))) == buckets
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(sizes, st.integers(0, 3000), st.integers(0, 300), st.integers(-40, 40))
 def test_holds_counts_the_pieces_of_the_tail(size: Bucket, tail: int, longer: int, more: int) -> None:
     longest = size.max_seqlen + longer

@@ -19,7 +19,7 @@ from fastpack_trl.packing.packed_batch import PackedBatch
 TRL = functools.partial(DataCollatorForLanguageModeling, padding_free=True)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(rows=batches())
 def test_without_padding_the_output_is_trls_and_the_packed_batch(rows):
     ours, theirs = PackingCollator(pad_token_id=0)(rows), TRL(pad_token_id=0)(rows)
@@ -27,7 +27,7 @@ def test_without_padding_the_output_is_trls_and_the_packed_batch(rows):
     assert_same_inputs({name: ours[name] for name in theirs}, theirs)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(rows=batches(min_length=0), multiple=st.sampled_from([None, 1, 7, 16]))
 def test_packed_batch_is_that_of_from_lengths_and_made_of_the_same_tensors(rows, multiple):
     inputs = PackingCollator(pad_token_id=3, pad_to_multiple_of=multiple)(rows)

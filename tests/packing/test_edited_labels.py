@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from peft import LoraConfig
 from shared_material import prefixed
 from step_material import ONE_LOG, BetweenLogs
 from torch import Tensor
-from torch.distributed.utils import _apply_to_tensors, _to_kwargs
 from trainer_material import assert_same_log, build, make_dataset
 from trl import SFTTrainer
 
@@ -108,12 +106,13 @@ OTHER = [edit for edit in EDITS if edit not in ("labels", "labels in place", "no
     ("rows", "edit", "place"),
     [
         *(("packed", "labels", place) for place in at.PLACES),
-        *(("merged", "labels in place", place) for place in (*at.PLACES, at.in_a_worker)),
+        *(("merged", "labels in place", place) for place in (at.in_prediction_step, at.in_a_loader, at.in_a_worker)),
+        *(("merged", "labels in place", place) for place in (at.in_a_hook, at.in_training_step)),
         *(("merged", "labels", place) for place in (at.in_a_worker, at.in_a_forward)),
-        *(("padding_free", "labels", place) for place in (at.in_compute_loss, at.in_a_loader, at.in_a_hook)),
-        *(("merged", edit, place) for edit in OTHER for place in (at.in_compute_loss, at.in_a_loader)),
-        *(("merged", "documents cut in place", place) for place in (at.in_a_hook, at.in_a_worker)),
-        *(("merged", "documents joined", place) for place in (at.in_a_hook, at.in_a_worker)),
+        *(("padding_free", "labels", place) for place in (at.in_compute_loss, at.in_a_loader)),
+        *(("merged", edit, at.in_a_loader) for edit in OTHER),
+        ("merged", "documents cut in place", at.in_a_worker),
+        *(("merged", "documents joined", place) for place in (at.in_a_hook, at.in_compute_loss)),
         ("packed", "no position_ids", at.in_prediction_step),
         *((rows, "doubled", at.in_the_outputs) for rows in ROWS),
     ],
@@ -165,33 +164,6 @@ def test_edits_that_cannot_run_are_errors(edit: Edit, place: Place, options: Any
 
 
 ROW = {"input_ids": list(range(5, 25)), "labels": [-100] * 4 + list(range(9, 25)), "seq_lengths": [12, 8]}
-WAYS: dict[str, Callable[[Any], Any]] = {
-    "pickle": lambda inputs: pickle.loads(pickle.dumps(inputs)),
-    "deepcopy": copy.deepcopy,
-    "to": lambda inputs: inputs.to("cpu"),
-    "plain dict, deepcopy": lambda inputs: copy.deepcopy(dict(inputs)),
-    "as Trainer prepares": lambda inputs: type(inputs)(dict(inputs)),
-    "as DDP's wrapper moves": lambda inputs: _to_kwargs((), inputs, torch.device("cpu"), False)[1][0],
-    "as FSDP casts": lambda inputs: _apply_to_tensors(lambda tensor: tensor, inputs),
-    "twice": lambda inputs: copy.deepcopy(pickle.loads(pickle.dumps(inputs))).to("cpu"),
-}
-
-
-def known(inputs: Any) -> tuple[bool, bool]:
-    batch = inputs["packed_batch"]
-    return batch.counts(inputs["labels"]), batch.describes(inputs["input_ids"], inputs["position_ids"])
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_batch_knows_its_edits_whichever_way_it_came(way: str) -> None:
-    inputs = WAYS[way](PackingCollator(pad_token_id=0, pad_to_multiple_of=16)([ROW]))
-    inputs["input_ids"].fill_(7)  # in the same block
-    inputs["seq_idx"].fill_(0)
-    assert known(inputs) == (True, True)
-    inputs["labels"][0, 3:5] = -100
-    assert known(inputs) == (False, True)
-    inputs["position_ids"].add_(1)
-    assert known(inputs) == known(WAYS[way](inputs)) == (False, False)
 
 
 def test_tensors_without_a_counter_are_known_by_identity() -> None:

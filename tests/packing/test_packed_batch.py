@@ -15,7 +15,7 @@ from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch
 lengths = st.lists(st.integers(1, 12), min_size=1, max_size=6)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(lengths, st.integers(0, 5), st.data())
 def test_metadata_and_loss_equal_a_loop_over_documents(documents: list[int], padding: int, data: st.DataObject) -> None:
     segments = [*documents, padding] if padding else documents

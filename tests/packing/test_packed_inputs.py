@@ -12,15 +12,22 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 from collator_material import ROWS, CountCopies, assert_same_inputs, tensors_of
 from datasets import Dataset
+from torch.distributed.utils import _apply_to_tensors, _to_kwargs
 from torch.utils.data import DataLoader
 
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.packing.packed_inputs import PackedInputs
 
 COLLATOR = PackingCollator(pad_token_id=0)
+ALIKE = [*ROWS, *({"input_ids": [*range(20), token]} for token in (7, 8))]
 COPIES = {
     "pickle": lambda inputs: pickle.loads(pickle.dumps(inputs)), "deepcopy": copy.deepcopy, "copy": copy.copy,
     "to": lambda inputs: inputs.to("cpu"), "pin": lambda inputs: inputs._map(torch.clone, lambda value: value),
+    "plain dict": lambda inputs: copy.deepcopy(dict(inputs)),
+    "as Trainer prepares": lambda inputs: type(inputs)(dict(inputs)),
+    "as DDP moves": lambda inputs: _to_kwargs((), inputs, torch.device("cpu"), False)[1][0],
+    "as FSDP casts": lambda inputs: _apply_to_tensors(lambda tensor: tensor, inputs),
+    "twice": lambda inputs: copy.deepcopy(pickle.loads(pickle.dumps(inputs))).to("cpu"),
 }  # fmt: skip
 """Pinning needs a device: a clone of each tensor is what it does."""
 
@@ -38,21 +45,26 @@ def is_counted(inputs: Any) -> tuple[bool, bool]:
 @pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize("edited", [None, "labels", "position_ids"])
 def test_copies_are_equal_and_keep_shared_tensors_changes_and_edits(copied: str, edited: str | None) -> None:
-    inputs = PackingCollator(pad_token_id=0, pad_to_multiple_of=16)(ROWS)
+    inputs = PackingCollator(pad_token_id=0, pad_to_multiple_of=16, share_prefixes=edited is None)(ALIKE)
+    assert (inputs["packed_batch"].shared is None) == (edited is not None)
     inputs["use_cache"] = False
     inputs["packed_batch"].derive("mask", lambda: torch.ones(3))
     if edited:
         inputs[edited][0, 1] = 4
     twin = COPIES[copied](inputs)
-    assert type(twin) is PackedInputs
     assert_same_inputs(twin, inputs)
     assert twin["packed_batch"].seq_idx is twin["seq_idx"]
     assert twin["packed_batch"].position_ids is twin["position_ids"]
     assert is_counted(twin) == is_counted(inputs) == (edited != "labels", edited != "position_ids")
+    twin["seq_idx"].fill_(0)
+    assert is_counted(twin) == is_counted(inputs), "no edit of labels or positions"
+    twin["labels"][0, 3:5] = -100
+    twin["position_ids"].add_(1)
+    assert is_counted(twin) == is_counted(COPIES[copied](twin)) == (False, False)
 
 
 def test_each_tensor_is_copied_once_and_none_to_the_device_where_it_is() -> None:
-    inputs, extra = COLLATOR(ROWS), torch.ones(2)
+    inputs, extra = PackingCollator(pad_token_id=0, share_prefixes=True)(ALIKE), torch.ones(2)
     inputs["nested"] = {"extra": extra}
     with CountCopies() as count:
         there = inputs.to("meta")

@@ -21,7 +21,7 @@ documents = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_si
 """Of three kinds of token: many are equal, contained in others, or begin alike."""
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(documents, st.integers(1, 3))
 def test_the_row_has_every_document_and_nothing_twice(drawn: list[list[int]], least: int) -> None:
     ids = np.array([*chain(*drawn)])
@@ -55,7 +55,7 @@ def counted(inputs: Any) -> Counter[tuple[int, ...]]:
     return counts
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(documents, st.sampled_from([None, 8]), st.data())
 def test_a_collated_row_counts_what_the_plain_row_counts(
     drawn: list[list[int]], multiple: int | None, data: st.DataObject

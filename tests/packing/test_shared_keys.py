@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from shared_material import seen_by, tree_row, trees
-from static_material import make_inputs
 
 from fastpack_trl.packing.packed_batch import merge_batches
 
@@ -36,25 +32,3 @@ def test_merged_rows_have_the_keys_of_one_row(rows: list[tuple[tuple[list[int], 
         assert torch.equal(merged.shared.cu_seqlens_k, expected.shared.cu_seqlens_k)
         assert merged.shared.prefix_lengths == expected.shared.prefix_lengths
         assert merged.shared.max_seqlen_k == expected.shared.max_seqlen_k
-
-
-def assert_moved(part: Any, before: Any, device: torch.device) -> None:
-    for name in (field.name for field in fields(before)):
-        moved, value = getattr(part, name), getattr(before, name)
-        if isinstance(value, torch.Tensor):
-            assert (moved.device, moved.shape) == (device, value.shape), name
-            assert moved.is_meta or torch.equal(moved, value), name
-        else:
-            assert moved == value, name
-
-
-def test_keys_and_documents_travel_with_the_batch() -> None:
-    inputs = make_inputs([9, 9, 9], shared=True, pad_to=8)
-    before = inputs["packed_batch"]
-    assert before.shared is not None
-    for way in (lambda one: pickle.loads(pickle.dumps(one)), copy.deepcopy, lambda one: one.to("meta")):
-        block, alone = way(inputs), way(before)
-        ids, batch = block["input_ids"], block["packed_batch"]
-        for each in (batch, alone):
-            assert_moved(each.shared, before.shared, ids.device)
-            assert_moved(each.documents, before.documents, ids.device)

@@ -58,7 +58,7 @@ def assert_same_keys(static: StaticInputs, plain: PackedBatch) -> None:
         assert end > first or stop == start, "no key without a query"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(rows, surplus)
 @example(make_inputs([7]), {})  # full
 def test_the_static_form_equals_the_plain_row(inputs: Any, more: dict[str, int]) -> None:

@@ -154,7 +154,6 @@ def test_only_layers_whose_functions_are_called_pack() -> None:
 
 UNREACHED: dict[str, dict[str, Any]] = {
     "mamba": {},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 8},
     "recurrent_gemma": {"num_hidden_layers": 3, "head_dim": 8, "lru_width": 32},
 }
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,12 +11,10 @@ from compile_material import Counting, one_step
 from datasets import Dataset
 from model_material import composite_model, hybrid_model, reached
 from peft import LoraConfig
-from trainer_material import assert_same_log, both, build, sentences
+from trainer_material import assert_same_log, both, sentences
 
-from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.compile.layers import compiled_layers
-from fastpack_trl.model.facts import FUNCTIONS
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 LONG = {"max_length": 256, "eval_strategy": "no", "logging_steps": 1, "per_device_train_batch_size": 2}
@@ -52,28 +48,6 @@ def test_the_log_of_a_run_is_stocks(family: str, tmp_path: Path) -> None:
     assert report["verify_packing"] == ("on", "proof")
     assert report["merge_accumulation"][0] == ("off" if family == "composite" else "on")
     assert_same_log(ours, stock, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1"])
-def test_functions_of_a_broken_package_do_not_matter_to_packed_rows(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Transformers then runs no batch, and the packing check, which compares with it, names the package."""
-    runs = [
-        build(FastSFTTrainer, tmp_path, model=hybrid_model(family), data=documents(), fast=fast, **LONG)
-        for fast in ({}, {"verify_packing": "off"}, {"verify_packing": "auto"})
-    ]
-    runs[0].train()
-    home = sys.modules[type(runs[0].model).__module__]
-    for name in FUNCTIONS[:-1]:
-        if callable(vars(home).get(name)):
-            monkeypatch.setattr(home, name, Mock(side_effect=RuntimeError(f"{name} is broken"), __name__=name))
-    runs[1].train()
-    assert_same_log(runs[1], runs[0], rtol=1e-6)
-    with pytest.raises(RuntimeError, match="causal_conv1d_fn is broken"):
-        runs[2].train()
-    reason = "the proof cannot run on this model: RuntimeError: causal_conv1d_fn is broken"
-    assert reason in runs[2].fastpack_report["batches"].reason
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import fields
 
 import torch
 from hypothesis import strategies as st
@@ -33,6 +34,8 @@ class CountCopies(TorchDispatchMode):
 def tensors_of(inputs):
     batch = inputs["packed_batch"]
     found = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    for part in filter(None, (batch.shared, batch.documents)):
+        found |= {field.name: value for field in fields(part) if hasattr(value := getattr(part, field.name), "device")}
     return found | {name: getattr(batch, name) for name in BATCH_TENSORS}
 
 
@@ -43,6 +46,12 @@ def assert_same_batch(ours, reference):
         assert (mine.dtype, mine.shape) == (other.dtype, other.shape), name
     for name in ("seq_lengths", "num_padding", "max_seqlen"):
         assert getattr(ours, name) == getattr(reference, name), name
+    for name in ("shared", "documents"):
+        mine, other = getattr(ours, name), getattr(reference, name)
+        assert type(mine) is type(other), name
+        for field in fields(other) if other is not None else ():
+            pair = getattr(mine, field.name), getattr(other, field.name)
+            assert torch.equal(*pair) if isinstance(pair[1], torch.Tensor) else pair[0] == pair[1], field.name
     assert all(type(length) is int for length in ours.seq_lengths)
 
 

@@ -24,7 +24,6 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {
         "num_local_experts": 4, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]
     },
-    "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 16},
     "qwen3_moe": {"num_experts": 4, "norm_topk_prob": True},
     "qwen3_next": {
         "num_experts": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
@@ -32,7 +31,6 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention"],
     },
     "mixtral": {"num_local_experts": 4},
-    "olmoe": {"num_experts": 4},
     "deepseek_v2": {**_MLA, "topk_method": "greedy"},
     "deepseek_v3": _MLA,
     "glm4_moe": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
