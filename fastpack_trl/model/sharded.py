@@ -173,6 +173,13 @@ def keep_unsharded(layers: Sequence[Any]) -> Iterator[None]:
             layer.reshard()
 
 
+def embeddings_put_in(model: nn.Module, leaf: Tensor) -> AbstractContextManager[Any]:
+    """Make the decoder of `model` begin with a copy of `leaf`, (rows, tokens, hidden), whatever tokens it is given."""
+    embedding: nn.Module = text_model(model).get_input_embeddings()
+    # A copy, since some families scale their embeddings in place.
+    return embedding.register_forward_hook(lambda _module, _args, out: leaf.to(out.device, out.dtype, copy=True))
+
+
 def trainable_embeddings(model: nn.Module) -> AbstractContextManager[Any]:
     """Make the embeddings of `model` need a gradient, as those of a training step do."""
     embedding: nn.Module = text_model(model).get_input_embeddings()
