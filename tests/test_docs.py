@@ -80,8 +80,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model("qwen3_moe").save_pretrained(place / "experts")
     make_tokenizer().save_pretrained(place / "experts")
     write_jsonl(place / "data.jsonl")
-    (place / "path" / "to").mkdir(parents=True)
-    (place / "path" / "to" / "model").symlink_to(place / "model")
     return place
 
 

@@ -75,18 +75,6 @@ def test_a_trainer_made_in_a_callback_of_another_logs_as_stocks_do(
         assert_restored(first.model, "sdpa")
 
 
-def test_experts_and_a_leaking_family_nest_too(tmp_path: Path) -> None:
-    """Stock's own figures are no reference in gpt_oss."""
-    options: dict[str, Any] = {"family": "gpt_oss", "router_aux_loss_coef": 0.1}
-    first, second, _ = nested(FastSFTTrainer, FastSFTTrainer, tmp_path, ("evaluate", "train"), **options)
-    for trainer in (first, second):
-        assert trainer.fastpack_report["packed_attention"].path == "per_document"
-        assert trainer.fastpack_report["moe"].status == "on"
-        assert trainer.fastpack_proof is not None
-        assert trainer.fastpack_proof.proven
-    assert_restored(first.model, "eager")
-
-
 def library_state() -> dict[tuple[str, ...], Any]:
     """Every function and class of the loaded libraries by its place, module or class."""
     found: dict[tuple[str, ...], Any] = {}

@@ -50,21 +50,15 @@ def said() -> set[str]:
     return {text for tree in trees for node in ast.walk(tree) if (text := template(node)) is not None}
 
 
-def test_every_line_of_the_page_is_said_by_the_code_and_has_a_remedy() -> None:
+def test_troubleshooting_has_a_section_per_feature_lines_that_the_code_says_and_a_fix_for_each() -> None:
     listed = [reason for cell, _ in REASONS for reason in re.findall(r"`([^`]+)`", cell)]
     assert len(listed) > 100
     assert not [reason for reason in listed if reason not in said()]
     assert all(len(remedy.split()) >= 2 for _, remedy in REASONS)
     assert len(REASONS) == sum(line.startswith("- `") for line in TROUBLES.splitlines())
-
-
-def test_the_ten_commonest_lines_are_said_by_the_code() -> None:
     patterns = [re.escape(text).replace(r"\.\.\.", ".+") for text in said() if len(text) > 12 and " " in text]
     assert len(COMMONEST) == 10
     assert not [line for line in COMMONEST if not any(re.search(pattern, line) for pattern in patterns)]
-
-
-def test_every_feature_has_its_section() -> None:
     sections = set(re.findall(r"^## (\w+)$", TROUBLES, re.MULTILINE))
     features = {feature.install.__name__ for feature in FEATURES if feature.falls_back}
     assert sections == features | {"fastpack", "batches", "packed_attention", "verify_packing"}

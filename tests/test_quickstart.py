@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl.chat_template_utils import has_generation_markers, is_chat_template_stop_token_trained
 
 from fastpack_trl import quickstart
 from fastpack_trl.errors import UserError
@@ -83,8 +85,6 @@ def test_files_that_do_not_parse_tests_and_repeated_texts_are_left_out(
 def test_the_tokenizer_gives_every_text_back_also_when_it_is_loaded_beside_a_model(
     tmp_path: Path, text: list[tuple[str, str]], tokenizer: Any, family: str
 ) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     model = build_model(tokenizer, family)
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -104,14 +104,8 @@ def test_the_tokenizer_gives_every_text_back_also_when_it_is_loaded_beside_a_mod
 
 
 def test_the_chat_template_marks_answers_and_their_end_of_turn_only(tokenizer: Any) -> None:
-    from trl.chat_template_utils import has_generation_markers, is_chat_template_stop_token_trained
-
-    messages = [
-        {"role": "user", "content": "What does `f` do?"},
-        {"role": "assistant", "content": "Return\n\n    nothing.  "},
-        {"role": "user", "content": "And `g`?"},
-        {"role": "assistant", "content": "The same."},
-    ]
+    turns = (("user", "What does `f` do?"), ("assistant", "Return\n\n    nothing.  "), ("user", "And `g`?"))
+    messages = [{"role": role, "content": content} for role, content in (*turns, ("assistant", "The same."))]
     output = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     marked = [token for token, mask in zip(output["input_ids"], output["assistant_masks"], strict=True) if mask]
     assert tokenizer.decode(marked) == "Return\n\n    nothing.  <|im_end|>The same.<|im_end|>"

@@ -321,8 +321,9 @@ def test_report_names_fill_truncation_and_proof(tmp_path: Path, capsys: pytest.C
     assert "packing_strategy" not in said["truncated tokens"]
 
 
-def test_a_failed_proof_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Documents that see each other after all: `auto` goes over to padded rows, an explicit choice stops."""
+def test_a_failed_check_pads_documents_and_stops_an_explicit_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prepare = PerDocument.prepare
 
     def leaking(self: Any, batch: PackedBatch, *where: Any) -> Any:
@@ -331,10 +332,10 @@ def test_a_failed_proof_names_the_remedy(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(PerDocument, "prepare", leaking)
     for module in (feature, seam):  # it passes its trial, and leaks in the model
         monkeypatch.setattr(module, "failure", lambda *_: "")
-    ours = train(FastSFTTrainer, tmp_path / "ours", packing=True)
+    ours, stock = both(tmp_path, packing=True)
     assert "failed its proof" in ours.fastpack_report["packed_attention"].reason
     assert ours.fastpack_run.plan.kind == "documents", "an evaluation after training must not take the path that failed"
-    assert_same_log(ours, train(SFTTrainer, tmp_path / "stock", packing=True))
+    assert_same_log(ours, stock)
     with pytest.raises(PackingError, match=r"LEAK.*set packing=False"):
         train(FastSFTTrainer, tmp_path, packing=True, fast={"packed_attention": "per_document"})
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import run, several_gpus
+from benchmarks import rows, run, several_gpus
 from benchmarks.__main__ import COMMANDS, main
 from benchmarks.models import MODELS, build_model
 from benchmarks.rows import ROWS
@@ -31,7 +32,10 @@ TINY = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", TINY)
-def test_sides_of_a_row_train_the_same_rows_to_the_same_losses(row: str) -> None:
+def test_sides_of_a_row_train_the_same_rows_to_the_same_losses(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"COMPLETIONS": (8, 12), "GROUP": 4, "MICRO_BATCHES": 2}.items():
+        monkeypatch.setattr(rows, name, value)
+    monkeypatch.setitem(ROWS, row, replace(ROWS[row], prompts=(10, 40)))
     found = [train({"row": row}, side, seed=0, steps=2, threads=1) for side in TINY[row]]
     for one in found:
         assert len(one["seconds"]) == one["steps"] == 2

@@ -68,13 +68,19 @@ READERS = {
 }
 
 
+OPTIONS: dict[str, Any] = {"packing": True, "max_steps": 3, "gradient_accumulation_steps": 2}
+OPTIONS["trainer"] = {"peft_config": LoraConfig(r=4, target_modules=["q_proj"])}
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return train(SFTTrainer, tmp_path_factory.mktemp("stock"), **OPTIONS)
+
+
 @pytest.mark.parametrize("reader", READERS)
 def test_a_part_that_cannot_be_read_is_the_librarys_and_named(
-    reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    reader: str, stock: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options: dict[str, Any] = {"packing": True, "max_steps": 3, "gradient_accumulation_steps": 2}
-    options["trainer"] = {"peft_config": LoraConfig(r=4, target_modules=["q_proj"])}
-    stock = train(SFTTrainer, tmp_path / "stock", **options)
     monkeypatch.setattr(f"fastpack_trl.{reader}", Mock(side_effect=AttributeError("no such field")))
     feature = READERS[reader]
     # On the CPU nothing is compiled unless it is asked for by name, and then an error is one.
@@ -82,7 +88,7 @@ def test_a_part_that_cannot_be_read_is_the_librarys_and_named(
         monkeypatch.setattr("fastpack_trl.compile.layer_compile.why_not", lambda _: "")
     with caplog.at_level(logging.DEBUG, logger="fastpack_trl.features"):
         fast = {"moe": "auto", "activation_memory_gib": 1.0}
-        ours: Any = train(FastSFTTrainer, tmp_path / "ours", fast=fast, **options)
+        ours: Any = train(FastSFTTrainer, tmp_path, fast=fast, **OPTIONS)
     assert_same_log(ours, stock, rtol=2e-5, atol=1e-5)
     line = ours.fastpack_report[feature]
     assert "cannot be read" in line.reason

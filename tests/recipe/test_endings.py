@@ -6,9 +6,9 @@ import json
 import shlex
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
+import forks
 import pytest
 from sft_material import Material
 
@@ -23,7 +23,7 @@ def test_signal_leaves_a_checkpoint_that_resumes(material: Material, number: sig
     path = material.yaml(max_steps=10**6, save_strategy="steps", save_steps=save_steps, save_total_limit=2)
     flags = ["--config", str(path), "--learning_rate", "1e-4"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "fastpack_trl", "sft", *flags],
+        [forks.python(), "-m", "fastpack_trl", "sft", *flags],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert process.stdout is not None

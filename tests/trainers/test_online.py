@@ -26,7 +26,6 @@ CLOSE = {"rtol": 2e-5, "atol": 2e-5}
         ("GRPO", {}),
         ("GRPO", {"steps_per_generation": 8, "entropy_coef": 0.01}),
         ("GRPO", {"lora": False}),
-        ("RLOO", {}),
     ],
     ids=str,
 )
