@@ -61,10 +61,10 @@ def frozen_base(run: Run) -> Iterator[None]:
     try:
         for layer in chosen:
             put_in_fp8(layer, dtype)
-        said = f"{len(chosen)} of {len(chosen) + sum(others.values())} LoRA bases multiply in FP8, forward and backward"
+        text = f"{len(chosen)} of {len(chosen) + sum(others.values())} LoRA bases multiply in FP8, forward and backward"
         parts = [
-            f"{said}: what is computed changes",
-            f"{shown_bytes(nbytes)} of FP8 weights beside the loaded ones",
+            f"{text}: what is computed changes",
+            f"{shown_bytes(nbytes)} of FP8 weights in addition to the loaded ones",
             "evaluation during training is in FP8 too, all after training as loaded",
             *(f"as loaded: {count} ({reason})" for reason, count in others.items()),
         ]
@@ -175,8 +175,8 @@ def _advise(run: Run, layers: list[Any], dtype: torch.dtype) -> None:
     rows = run.args.per_device_train_batch_size * (run.args.max_length or _TIMED_TOKENS)
     tokens = min(_TIMED_TOKENS, rows)
     ratio = run.ranks.all_min([products_ratio([layer.fastpack_dense for layer in layers], tokens, dtype)])[0]
-    said = f"matmuls alone, quantization included, take {1 / ratio:.2f} of the time in {dtype} over {tokens:,} tokens"
-    run.report.remark(FEATURE, said if ratio >= _WORTH else f"{said}: too small a model to gain; {_KEEP}")
+    text = f"matmuls alone, quantization included, take {1 / ratio:.2f} of the time in {dtype} over {tokens:,} tokens"
+    run.report.remark(FEATURE, text if ratio >= _WORTH else f"{text}: too small a model to gain; {_KEEP}")
 
 
 def products_ratio(bases: list[Fp8Weight], tokens: int, dtype: torch.dtype) -> float:
