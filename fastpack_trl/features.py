@@ -33,8 +33,8 @@ class Feature(NamedTuple):
     """One line of `FEATURES`."""
 
     install: Callable[[Run], AbstractContextManager[Any] | None]
-    """Changes trainer or model for a run, and returns a context that restores them, or None. Named after its field of the
-    config if it has one (`install_attention`: ``packed_attention``)."""
+    """Changes trainer or model for a run, and returns a context that restores them, or None. Named after its field of
+    the config if it has one (`install_attention`: ``packed_attention``)."""
     trainers: Literal["any", "sft"]
     """``any``: reads and changes the model of any trainer of TRL; ``sft``: its loss, metrics or data as in SFT."""
     when: Literal["always", "training"] = "always"
