@@ -62,7 +62,7 @@ def main() -> None:
             assert_same_log(ours, stock)
         report, whole = ours.fastpack_report, not ours.fastpack_run.is_sharded
         assert whole == (STAGE < 3), report.table()
-        assert report["verify_packing"].path == "proof", report.table()
+        assert report["verify_packing"].path == "check", report.table()
         for name, expected in {feature: path, "sync_free": "loss, metrics"}.items():
             assert (report[name].path == expected) == whole, (STAGE, report.table())
             assert whole or "shard" in report[name].reason, report.table()

@@ -374,7 +374,7 @@ def test_a_failed_proof_names_the_remedy(tmp_path: Path, monkeypatch: pytest.Mon
     for module in (feature, seam):  # it passes its trial, and leaks in the model
         monkeypatch.setattr(module, "failure", lambda *_: "")
     ours = train(FastSFTTrainer, tmp_path / "ours", packing=True)
-    assert "failed its proof" in ours.fastpack_report["packed_attention"].reason
+    assert "failed its packing check" in ours.fastpack_report["packed_attention"].reason
     assert ours.fastpack_run.plan.kind == "documents", "an evaluation after training must not take the path that failed"
     assert_same_log(ours, train(SFTTrainer, tmp_path / "stock", packing=True))
     with pytest.raises(PackingError, match=r"LEAK.*set packing=False"):

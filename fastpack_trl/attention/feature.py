@@ -167,9 +167,9 @@ def _install(run: Run, stack: ExitStack) -> None:
         except PackingError as error:
             if run.settings.packed_attention != "auto" and (run.training or not unasked):
                 raise
-            run.set_status("verify_packing", "on", "proof", str(error))
-            return f"{run.choice.path} failed its proof: {error}"
-        return unproven and f"rows without padding are not proven: {unproven}"
+            run.set_status("verify_packing", "on", "check", str(error))
+            return f"{run.choice.path} failed its packing check: {error}"
+        return unproven and f"rows without padding are not checked: {unproven}"
 
     failed = run.ranks.first_reason(why_not)
     if not failed:

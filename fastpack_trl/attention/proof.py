@@ -75,7 +75,7 @@ class PackingProof:
             return f"UNSEEN: segment {self.unseen[0][1]} does not depend on segment {self.unseen[0][0]} before it"
         bound = "reported only" if self.budget is None else f"budget {self.budget:.1e}"
         skipped = f"; not exercised: {', '.join(self.not_exercised)}" if self.not_exercised else ""
-        verdict = "proven: no document sees another" if self.proven else "FAILED: packed is not what it must be"
+        verdict = "passed: no document sees another" if self.proven else "FAILED: packed rows differ from separate ones"
         return f"{verdict}; hidden states differ by {self.difference:.1e} from separate documents ({bound}){skipped}"
 
     def raise_if_failed(self, remedy: str = "") -> PackingProof:
@@ -90,7 +90,7 @@ class PackingProof:
         if self.proven:
             return self
         fallback = "set packed_attention='auto'" if self.path == "stock" else "set packing=False"
-        raise PackingError(f"packing proof with {self.path}: {self}; {remedy or fallback}")
+        raise PackingError(f"packing check with {self.path}: {self}; {remedy or fallback}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""

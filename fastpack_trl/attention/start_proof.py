@@ -60,7 +60,7 @@ def prove(run: Run, attention: PackedAttention) -> str:
     proof, unproven = _proof(run, attention)
     run.set_state(_Examined(run.choice, ref(run.model)))
     if proof is not None:
-        run.set_status("verify_packing", "on", "proof", str(proof.raise_if_failed()))
+        run.set_status("verify_packing", "on", "check", str(proof.raise_if_failed()))
     return unproven
 
 
@@ -150,9 +150,9 @@ def _proof(run: Run, attention: PackedAttention | None) -> tuple[PackingProof | 
     except torch.OutOfMemoryError:
         if insists or attention is not None:
             raise  # callers that try smaller batches look for its type
-        reason = "no memory for the proof"
+        reason = "no memory for the packing check"
     except _CANNOT_RUN as error:
-        reason, cause = f"the proof cannot run on this model: {type(error).__name__}: {error}", error
+        reason, cause = f"the packing check cannot run on this model: {type(error).__name__}: {error}", error
         unproven = reason
     if insists:
         fix = "set verify_packing='auto' or 'off'"

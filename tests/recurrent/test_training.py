@@ -49,7 +49,7 @@ def test_the_log_of_a_run_is_stocks(family: str, tmp_path: Path) -> None:
     ours, stock = both(tmp_path, model=model, data=documents(), **more)
     report = {line.feature: (line.status, line.path) for line in ours.fastpack_report}
     assert report["packed_attention"] == ("on", "per_document")
-    assert report["verify_packing"] == ("on", "proof")
+    assert report["verify_packing"] == ("on", "check")
     assert report["merge_accumulation"][0] == ("off" if family == "composite" else "on")
     assert_same_log(ours, stock, rtol=1e-5, atol=1e-6)
 
@@ -72,7 +72,7 @@ def test_functions_of_a_broken_package_do_not_matter_to_packed_rows(
     assert_same_log(runs[1], runs[0], rtol=1e-6)
     with pytest.raises(RuntimeError, match="causal_conv1d_fn is broken"):
         runs[2].train()
-    reason = "the proof cannot run on this model: RuntimeError: causal_conv1d_fn is broken"
+    reason = "the packing check cannot run on this model: RuntimeError: causal_conv1d_fn is broken"
     assert reason in runs[2].fastpack_report["batches"].reason
 
 
