@@ -322,7 +322,7 @@ def test_a_collator_set_after_construction_is_used(tmp_path: Path) -> None:
     trainer.train()
     assert calls
     assert "custom data collator Masking" in trainer.fastpack_report["batches"].reason
-    assert trainer.fastpack_report["verify_packing"].path == "proof of stock"
+    assert trainer.fastpack_report["verify_packing"].path == "check of stock"
 
 
 def test_signature_and_help_are_those_of_stock() -> None:

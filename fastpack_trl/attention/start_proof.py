@@ -46,7 +46,7 @@ def prove(run: Run, attention: PackedAttention) -> str:
     """Check `attention`, installed on the model of a run that begins.
 
     Returns:
-        The reason why the check cannot run on this model; empty where it ran or is not due.
+        The reason why the check cannot run on this model; empty if it ran or is not due.
 
     Raises:
         PackingError: the check failed; names the remedy.
@@ -69,7 +69,7 @@ def prove_stock(run: Run) -> None:
 
     Raises:
         PackingError: documents see each other; names the path, the leak and the remedy.
-        ValueError: the check cannot run, and ``verify_packing="on"`` insists.
+        ValueError: the check cannot run, and ``verify_packing="on"`` requires it.
     """
     if _is_off(run):
         return
@@ -78,7 +78,7 @@ def prove_stock(run: Run) -> None:
     proof, _ = _proof(run, None)
     if proof is None:
         return
-    run.set_status("verify_packing", "on", "proof of stock", str(proof))
+    run.set_status("verify_packing", "on", "check of stock", str(proof))
     collator = run.trainer.data_collator
     if isinstance(collator, DataCollatorForLanguageModeling) or run.settings.verify_packing == "on":
         proof.raise_if_failed(_remedy(run))
@@ -89,7 +89,7 @@ def prove_stock(run: Run) -> None:
 
 
 def _remedy(run: Run) -> str:
-    """Return how to undo what chose stock's rows, for the message that they leak."""
+    """Return how to undo the choice of TRL's rows, for the message that they leak."""
     if run.choice.path != "off":
         return f"rows are stock's here ({run.plan.reason}): leave that out, or set packing=False; {INSIST}"
     if run.settings.packed_attention == "auto":

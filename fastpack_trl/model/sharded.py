@@ -181,7 +181,7 @@ def embeddings_put_in(model: nn.Module, leaf: Tensor) -> AbstractContextManager[
 
 
 def head_sees_last(model: nn.Module, count: int) -> AbstractContextManager[Any]:
-    """Let the head of `model` make logits of the last `count` tokens alone, where it reads them from its backbone."""
+    """Let the head of `model` compute logits of the last `count` tokens only, if it reads them from its backbone."""
 
     # `logits_to_keep` would have gemma4 cut the queries of layers whose keys are those of the whole row.
     def cut(_module: nn.Module, _args: Any, output: Any) -> Any:

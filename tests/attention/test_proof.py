@@ -229,7 +229,7 @@ def evaluated(trainer: Any) -> float:
 
 def test_packing_under_stock_is_checked_and_a_leak_stops(tmp_path: Path) -> None:
     right = train(FastSFTTrainer, tmp_path, packing=True, fast=OFF)
-    assert right.fastpack_report["verify_packing"].path == "proof of stock"
+    assert right.fastpack_report["verify_packing"].path == "check of stock"
     assert right.fastpack_report["verify_packing"].reason.startswith("proven")
     with pytest.raises(PackingError, match=r"with stock: LEAK.*set packed_attention='auto'; verify_packing='off'"):
         train(FastSFTTrainer, tmp_path, fast=OFF, **LEAKING)

@@ -110,7 +110,7 @@ def test_stock_is_proven_and_so_is_a_saved_model(kind: str, shared: int, last: s
     off = {"packed_attention": "off"}
     run = build(FastSFTTrainer, tmp_path, model=gemma4(kind, shared, last), fast=off, packing=True, **STEPS)
     run.train()
-    assert run.fastpack_report["verify_packing"].path == "proof of stock"
+    assert run.fastpack_report["verify_packing"].path == "check of stock"
     gemma4(kind, shared, last).save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
     assert main(["verify", "--model", str(tmp_path / "model"), "--device", "cpu"]) == 0
