@@ -230,7 +230,7 @@ def evaluated(trainer: Any) -> float:
 def test_packing_under_stock_is_checked_and_a_leak_stops(tmp_path: Path) -> None:
     right = train(FastSFTTrainer, tmp_path, packing=True, fast=OFF)
     assert right.fastpack_report["verify_packing"].path == "check of stock"
-    assert right.fastpack_report["verify_packing"].reason.startswith("proven")
+    assert right.fastpack_report["verify_packing"].reason.startswith("passed")
     with pytest.raises(PackingError, match=r"with stock: LEAK.*set packed_attention='auto'; verify_packing='off'"):
         train(FastSFTTrainer, tmp_path, fast=OFF, **LEAKING)
     with pytest.raises(PackingError, match=r"LEAK.*torch_compile=True compiles.*leave that out, or set packing=False"):
