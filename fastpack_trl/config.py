@@ -86,7 +86,7 @@ REMOVED = {
         ("0.2.0", "run `python -m benchmarks --list` in a checkout"),
     ),
 }
-"""Fields, values and arguments that are gone: the version that removed them, and what to do instead."""
+"""Removed fields, values and arguments: the version, and what to do instead."""
 
 
 def removal(name: str) -> str:
@@ -167,7 +167,7 @@ choice = partial(option, action=_Choice)
 
 @dataclass
 class ModelSettings:
-    """The fields that any trainer of TRL can have: they are about its model, its rows and its files."""
+    """The fields of every trainer: they concern its model, its rows and its files."""
 
     packed_attention: PackedAttentionPath = choice(
         "auto",
@@ -268,7 +268,7 @@ class ModelSettings:
 
 @dataclass
 class Settings(ModelSettings):
-    """The fields that `FastSFTConfig` adds to TRL's `SFTConfig`: those of its step beside the others."""
+    """The fields that `FastSFTConfig` adds to TRL's `SFTConfig`: those of all trainers, and those of the SFT step."""
 
     cuda_graph: Switch = choice(
         "auto",
@@ -301,7 +301,7 @@ class Settings(ModelSettings):
 
         Args:
             args: of a run.
-            training: whether what it is to keep for a backward pass matters: an evaluation has none.
+            training: whether settings of the backward pass are checked; an evaluation has none.
 
         Raises:
             ValueError: as `normalise` and `check_fields`: a field may have been set after the config was made.
@@ -336,7 +336,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 class FastSFTConfig(Settings, SFTConfig):
     """`trl.SFTConfig` plus the switches of fastpack-trl. An unchanged `SFTConfig` works as well.
 
-    What is switched on by name, and not by ``auto``, stops `train` with reason and remedy where it cannot be had.
+    Explicit values such as ``on`` are strict: if the feature is unavailable, `train` raises with reason and fix.
 
     Raises:
         ValueError: a value outside its choices, a limit below 1, or two fields that contradict each other.

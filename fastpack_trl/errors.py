@@ -1,4 +1,4 @@
-"""Errors for the user: one line with the value and the remedy; everything else keeps its traceback."""
+"""Errors for the user: one line with the value and the fix. All other errors keep their traceback."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from difflib import get_close_matches
 
 _MAX_LENGTH = 600  # some upstream messages list every model class; --traceback shows all of it
 _SHORTEST_PART, _MOST_NAMES = 3, 6  # characters of a part that names are looked up by; names of one suggestion
-_MAX_SHOWN = 200  # of a value: what the message says of it still fits behind
+_MAX_SHOWN = 200  # of a value, so that the rest of the message still fits
 
 
 class UserError(ValueError):
-    """A setting, file or model that the user has to change. The command line prints it as one line, exit code 2."""
+    """A setting, file or model that the user must change. The command line prints it as one line, with exit code 2."""
 
 
 class DataError(ValueError):
-    """Rows of a data set that cannot be trained on; names the data set, the row and the remedy."""
+    """Examples that cannot be trained on; names the data set, the example and the fix."""
 
 
 class PackingError(RuntimeError):
-    """Packed documents influence each other, or the metadata that keeps them apart did not arrive."""
+    """Packed documents affect each other, or the metadata that separates them is missing."""
 
 
 class TerminatedError(Exception):
-    """The process was asked to end (SIGTERM), and training has; says what was saved and how to go on."""
+    """Training ended after SIGTERM; says what was saved and how to resume."""
 
 
 class RankFailedError(Exception):
-    """One process of several failed inside of what all do together; the launcher ends the others."""
+    """One of several processes failed in a joint operation; the launcher ends the others."""
 
 
 SETTING_ERRORS = (ValueError, ImportError, OSError, KeyError, PackingError)
-"""Errors that transformers, datasets, accelerate, peft and the packing proof raise for a wrong setting."""
+"""Errors that transformers, datasets, accelerate, peft and the packing check raise for a wrong setting."""
 
 
 def first_reason(reasons: Iterable[object]) -> str:
-    """Return the first reason that is a text, or ``""``; what follows is not evaluated.
+    """Return the first non-empty reason, or ``""``; later ones are not evaluated.
 
     ``first_reason(why_not(run))`` of a generator with lines such as ``yield args.fp16 and f"scaler {args.fp16}"``: a
-    condition costs nothing once an earlier one holds, and a text is only formatted where its condition does.
+    condition costs nothing after one that holds, and a text is formatted only if its condition holds.
     """
     return next((reason for reason in reasons if isinstance(reason, str) and reason), "")
 
@@ -65,7 +65,7 @@ class _Short(reprlib.Repr):
     def repr_int(self, x: int, level: int) -> str:
         try:
             return super().repr_int(x, level)
-        except ValueError:  # Python writes out no more than some thousand digits
+        except ValueError:  # Python prints at most a few thousand digits
             return f"a number of {x.bit_length()} bits"
 
 
@@ -76,7 +76,7 @@ def short_repr(value: object) -> str:
 
 
 class NonFiniteError(ValueError):
-    """A model computes NaN or infinity by itself, so that no proof is possible with it; names the parameter."""
+    """The model's own outputs are NaN or infinite, so the packing check is impossible; names the parameter."""
 
 
 def one_line(message: object) -> str:
@@ -97,9 +97,9 @@ def _causes(error: BaseException | None) -> list[BaseException]:
 def close_frames(error: BaseException) -> None:
     """Clear the local variables in the frames of a caught exception and of its causes.
 
-    In torch 2.11 a checkpoint whose layer raised keeps its saved-tensor hooks until its generator dies. Left to the
-    garbage collector that may happen late, and in a thread of autograd, which has hooks of its own: these then stay for
-    good, and every later checkpoint counts too many tensors.
+    In torch 2.11 a checkpoint whose layer raised keeps its saved-tensor hooks until its generator dies. The garbage
+    collector may do that late and in a thread of autograd, which has its own hooks: these then remain, and every later
+    checkpoint counts too many tensors.
     """
     for each in _causes(error):
         traceback.clear_frames(each.__traceback__)
@@ -167,10 +167,10 @@ def naming_keys(settings: Mapping[str, object]) -> Iterator[None]:
 
 @contextmanager
 def preparing(finished: Callable[[], bool] = bool) -> Iterator[None]:
-    """Turn what the libraries raise for a wrong setting into a `UserError` while a run is prepared.
+    """Convert the libraries' errors for wrong settings into a `UserError` while a run is prepared.
 
     Args:
-        finished: asked when an error arrives; if it returns True the error passes unchanged. For a call that both
+        finished: called when an error arrives; if it returns True, the error passes unchanged. For a call that both
             prepares and trains.
 
     Raises:

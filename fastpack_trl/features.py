@@ -1,4 +1,4 @@
-"""The list of features, in order: what is installed on a model and its trainer around a run."""
+"""The ordered list of features, which are installed on a model and its trainer around a run."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ class Feature(NamedTuple):
     """One line of `FEATURES`."""
 
     install: Callable[[Run], AbstractContextManager[Any] | None]
-    """Changes trainer or model for a run, and returns what restores them; None where it decides only. Named
-    after its field of the config where it has one (`install_attention`: ``packed_attention``)."""
+    """Changes trainer or model for a run, and returns a context that restores them, or None. Named after its field of
+    the config if it has one (`install_attention`: ``packed_attention``)."""
     trainers: Literal["any", "sft"]
     """``any``: reads and changes the model of any trainer of TRL; ``sft``: its loss, metrics or data as in SFT."""
     when: Literal["always", "training"] = "always"
     falls_back: bool = True
-    """Stock runs, said once, where it cannot read the model or the installed versions lack a name that it needs."""
+    """Whether TRL's implementation runs, reported once, if it cannot read the model or a name is missing."""
 
     def enter(self, run: Run, stack: ExitStack) -> None:
         """Install the feature until `stack` closes.
 
         Raises:
-            ValueError: it was switched on by name, `train` begins, and it cannot be had; or an error of its own.
-            torch.AcceleratorError: the device failed, which is no matter of the model.
+            ValueError: `train` begins, the setting is explicit and the feature is unavailable; or an error of its own.
+            torch.AcceleratorError: the device failed, independently of the model.
         """
         name = str(getattr(self.install, "__name__", self.install))
         if (
@@ -81,9 +81,9 @@ def _cpu_packing(run: Run) -> AbstractContextManager[None]:
 
 FEATURES: tuple[Feature, ...] = (
     Feature(_cpu_packing, "any", falls_back=False),
-    Feature(side_stream, "sft", "training", falls_back=False),  # also of what the proof and the plan leave behind
+    Feature(side_stream, "sft", "training", falls_back=False),  # also restores after the packing check and the plan
     Feature(plan_rows_again, "any", falls_back=False),
-    Feature(start_workers, "any", "training", falls_back=False),  # they get ready beside the proof and the plan
+    Feature(start_workers, "any", "training", falls_back=False),  # they start during the packing check and the plan
     Feature(moe, "any"),  # on four-bit experts PEFT's own forward would fail in the packing proof
     Feature(install_attention, "any", falls_back=False),  # to padded rows, by itself
     Feature(lora, "any"),  # keeps copies of frozen weights before memory is planned
@@ -93,8 +93,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature(activation_memory, "any", "training"),
     Feature(checkpoint_offload, "any"),  # unless that plan offloads
     Feature(merge_accumulation, "sft", "training"),  # needs the loss of `sync_free`
-    Feature(layer_compile, "any", "training"),  # compiles what all the others have installed
+    Feature(layer_compile, "any", "training"),  # compiles the forwards that the others have installed
     Feature(cuda_graph, "sft"),  # records what all the others run
     Feature(save_report, "any", "training", falls_back=False),
 )
-"""Entered from first to last when `train`, `evaluate` or `predict` begins, left in the opposite order."""
+"""Entered in this order when `train`, `evaluate` or `predict` begins, and left in reverse order."""

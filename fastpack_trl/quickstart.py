@@ -1,4 +1,4 @@
-"""Text, tokenizer and model of the first run, offline: ``fastpack-trl init quickstart``, `make_inputs` in a notebook.
+"""Text, tokenizer and model of the first run, offline: ``fastpack-trl init quickstart``, or `make_inputs` in notebooks.
 
 The text is the documentation of the running interpreter's standard library. Its files are parsed; none is imported.
 """
@@ -20,14 +20,14 @@ from fastpack_trl.errors import UserError
 
 FOLDER = Path("quickstart-output")
 LENGTHS = range(30, 6_001)
-"""Characters of a docstring that is used."""
+"""Limits of the length of a docstring, in characters."""
 LEAST = 500
-"""Documents below which the interpreter was installed without its sources."""
+"""With fewer documents, the interpreter was installed without its sources."""
 VOCABULARY, MAX_LENGTH = 4_096, 1_024
 EXCLUDED = frozenset(
     ["site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "turtledemo", "lib2to3", "ensurepip"]
 )
-"""Folders with installed packages, test suites and applications, which are not the library's reference text."""
+"""Folders with installed packages, test suites and applications, which are not reference text."""
 _QUESTIONS = ("What does `{}` do?", "Explain `{}`.", "What is `{}` for?")
 _BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")  # fields of a statement that hold statements, in order
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -42,16 +42,16 @@ CHAT_TEMPLATE = (
 
 
 def make_inputs(folder: str | Path = FOLDER, family: str = "qwen3") -> str:
-    """Make ``data/`` with the text and ``model/`` with a tokenizer and a small random model, if they are not there.
+    """Make ``data/`` with the text and ``model/`` with a tokenizer and a small random model, unless they exist.
 
     Args:
         family: of the model, e.g. ``gpt_oss``, as `fastpack_trl.testing.tiny_model` names it.
 
     Returns:
-        A line that says what is there.
+        A line that describes the result.
 
     Raises:
-        UserError: `folder` holds something else, or the interpreter has no sources.
+        UserError: `folder` has other contents, or the interpreter has no sources.
     """
     folder = Path(folder)
     if (folder / "model").is_dir() and (folder / "data").is_dir():
@@ -75,9 +75,9 @@ def make_inputs(folder: str | Path = FOLDER, family: str = "qwen3") -> str:
 
 
 def collect(folder: Path | None = None) -> list[tuple[str, str]]:
-    """Return a question and the docstring that answers it for all that is documented under `folder`, each text once.
+    """Return a question and the docstring that answers it for everything documented under `folder`, each text once.
 
-    Default: the standard library of this interpreter. The order is that of files and lines, the same everywhere.
+    Default: the standard library of this interpreter. The order is that of files and lines on every machine.
 
     Raises:
         UserError: fewer than a few hundred documents.
@@ -85,7 +85,7 @@ def collect(folder: Path | None = None) -> list[tuple[str, str]]:
     from tqdm.auto import tqdm
 
     folder = folder or Path(sysconfig.get_paths()["stdlib"])
-    answers: dict[str, str] = {}  # by name: one question has one answer, and one answer one question
+    answers: dict[str, str] = {}  # keyed by name, so that questions and answers are unique
     seen: set[str] = set()
     for path in tqdm(_source_files(folder), desc="Reading docstrings", unit="file", disable=None):
         try:
@@ -107,7 +107,7 @@ def collect(folder: Path | None = None) -> list[tuple[str, str]]:
 
 
 def _source_files(folder: Path) -> list[Path]:
-    """Return the Python files under `folder` in order, without those in `EXCLUDED` folders, which are not entered."""
+    """Return the Python files under `folder` in order, without entering `EXCLUDED` folders."""
     found: list[Path] = []
     for place, folders, files in os.walk(folder):
         folders[:] = set(folders) - EXCLUDED
@@ -136,7 +136,7 @@ def train_tokenizer(texts: Iterable[str]) -> Any:
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY, special_tokens=[PAD, TURN_START, TURN_END],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # all 256 bytes: every text can be encoded
-        show_progress=sys.stderr.isatty(),  # elsewhere it writes empty lines
+        show_progress=sys.stderr.isatty(),  # otherwise it prints empty lines
     )  # fmt: skip
     tokenizer.train_from_iterator(texts, trainer=trainer)
     return PreTrainedTokenizerFast(

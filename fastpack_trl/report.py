@@ -27,11 +27,11 @@ class FeatureLine:
 
     feature: str
     status: Status
-    """``on``: ours; ``off``: switched off or not applicable; ``stock``: it could not be used, stock's path runs."""
+    """``on``: ours; ``off``: disabled or not applicable; ``stock``: unavailable, so TRL's implementation is used."""
     path: str
     """The chosen implementation, e.g. ``per_document``."""
     reason: str
-    """The reason for this path, or against it; names the value that decided."""
+    """The reason for or against this path, with the deciding value."""
 
     def __str__(self) -> str:
         return f"{self.feature}: {self.path} ({self.reason})" if self.reason else f"{self.feature}: {self.path}"
@@ -39,19 +39,19 @@ class FeatureLine:
 
 @dataclass(slots=True)
 class FeatureReport:
-    """The chosen paths, with reasons. Banner, ``trainer.fastpack_report`` and the command line print this object."""
+    """The chosen paths with reasons, printed by the banner, ``trainer.fastpack_report`` and the command line."""
 
     facts: dict[str, Any] = field(default_factory=dict)
-    """Figures besides the lines: packing fill, documents, truncated tokens."""
+    """Further figures: packing fill, documents, truncated tokens."""
     _lines: dict[str, FeatureLine] = field(default_factory=dict)
 
     @property
     def lines(self) -> list[FeatureLine]:
-        """The line of each feature, in the order in which they were decided."""
+        """The line of each feature, in the order of the decisions."""
         return list(self)
 
     def add(self, feature: str, status: Status, path: str, reason: str = "") -> FeatureLine:
-        """Set the line of `feature`; it replaces an earlier one, and becomes the last."""
+        """Set the line of `feature`, which replaces an earlier one and moves to the end."""
         self._lines.pop(feature, None)
         return self._lines.setdefault(feature, FeatureLine(feature, status, path, reason))
 
@@ -82,11 +82,11 @@ class FeatureReport:
         return self.table()
 
     def table(self) -> str:
-        """Return every feature with its reason, then the figures; at most `WIDTH` characters a line."""
+        """Return every feature with its reason, then the figures, in lines of at most `WIDTH` characters."""
         return self._page(list(self))
 
     def banner(self) -> str:
-        """Return what a run prints when it starts: as `table`, but features that are off are one line of names."""
+        """Return the banner of a run: as `table`, but with all disabled features named in one line."""
         shown = [line for line in self if line.status != "off"]
         off = [line.feature for line in self if line.status == "off"]
         return self.table() if not shown or is_verbose() else self._page(shown, off)
@@ -114,12 +114,12 @@ def is_verbose() -> bool:
 
 
 def enable_verbose() -> None:
-    """Let banners of this process, and of those that it starts, show every feature: what ``--verbose`` means."""
+    """Let banners of this process and its children show every feature, as ``--verbose`` does."""
     os.environ[_VERBOSE] = "1"
 
 
 def disabled_by_environment() -> bool:
-    """Return whether ``FASTPACK_DISABLE=1`` turns everything off: the stock trainer runs."""
+    """Return whether ``FASTPACK_DISABLE=1`` disables all features, so that TRL's trainer runs."""
     return _is_set("FASTPACK_DISABLE")
 
 

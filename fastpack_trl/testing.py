@@ -113,7 +113,7 @@ def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
     model = AutoModelForCausalLM.from_config(config, **kwargs).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Families that start gates, norms or sinks at 0 or 1 would hide what goes through them.
+            # Gates, norms or sinks that start at 0 or 1 would hide errors in their inputs.
             parameter.add_(torch.randn_like(parameter) * 0.05 if "sinks" not in name else torch.randn_like(parameter))
     return model.train()
 
@@ -129,7 +129,7 @@ def assert_gradients_close(
     """Check ``|d| <= rtol |g| + atol_of_all |all g|`` per parameter, in the 2-norm; also for gradients of exactly zero.
 
     Raises:
-        AssertionError: a parameter has a gradient on one side only, or is over the bound; names the worst.
+        AssertionError: a parameter has a gradient in only one of the two, or exceeds the bound; names the worst.
     """
     assert actual.keys() == expected.keys(), f"only on one side: {sorted(actual.keys() ^ expected.keys())}"
     everything = _norm(expected.values())

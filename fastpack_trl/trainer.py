@@ -35,11 +35,11 @@ logger = get_logger(__name__)
 
 
 class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
-    """`trl.SFTTrainer` with the waste of packed fine-tuning removed: same arguments, loss, log keys and files.
+    """`trl.SFTTrainer`, faster on packed data: same arguments, loss, log keys and files.
 
-    One file more: ``fastpack_report.json`` in `output_dir`, which ``save_report="off"`` leaves out.
+    Also writes ``fastpack_report.json`` to `output_dir`, unless ``save_report="off"``.
 
-    `args` may be a `trl.SFTConfig`, a `FastSFTConfig` or None. TRL's implementation runs where a feature does not
+    `args` may be a `trl.SFTConfig`, a `FastSFTConfig` or None. TRL's implementation runs if a feature does not
     support the model, data or machine; `fastpack_report` has the reason. ``FASTPACK_DISABLE=1`` disables all of them.
 
     Attributes:
@@ -70,7 +70,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         check_given(given)
         check_not_empty(given.get("train_dataset"))
         super().__init__(*args, **kwargs)
-        self._fastpack_quantize(self.model)  # if nobody has moved the model
+        self._fastpack_quantize(self.model)  # unless the model was moved already
         run.report.facts |= fit_precision(self)
         if run.settings.sync_free != "off":
             run.set_state(SyncFreeStep(self.model))  # before accelerate wraps the model
@@ -87,7 +87,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         if self._fastpack_own_collator:
             return super()._prepare_dataset(dataset, *given)
         check_label_column(dataset, dataset_name)
-        # An evaluation set may have that name too, and be given in the middle of a run.
+        # An evaluation set may have that name too, and may be passed during a run.
         count = run.facts is None and dataset_name == "train" and not self._fastpack_entered
         prepared, facts = prepare_in_two_passes(super()._prepare_dataset, dataset, *given, count=count)
         if facts is not None:
@@ -161,7 +161,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
             clear_derived(inputs)  # masks and metadata are not needed after the backward pass
 
     def _prepare_input(self, data: Any) -> Any:
-        # Where processes share a CPU the device is "cpu:0", to which torch copies what is on "cpu".
+        # If processes share a CPU, the device is "cpu:0", to which torch copies tensors on "cpu".
         if isinstance(data, PackedInputs) and self.args.device.type == "cpu" and not self.is_deepspeed_enabled:
             return data
         return super()._prepare_input(data)
@@ -212,7 +212,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         return loss, logits, labels
 
     def _fastpack_flush(self, alone: bool = False) -> None:
-        """Flush the deferred metrics; `alone`: other ranks may not come here, so with several processes do nothing."""
+        """Flush the deferred metrics. With `alone`, other ranks may not call this: do nothing in several processes."""
         accelerator = getattr(self, "accelerator", None)  # absent while SFTTrainer constructs
         step = self._fastpack_step
         if step is not None and accelerator is not None and not (alone and accelerator.num_processes > 1):

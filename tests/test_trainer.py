@@ -333,7 +333,7 @@ def test_a_failed_check_pads_documents_and_stops_an_explicit_choice(
     for module in (feature, seam):  # it passes its trial, and leaks in the model
         monkeypatch.setattr(module, "failure", lambda *_: "")
     ours, stock = both(tmp_path, packing=True)
-    assert "failed its proof" in ours.fastpack_report["packed_attention"].reason
+    assert "failed its packing check" in ours.fastpack_report["packed_attention"].reason
     assert ours.fastpack_run.plan.kind == "documents", "an evaluation after training must not take the path that failed"
     assert_same_log(ours, stock)
     with pytest.raises(PackingError, match=r"LEAK.*set packing=False"):

@@ -1,1 +1,1 @@
-"""Packed attention: the backends, the choice between them, the seam into transformers, and the proof."""
+"""Packed attention: the backends, the choice between them, the seam into transformers, and the packing check."""

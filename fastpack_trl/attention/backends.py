@@ -21,19 +21,19 @@ from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.run import Choice
 
 _WINDOW = 5
-_LENGTHS = (8, 4)  # tokens per document: one past the window, and a shorter one, which shows what it sees of the first
+_LENGTHS = (8, 4)  # tokens per document: one past the window, and a shorter one, which shows what of the first it sees
 _MOST_ERROR = 0.1
-"""Relative, of a trial in 16 bits, with gradients of sinks that nearly cancel; a wrong factor is far beyond."""
+"""Relative error allowed in a 16-bit trial, where gradients of sinks nearly cancel; a wrong factor exceeds it."""
 
 ORDINARY = ("eager", "sdpa")
-"""Stock's implementations without a way of their own to keep packed documents apart: ours runs over them."""
+"""Implementations of transformers that cannot separate packed documents: ours runs instead."""
 
 AUTO: tuple[Backend, ...] = (
     flash_attention_4.FlashAttention4(), varlen.Varlen(), per_document.PerDocument(), dense.Dense(),
 )  # fmt: skip
-"""In the order of ``auto``: the first that is right is taken."""
+"""In the order of ``auto``, which takes the first correct one."""
 BY_NAME: tuple[Backend, ...] = (xformers.Xformers(),)
-"""Taken only where the user names one."""
+"""Used only if the user names one."""
 
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (*AUTO, *BY_NAME)}
 
@@ -50,7 +50,7 @@ def choose(
 
     Args:
         requested: ``auto``, ``off`` or the name of a backend.
-        stock_requested: an `attn_implementation` that the user asked for by name. One of `ORDINARY` says how batches
+        stock_requested: an `attn_implementation` that the user set. One of `ORDINARY` says how batches
             that are not packed run; ``auto`` leaves packed rows to any other, which has a kernel for them.
         attempt: returns why a backend that should be right fails on this machine, or ``""`` (`failure`); None: untried.
         elements: of the queries of the whole run (`Backend.too_costly`).
@@ -85,7 +85,7 @@ def choose(
 
 
 def failure(backend: Backend, features: ModelFeatures) -> str:
-    """Return why `backend` does not run, or runs wrong, on this machine for such a model, or ``""``; logged once."""
+    """Return why `backend` fails, or gives wrong results, on this machine for such a model, or ``""``; logged once."""
     if not backend.tried or features.device_type == "meta":
         return ""
     # Families with the same attention share one trial.

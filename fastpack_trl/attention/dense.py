@@ -1,4 +1,4 @@
-"""Stock attention with the dense mask built once per batch, device, dtype and window, from the document lengths."""
+"""transformers' attention with a dense mask, built once per batch, device, dtype and window from document lengths."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from fastpack_trl.packing.packed_batch import PackedBatch
 
 
 class DenseLayer(NamedTuple):
-    """The masks, and the name of stock's function: what crosses a layer boundary."""
+    """The masks and the name of transformers' function, which cross a layer boundary."""
 
     masks: dict[int | None, Tensor]
     """Per window (None: full): (1, 1, total_tokens, total_tokens), bool for sdpa, additive float for eager."""
     implementation: str
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Call stock's own function with the prepared mask."""
+        """Call transformers' function with the prepared mask."""
         extra: dict[str, Any] = {} if call.sinks is None else {"s_aux": call.sinks}
         if call.softcap is not None:
             extra["softcap"] = call.softcap
         mask = self.masks[call.window]
         if mask.is_floating_point():
-            mask = mask.to(call.query.dtype)  # eager adds it to the scores: their dtype must stay stock's
+            mask = mask.to(call.query.dtype)  # eager adds it to the scores, whose dtype must not change
         out: Tensor = stock_attention(call.module, self.implementation)(
             call.module, call.query, call.key, call.value, mask, scaling=call.scale, dropout=call.dropout, **extra
         )[0]
@@ -35,18 +35,18 @@ class DenseLayer(NamedTuple):
 
 
 def stock_error(features: ModelFeatures) -> str:
-    """Return how stock's attention computes another function than the model's; empty if it does not."""
+    """Return how transformers' attention differs from the model's definition, or ``""``."""
     # transformers 5.17 gives gemma2 sdpa; later versions refuse it themselves.
     wrong = features.softcap and features.implementation == "sdpa"
     return "stock sdpa leaves out the softcap: load the model with attn_implementation='eager'" if wrong else ""
 
 
 class Dense(Backend):
-    """The backend ``sdpa``: every device, dtype and feature that stock's attention of the model has."""
+    """The backend ``sdpa``: every device, dtype and feature of the model's attention in transformers."""
 
     name = "sdpa"
     shares = True
-    tried = False  # stock's own function, which belongs to a model
+    tried = False  # transformers' function, which belongs to a model
 
     def refuses(self, features: ModelFeatures) -> str:
         return stock_error(features)
@@ -62,7 +62,8 @@ class Dense(Backend):
 
 
 def dense_mask(batch: PackedBatch, window: int | None, device: torch.device) -> Tensor:
-    """Return (1, 1, total_tokens, total_tokens) bool: causal over segments and their prefixes, windowed if so asked.
+    """Return (1, 1, total_tokens, total_tokens) bool: causal over segments and their prefixes, and within `window` if
+    given.
 
     Every token sees itself, so no row is all False. Nothing is read back from a device.
     """

@@ -1,4 +1,4 @@
-"""The attention of a run: how its documents are kept apart, which rows it gets, and what proves it."""
+"""The attention of a run: how its documents are separated, which rows it gets, and how that is checked."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def choose_attention(run: Run) -> None:
     """Choose the attention path of a run, and its batches.
 
     Raises:
-        ValueError: what was asked for would be wrong for the model; names the remedy.
+        ValueError: the requested path would be wrong for the model; names the fix.
     """
     run.set_state(_Asked(""))  # where this fails, the next start chooses again
     keywords = run.args.model_init_kwargs or {}
@@ -77,7 +77,7 @@ def plan_rows(run: Run, plan: BatchPlan | None = None) -> None:
 
 
 def _tell(run: Run) -> None:
-    """Say what keeps documents apart; rows that stock pads hold one each."""
+    """Report how documents are separated; rows that TRL pads hold one each."""
     choice = run.choice
     if run.packs:
         run.set_status("packed_attention", "on", choice.path, choice.reason)
@@ -94,10 +94,10 @@ def _plan(run: Run) -> BatchPlan:
 
 
 def plan_rows_again(run: Run) -> None:
-    """Choose and plan anew if a setting was changed, a hook, a method or a collator came since; said in the log.
+    """Choose and plan again if a setting, hook, method or collator has changed; the log says so.
 
-    Where one process of several has stock's batches, all have: the loss of stock's gathers its figures in each
-    micro-batch, ours between two logs.
+    If one process uses TRL's batches, all do: TRL's loss gathers its figures in each micro-batch, ours between two
+    logs.
 
     Raises:
         ValueError: as `choose_attention`.
@@ -121,9 +121,9 @@ def plan_rows_again(run: Run) -> None:
 
 @contextmanager
 def install_attention(run: Run) -> Iterator[None]:
-    """Install the attention of the run; prove before its first rows that packed documents do not see each other."""
+    """Install the attention of the run; check before its first rows that packed documents do not see each other."""
     if not run.packs and run.is_strict:
-        _tell(run)  # said before `train` too, which stops where it is not what was asked for
+        _tell(run)  # reported before `train` too, which stops if an explicit setting is not met
     with ExitStack() as stack:
         if run.packs:
             _install(run, stack)
@@ -135,9 +135,9 @@ def install_attention(run: Run) -> Iterator[None]:
 
 
 def _install(run: Run, stack: ExitStack) -> None:
-    """Install the chosen path; where nothing shows that it is right, TRL pads: each document of a packed row, or rows.
+    """Install the chosen path. If the check cannot confirm it, TRL pads each document of a packed row, or the rows.
 
-    What was chosen by name stops instead.
+    An explicit path stops instead.
     """
     dataset = run.trainer.train_dataset
     if run.training and isinstance(dataset, Dataset) and is_token_lists(dataset, ("input_ids",)):
@@ -163,8 +163,8 @@ def _install(run: Run, stack: ExitStack) -> None:
             if run.settings.packed_attention != "auto" and (run.training or not unasked):
                 raise
             run.set_status("verify_packing", "on", "proof", str(error))
-            return f"{run.choice.path} failed its proof: {error}"
-        return unproven and f"rows without padding are not proven: {unproven}"
+            return f"{run.choice.path} failed its packing check: {error}"
+        return unproven and f"rows without padding are not checked: {unproven}"
 
     failed = run.ranks.first_reason(why_not)
     if not failed:

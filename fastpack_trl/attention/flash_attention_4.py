@@ -1,7 +1,7 @@
 """flash-attn-4 over a whole packed row: Hopper and Blackwell, two thirds of the time of torch's kernel.
 
-Its kernels are compiled at the first call. Its two functions are called inside of an operator of ours, as a compiled or
-a recorded layer needs them; sinks, windows and softcap are in the kernel.
+Its kernels are compiled at the first call. Its two functions are called inside our operator, as compiled and recorded
+layers require; sinks, windows and softcap are in the kernel.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _function(name: str) -> Any:
 
 
 def _in_kernel(row: common.RowInputs) -> dict[str, Any]:
-    """Return what forward and backward take alike; the kernel does not count the token itself in a window."""
+    """Return the arguments that forward and backward share; the kernel does not count the token itself in a window."""
     window = {"window_size_left": row.window - 1, "window_size_right": 0} if row.window else {}
     return {
         "cu_seqlens_q": row.cu_seqlens, "cu_seqlens_k": row.cu_seqlens_k, "max_seqlen_q": row.max_seqlen,
@@ -123,7 +123,7 @@ def _lacks_on_generation(features: ModelFeatures) -> Iterator[object]:
 
 
 def _why_absent() -> str:
-    """Return why the functions cannot be called; empty where they can. Takes seconds the first time."""
+    """Return why the functions cannot be called, or ``""``. Takes seconds the first time."""
     try:
         interface = import_module(_INTERFACE)
     except (ImportError, OSError, *UNREADABLE) as error:  # its libraries raise OSError, RuntimeError too

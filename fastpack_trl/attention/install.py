@@ -1,7 +1,7 @@
 """The seam into transformers: one attention name for packed and ordinary batches, a pre-hook that skips mask creation.
 
-Ordinary batches (left-padded `generate`, padded evaluation) keep stock's mask and stock's function, so they stay equal
-bit for bit while the seam is in place.
+Ordinary batches (left-padded `generate`, padded evaluation) keep transformers' mask and function, so results are equal
+bit for bit while the seam is installed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PackedAttention:
 
     Attributes:
         choice: the path and its reason.
-        features: what was read from the model.
+        features: facts read from the model.
         remark: called once, if the rows of a batch cannot run on the path.
     """
 
@@ -80,10 +80,10 @@ def packed_attention(
     stock_requested: str | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> Iterator[PackedAttention]:
-    """Keep packed documents apart in `model`, also with the stock `SFTTrainer`; the model is restored on exit.
+    """Keep packed documents apart in `model`, also with TRL's `SFTTrainer`; the model is restored on exit.
 
     Inside the context a forward that gets the keyword ``packed_batch`` (from `PackingCollator`) runs the chosen path;
-    every other forward runs stock's.
+    every other forward runs transformers' attention.
 
     ```python
     trainer = SFTTrainer(model, args=SFTConfig(packing=True), train_dataset=dataset)
@@ -96,7 +96,7 @@ def packed_attention(
     Args:
         model: a transformers causal language model, plain or inside PEFT.
         implementation: a value of `FastSFTConfig.packed_attention`: ``auto``, ``varlen``, ``per_document``, ...
-        stock_requested: the `attn_implementation` that the user asked for by name, which ``auto`` respects.
+        stock_requested: the `attn_implementation` that the user set, which ``auto`` respects.
         compute_dtype: the autocast dtype of the run (``torch.bfloat16`` under ``bf16=True``); default: the weights'.
 
     Raises:
@@ -158,12 +158,12 @@ def _switch(base: Any, features: ModelFeatures) -> Iterator[None]:
 def _register(name: str, stock: str) -> None:
     """Register `name` as attention and as mask function, on first use.
 
-    It stays: without `packed_layer` it is stock's function, and a copy of the model that a callback took during
-    training (an average of weights, say) goes on working afterwards.
+    It remains registered: without `packed_layer` it is transformers' function, and a copy of the model that a callback
+    made during training (such as an average of weights) keeps working.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
-    # With the attention alone transformers would skip masks altogether, and a left-padded batch would be wrong.
+    # With attention alone, transformers would skip masks, and a left-padded batch would be wrong.
     AttentionInterface.register(name, partial(_attention, stock))
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[stock])
 
@@ -181,7 +181,7 @@ class _Prepare:
         return vars(self) | {"handle": PackedAttention(self.handle.choice, self.features), "last": None}
 
     def clear_last(self) -> None:
-        """Drop what was derived from the last batch: TRL's own trainer does not, and keeps all of an accumulation."""
+        """Drop the tensors derived from the last batch; TRL's trainer would keep those of a whole accumulation."""
         if self.last is not None and (last := self.last()) is not None:
             last.clear_derived()
         self.last = None
@@ -230,7 +230,7 @@ class _Prepare:
             self.clear_last()
             self.last = weakref.ref(batch)
         if self.config._attn_implementation != OVER[self.features.implementation]:
-            # Stock would read the mask below as full attention.
+            # Another attention would read the mask below as full attention.
             raise PackingError(
                 f"attn_implementation was set to {self.config._attn_implementation!r} in the middle of a run whose "
                 "rows hold several documents, with and without packing=True: set it before the run, or set "
@@ -256,7 +256,7 @@ class _Prepare:
             kwargs[KEYWORD] = chunks_of(batch)
             if self.by_fla and not batch.is_static:
                 kwargs[fla.KEYWORD] = fla.fla_row(batch)
-            kwargs["use_cache"] = False  # of which document the last state is, nobody could say
+            kwargs["use_cache"] = False  # the document of the last state would be unknown
         # A 4-D mask is returned by transformers as it is: no mask is made and no device is asked.
         kwargs["attention_mask"] = batch.derive(
             ("bypass", device), lambda: torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)

@@ -44,7 +44,7 @@ class PackedLayer(Protocol):
         """Return causal attention inside each document: (1, total_tokens, num_heads, value head_dim), contiguous.
 
         Raises:
-            ValueError: the call asks for what the backend does not have; names the remedy.
+            ValueError: the backend does not support the call; names the fix.
         """
         ...
 
@@ -55,7 +55,7 @@ class Backend(ABC):
     Attributes:
         name: its value of `FastSFTConfig.packed_attention`.
         tried: `backends.failure` runs it on a few tokens before it is chosen.
-        flattens: batches that stock pads become rows without padding for it, which it attends over as fast.
+        flattens: batches that TRL pads become rows without padding, which it processes as fast.
         shares: it attends over rows whose documents share a prefix (`PackedBatch.shared`).
         refuses_compile: why layers with it are not compiled; empty if a graph can have it.
     """
@@ -71,7 +71,7 @@ class Backend(ABC):
         """Return why it would be wrong for a model that the interface reaches (`features.gap` is empty), or ``""``."""
 
     def considered(self, features: ModelFeatures) -> bool:
-        """Return whether ``auto`` asks it at all, and reports why it refuses."""
+        """Return whether ``auto`` considers it, and reports why it refuses."""
         return True
 
     def too_costly(self, features: ModelFeatures, elements: float) -> str:
@@ -80,11 +80,11 @@ class Backend(ABC):
 
     @abstractmethod
     def reason(self, features: ModelFeatures) -> str:
-        """Return what the report says when it is chosen."""
+        """Return the reason that the report gives when it is chosen."""
 
     @abstractmethod
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> PackedLayer:
-        """Build what the layers read, once per batch and device; it lives and dies with the batch."""
+        """Build the layers' input, once per batch and device; it lives as long as the batch."""
 
     def refuses_static(self, bucket: Bucket, features: ModelFeatures) -> str:
         """Return why it cannot attend over static batches of this bucket, or ``""``.
@@ -95,7 +95,7 @@ class Backend(ABC):
 
 
 def described(features: ModelFeatures) -> str:
-    """Return what a model has beside causal attention: ``window 128, sinks``, ``gated delta rule over chunks``."""
+    """Return a model's features beyond causal attention: ``window 128, sinks``, ``gated delta rule over chunks``."""
     parts = [f"window {window}" for window in sorted(features.windows)]
     parts += ["sinks"] * features.sinks + ["softcap"] * features.softcap
     parts += [fla.described(mixer, features) for mixer in sorted(features.mixers)]

@@ -35,7 +35,7 @@ class PerDocumentLayer(NamedTuple):
         """Attend segment by segment.
 
         Raises:
-            ValueError: dropout is asked for.
+            ValueError: dropout is not 0.
         """
         if call.dropout:
             raise ValueError(f"attention dropout is {call.dropout}: per_document has none; use packed_attention='sdpa'")
@@ -60,7 +60,7 @@ class PerDocumentLayer(NamedTuple):
             mask = mask[prefix:keys, :keys]
         if eager:
             inputs = (query, key, value, mask, call.scale, call.sinks, call.softcap)
-            # Autograd would keep the scores, in fp32 and for every layer: backward computes them again.
+            # Autograd would keep the scores, in fp32 and for every layer; backward recomputes them.
             out: Tensor = checkpoint(_eager, *inputs, use_reentrant=False, preserve_rng_state=False)
             return out
         groups = query.shape[1] // key.shape[1]

@@ -1,4 +1,4 @@
-"""The few tokens on which a packing check runs a model: the documents of a packed row, and each of them by itself."""
+"""The tokens on which a packing check runs a model: the documents of a packed row, and each of them alone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PAST = 16
 class Probe:
     """One packed row of random tokens, whose segments may go on from each other.
 
-    The backbone runs, without a head, and is given token ids: some families read them beside the embeddings.
+    The backbone runs without a head and gets token ids too, which some families read in addition to embeddings.
 
     Args:
         attention: what `packed_attention` yielded for the model.
@@ -88,7 +88,7 @@ class Probe:
             return self._run(self.ids[:, self.paths[segment].to(self.ids.device)])[1].detach()
 
     def _right_stock(self) -> AbstractContextManager[None]:
-        """Compare with the model's own function if stock's attention computes another one."""
+        """Compare with the model's own function if transformers' attention computes another one."""
         if self.attention.path not in BACKENDS or not stock_error(self.attention.features):
             return nullcontext()
         return patch_attribute(text_config(self.model), "_attn_implementation_internal", "eager")

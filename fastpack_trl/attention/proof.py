@@ -19,7 +19,7 @@ from fastpack_trl.errors import NonFiniteError, PackingError
 from fastpack_trl.model.changes import isolated_run
 
 BUDGET = 2.0**-12
-"""Relative difference of hidden states in fp32 up to which it is rounding; a wrong position or window is far beyond."""
+"""Largest relative difference of fp32 hidden states due to rounding; wrong positions or windows exceed it by far."""
 
 Pairs = tuple[tuple[int, int], ...]
 Leaks = tuple[tuple[int, int, float], ...]
@@ -30,13 +30,13 @@ class PackingProof:
     """Result of a packing check.
 
     Attributes:
-        path: how documents were kept apart, e.g. ``per_document``; ``stock`` where nothing of ours ran.
+        path: how documents were separated, e.g. ``per_document``; ``stock`` for transformers' attention.
         lengths: tokens of each document of the probe, or of each segment where documents share a prefix.
         leaks: ``(i, j, gradient)`` for every pair in which document j's hidden states depend on document i's
-            embeddings, with the largest absolute gradient. Empty is the proof.
+            embeddings, with the largest absolute gradient. Must be empty.
         difference: the largest relative difference of a document's hidden states, packed and by itself under stock
             attention: the norm of the difference over the norm.
-        budget: how large it may be; None where it is reported only (below fp32, and in TF32).
+        budget: the largest allowed value; None if it is only reported (below fp32, and in TF32).
         not_exercised: windows that no document of the probe exceeds.
         windows: ``(layer, packed, separate)`` for every attention layer whose last token of a document sees another
             number of tokens in the packed row than in the document by itself. Empty is right.
@@ -75,7 +75,7 @@ class PackingProof:
             return f"UNSEEN: segment {self.unseen[0][1]} does not depend on segment {self.unseen[0][0]} before it"
         bound = "reported only" if self.budget is None else f"budget {self.budget:.1e}"
         skipped = f"; not exercised: {', '.join(self.not_exercised)}" if self.not_exercised else ""
-        verdict = "proven: no document sees another" if self.proven else "FAILED: packed is not what it must be"
+        verdict = "passed: no document sees another" if self.proven else "FAILED: packed rows differ from separate ones"
         return f"{verdict}; hidden states differ by {self.difference:.1e} from separate documents ({bound}){skipped}"
 
     def raise_if_failed(self, remedy: str = "") -> PackingProof:
@@ -90,7 +90,7 @@ class PackingProof:
         if self.proven:
             return self
         fallback = "set packed_attention='auto'" if self.path == "stock" else "set packing=False"
-        raise PackingError(f"packing proof with {self.path}: {self}; {remedy or fallback}")
+        raise PackingError(f"packing check with {self.path}: {self}; {remedy or fallback}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -106,7 +106,7 @@ def verify_packing(
     attention: PackedAttention | None = None,
     seed: int = 0,
 ) -> PackingProof:
-    """Prove on a few tokens that no packed document of `model` depends on another.
+    """Check on a few tokens that no packed document of `model` depends on another.
 
     (1) For every pair i != j the gradient of document j's hidden states with respect to document i's input embeddings
     is exactly zero. (2) In fp32 the hidden states are those of the documents run one by one under the model's stock
@@ -118,7 +118,7 @@ def verify_packing(
 
     Args:
         model: a transformers causal language model, plain or inside PEFT.
-        implementation: as in `packed_attention`; ``off`` examines stock.
+        implementation: as in `packed_attention`; ``off`` checks transformers' attention.
         lengths: tokens per document of the probe, at least two documents; None: `default_lengths`, and for windows that
             these do not exceed a second row with a document that does (up to `LARGEST_WINDOW`).
         attention: what `packed_attention` yielded, when the model is already inside of it.

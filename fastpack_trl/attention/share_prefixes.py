@@ -1,4 +1,4 @@
-"""The feature `share_prefixes`: what the documents of a row begin with alike is computed once."""
+"""The feature `share_prefixes`: a common prefix of the documents of a row is computed once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def share_prefixes(run: Run) -> Iterator[None]:
     if found := run.ranks.first_reason(lambda: first_reason(_reasons(run, little, share))):
         saves = f"; without that {share}" if share and not little and found != "switched off" else ""
         run.set_status(FEATURE, "off", "each document whole", f"{found}{saves}")
-        if saves:  # the banner shows no reason of what is off
+        if saves:  # the banner omits the reasons of disabled features
             run.report.facts[FACT] = f"off: {found}{saves}"
         yield
         return

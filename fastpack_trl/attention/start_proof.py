@@ -46,11 +46,11 @@ def prove(run: Run, attention: PackedAttention | None) -> str:
     """Check packed rows before the first of them, under an installed `attention`, or under TRL's own if it is None.
 
     Returns:
-        The reason why the check cannot run on this model; empty where it ran or is not due.
+        The reason why the check cannot run on this model; empty if it ran or is not due.
 
     Raises:
         PackingError: documents see each other; names the path, the leak and the remedy.
-        ValueError: the check cannot run, and ``verify_packing="on"`` insists.
+        ValueError: the check cannot run, and ``verify_packing="on"`` requires it.
     """
     if run.settings.verify_packing == "off":
         run.set_status("verify_packing", "off", "not run", "switched off")
@@ -74,7 +74,7 @@ def prove(run: Run, attention: PackedAttention | None) -> str:
 
 
 def _remedy(run: Run) -> str:
-    """Return how to undo what chose stock's rows, for the message that they leak."""
+    """Return how to undo the choice of TRL's rows, for the message that they leak."""
     if run.choice.path != "off":
         return f"rows are stock's here ({run.plan.reason}): leave that out, or set packing=False; {INSIST}"
     if run.settings.packed_attention == "auto":
@@ -112,11 +112,11 @@ def _proof(run: Run, attention: PackedAttention | None) -> tuple[PackingProof | 
     except torch.OutOfMemoryError as error:
         if is_strict or attention is not None:
             raise  # callers that try smaller batches look for its type
-        reason, cause = "no memory for the proof", error
+        reason, cause = "no memory for the packing check", error
     except _CANNOT_RUN as error:
         if isinstance(error, PackingError):
             raise
-        reason = unproven = f"the proof cannot run on this model: {type(error).__name__}: {error}"
+        reason = unproven = f"the packing check cannot run on this model: {type(error).__name__}: {error}"
         cause = error
     if is_strict:
         raise ValueError(f"verify_packing='on': {reason}; {fix}") from cause

@@ -116,7 +116,7 @@ def row_operator(forward: Forward, backward: Backward) -> Any:
 
 
 def _twin(row: RowInputs) -> tuple[Tensor, Tensor]:
-    """Compute a row segment by segment; what a kernel leaves uninitialized is NaN.
+    """Compute a row segment by segment; values that a kernel leaves uninitialized are NaN.
 
     That is: tokens of no segment, and of a segment longer than `max_seqlen`, by which kernels size their grid.
     """
@@ -276,12 +276,12 @@ def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | No
 
 
 def reason_for(kernel: str, features: ModelFeatures) -> str:
-    """Return what the report says: ``flash-attn-4, bfloat16, sm90; plain causal``."""
+    """Return the reason for the report: ``flash-attn-4, bfloat16, sm90; plain causal``."""
     return f"{kernel}, {_short(features.compute_dtype)}, sm{dotted(features, '')}; {described(features)}"
 
 
 def lacks(name: str, features: ModelFeatures, device: object) -> Iterator[object]:
-    """Yield what a flash kernel lacks for a model; `device`: why its device is not supported, or False."""
+    """Yield features of a model that a flash kernel lacks; `device`: why its device is not supported, or False."""
     yield features.device_type != "cuda" and f"{name} needs CUDA, the model is on {features.device_type}"
     yield device and f"{name} needs compute capability {device}, this device has {dotted(features)}"
     dtype = features.compute_dtype

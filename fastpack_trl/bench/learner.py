@@ -23,7 +23,7 @@ SHORTEST = 0.15
 
 @contextlib.contextmanager
 def learner_alone(trainer: Any) -> Iterator[None]:
-    """Draw what a GRPO or RLOO trainer would generate, and its rewards, by its seed and step.
+    """Draw the completions and rewards of a GRPO or RLOO trainer, by its seed and step.
 
     Completions have from 15 % to all of ``max_completion_length`` tokens, drawn evenly, and end as finished ones do.
     """

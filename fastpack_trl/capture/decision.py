@@ -28,7 +28,7 @@ class IdleRule:
 
     Attributes:
         pays: graphs are recorded; at once with ``cuda_graph="on"``.
-        note: what was found.
+        note: the observation.
     """
 
     def __init__(self, run: Run, device: CudaGraphs) -> None:

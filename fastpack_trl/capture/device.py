@@ -77,7 +77,7 @@ class CudaGraphs:
         """Record what `work` queues on the current stream, which `on_side_stream` has set, without running it.
 
         Args:
-            work: what is recorded.
+            work: the function to record.
             pool: graphs whose memory must hold while those of another run, as activations between a forward and its
                 backward, have a pool of their own, by name.
 

@@ -56,9 +56,9 @@ def _on_side_stream(run: Run, device: CudaGraphs) -> Iterator[None]:
 def cuda_graph(run: Run) -> Iterator[None]:
     """Capture the backbone of SFT's micro-batches.
 
-    Graphs hold the activations of a micro-step beside those of eager ones, e.g. of rows without a bucket. If the plan
-    of the activations does not leave as much, nothing is recorded, and no layer recomputed instead: that costs large
-    models more than graphs gain, and beside a small one there is mostly room for both.
+    Graphs hold the activations of a micro-step in addition to those of eager ones, e.g. of rows without a bucket. If
+    the plan of the activations does not leave as much, nothing is recorded, and no layer recomputed instead: that costs
+    large models more than graphs gain, and beside a small one there is mostly room for both.
     """
     step = run.get_state(SyncFreeStep)
     call = BackboneCall() if step is None else step.forward.call_backbone
@@ -111,7 +111,7 @@ def _steps_in_order(run: Run, device: CudaGraphs) -> Iterator[None]:
 
 
 def unavailable(device: torch.device) -> str:
-    """Return why a device records no graphs; empty where it does."""
+    """Return why a device records no graphs, or ``""``."""
     if device.type != "cuda":
         return f"the model is on {device}: its work is not queued by a host that a graph could relieve"
     capability = torch.cuda.get_device_capability(device)

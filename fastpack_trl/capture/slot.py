@@ -63,7 +63,7 @@ class Slot:
         """Run the row that is in the tensors; return hidden states and router logits.
 
         Raises:
-            PackingError: something asks for what a static row does not have.
+            PackingError: something reads a value that a static row does not have.
         """
         adapters = self._run.get_state(LoraReport)
         adding_up = nullcontext() if adapters is None else adapters.adding_up()
@@ -82,7 +82,7 @@ class Slot:
         return outputs.last_hidden_state, *(routers or ())
 
     def record(self, device: CudaGraphs, buffers: GradientBuffers | None) -> None:
-        """Record the forward, and the backward if it trains, right after each other: one frees what the other holds.
+        """Record the forward, and then at once the backward if it trains, which frees the memory of the forward.
 
         Args:
             device: records.

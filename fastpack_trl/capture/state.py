@@ -98,7 +98,7 @@ class GradientBuffers:
         self._buffers = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def attach(self) -> None:
-        """Make each buffer the gradient of its parameter: with what it has so far, or zeros where it has none."""
+        """Make each buffer the gradient of its parameter, with its present value, or zeros if it has none."""
         fresh: list[Tensor] = []
         for parameter, buffer in zip(self.parameters, self._buffers, strict=True):
             gradient = parameter.grad

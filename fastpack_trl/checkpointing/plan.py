@@ -1,4 +1,4 @@
-"""Three levels of what a decoder layer keeps for its backward pass, and the plan that gives each layer one of them."""
+"""Three memory levels of a decoder layer for its backward pass, and the plan that gives each layer one of them."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Write the file; name what is left out, and the command that trains with it."""
+    """Write the file; name the omitted keys, and the command that trains with it."""
     if not args.file:
         raise UserError("no file: name a YAML of Axolotl, LLaMA-Factory or an Unsloth-style script")
     from fastpack_trl.recipe.foreign import convert

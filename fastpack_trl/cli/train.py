@@ -74,7 +74,7 @@ def _print_help(method: Method, *, whole: bool) -> None:
 
 
 def _what_next(arguments: Arguments) -> str:
-    """Return the commands that load what a run has saved; empty if they cannot load it."""
+    """Return the commands that load the files of a run; empty if they cannot load them."""
     folder, model = Path(str(arguments.training.output_dir)), arguments.model
     adapter, whole = ((folder / f"{name}config.json").is_file() for name in ("adapter_", ""))
     if adapter and whole:  # left by two runs: the commands would load the adapter

@@ -1,4 +1,4 @@
-"""``fastpack-trl merge`` and ``generate``: write what a run has saved with its adapter merged, or prompt it."""
+"""``fastpack-trl merge`` and ``generate``: merge the adapter of a run into its model, or prompt it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Trained:
         )
 
     def _classes(self) -> list[Any]:
-        """Return what the model may have been trained as: TRL takes the checkpoint's class, scripts the auto class.
+        """Return the possible classes of the trained model: TRL takes the checkpoint's class, scripts the auto class.
 
         If it has a vision tower they may differ (qwen3_5, llama4), and so do the names of their layers.
         """

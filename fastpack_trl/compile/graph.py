@@ -25,7 +25,7 @@ from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwarg
 
 # Metadata for other attentions: packed layers read `packed_layer`, and these lengths would recompile them per batch.
 _UNREAD = frozenset(to_transformers_kwargs(PackedBatch.from_lengths((1,)))) - {"position_ids"}
-# torch's plain checkpoint may be compiled; a further keyword could mean that somebody watches it at run time.
+# torch's plain checkpoint may be compiled; a further keyword could mean that other code observes it at run time.
 _PLAIN_CHECKPOINT = frozenset({"use_reentrant", "preserve_rng_state", "context_fn", "determinism_check"})
 # None: recorded in another way; such a layer is compiled if torch can trace it.
 _recorder: Any = resolve("transformers.utils.output_capturing._active_collector")
@@ -93,7 +93,7 @@ class CompiledLayer:
         self._traced: set[str] = set()
 
     def __call__(self, call: LayerCall, hidden: Tensor) -> tuple[Any, Recorded]:
-        """Run `call` with other hidden states; return the layer's output, and what was recorded."""
+        """Run `call` with other hidden states; return the layer's output and its recorded outputs."""
         _mark_dynamic(hidden, call.kwargs)
         if call.place not in self._traced:
             self._traced.add(call.place)
@@ -102,7 +102,7 @@ class CompiledLayer:
 
 
 def run_eagerly(call: LayerCall, hidden: Tensor) -> tuple[Any, Recorded]:
-    """Run what a `CompiledLayer` runs, uncompiled."""
+    """Run the function of a `CompiledLayer`, uncompiled."""
     return _run_at_place(call, hidden, _run, _run)
 
 
@@ -134,7 +134,7 @@ def packed_call(
     given = hidden
     if not hidden.requires_grad:
         if not any(parameter.requires_grad for parameter in layer.parameters()):
-            return None  # nothing of it is trained and nothing before it: there is no backward to compile for
+            return None  # neither it nor any layer before it trains, so there is no backward to compile for
         # The first layer over frozen embeddings would need a graph of its own otherwise.
         hidden = hidden.detach().requires_grad_()
     read = {name: value for name, value in kwargs.items() if name not in _UNREAD}
@@ -142,7 +142,7 @@ def packed_call(
 
 
 def hand_over(recorded: Recorded) -> None:
-    """Append what a compiled layer recorded to the outputs of the model."""
+    """Append the recorded outputs of a compiled layer to those of the model."""
     for name, values in recorded.items():
         _recorder.get()[name].extend(values)
 
@@ -159,7 +159,7 @@ def nothing_recorded() -> Iterator[None]:
 
 
 def is_plain(checkpoint: Any) -> bool:
-    """Return whether it is torch's own checkpoint without reentry, which can be compiled with what it runs."""
+    """Return whether it is torch's non-reentrant checkpoint, which can be compiled together with its function."""
     return (
         isinstance(checkpoint, partial)
         and checkpoint.func is torch_checkpoint
@@ -205,7 +205,7 @@ def _run(
     rest: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, Recorded]:
-    """Return the output of the layer, and what was recorded in it."""
+    """Return the output of the layer, and its recorded outputs."""
     run = partial(forward, layer, **kwargs)
     if checkpoint is not None:
         run = partial(checkpoint, run)

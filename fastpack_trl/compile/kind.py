@@ -253,7 +253,7 @@ def _timed_step(run: Callable[[LayerCall, Tensor], Any], call: LayerCall) -> flo
 
 
 def _trained(layer: nn.Module) -> Iterator[Tensor]:
-    """Yield what a step trains, as the layer reads it.
+    """Yield the tensors that a step trains, as the layer reads them.
 
     Where adapters were cast together for the whole model (`apply_lora`) those casts stand for them: a gradient of the
     parameters would go through a graph that is not this layer's, and the run still needs it.

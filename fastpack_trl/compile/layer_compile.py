@@ -69,7 +69,7 @@ def start_workers(run: Run) -> None:
     """Start the processes to which Inductor gives its Triton kernels, where layers of this run may be compiled.
 
     They import torch first, which takes seconds; kernels that come before are compiled one after the other in this
-    process. torch starts them when it has traced the first graph, so here they get ready during the packing proof
+    process. torch starts them when it has traced the first graph, so here they get ready during the packing check
     and the plan. Nothing is started twice, and torch's own settings hold (``TORCH_WARM_POOL=0``,
     ``TORCHINDUCTOR_COMPILE_THREADS=1``).
     """

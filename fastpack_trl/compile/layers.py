@@ -87,7 +87,7 @@ def compiled_layers(
     handle = CompiledLayers(names, _backend, left, on_change, verbose)
     groups: dict[Any, list[nn.Module]] = {}
     for layer in layers:
-        if layer._compiled_call_impl is None:  # else somebody compiled it already
+        if layer._compiled_call_impl is None:  # otherwise it is compiled already
             groups.setdefault(_structure(layer), []).append(layer)
     handle.kinds = [LayerKind(group, handle) for group in groups.values()]
     with contextlib.ExitStack() as stack:
@@ -115,7 +115,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _structure(layer: nn.Module) -> Any:
-    """Return what a graph depends on, shapes aside: the classes of the modules and the windows of the attentions."""
+    """Return the values that a graph depends on besides shapes: classes of the modules and windows of attention."""
     modules = list(layer.modules())
     windows = [window_of(module) for module in modules if hasattr(module, "config") and hasattr(module, "layer_idx")]
     return tuple(map(type, modules)), tuple(windows)

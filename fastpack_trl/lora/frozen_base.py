@@ -52,10 +52,10 @@ def frozen_base(run: Run) -> Iterator[None]:
     try:
         for layer in chosen:
             put_in_fp8(layer, dtype)
-        said = f"{len(chosen)} of {len(chosen) + sum(others.values())} LoRA bases multiply in FP8, forward and backward"
+        text = f"{len(chosen)} of {len(chosen) + sum(others.values())} LoRA bases multiply in FP8, forward and backward"
         parts = [
-            f"{said}: what is computed changes",
-            f"{shown_bytes(nbytes)} of FP8 weights beside the loaded ones",
+            f"{text}: what is computed changes",
+            f"{shown_bytes(nbytes)} of FP8 weights in addition to the loaded ones",
             "evaluation during training is in FP8 too, all after training as loaded",
             *(f"as loaded: {count} ({reason})" for reason, count in others.items()),
         ]

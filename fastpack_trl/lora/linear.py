@@ -42,11 +42,11 @@ class FastLora(HasFrozenWeight):
     """Whether hooks need PEFT's forward, which calls the parts of the layer as modules."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        found = None if args or kwargs else self._fastpack_adapter(x)
-        if found is None:
+        supported = None if args or kwargs else self._fastpack_adapter(x)
+        if supported is None:
             out: Tensor = super().forward(x, *args, **kwargs)  # PEFT's own
             return out
-        a, b, scaling, dropout, base, dtype = found
+        a, b, scaling, dropout, base, dtype = supported
         cast_adapter = self.fastpack_cast
         if cast_adapter is not None and cast_adapter.serves(a, b, scaling, dtype):
             a, b = cast_adapter.a, cast_adapter.b

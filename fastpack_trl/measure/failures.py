@@ -9,8 +9,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ImportError, AssertionError, OSError)
-"""Errors of a kernel, a compiler or an operator that does not support its input, or that an older torch lacks. Device
-memory errors are included, interrupts are not."""
+"""Errors of a kernel, a compiler or an operator that does not support its input, or that an older torch lacks. Includes
+out-of-memory errors, excludes interrupts."""
 
 _REASON = 300  # characters: a compiler's message can be pages long
 

@@ -1,6 +1,6 @@
 """Floating-point operations of training, counted from the shapes of the modules: the numerator of MFU.
 
-A product of (m, k) by (k, n) is 2 m k n operations, as in `torch.utils.flop_counter`. Element-wise work is not counted.
+A matmul of (m, k) by (k, n) is 2 m k n operations, as in `torch.utils.flop_counter`. Element-wise work is not counted.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 
 @dataclass(frozen=True, slots=True)
 class ModelFlops:
-    """Operations of one model: 2 per weight and token forward, as many for inputs, as many for weights that train.
+    """Operations of one model: per weight and token 2 forward, 2 for gradients of inputs, 2 for those of the weight.
 
-    Experts count by top-k, of LoRA on stacks of experts the low-rank products. What MFU leaves out is not counted:
-    padding, recompute, and products whose inputs need no gradient, of which only a first layer has some.
+    Experts count by top-k; of LoRA on expert stacks, the low-rank matmuls count. As in MFU, padding, recomputation, and
+    matmuls whose inputs need no gradient (some in the first layer) are not counted.
 
     Attributes:
-        forward: per token, of all products and scans.
+        forward: per token, of all matmuls and scans.
         trained: per token, of gradients of weights.
         pairs: forward per query-key pair (`attention_pairs`) of all layers, by their sliding window; None is full
             attention.
@@ -47,7 +47,7 @@ class ModelFlops:
     pairs: dict[int | None, float]
 
     def count(self, tokens: float, pairs: Mapping[int | None, float]) -> float:
-        """Return the operations of forward and backward over so many tokens and pairs (PaLM, arXiv:2204.02311, B)."""
+        """Return the operations of forward and backward for these tokens and pairs (PaLM, arXiv:2204.02311, B)."""
         attention = sum(3 * flops * pairs.get(window, 0.0) for window, flops in self.pairs.items())
         return tokens * (2 * self.forward + self.trained) + attention
 
@@ -78,7 +78,7 @@ def model_flops(model: nn.Module) -> ModelFlops:
     recurrent = mixers(base)
     convolutions = {id(child) for mixer in recurrent for child in mixer.modules() if isinstance(child, nn.Conv1d)}
     saved = [module.original_module for module in base.modules() if getattr(module, "modules_to_save", None)]
-    idle = {id(inner) for original in saved for inner in original.modules()}  # PEFT's copies run in their place
+    idle = {id(inner) for original in saved for inner in original.modules()}  # PEFT's copies run instead
     forward = trained = 0.0
     for name, module in base.named_modules():
         is_other_convolution = isinstance(module, nn.Conv1d) and id(module) not in convolutions
@@ -100,7 +100,7 @@ def model_flops(model: nn.Module) -> ModelFlops:
 
 
 def _products(module: Any) -> list[tuple[float, bool]]:
-    """Return elements and trainability of the weights of its own that a module multiplies by."""
+    """Return sizes and trainability of a module's own weights that it multiplies by."""
     own = dict(module.named_parameters(recurse=False))
     weight = own.get("weight")
     if weight is not None and hasattr(module, "in_features"):  # a packed 4-bit weight has another shape

@@ -22,8 +22,8 @@ from fastpack_trl.model.changes import patch_attribute
 Kind = Literal["sync", "copy", "host"]
 
 _TORCH = str(Path(torch.__file__).parent)
-# Frames below these hold tensors that stay on the host in every run: the step counters of torch's optimizers, and what
-# samplers and collators make.
+# Frames below these hold tensors that are on the host in every run: the step counters of torch's optimizers, and the
+# tensors of samplers and collators.
 _HOST_ROOMS = (f"{_TORCH}/optim/", f"{_TORCH}/utils/data/")
 _LOADER = "accelerate/data_loader.py"
 _CUDA_MESSAGE = "called a synchronizing CUDA operation"
@@ -32,7 +32,7 @@ _ALWAYS = {
     "_local_scalar_dense", "item", "is_nonzero", "equal", "allclose", "nonzero", "nonzero_numpy", "argwhere",
     "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount",
 }  # fmt: skip
-"""Names in aten whose CUDA kernels read a number back, to return it or to size their result."""
+"""Names in aten whose CUDA kernels read a number back to the host, to return it or to size their result."""
 _READS = (torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.__repr__, torch.Tensor.__format__)
 
 
@@ -45,12 +45,12 @@ class HostSync:
     kind: Kind
     """``sync``: the host reads from the device. ``copy``: a copy to the device that the host waits for. ``host``:
     a read of a tensor that is never on the device (collator, optimizer step counters); nobody waits. On CUDA all are
-    ``sync``: torch does not tell a copy from a read, and host tensors make no wait."""
+    ``sync``: torch does not distinguish copies from reads, and host tensors cause no wait."""
     file: str
-    """Of the first frame outside of torch."""
+    """File of the first frame outside torch."""
     line: int
     code: str
-    """That line of the file."""
+    """The source line."""
     count: int
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ class HostSync:
 
 @dataclass(slots=True)
 class HostSyncs:
-    """The host syncs seen so far; may be read inside of the block."""
+    """The host syncs so far; may be read inside the block."""
 
     backend: Literal["cuda", "dispatch"]
     """``cuda``: torch's own sync debug mode. ``dispatch``: on the CPU, the operations that would wait on CUDA."""
@@ -95,7 +95,7 @@ class HostSyncs:
 def count_host_syncs(
     *, device: torch.device | str | None = None, error: bool = False, host: Sequence[str] = ()
 ) -> Iterator[HostSyncs]:
-    """Count the operations inside of the block for which the host waits for the device.
+    """Count the operations in the block for which the host waits for the device.
 
     ``with count_host_syncs() as syncs: trainer.train()`` and then ``assert syncs.total == 0, syncs``.
 
@@ -105,7 +105,7 @@ def count_host_syncs(
     operations are those of this process and thread, and compiled functions run uncompiled.
 
     Args:
-        device: where the model is; default: CUDA where there is one. Give ``"cpu"`` for a CPU run on a CUDA machine.
+        device: where the model is; default: CUDA if available. Give ``"cpu"`` for a CPU run on a CUDA machine.
         error: raise at the first one, so that the traceback shows it.
         host: parts of file names (``"my_project/sampler.py"``) whose tensors are never on the device; counted as
             ``host`` in a CPU run.
@@ -175,7 +175,7 @@ def _call_site(frame: FrameType | None) -> tuple[str, int, list[str]]:
 
 
 class _Operations(TorchDispatchMode):
-    """Sees what reaches the kernels, also in the backward pass, which the CPU runs in the calling thread."""
+    """Counts operations that reach the kernels, also in the backward pass, which the CPU runs in the calling thread."""
 
     def __init__(self, record: Callable[..., None]) -> None:
         super().__init__()
@@ -191,13 +191,13 @@ class _Operations(TorchDispatchMode):
 
 
 def _waits(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an operation waits, of those that wait only for some of their arguments."""
+    """Return whether an operation that synchronizes only for some arguments does so for these."""
     if name == "where":
         return len(args) == 1
     if name == "index":
         return _has_mask(args[1])
     if name in ("index_put", "index_put_", "_index_put_impl_"):
-        # A single value goes through `masked_fill`, which sizes nothing.
+        # A single value uses `masked_fill`, whose result has a known size.
         return _has_mask(args[1]) and args[2].numel() != 1
     if name == "repeat_interleave":
         has_size = kwargs.get("output_size") is not None or (len(args) > 1 and isinstance(args[1], int))
@@ -217,7 +217,7 @@ def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
 
 
 class _Functions(TorchFunctionMode):
-    """Sees calls that no operation shows on the CPU: ``tensor.tolist()``, ``tensor.cpu()``, ``str(tensor)``."""
+    """Counts calls that appear as no operation on the CPU: ``tensor.tolist()``, ``tensor.cpu()``, ``str(tensor)``."""
 
     def __init__(self, record: Callable[..., None]) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # `str` of a tensor reads its values, and torch switches dispatch modes off meanwhile.
+        # `str` of a tensor reads its values while torch disables dispatch modes.
         if func in _READS:
             self._record(func.__name__, "sync")
         elif func is torch.Tensor.to:
@@ -233,10 +233,10 @@ class _Functions(TorchFunctionMode):
             if isinstance(target, str) and target == "cpu":
                 self._record("to", "sync")
             elif isinstance(target, torch.device) and not _non_blocking(args, kwargs):
-                # Elsewhere `to` may name the device that the tensor is on; in accelerate's loader it moves a batch.
+                # In other code `to` may name the tensor's own device; in accelerate's loader it moves a batch.
                 self._record("to", "copy", loader_only=True)
         elif func is torch.tensor and isinstance(kwargs.get("device"), torch.device):
-            # A device object, not the text "cpu": where another tensor lives. The host waits for this copy.
+            # A device object instead of the text "cpu" is another tensor's device. The host waits for this copy.
             self._record("tensor", "copy")
         return func(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""The rule for a cost at the start of a run: it is paid only if the remaining steps pay it back."""
+"""The rule for start-up costs: a cost is accepted only if the remaining steps pay it back."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import math
 from typing import NamedTuple
 
 LONG_RUN = 10_000
-"""``max_steps`` of a measured run: features that pay back in a long run are on."""
+"""``max_steps`` of a measured run, so that features that pay back in a long run are on."""
 
 
 class StartUpCost(NamedTuple):
-    """Something done once that makes each later step shorter: ``StartUpCost(seconds=0.4, saving=0.055)``."""
+    """A one-time cost that makes each later step shorter: ``StartUpCost(seconds=0.4, saving=0.055)``."""
 
     seconds: float
-    """Cost, once."""
+    """One-time cost."""
     saving: float
-    """Seconds per step, measured or the most that is possible."""
+    """Saving per step, measured or an upper bound."""
 
     @property
     def steps(self) -> float:
-        """Steps after which it is paid back; infinite if nothing is saved."""
+        """Return the number of steps that pay it back; infinite if nothing is saved."""
         return self.seconds / self.saving if self.saving > 0 else math.inf
 
     def pays(self, steps_left: float) -> bool:
-        """Return whether the run is shorter with it."""
+        """Return whether it shortens the run."""
         return self.steps < steps_left
 
 

@@ -27,7 +27,7 @@ def date_now() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, of this package and of its dependencies; torch's names its build too."""
+    """Return the versions of Python, of this package and of its dependencies, torch's with its build."""
     import torch
 
     from fastpack_trl import __version__
@@ -45,7 +45,7 @@ def source() -> dict[str, Any]:
     package = Path(__file__).resolve().parents[1]
     git = ("git", "-C", str(package.parent))
     top = _output(*git, "rev-parse", "--show-toplevel").strip()
-    # A package installed inside of somebody's repository is not a checkout of it.
+    # A package installed inside another repository is not a checkout of it.
     if not top or Path(top).resolve() != package.parent:
         return {"commit": None, "modified": None}
     commit = _output(*git, "rev-parse", "HEAD").strip() or None
@@ -80,7 +80,7 @@ def _processor() -> str:
 
 
 def _output(*command: str) -> str:
-    """Return what a program prints; empty if it is missing or fails."""
+    """Return the output of a program; empty if it is missing or fails."""
     program = shutil.which(command[0])
     if program is None:
         return ""
@@ -92,7 +92,7 @@ def check_writable(path: str | Path, option: str = "--json") -> Path:
     """Return the path if a file can be written there: a long run must not fail at its end.
 
     Raises:
-        UserError: it is a folder, its folder does not exist, or it may not be written.
+        UserError: it is a folder, its folder does not exist, or it is not writable.
     """
     file = Path(path).expanduser()
     folder = file.absolute().parent

@@ -1,4 +1,4 @@
-"""Measurements as text for people: aligned columns, and where and with what a record was measured."""
+"""Measurements as text: aligned columns, and the machine and versions of a record."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def facts_line(record: Mapping[str, Any]) -> str:
-    """Return device, threads, versions and commit of a record in a line."""
+    """Return device, threads, versions and commit of a record in one line."""
     machine, source, versions = record["machine"], record["source"], record["versions"]
     commit = "installed package"
     if source["commit"] is not None:
@@ -18,9 +18,9 @@ def facts_line(record: Mapping[str, Any]) -> str:
 
 
 def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of columns of one width each; the first row is the heading."""
+    """Return lines of aligned columns; the first row is the heading."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    # Figures to the right, words to the left, by what stands below the heading.
+    # Align figures right and words left, by the cells below the heading.
     left = [not cell[:1].isdigit() or " " in cell for cell in cells[-1]]
     return [
         "  ".join(

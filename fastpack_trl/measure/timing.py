@@ -15,7 +15,7 @@ def clock_of(device: str, index: Any = None) -> Any:
 
 
 def timed(call: Callable[[], T], clock: Any) -> tuple[T, float]:
-    """Call, and return the result with the seconds that it took.
+    """Call, and return the result and the seconds it took.
 
     Args:
         clock: a CUDA device, whose events on the current stream include the gaps between kernels and the host's work

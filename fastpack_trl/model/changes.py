@@ -26,7 +26,7 @@ _LARGEST_STATE = 2**16
 def patch_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set an attribute of an object, a class or a module, but no property, while the context is open.
 
-    Exit restores what `owner` itself had, or deletes the name; a value that somebody else has set meanwhile stays.
+    Exit restores what `owner` itself had, or deletes the name; a value that other code has set meanwhile stays.
     The ``__setattr__`` of an object is bypassed: that of a compiled model writes to the model inside.
     """
     before = vars(owner).get(name, _NONE)
@@ -65,7 +65,7 @@ class Patch:
 def shared(owner: Any, name: str, install: Callable[[], AbstractContextManager[_T]]) -> Iterator[_T]:
     """Enter `install` for the first holder and leave it with the last, in whatever order they leave.
 
-    A trainer may be made in a callback of another. `owner`, what is changed, holds the `Patch` under `name`.
+    A trainer may be made in a callback of another. `owner`, the changed object, holds the `Patch` under `name`.
     """
     patch = vars(owner).get(name)
     if patch is None:

@@ -110,7 +110,7 @@ class _Wrapped:
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = self.stock
-        if self.stack.wrapped is self:  # else somebody wrapped this one and set that: the stack is around theirs
+        if self.stack.wrapped is self:  # otherwise other code wrapped this one: the stack is around its wrapper
             for _, wrapper in self.stack:
                 call = partial(wrapper, call)
         return call(function, *args, **kwargs)

@@ -47,7 +47,7 @@ FUSED = "mamba2_split_conv1d_scan_combined"
 FUNCTIONS = (CONV, *SCANS, FUSED)
 SHORT_CONV = "short convolution"
 _OTHER_SCANS = {"mamba_selective_scan", "chunk_kimi_delta_attention"}
-"""Functions beside the same convolution that carry a state and cannot be replaced: Mamba 1's, Kimi's delta rule."""
+"""Functions next to the same convolution that carry a state and cannot be replaced: Mamba 1's, Kimi's delta rule."""
 _SIZES = (
     ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim"),
     ("n_groups", "num_heads", "ssm_state_size", "head_dim"),
@@ -218,7 +218,7 @@ def scan_of(module: Any, mixer: Mixer) -> Scan | None:
 def mixers(model: nn.Module) -> dict[nn.Module, Mixer]:
     """Return the recurrent layers of a model whose functions can be replaced, and that take the model's keywords.
 
-    transformers' hybrid models convolve and scan in functions beside the layer. A layer of another form is no mixer.
+    transformers' hybrid models convolve and scan in functions next to the layer. Other layers are not mixers.
     """
     convolve = [module for module in model.modules() if any(isinstance(c, nn.Conv1d) for c in module.children())]
     return {module: mixer for module in convolve if (mixer := _mixer(type(module))) is not None}
@@ -243,7 +243,7 @@ def stock_implementation(config: Any) -> str:
 def stock_attention(module: Any, implementation: str) -> Callable[..., tuple[Any, Any]]:
     """Return the function that an attention module would call under `implementation` (``eager``, ``sdpa``, ...).
 
-    Families define their own eager function beside the module (softcap, sinks) and may override others locally.
+    Families define their own eager function next to the module (softcap, sinks) and may override others locally.
     """
     for home in (sys.modules.get(cls.__module__) for cls in type(module).__mro__):
         functions: dict[str, Any] = {"eager": getattr(home, "eager_attention_forward", None)}

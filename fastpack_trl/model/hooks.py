@@ -49,7 +49,7 @@ def is_hooked(module: Any) -> bool:
     if "forward" in module.__dict__:
         return True
     if not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks):
-        return False  # most modules; this is asked for every projection in every step
+        return False  # most modules; this runs for every projection in every step
     return any(getattr(hook, "__module__", "") != _CACHES for kind in _KINDS for hook in getattr(module, kind).values())
 
 
@@ -140,7 +140,7 @@ def in_backward() -> bool:
 
 
 def replaced_methods(trainer: Trainer, names: Iterable[str]) -> str:
-    """Return which of `names` a subclass or somebody else has replaced on this trainer; empty if none."""
+    """Return which of `names` a subclass or other code has replaced on this trainer, or ``""``."""
     own = [name for name in names if hasattr(trainer, name) and is_users(getattr(trainer, name))]
     return f"{', '.join(own)} of {type(trainer).__name__}" if own else ""
 

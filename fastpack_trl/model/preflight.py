@@ -173,7 +173,7 @@ def other_offload(args: Any) -> str:
 
 
 def against_plan(args: Any, level: str, offload: str) -> Iterator[object]:
-    """Yield the arguments of a run, beside the fields `level` and `offload`, that decide what to keep."""
+    """Yield the arguments of a run that decide what to keep, in addition to the fields `level` and `offload`."""
     enabled, keywords = checkpointing_arguments(args)
     keywords.pop("use_reentrant", None)  # a level uses False; only DeepSpeed needs True
     yield other_offload(args)
@@ -192,7 +192,7 @@ def _against_offload(args: Any) -> Iterator[object]:
 
 
 def check_recompute(args: Any, level: str, offload: str, reasons: Iterator[object] | None = None) -> None:
-    """Raise `ValueError` if another setting excludes a level or an offload that was asked for by name.
+    """Raise `ValueError` if another setting excludes an explicit level or offload.
 
     `level` is `activation_memory`, `offload` is `checkpoint_offload`, `reasons` are against a plan.
     """

@@ -188,7 +188,7 @@ def trainable_embeddings(model: nn.Module) -> AbstractContextManager[Any]:
 
 
 def head_sees_last(model: nn.Module, count: int) -> AbstractContextManager[Any]:
-    """Let the head of `model` make logits of the last `count` tokens alone, where it reads them from its backbone."""
+    """Let the head of `model` compute logits of the last `count` tokens only, if it reads them from its backbone."""
 
     # `logits_to_keep` would have gemma4 cut the queries of layers whose keys are those of the whole row.
     def cut(_module: nn.Module, _args: Any, output: Any) -> Any:

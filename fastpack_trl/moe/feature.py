@@ -188,14 +188,14 @@ def moe(run: Run) -> Iterator[None]:
     if not (run.training or quantised) or not (present or setting == "on"):
         yield
         return
-    asked = (run.args.model_init_kwargs or {}).get("experts_implementation")
+    requested = (run.args.model_init_kwargs or {}).get("experts_implementation")
     why = "" if present else "the model has no experts that transformers dispatches"
     if setting == "off":
         why = "switched off"
     elif run.is_sharded and not run.is_fsdp2:
         why = SHARDED
-    elif asked is not None and setting != "on":
-        why = f"experts_implementation={asked!r} was chosen"
+    elif requested is not None and setting != "on":
+        why = f"experts_implementation={requested!r} was chosen"
     note = ""
     if present and run.device.type == "cuda" and not is_supported(run.device):
         note = "its kernels need compute capability 8.0; moe='on' runs it in plain torch"

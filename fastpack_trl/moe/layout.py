@@ -63,8 +63,8 @@ def read_gate(module: Any) -> Gate:
     with torch.no_grad(), users_hooks_off(module):
         expected: Tensor = module._apply_gate(probe)
         for gate in known:
-            found = gate_forward(probe, None, expert, gate)
-            if found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-5, atol=1e-6):
+            activation = gate_forward(probe, None, expert, gate)
+            if activation.shape == expected.shape and torch.allclose(activation, expected, rtol=1e-5, atol=1e-6):
                 return gate
     return Gate("model", function=module._apply_gate)
 

@@ -1,4 +1,4 @@
-"""Choice of a run's batches: packed rows, padding-free rows, or stock's own; with the reason."""
+"""Choice of a run's batches: packed rows, padding-free rows, or TRL's, with the reason."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from fastpack_trl.packing.collator import COLUMNS, PackingCollator
 from fastpack_trl.packing.documents import PADDED_DOCUMENTS
 
 PADDING_FREE_COLUMNS = COLUMNS[:2]
-"""Without packing stock reads a row as one document, whatever else the data set says."""
+"""Without packing TRL reads a row as one document, even if the data set has document lengths."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
     """How batches are made.
 
-    ``packed``: stock packs or flattens, we describe it; ``padding_free``: stock pads, we flatten; ``documents``: stock
-    packs, each document becomes a padded row; ``stock``.
+    ``packed``: TRL packs or flattens, we add metadata; ``padding_free``: TRL pads, we flatten; ``documents``: TRL
+    packs, each document becomes a padded row; ``stock``: TRL's batches.
     """
 
     kind: Literal["packed", "padding_free", "documents", "stock"]
@@ -47,7 +47,7 @@ def joins_documents(trainer: SFTTrainer) -> bool:
 def plan_batches(trainer: SFTTrainer, path: str, flattens: bool, unproven: str = "") -> BatchPlan:
     """Return the batches of a run whose attention takes `path`, which rows without padding suit if it `flattens`.
 
-    `unproven`: why nothing has shown that the model keeps documents apart in such rows; empty before it was tried.
+    `unproven`: why no check has shown that the model separates documents in such rows; empty before the check.
     """
     stock = first_reason(_only_stock(trainer, path))
     if stock:
@@ -61,7 +61,7 @@ def plan_batches(trainer: SFTTrainer, path: str, flattens: bool, unproven: str =
 
 
 def plan_prompt_groups(trainer: Any, path: str, flattens: bool, unproven: str = "") -> BatchPlan:
-    """Return the batches of a trainer that scores completions: as rows without padding, or as stock pads them."""
+    """Return the batches of a trainer that scores completions: as rows without padding, or as TRL pads them."""
     reasons = chain(_in_any_trainer(trainer, path), _padded_prompts(trainer), _padded(trainer, path, flattens, *_SCORE))
     return _without_padding(unproven or first_reason(reasons))
 
@@ -104,7 +104,7 @@ def _only_stock(trainer: SFTTrainer, path: str) -> Iterator[object]:
 
 
 def _padded(trainer: Any, path: str, flattens: bool, *methods: str) -> Iterator[object]:
-    """Yield why stock's padded batches stay, though rows without padding would compute the same."""
+    """Yield why TRL's padded batches stay, although rows without padding would compute the same."""
     yield path == PADDED_DOCUMENTS and "no packed attention keeps this model's documents apart"
     yield not flattens and f"{path} gains nothing from one long row"
     yield from reads_rows(trainer, *_SEE_BATCHES, *methods)
@@ -144,7 +144,7 @@ def _padded_prompts(trainer: Any) -> Iterator[object]:
 
 
 def packing_collator(trainer: SFTTrainer, *, share_prefixes: bool = False) -> PackingCollator:
-    """Return our collator with the settings of the trainer's stock collator."""
+    """Return our collator with the settings of the trainer's own."""
     stock = trainer.data_collator
     return PackingCollator(
         pad_token_id=stock.pad_token_id,

@@ -32,7 +32,7 @@ class Chunks(NamedTuple):
         positions: (total_tokens,) int64, of each token in its document.
         causal: (chunks, CHUNK, CHUNK) bool, ``[n, i, j]``: token j is token i or before it, in the same document.
         sums: the same as float64: its product with logarithms of decays is their sum since a document began. A running
-            sum would cross documents and cancel, but for rounding, which a proof of no leak sees.
+            sum would cross documents and cancel, but for rounding, which the packing check detects.
         carry_in: (chunks, CHUNK) bool, the token is of the document with which the chunk before ends.
         to_end: (chunks, CHUNK) bool, the token is of the document with which its own chunk ends.
         chain: (chunks, chunks) bool, ``[n, m]``: chunk m is before n and ends with the document that chunk n-1 ends

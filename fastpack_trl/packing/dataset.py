@@ -64,7 +64,7 @@ class DatasetFacts:
         longest: tokens of the longest document: the `max_length` that truncates nothing.
         truncated_tokens: tokens lost to `max_length`.
         fill: share of the packed rows' capacity (rows x max_length) that holds tokens; None if nothing is packed.
-        figures: what a report shows of it.
+        figures: values for the report.
     """
 
     longest: int

@@ -1,4 +1,4 @@
-"""Errors and remarks about examples that TRL prepares: which one cannot be prepared, and what it leaves out."""
+"""Errors and remarks about examples that TRL prepares: which one cannot be prepared, and which it omits."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class PackedBatch(TensorFields):
         shared: the keys of segments that go on from tokens of another one; None: no segment does.
         documents: of a row that the collator made of documents with shared prefixes, to which `labels` belong; None:
             they are the segments, one label per token.
-        derived: what was built of the batch once (`derive`), shared by copies that are rebuilt field by field.
+        derived: objects built once from the batch (`derive`), shared by copies that are rebuilt field by field.
     """
 
     seq_lengths: tuple[int, ...]
@@ -249,7 +249,7 @@ class PackedBatch(TensorFields):
         self.derived.values.clear()
 
     def map(self, convert: Callable[[Tensor], Tensor]) -> PackedBatch:
-        """Return a copy whose tensors are what `convert` returns for them; what was derived stays behind."""
+        """Return a copy with converted tensors and without derived objects."""
         moved = TensorFields.map(self, convert)
         labels, positions = self.labels, self.positions
         if moved.position_ids is not self.position_ids:

@@ -33,7 +33,7 @@ class PackedInputs(dict[str, Any]):
         return PackedInputs(self)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> PackedInputs:
-        """Copy to `device`; what is there already is kept.
+        """Copy to `device`; tensors that are there already are kept.
 
         From the host to CUDA the host does not wait for the copies, whatever `non_blocking` says: nobody writes to the
         tensors again, torch keeps pinned memory from reuse until the copy is done, and CUDA stages pageable memory

@@ -36,7 +36,7 @@ class PromptGroups(TensorFields):
     Attributes:
         batch: the segments of the row.
         tokens: (total_tokens,) int64, where each token of the row is in the flattened (rows, width) padded batch.
-        positions: (N,) int64, of the row: what the head reads, in the order of `places`.
+        positions: (N,) int64, positions of the row that the head reads, in the order of `places`.
         places: (N,) int64, in the flattened (rows, width - 1) result; without completions the rows themselves.
         copies: (1, total_tokens) int64, rows of the padded batch that have the token; None if each token is in one.
         shape: rows and width of the padded batch.

@@ -1,7 +1,7 @@
 """The static form of a packed row: tensors of shapes that depend on its bucket only, filled in place batch after batch.
 
-A CUDA graph replays what the device did and reads the tensors that it read then. So everything that changes from row
-to row has to be in them: the row is filled up by a tail without documents, `cu_seqlens` by segments of length 0, the
+A CUDA graph replays the work of the device and reads the same tensors. So everything that changes from row to row must
+be in them: the row is filled up by a tail without documents, `cu_seqlens` by segments of length 0, the
 keys of shared prefixes by more of them for the tail, whose gradients are zero. What the host knows of a plain batch is
 None in its static form: code that computes with it raises instead of going on with the lengths of another batch.
 """
@@ -36,7 +36,7 @@ class StaticInputs:
     def __init__(self, bucket: Bucket, device: torch.device | str) -> None:
         self.bucket = bucket
         row, segments = (1, bucket.tokens), bucket.segments + 1
-        # A tail without documents until a row is copied in: what is recorded before has to be a row all the same.
+        # A tail without documents until a row is copied in, because a recording needs a valid row.
         ends = (torch.arange(segments, device=device) * bucket.max_seqlen).clamp_(max=bucket.tokens).int()
         shared = None
         if bucket.keys:

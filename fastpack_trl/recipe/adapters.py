@@ -65,7 +65,7 @@ def with_adapter(model: Any, folder: str) -> Any:
 def merge_adapter(model: Any) -> tuple[Any, str]:
     """Merge an adapter into its base; return the model, and a line if its embeddings and head are no longer tied.
 
-    Tied weights are one tensor: merging an adapter of one of them would change what the other computes.
+    Tied weights are one tensor: merging an adapter of one of them would change the other.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper

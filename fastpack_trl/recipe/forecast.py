@@ -1,7 +1,7 @@
 """Forecast the memory per step of a YAML on an absent GPU, by kind, from a model without memory.
 
 Weights, gradients and optimizer are counted by shape, activations by the passes of the plan (`probe.py`), the head by
-its tiles. The rest, what the allocator holds beside the tensors, is a constant and a share, fitted on one model's rows.
+its tiles. The rest, the allocator's overhead, is a constant and a share, fitted on one model's rows.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class Converted:
     """Their key -> its value, or what to do."""
 
     def text(self, source: str, file: str) -> str:
-        """Return what is written to `file`: the values, and what is left out as comments."""
+        """Return the text of `file`: the values, and omitted keys as comments."""
         head = f"# {source}, of {self.tool}, in the names of fastpack-trl:\n"
         command = f"#     fastpack-trl {self.method.command} --config {file}\n\n"
         notes = "".join(f"# {key}: {' '.join(why.split())}\n" for key, why in self.left_out.items())

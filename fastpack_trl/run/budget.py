@@ -1,4 +1,4 @@
-"""What a plan of activations has to fit: the largest row, what is still to be allocated beside it, and what is free."""
+"""The limits of an activation plan: the largest row, later allocations, and free memory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def memory_to_come(run: Run) -> int:
     gradients = sum(own.nbytes for p, own in zip(parameters, held, strict=True) if p.grad is None)
     if run.is_fsdp2:
         gradients += sharded.gathered_bytes(run.model, (run.compute_dtype or torch.float32).itemsize)
-        if run.args.gradient_accumulation_steps > 1:  # parted only at the end of the step
+        if run.args.gradient_accumulation_steps > 1:  # resharded only at the end of the step
             gradients += sum(4 * p.numel() for p in parameters)
     optimizer = run.trainer.optimizer
     if optimizer is not None and getattr(optimizer, "state", None):

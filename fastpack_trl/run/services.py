@@ -1,4 +1,4 @@
-"""`StepServices`: what the features of a run tell each other while steps run."""
+"""`StepServices`: values that the features of a run share during steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class StepServices:
 
     @contextmanager
     def waiting_for(self, waits: Callable[[], bool]) -> Iterator[None]:
-        """Count `waits` among what the first steps decide, until the context ends."""
+        """Count `waits` among the decisions of the first steps, until the context ends."""
         self._waiting.append(waits)
         try:
             yield

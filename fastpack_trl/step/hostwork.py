@@ -27,7 +27,7 @@ _training = itemgetter("training")
 class ModelContents:
     """Modules and parameters of a model, listed again after others were put into one of its modules.
 
-    Not seen: what is taken out, and what is written past registration (``module._parameters[name] = ...``).
+    Not detected: removals, and writes that bypass registration (``module._parameters[name] = ...``).
 
     Attributes:
         version: grows with each list but the first.
@@ -116,7 +116,7 @@ class HostWork:
             stack.enter_context(self.contents.watched())
             plain = type(model).zero_grad is nn.Module.zero_grad
             for method in (train, zero_grad) if plain else (train,):
-                if method.__name__ not in vars(model):  # one that somebody replaced stays
+                if method.__name__ not in vars(model):  # a replaced one stays
                     stack.enter_context(patch_attribute(model, method.__name__, types.MethodType(method, model)))
             stack.enter_context(patch_attribute(self, "active", True))
             yield
@@ -162,7 +162,7 @@ class LossFilter:
     TRL synchronizes after each micro-batch to check for a NaN or infinite loss, and if so adds the mean of the losses
     since the last log instead. `apply` puts that mean in the place of such a loss; a merged row is one. The
     argument is off only from there to `restore`, which is the one line of the trainer that reads it in training;
-    evaluation, saving and callbacks see what the user set.
+    evaluation, saving and callbacks see the user's settings.
     """
 
     def __init__(self) -> None:

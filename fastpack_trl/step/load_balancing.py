@@ -1,7 +1,7 @@
 """The load-balancing loss of all layers at once (Switch Transformer, arXiv 2101.03961, equations 4 to 6).
 
-Stock goes layer by layer and keeps the softmax of each for backward. Here the layers are stacked, nothing but the
-router logits is kept, and the gradient is a formula: the loss is linear in the mean routing probabilities.
+transformers goes layer by layer and keeps the softmax of each for backward. Here the layers are stacked, nothing but
+the router logits is kept, and the gradient is a formula: the loss is linear in the mean routing probabilities.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def load_balancing_losses(
     synchronises.
 
     Args:
-        router_logits: a tuple with (tokens, num_experts) per layer; anything else gives None: stock's loss is 0 then.
+        router_logits: a tuple with (tokens, num_experts) per layer; anything else gives None (a loss of 0).
         top_k: experts per token.
         parts: tokens of each part, on the host. Tokens after the last part count in none.
         copies: (tokens,) fp32, how many documents have each token; None: one.

@@ -81,7 +81,7 @@ class ChosenLoss(ModelOutput):
 
     Args:
         total, log_probs, entropy, is_top1: see `HeadLoss`.
-        aux_loss: () load-balancing loss where router logits are asked for; (num_parts,) of a merged row.
+        aux_loss: () load-balancing loss if router logits are requested; (num_parts,) of a merged row.
         positions: (N,) int64, where the labels are not the collator's any more; None where they are.
         weights: (N,) fp32, how many documents count each position; None: one.
     """
@@ -102,7 +102,7 @@ class LossForward:
     goes to TRL's forward.
 
     Attributes:
-        missing: why it could not be laid; empty where it was.
+        missing: why it could not be installed; empty if it was.
         call_backbone: calls the decoder.
     """
 
@@ -162,7 +162,7 @@ def _inside(forward: Any) -> Any:
 
 
 def read_constants(forward: Any) -> tuple[dict[str, Any], str]:
-    """Return what TRL's forward holds in its closure, and why that cannot be used; empty where it can."""
+    """Return the closure of TRL's forward, and why it cannot be used, or ``""``."""
     function = getattr(forward, "__func__", None)
     found = dict(inspect.getclosurevars(function).nonlocals) if function is not None else {}
     lacks = [name for name in (*_CONSTANTS, "text_config") if name not in found]

@@ -75,7 +75,7 @@ class DeferredMetrics:
         del self._tables[point[1] :], self._batches[point[1] :]
 
     def flush(self, trainer: SFTTrainer) -> None:
-        """Append what was kept to ``trainer._metrics``. A collective: every rank has to call it.
+        """Append the kept figures to ``trainer._metrics``. A collective: every rank must call it.
 
         It is the one read of the device between two logs.
         """
@@ -110,7 +110,7 @@ def counted_ranks(accelerator: Any) -> int:
 
 
 class FlushedOnRead:
-    """An attribute of TRL's trainer that `DeferredMetrics` completes when somebody reads it between two logs.
+    """An attribute of TRL's trainer that `DeferredMetrics` completes when it is read between two logs.
 
     With several processes it is as of the last log, because flushing is a collective.
     """

@@ -1,4 +1,4 @@
-"""The feature `sync_free`: parts of a training step that do not ask the device, and the reasons where some do."""
+"""The feature `sync_free`: parts of a training step that do not synchronize, and the reasons why others do."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class SyncFreeStep:
         return loss
 
     def filtered(self, trainer: SFTTrainer, loss: Tensor) -> Tensor:
-        """Return the loss that the trainer adds up for the log: what the NaN filter lets pass."""
+        """Return the loss that the trainer sums for the log, after the NaN filter."""
         return self.filter.apply(trainer, loss) if self.filters else loss
 
     @contextlib.contextmanager
@@ -99,7 +99,7 @@ def sync_free(run: Run) -> Iterator[None]:
         with run.without(SyncFreeStep):  # the step was made with the trainer, the setting may have changed since
             yield
         return
-    # As one: stock's loss gathers its figures in each micro-batch, ours between two logs.
+    # Joint, because TRL's loss gathers its figures in each micro-batch, ours between two logs.
     stock = run.ranks.first_reason(lambda: why_stock_loss(run))
     own_step = replaced_methods(run.trainer, (*LOOP_METHODS, "training_step", "floating_point_ops"))
     remarks = _remarks(run, own_step)
@@ -118,7 +118,7 @@ def sync_free(run: Run) -> Iterator[None]:
 
 
 def why_stock_loss(run: Run) -> str:
-    """Return why loss and metrics run as stock in this run; empty if they need not."""
+    """Return why TRL computes loss and metrics in this run, or ``""``."""
     return first_reason(_only_stock_loss(run))
 
 
@@ -166,7 +166,7 @@ def row_tokens(batch: PackedBatch) -> list[int]:
 
 
 def _remarks(run: Run, own_step: str) -> list[str]:
-    """Return what still asks the device, or runs as stock, beside loss and metrics."""
+    """Return which other parts still synchronize or run TRL's code."""
     args, trainer = run.args, run.trainer
     stays = bool(own_step) and not run.is_deepspeed
     counts = str(args.include_num_input_tokens_seen).lower() not in ("no", "false")

@@ -87,7 +87,7 @@ class RowForward:
         rows: that a call may be about; each other call goes to the forward inside.
 
     Attributes:
-        missing: why it could not be laid; empty where it was.
+        missing: why it could not be installed; empty if it was.
     """
 
     def __init__(self, model: nn.Module, rows: Rows) -> None:
@@ -117,7 +117,7 @@ class RowForward:
 
     @property
     def why_stock(self) -> str:
-        """Return why the model cannot run on rows; empty where it can."""
+        """Return why the model cannot run on rows, or ``""``."""
         head = "" if self.missing or hasattr(self._model, "score") else head_of(self._model)
         return self.missing or (head if isinstance(head, str) else "")
 

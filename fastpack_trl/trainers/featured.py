@@ -90,7 +90,7 @@ class FeaturedTrainer(_Stock):
 
     @property
     def fastpack_proof(self) -> PackingProof | None:
-        """The packing proof of the last training start; None where none ran."""
+        """The packing check of the last training start; None if none ran."""
         return self.fastpack_run.get_state(PackingProof)
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:

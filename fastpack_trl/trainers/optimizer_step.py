@@ -189,7 +189,7 @@ class _Start:
 
     @property
     def is_over(self) -> bool:
-        """Whether metrics of the step are in TRL's lists already: somebody read them in the middle of it."""
+        """Whether metrics of the step are in TRL's lists already, because they were read during the step."""
         return self._deferred is not None and self._point is not None and self._deferred.is_past(self._point)
 
     def restore(self) -> None:
@@ -207,7 +207,7 @@ class _Start:
 
 
 def clear_derived(inputs: Any) -> None:
-    """Drop what was derived from a batch."""
+    """Drop the objects derived from a batch."""
     batch = inputs.get("packed_batch")
     if batch is not None:
         batch.clear_derived()

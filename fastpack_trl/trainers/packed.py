@@ -40,8 +40,8 @@ _HEAD, _PAUSE = "add_fused_lm_head", "disable_gradient_checkpointing"
 class PackedTrainer(FeaturedTrainer):
     """A trainer of TRL whose batches become rows; its losses, metrics, data, generation and files are TRL's.
 
-    What cannot run on rows runs as stock pads it, with the reason in `fastpack_report`. ``FASTPACK_DISABLE=1`` gives
-    plain stock.
+    If rows are unsupported, TRL's padded batches run, with the reason in `fastpack_report`. ``FASTPACK_DISABLE=1``
+    gives plain stock.
     """
 
     padding_free = False  # as features ask every trainer; only SFT and DPO have it
@@ -72,7 +72,7 @@ class PackedTrainer(FeaturedTrainer):
         self._fastpack_forwards[id(model)] = RowForward(model, self._fastpack_rows)
 
     def _fastpack_choose(self) -> None:
-        """Choose the attention path, once: before reference log-probabilities that stock makes as it constructs."""
+        """Choose the attention path, once: before TRL computes reference log-probabilities during construction."""
         if not self._fastpack_chosen:
             self._fastpack_chosen = True
             self._fastpack_quantize(self.model)  # where nobody has moved the model
@@ -139,7 +139,7 @@ class PackedTrainer(FeaturedTrainer):
         yield drop and f"{drop} would drop the same tokens of a prompt for all of its completions; 0 shares them"
 
     def _prepare_dataset(self, *given: Any) -> Any:
-        """Prepare a data set as stock does, whose trainers of prompts alone never do."""
+        """Prepare a data set as TRL does for completions; its prompt-only trainers prepare none."""
         stock = super()._prepare_dataset
         prepared = self._fastpack_name_faults(stock, stock, *given)
         if not self._fastpack_disabled and (lost := dropped(stock, prepared, *given)):
@@ -162,7 +162,7 @@ class PackedTrainer(FeaturedTrainer):
             yield
 
     def _fastpack_find(self) -> Callable[..., PromptGroups | str] | None:
-        """Return what finds the row of a collated batch; None where there is no collator."""
+        """Return the function that finds the row of a collated batch; None without a collator."""
         return None
 
     @contextlib.contextmanager
@@ -195,7 +195,7 @@ class PackedTrainer(FeaturedTrainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute stock's loss, with the model on rows."""
+        """Compute TRL's loss, with the model on rows."""
         with self._fastpack_on_rows(inputs):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 

@@ -16,7 +16,7 @@ class _ReferencedTrainer(PackedTrainer):
     """A trainer that compares with a reference, which may be computed before training."""
 
     def compute_ref_log_probs(self, model: Any, inputs: Any) -> Any:
-        """Compute stock's log-probabilities of the reference, on rows."""
+        """Compute TRL's log-probabilities of the reference, on rows."""
         with self._fastpack_on_rows(inputs):
             return super().compute_ref_log_probs(model, inputs)
 
@@ -45,7 +45,7 @@ class FastKTOTrainer(_ReferencedTrainer, KTOTrainer):
 
 
 class FastRewardTrainer(PackedTrainer, RewardTrainer):
-    """`trl.RewardTrainer` on rows without padding; a pair shares what it begins with. Same arguments and files."""
+    """`trl.RewardTrainer` on rows without padding; a pair shares its prefix. Same arguments and files."""
 
     _fastpack_stock = RewardTrainer
     _fastpack_sequences = 2

@@ -226,7 +226,7 @@ def evaluated(trainer: Any) -> float:
 def test_packing_under_stock_is_checked_and_a_leak_stops(tmp_path: Path) -> None:
     right = train(FastSFTTrainer, tmp_path, packing=True, fast=OFF)
     assert right.fastpack_report["verify_packing"].path == "proof of stock"
-    assert right.fastpack_report["verify_packing"].reason.startswith("proven")
+    assert right.fastpack_report["verify_packing"].reason.startswith("passed")
     with pytest.raises(PackingError, match=r"with stock: LEAK.*set packed_attention='auto'; verify_packing='off'"):
         train(FastSFTTrainer, tmp_path, fast=OFF, **LEAKING)
     with pytest.raises(PackingError, match=r"LEAK.*torch_compile=True compiles.*leave that out, or set packing=False"):
@@ -314,7 +314,7 @@ def test_rows_that_nobody_asked_to_pack_stay_padded_where_the_check_fails(tmp_pa
     assert_same_log(ours, train(SFTTrainer, tmp_path / "stock", model=model_with(**kind)))
     line, runs = ours.fastpack_report["batches"], kind.get("wrapper") is not Strict
     assert line.status == "stock"
-    unproven = "per_document failed its proof: " if runs else "rows without padding are not proven: "
+    unproven = "per_document failed its packing check: " if runs else "rows without padding are not checked: "
     assert line.reason.startswith(unproven)
     ours.args.verify_packing = "off"
     if runs:
@@ -324,7 +324,10 @@ def test_rows_that_nobody_asked_to_pack_stay_padded_where_the_check_fails(tmp_pa
 
 @pytest.mark.parametrize(
     ("backbone", "reason"),
-    [(OneRow, "the proof cannot run on this model: ValueError: one row at a time"), (Bigrams, "failed its proof")],
+    [
+        (OneRow, "the packing check cannot run on this model: ValueError: one row at a time"),
+        (Bigrams, "failed its packing check"),
+    ],
 )
 def test_packed_documents_are_padded_one_by_one_where_the_check_cannot_run_or_fails(
     tmp_path: Path, backbone: Any, reason: str
@@ -361,7 +364,7 @@ def test_evaluation_before_training_takes_stocks_batches_where_documents_leak(tm
     ours = trainer_of(FastSFTTrainer, tmp_path, model_with(Shift), {"packed_attention": attention})
     stock = trainer_of(SFTTrainer, tmp_path, model_with(Shift))
     assert evaluated(ours) == pytest.approx(evaluated(stock), rel=1e-6)
-    assert "per_document failed its proof: " in ours.fastpack_report["batches"].reason
+    assert "per_document failed its packing check: " in ours.fastpack_report["batches"].reason
     assert ours.predict(ours.eval_dataset).metrics["test_loss"] == pytest.approx(evaluated(stock), rel=1e-6)
 
 

@@ -252,6 +252,6 @@ def test_leak_of_packed_rows_is_one_line_with_the_fix(material: Material, capsys
     config = material.yaml(model_name_or_path=str(folder), packed_attention="off", max_steps=1)
     assert main(["sft", "--config", str(config)]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fastpack-trl sft: error: ")]
-    assert "packing proof with stock: LEAK" in line
+    assert "packing check with stock: LEAK" in line
     assert line.endswith("set packed_attention='auto'; verify_packing='off' trains all the same")
     assert not material.out.exists()
