@@ -256,7 +256,7 @@ def stand_in(arguments: Arguments, model: Any, features: Any, attention: str, pr
     return SimpleNamespace(
         settings=args, args=args, model=model, device=torch.device("cuda", 0), compute_dtype=features.compute_dtype,
         training=True, is_sharded=False, is_fsdp2=False, is_deepspeed=False, packs=backend is not None,
-        loss_is_ours=True, keeping=nullcontext, experts_refuse_capture=str,
+        loss_is_ours=True, counts_documents=True, keeping=nullcontext, experts_refuse_capture=str,
         choice=SimpleNamespace(refuses_compile=backend.refuses_compile if backend else padded),
         refuses_static=lambda bucket: backend.refuses_static(bucket, features) if backend else padded,
         step=SimpleNamespace(offloads=False, activation_bytes=0, activations_left=None),
