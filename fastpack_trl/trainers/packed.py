@@ -34,7 +34,6 @@ from fastpack_trl.trainers.featured import FeaturedTrainer
 logger = get_logger(__name__)
 
 FEATURE = "share_prefixes"
-_HEAD, _PAUSE = "add_fused_lm_head", "disable_gradient_checkpointing"
 
 
 class PackedTrainer(FeaturedTrainer):
@@ -96,29 +95,27 @@ class PackedTrainer(FeaturedTrainer):
             forward = self._fastpack_forwards[id(text_model(self.model))]
             self._fastpack_rows.head_trains = forward.head_trains
             stack.enter_context(forward.running())
-            stack.enter_context(self._fastpack_reference())
-        stack.enter_context(_plan_kept(self._fastpack_stock))
+            self._fastpack_run_reference(stack)
+        # Calls of the reference leave the plan of the activations.
+        stack.enter_context(_replaced(self._fastpack_stock, "disable_gradient_checkpointing", lambda _: _pause))
         if run.training and run.ranks.count == 1 and not (run.is_sharded or run.is_deepspeed or self.args.n_gpu > 1):
             stack.enter_context(self._fastpack_host.running(self))
             switch = AdapterSwitch(self._fastpack_host.contents)
             stack.enter_context(switch.installed(self.model))
         stack.enter_context(capture_backbone(run, self._fastpack_rows.call_backbone))
 
-    @contextlib.contextmanager
-    def _fastpack_reference(self) -> Iterator[None]:
+    def _fastpack_run_reference(self, stack: contextlib.ExitStack) -> None:
         """Run the reference model on rows too, if there is one that can."""
         run, reference = self.fastpack_run, getattr(self, "ref_model", None)
-        with contextlib.ExitStack() as stack:
-            forward = self._fastpack_forwards.get(id(text_model(reference))) if reference is not None else None
-            if forward is not None:
-                try:
-                    stack.enter_context(
-                        packed_attention(text_model(reference), run.choice.path, compute_dtype=run.compute_dtype)
-                    )
-                    stack.enter_context(forward.running())
-                except ValueError as error:
-                    run.report.remark("batches", f"of the reference model as stock pads them: {error}")
-            yield
+        forward = None if reference is None else self._fastpack_forwards.get(id(text_model(reference)))
+        if forward is None:
+            return
+        try:
+            attention = packed_attention(text_model(reference), run.choice.path, compute_dtype=run.compute_dtype)
+            stack.enter_context(attention)
+            stack.enter_context(forward.running())
+        except ValueError as error:
+            run.report.remark("batches", f"of the reference model as stock pads them: {error}")
 
     def _fastpack_tell_sharing(self) -> None:
         run = self.fastpack_run
@@ -206,39 +203,32 @@ def _model_settings(args: Any, training: bool) -> Settings:
     return replace(found, sync_free="off", merge_accumulation="off")
 
 
-@contextlib.contextmanager
-def _each_head(stock: type[Any], lay: Callable[[nn.Module], None]) -> Iterator[None]:
+def _replaced(stock: type[Any], name: str, make: Callable[[Any], Any]) -> contextlib.AbstractContextManager[None]:
+    """Replace a function in the module of a trainer of TRL, if it has it."""
+    module = sys.modules[stock.__module__]
+    function = getattr(module, name, None)
+    return contextlib.nullcontext() if function is None else patch_attribute(module, name, make(function))
+
+
+def _each_head(stock: type[Any], lay: Callable[[nn.Module], None]) -> contextlib.AbstractContextManager[None]:
     """Call `lay` for each model to which a trainer of class `stock` gives TRL's fused head, right after it has it."""
-    module = sys.modules[stock.__module__]
-    add = getattr(module, _HEAD, None)
-    if add is None:
-        yield
-        return
 
-    def add_and_lay(model: Any, *args: Any, **kwargs: Any) -> None:
-        add(model, *args, **kwargs)
-        lay(model)
+    def laying(add: Callable[..., None]) -> Callable[..., None]:
+        def add_and_lay(model: Any, *args: Any, **kwargs: Any) -> None:
+            add(model, *args, **kwargs)
+            lay(model)
 
-    with patch_attribute(module, _HEAD, add_and_lay):
-        yield
+        return add_and_lay
+
+    return _replaced(stock, "add_fused_lm_head", laying)
 
 
 @contextlib.contextmanager
-def _plan_kept(stock: type[Any]) -> Iterator[None]:
-    """Let calls of the reference leave each layer's checkpointing as it was: TRL's own would switch it on in all."""
-    module = sys.modules[stock.__module__]
-    if not hasattr(module, _PAUSE):
-        yield
-        return
-
-    @contextlib.contextmanager
-    def pause(model: Any, *_: Any) -> Iterator[None]:
-        layers = [layer for layer in model.modules() if getattr(layer, "gradient_checkpointing", False)]
-        with contextlib.ExitStack() as paused:
-            paused.enter_context(restore_attributes(layers, "gradient_checkpointing"))
-            for layer in layers:
-                paused.enter_context(patch_attribute(layer, "gradient_checkpointing", False))
-            yield
-
-    with patch_attribute(module, _PAUSE, pause):
+def _pause(model: Any, *_: Any) -> Iterator[None]:
+    """Switch the checkpointing of each layer off, and back to what it was: TRL's own would switch it on in all."""
+    layers = [layer for layer in model.modules() if getattr(layer, "gradient_checkpointing", False)]
+    with contextlib.ExitStack() as paused:
+        paused.enter_context(restore_attributes(layers, "gradient_checkpointing"))
+        for layer in layers:
+            paused.enter_context(patch_attribute(layer, "gradient_checkpointing", False))
         yield
