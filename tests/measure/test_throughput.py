@@ -170,13 +170,15 @@ def test_flops_equal_the_counter_of_torch(name: str) -> None:
     ids = torch.randint(3, 90, (2, 9))
     with FlopCounterMode(display=False) as counter:
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        forward = counter.get_total_flops()
+        # Older transformers multiply positions and frequencies as matrices.
+        angles = sum(sum(ops.values()) for name, ops in counter.get_flop_counts().items() if "rotary_emb" in name)
+        forward = counter.get_total_flops() - angles
         loss.backward()
     flops = model_flops(model)
     # torch counts a causal mask as the full square, and eager attention computes it, windows too.
     pairs = dict.fromkeys(flops.pairs, 2.0 * 9 * 9)
     assert 18 * flops.forward + sum(flops.pairs[window] * pairs[window] for window in pairs) == forward
-    assert flops.count(18, pairs) == counter.get_total_flops()
+    assert flops.count(18, pairs) == counter.get_total_flops() - angles
 
 
 def test_half_of_each_square_counts_and_a_window_cuts_it() -> None:
