@@ -25,6 +25,7 @@ from fastpack_trl.checkpointing.plan import Plan, checkpointable_layers
 from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.checkpointing.trace import storage_of
 from fastpack_trl.compile import kind as kinds
+from fastpack_trl.run import budget
 from fastpack_trl.run.budget import HEAD_BYTES, largest_row
 from fastpack_trl.run.decisions import Decisions
 from fastpack_trl.testing import tiny_model
@@ -74,6 +75,22 @@ def test_a_row_takes_what_the_plan_says_of_its_size_with_the_layers_as_they_are(
         sizes.append(memory.row_bytes(run, costs, tokens, 64))
         assert sizes[-1] == expected.predicted + tokens * 32 * HEAD_BYTES
     assert sizes[1] < sizes[0] / 2
+
+
+def test_more_stays_free_if_a_step_that_runs_out_of_memory_cannot_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = fast(tmp_path)
+    run = trainer.fastpack_run
+    monkeypatch.setattr(budget, "free_bytes", lambda device: 10**12)
+    retried = budget.budget_bytes(run, pytest.fail)
+    for change in ("counts_documents", "count"):  # another trainer; several processes
+        with monkeypatch.context() as patch:
+            if change == "count":
+                patch.setattr(run.ranks, "count", 2)
+            else:
+                patch.setattr(type(run), change, False)
+            assert budget.budget_bytes(run, pytest.fail) == pytest.approx(retried * 8 / 9, rel=1e-6)
 
 
 def trained(trainer: FastSFTTrainer) -> tuple[Any, list[Tensor]]:
