@@ -215,12 +215,12 @@ class ModelSettings:
         "auto",
         "What decoder layers keep for backward: keep (all activations), checkpoint (their input), offload (their "
         "input, in host memory), auto (as much as fits, on CUDA) or off (as gradient_checkpointing says). "
-        "Recomputing all layers costs up to a third of a step; auto costs a few passes over 64 to 1,024 tokens.",
+        "Recomputing all layers costs up to a third of a step; auto costs three forward passes over up to 192 tokens.",
     )
     activation_memory_gib: float | None = option(
         None,
         "GPU memory for activations under activation_memory, in GiB (default: what is free after model, gradients "
-        "and optimizer state, minus a tenth).",
+        "and optimizer state, minus a tenth; minus a fifth if a step cannot run again).",
     )
     checkpoint_offload: CheckpointOffload = choice(
         "auto",

@@ -30,6 +30,8 @@ ROOT = Path(__file__).parents[1]
         ("packed_attention", "varlne", "did you mean"),
         ("packed_attention", "flahs", r"packed_attention='flahs'.*use one of"),
         ("activation_memory_gib", 0, r"activation_memory_gib=0 must be a number above 0"),
+        ("activation_memory_gib", float("inf"), r"activation_memory_gib=inf must be a number above 0"),
+        ("activation_memory_gib", "many", r"activation_memory_gib='many' must be a number above 0"),
     ],
 )
 def test_a_wrong_value_is_refused_also_if_it_was_set_on_a_config(

@@ -12,23 +12,24 @@ import torch
 from transformers import TrainerCallback
 
 from fastpack_trl.checkpointing.checkpoint_offload import offload_conflict, offload_unavailable
-from fastpack_trl.checkpointing.plan import Level, Plan, checkpointable_layers, describe, layer_levels
+from fastpack_trl.checkpointing.plan import LayerCost, Level, Plan, checkpointable_layers, describe, layer_levels
 from fastpack_trl.checkpointing.streams import GIB
 from fastpack_trl.checkpointing.trace import PROBE_TOKENS, layer_costs
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model import sharded
 from fastpack_trl.model.changes import callbacks_added, during_training
-from fastpack_trl.model.facts import UNREADABLE, text_model
+from fastpack_trl.model.facts import UNREADABLE
 from fastpack_trl.model.hooks import HookWatch
 from fastpack_trl.model.preflight import against_plan, check_recompute
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.run import ONCE_SHARDED, Run
-from fastpack_trl.run.budget import HEAD_BYTES, budget_bytes, largest_dense, largest_row, memory_to_come
+from fastpack_trl.run.budget import budget_bytes, head_bytes, largest_dense, largest_row, memory_to_come
 
 logger = logging.getLogger(__name__)
 
 FEATURE = "activation_memory"
-_AMPLE = 2.0  # memory left per byte of gathered weights, from which on FSDP 2 keeps them
+_AMPLE = 2.0
+"""Memory left per byte of gathered weights, from which on FSDP 2 keeps them; half stays for what no plan counts."""
 
 
 @contextlib.contextmanager
@@ -74,14 +75,16 @@ def _install(run: Run, stack: contextlib.ExitStack) -> ActivationMemory | None:
     Raises:
         ValueError: no plan can be made for a requested level; names the remedy.
     """
-    plans: list[ActivationMemory] = []
     setting = run.settings.activation_memory
-    if reason := run.ranks.first_reason(lambda: _why_unplanned(run, plans)):
+    try:
+        with run.ranks.propagate_failures():
+            planned = plan_memory(run)
+    except UNREADABLE as error:
+        reason = f"no plan can be made: {type(error).__name__}: {error}"
         if setting != "auto":
-            raise ValueError(f"activation_memory={setting!r}: {reason}; {run.remedy(FEATURE)}")
+            raise ValueError(f"activation_memory={setting!r}: {reason}; {run.remedy(FEATURE)}") from error
         run.set_status(FEATURE, "off", "stock", reason)
         return None
-    (planned,) = plans
     # Its own free memory may have given a process another plan; all would wait for the one that recomputes most.
     levels = run.ranks.all_max([float(level) for level in planned.plan.levels])
     plan = planned.plan = replace(planned.plan, levels=tuple(Level(int(level)) for level in levels))
@@ -94,17 +97,6 @@ def _install(run: Run, stack: contextlib.ExitStack) -> ActivationMemory | None:
     stack.enter_context(callbacks_added(run.trainer, planned))
     stack.enter_context(run.keeping(planned))
     return planned
-
-
-def _why_unplanned(run: Run, plans: list[ActivationMemory]) -> str:
-    """Add the plan of this process to `plans`, or return why there is none."""
-    if run.settings.activation_memory == "offload" and (blocked := offload_unavailable(run.device)):
-        return blocked
-    try:
-        plans.append(plan_memory(run))
-    except UNREADABLE as error:
-        return f"no plan can be made: {type(error).__name__}: {error}"
-    return ""
 
 
 class ActivationMemory(TrainerCallback):
@@ -254,12 +246,35 @@ def _why_not(run: Run) -> str:
         return conflict
     if setting == "auto" and run.device.type != "cuda" and run.settings.activation_memory_gib is None:
         return f"{run.device} has no memory of its own: activation_memory_gib=... plans for a budget"
-    return "" if checkpointable_layers(run.model) else "the model has no layers that transformers checkpoints"
+    if not checkpointable_layers(run.model):
+        return "the model has no layers that transformers checkpoints"
+    return offload_unavailable(run.device) if setting == "offload" else ""
 
 
 def offload_options(run: Run) -> dict[str, Any]:
     """Return the arguments of `offload_checkpoints` for layers at the level ``offload``."""
     return {"mode": "single_buffer" if run.settings.checkpoint_offload == "single_buffer" else "double_buffer"}
+
+
+def count_layers(run: Run) -> list[LayerCost]:
+    """Count what each layer of the model keeps in a training step.
+
+    Raises:
+        RuntimeError: the decoder cannot be run by itself.
+    """
+    batches = {tokens: PackedBatch.from_lengths([tokens]).to(run.device) for tokens in PROBE_TOKENS}
+    decoder = run.trainer.model_wrapped if run.is_fsdp2 else None
+    together = run.ranks.propagate_failures(sharded.FAILURE_GRACE_SECONDS) if run.is_fsdp2 else contextlib.nullcontext()
+    with together, run.trainer.accelerator.autocast():
+        return layer_costs(run.model, checkpointable_layers(run.model), batches, decoder=decoder, packs=run.packs)
+
+
+def row_bytes(run: Run, costs: Sequence[LayerCost], tokens: int, longest: int) -> int:
+    """Return the memory of a row's forward and backward pass, with the layers as they are set now."""
+    plan = Plan.keeping_all(costs, tokens, longest, 0, largest_dense(run.model))
+    checkpoints = [layer.gradient_checkpointing for layer in checkpointable_layers(run.model)]
+    levels = tuple(Level.CHECKPOINT if each else Level.KEEP for each in checkpoints)
+    return replace(plan, levels=levels).predicted + head_bytes(run.model, tokens)
 
 
 def plan_memory(run: Run) -> ActivationMemory:
@@ -275,19 +290,14 @@ def plan_memory(run: Run) -> ActivationMemory:
         notes.append(message)
         logger.warning(f"{FEATURE}: {message}")
 
-    setting, layers = run.settings.activation_memory, checkpointable_layers(run.model)
+    setting = run.settings.activation_memory
     with run.ranks.propagate_failures():  # none may run a sharded model without the others
         tokens, longest = largest_row(run)
-        hidden = text_model(run.model).config.get_text_config().hidden_size
-        batches = {count: PackedBatch.from_lengths([count]).to(run.device) for count in PROBE_TOKENS}
-        decoder, own = run.trainer.model_wrapped if run.is_fsdp2 else None, float(budget_bytes(run, say))
-    head_bytes = tokens * hidden * HEAD_BYTES
-    budget = max(0, int(run.ranks.all_min([own])[0]) - head_bytes)
-    with run.failing_together_if_sharded(), run.trainer.accelerator.autocast():
-        costs = layer_costs(run.model, layers, batches, decoder=decoder, packs=run.packs)
+        head, own = head_bytes(run.model, tokens), float(budget_bytes(run, say))
+    budget = max(0, int(run.ranks.all_min([own])[0]) - head)
     dense, can_offload = largest_dense(run.model), not offload_unavailable(run.device)
-    plan = Plan.keeping_all(costs, tokens, longest, budget, dense=dense, can_offload=can_offload)
-    plan = plan.best() if setting == "auto" else replace(plan, levels=(Level[setting.upper()],) * len(layers))
+    plan = Plan.keeping_all(count_layers(run), tokens, longest, budget, dense, can_offload)
+    plan = plan.best() if setting == "auto" else replace(plan, levels=(Level[setting.upper()],) * len(plan.kept))
     if setting == "auto" and not plan.fits:
         say(f"nothing fits the budget: {plan}")
-    return ActivationMemory(run, plan, notes, head_bytes)
+    return ActivationMemory(run, plan, notes, head)

@@ -80,10 +80,6 @@ class HostUse(NamedTuple):
         return f"{self.most_held / GIB:.2f} GiB used, {self.pinned / GIB:.2f} GiB pinned"
 
 
-def _nothing() -> None:
-    """Return what a reference to a dead object does."""
-
-
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class SavedInput:
     """What autograd keeps of one call of a layer: its input, on the device or in the layer's host buffer.
@@ -92,17 +88,13 @@ class SavedInput:
         index: of the layer.
         source: the input, or its bytes in host memory with the same shape, strides and dtype.
         streams: of its device.
-        before: returns the input that the same forward pass saved before; a graph must not keep another one alive.
         on_host: whether `source` is in host memory.
-        written: the input on the device, until its copy to the host has had a layer's time.
     """
 
     index: int
     source: Tensor
     streams: HostStreams
-    before: Callable[[], SavedInput | None]
     on_host: bool = False
-    written: Tensor | None = None
 
 
 class _Copy(NamedTuple):
@@ -115,7 +107,7 @@ class _Copy(NamedTuple):
         streams: of the device.
         compute: the stream that the memory belongs to.
         done: event.
-        version: of the input when it was saved.
+        version: of the memory when the copy was enqueued.
     """
 
     saved: Callable[[], SavedInput | None]
@@ -158,19 +150,18 @@ class Offload:
         self.fallbacks: list[str] = []
         self._budget, self._min_bytes, self._tell = budget_bytes, min_bytes, tell
         self._streams = functools.cache(streams)
-        self._lock, self._local = threading.Lock(), threading.local()
+        self._lock = threading.Lock()
         self._buffers: dict[int, Tensor] = {}
-        self._holders: dict[int, weakref.ref[SavedInput]] = {}
+        self._holders: weakref.WeakValueDictionary[int, SavedInput] = weakref.WeakValueDictionary()
+        """By layer, the input that is in its buffer."""
         self._most: dict[int, int] = {}
-        self._last: Callable[[], SavedInput | None] = _nothing
         self._writing: _Copy | None = None
         self._ahead: _Copy | None = None
 
     @property
     def use(self) -> HostUse:
         """Return the host memory in use; nothing is held when no graph is alive."""
-        holders = [holder() for holder in self._holders.values()]
-        held = sum(saved.source.nbytes for saved in holders if saved is not None)
+        held = sum(saved.source.nbytes for saved in self._holders.values())
         return HostUse(held, sum(self._most.values()), sum(map(len, self._buffers.values())))
 
     def say(self, message: str) -> None:
@@ -182,8 +173,7 @@ class Offload:
     def call(self, index: int, keep: bool, inner: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run the checkpoint `inner` of a layer: a `model.checkpoint_seam.Wrapper`, once the first two are given."""
         hidden = args[0] if args else None
-        inside = getattr(self._local, "inside", False) or not torch.is_grad_enabled()
-        if inside or not isinstance(hidden, Tensor) or not hidden.is_floating_point():
+        if not torch.is_grad_enabled() or not isinstance(hidden, Tensor) or not hidden.is_floating_point():
             return inner(function, *args, **kwargs)
         place = _place(hidden)
 
@@ -196,16 +186,7 @@ class Offload:
 
         # The checkpoint hides the layer's own saved tensors behind hooks of its own; these see only its inputs.
         with saved_tensors_hooks(pack, unpack):
-            return inner(functools.partial(self._run, function), *args, **kwargs)
-
-    def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the layer itself, also when it is recomputed: checkpoints inside of it are left as they are."""
-        outside = getattr(self._local, "inside", False)
-        self._local.inside = True
-        try:
-            return function(*args, **kwargs)
-        finally:
-            self._local.inside = outside
+            return inner(function, *args, **kwargs)
 
     def pack(self, index: int, tensor: Tensor, *, keep: bool) -> SavedInput:
         """Return what autograd keeps of `tensor`, the input of layer `index`; its copy to the host has begun.
@@ -220,10 +201,7 @@ class Offload:
             # Only now, a layer later, is the input before let go: its copy had the whole layer to finish.
             self._finish_write()
             self._drop_ahead()
-            last = self._last()
-            begins = last is None or last.index >= index  # a forward pass
-            saved = SavedInput(index, tensor, self._streams(tensor.device), _nothing if begins else self._last)
-            self._last = weakref.ref(saved)
+            saved = SavedInput(index, tensor, self._streams(tensor.device))
             if not keep and tensor.nbytes >= self._min_bytes:
                 if why := self._why_kept(index, tensor) or self._grow(saved):
                     self.say(f"layer inputs stay on the device: {why}")
@@ -240,8 +218,8 @@ class Offload:
         with self._lock:
             self._finish_write()
             tensor = self._take(saved) if saved.on_host else saved.source
-            before = saved.before() if self.prefetch else None
-            if before is not None and before.on_host:
+            before = self._holders.get(saved.index - 1) if self.prefetch else None
+            if before is not None:
                 self._fetch_ahead(before)
             return tensor
 
@@ -260,8 +238,7 @@ class Offload:
         if tensor.data_ptr() % _ALIGNMENT:
             return f"one is not aligned to {_ALIGNMENT} bytes, and kernels may sum in another order if it is"
         # A free buffer may be written at once although a copy out of it is enqueued: one stream has all copies.
-        in_use = self._holders.get(index, _nothing)() is not None
-        return "another graph that is not used yet has their buffer" if in_use else ""
+        return "another graph that is not used yet has their buffer" if index in self._holders else ""
 
     def _grow(self, saved: SavedInput) -> str:
         """Give a layer a buffer for its input; return why it cannot be had."""
@@ -281,10 +258,10 @@ class Offload:
 
     def _write(self, saved: SavedInput, tensor: Tensor) -> None:
         host = self._buffers[saved.index][: tensor.nbytes].view(tensor.dtype)
-        saved.source, saved.on_host, saved.written = host.as_strided(tensor.shape, tensor.stride()), True, tensor
-        self._holders[saved.index] = weakref.ref(saved)
+        saved.source, saved.on_host = host.as_strided(tensor.shape, tensor.stride()), True
+        self._holders[saved.index] = saved
         self._most[saved.index] = max(self._most.get(saved.index, 0), tensor.nbytes)
-        self._writing = self._copy(saved, saved.source, tensor, tensor.data)
+        self._writing = self._copy(saved, saved.source, tensor, tensor.detach())
 
     def _finish_write(self) -> None:
         """Let go of the input whose copy to the host was enqueued last."""
@@ -292,14 +269,10 @@ class Offload:
         if copy is None:
             return
         copy.release()
-        saved = copy.saved()
-        if saved is None:
-            return
-        written, saved.written = saved.written, None
-        if written is not None and written._version != copy.version:
+        if copy.memory._version != copy.version and copy.saved() is not None:
             raise RuntimeError(
-                f"the input of a checkpointed layer, {tuple(written.shape)}, was changed in place after it was saved, "
-                "so that its recompute would see another input: set checkpoint_offload='off'"
+                f"the input of a checkpointed layer, {tuple(copy.memory.shape)}, was changed in place after it was "
+                "saved, so that its recompute would see another input: set checkpoint_offload='off'"
             )
 
     def _take(self, saved: SavedInput) -> Tensor:
@@ -333,7 +306,7 @@ class Offload:
         # before must be done before the copy writes to it; the copy to the host is, on the same stream.
         streams.wait(streams.copier, streams.record(compute))
         streams.copy(target, source)
-        return _Copy(weakref.ref(saved), memory, streams, compute, streams.record(streams.copier), source._version)
+        return _Copy(weakref.ref(saved), memory, streams, compute, streams.record(streams.copier), memory._version)
 
     def _drop_ahead(self) -> None:
         if self._ahead is not None:

@@ -18,7 +18,7 @@ from fastpack_trl.checkpointing.plan import EXPERTS_SHARE, WORKING_SHARE, LayerC
 from fastpack_trl.model import facts
 from fastpack_trl.model.changes import isolated_run
 from fastpack_trl.model.checkpoint_seam import layer_keywords
-from fastpack_trl.model.sharded import head_sees_last, local, trainable_embeddings
+from fastpack_trl.model.sharded import embeddings_put_in, head_sees_last, local
 from fastpack_trl.model.upstream import GradientCheckpointingLayer, tree_leaves
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 
@@ -59,15 +59,18 @@ def layer_costs(
         per_input[index] = args[0].untyped_storage().nbytes() / tokens
         return out
 
-    with isolated_run(model, training=True), trainable_embeddings(model), head_sees_last(model, 1):
+    table = facts.token_table(model)
+    with isolated_run(model, training=True), head_sees_last(model, 1):
         for tokens, batch in batches.items():
-            ids = torch.arange(tokens, device=batch.position_ids.device)[None] % facts.token_table(model).num_embeddings
+            device = batch.position_ids.device
+            ids = torch.arange(tokens, device=device)[None] % table.num_embeddings
+            leaf = torch.randn(1, tokens, table.embedding_dim, device=device, dtype=table.weight.dtype)
             keywords = to_transformers_kwargs(batch) | ({"packed_batch": batch} if packs else {})
             functions = [
                 (functools.partial(counted, index, tokens) if index in points else _pass_on, True)
                 for index in range(len(layers))
             ]
-            with layer_functions(layers, functions):
+            with layer_functions(layers, functions), embeddings_put_in(model, leaf.requires_grad_()):
                 decoder(input_ids=ids, use_cache=False, **keywords)
     working = {index: EXPERTS_SHARE if _has_experts(layers[index]) else WORKING_SHARE for index in points}
     return [LayerCost.through(points[index], per_input[index], working[index]) for index in stand_ins]

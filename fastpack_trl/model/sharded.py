@@ -1,7 +1,7 @@
 """The processes of a run, and a model that FSDP 2 has sharded over them, which runs as a whole and in all at once.
 
 Its modules cannot be called one by one: the first FSDP module that runs becomes the root of those inside, and the
-parameters of the others are missing. So hooks change embeddings and what the head reads while the whole model runs.
+parameters of the others are missing. So a hook replaces, or returns, embeddings while the whole model runs.
 """
 
 from __future__ import annotations
@@ -178,13 +178,6 @@ def embeddings_put_in(model: nn.Module, leaf: Tensor) -> AbstractContextManager[
     embedding: nn.Module = text_model(model).get_input_embeddings()
     # A copy, since some families scale their embeddings in place.
     return embedding.register_forward_hook(lambda _module, _args, out: leaf.to(out.device, out.dtype, copy=True))
-
-
-def trainable_embeddings(model: nn.Module) -> AbstractContextManager[Any]:
-    """Make the embeddings of `model` need a gradient, as those of a training step do."""
-    embedding: nn.Module = text_model(model).get_input_embeddings()
-    # A copy, since some families scale their embeddings in place, which a leaf does not allow.
-    return embedding.register_forward_hook(lambda _module, _args, out: out.detach().requires_grad_().clone())
 
 
 def head_sees_last(model: nn.Module, count: int) -> AbstractContextManager[Any]:

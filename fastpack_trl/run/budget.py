@@ -11,6 +11,7 @@ import torch
 
 from fastpack_trl.measure.device_memory import allocatable
 from fastpack_trl.model import sharded
+from fastpack_trl.model.facts import text_model
 from fastpack_trl.run.run import MERGED_ROW_TOKENS, Run
 
 _GIB = 2**30
@@ -66,15 +67,25 @@ def state_bytes(optim: Any, width: int) -> int:
     return 2 if "8bit" in name else 0 if "paged" in name or "sgd" in name or "adafactor" in name else 2 * width
 
 
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes that a run can still allocate on its device."""
+    return allocatable(device) if device.type == "cuda" else int(psutil.virtual_memory().available)
+
+
 def budget_bytes(run: Run, say: Callable[[str], None]) -> int:
     """Return the bytes for activations in this process: the budget that was asked for, at most what is free."""
-    asked, device = run.settings.activation_memory_gib, run.device
-    free = allocatable(device) if device.type == "cuda" else psutil.virtual_memory().available
+    asked = run.settings.activation_memory_gib
     margin = MARGIN if run.ranks.count == 1 and run.counts_documents else MARGIN_WITHOUT_RETRY
-    there = max(0, int((free - memory_to_come(run)) * margin))
+    there = max(0, int((free_bytes(run.device) - memory_to_come(run)) * margin))
     if asked is not None and asked * _GIB > there:
         say(f"activation_memory_gib={asked:g} is more than the {there / _GIB:.1f} GiB that are free: planned for those")
     return int(there if asked is None else min(there, asked * _GIB))
+
+
+def head_bytes(model: torch.nn.Module, tokens: int) -> int:
+    """Return the memory of the last norm and the head over a row, which no budget of the layers has."""
+    hidden: int = text_model(model).config.get_text_config().hidden_size
+    return tokens * hidden * HEAD_BYTES
 
 
 def largest_dense(model: torch.nn.Module) -> int:

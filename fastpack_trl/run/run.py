@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from trl import SFTTrainer
 
 from fastpack_trl.config import Settings
 from fastpack_trl.measure.payback import StepsLeft
-from fastpack_trl.model.sharded import FAILURE_GRACE_SECONDS, Ranks
+from fastpack_trl.model.sharded import Ranks
 from fastpack_trl.model.upstream import resolve
 from fastpack_trl.packing.batching import BatchPlan, plan_batches
 from fastpack_trl.report import FeatureReport, Status
@@ -118,10 +118,6 @@ class Run(Decisions):
     def is_fsdp2(self) -> bool:
         """Parameters are DTensors, gathered while their FSDP module runs."""
         return bool(self.trainer.is_fsdp_enabled and self.trainer.accelerator.is_fsdp2)
-
-    def failing_together_if_sharded(self) -> AbstractContextManager[None]:
-        """Run a sharded model in the context; if one process fails, all do (`Ranks.propagate_failures`)."""
-        return self.ranks.propagate_failures(FAILURE_GRACE_SECONDS) if self.is_fsdp2 else nullcontext()
 
     @property
     def packs(self) -> bool:

@@ -16,13 +16,15 @@ from accelerate.logging import get_logger
 from torch import Tensor
 from trl import GRPOTrainer, RLOOTrainer
 
+from fastpack_trl.checkpointing.activation_memory import count_layers, row_bytes
+from fastpack_trl.checkpointing.plan import LayerCost
 from fastpack_trl.errors import first_reason
-from fastpack_trl.measure.device_memory import allocatable
 from fastpack_trl.model.changes import patch_attribute
-from fastpack_trl.model.facts import learned_positions
+from fastpack_trl.model.facts import UNREADABLE, learned_positions
 from fastpack_trl.model.hooks import replaced_methods
 from fastpack_trl.packing.batching import BatchPlan
 from fastpack_trl.packing.prompt_groups import PromptGroups, group_completions
+from fastpack_trl.run.budget import free_bytes
 from fastpack_trl.trainers.packed import PackedTrainer
 
 logger = get_logger(__name__)
@@ -46,9 +48,7 @@ class _OnlineTrainer(PackedTrainer):
     _fastpack_on_host: Tensor | None = None
     """Host copy of the rows that are scored next, as in `ON_HOST`; None if they must be read from the device."""
     _fastpack_regenerates = False
-    _fastpack_room = True
-    _fastpack_bytes_per_row = 0.0
-    _fastpack_before: int | None = None
+    _fastpack_costs: Sequence[LayerCost] | None = None
     _fastpack_why_single = ""
 
     def _fastpack_plan(self, trainer: Any, path: str, flattens: bool, unproven: str = "") -> BatchPlan:
@@ -60,7 +60,7 @@ class _OnlineTrainer(PackedTrainer):
         super()._fastpack_enter(stack)
         self._fastpack_rows.entropy_has_gradient = bool(getattr(self, "_entropy_bonus_enabled", False))
         self._fastpack_regenerates = bool(replaced_methods(self, (_GENERATE,)))  # what it edits, no copy has
-        self._fastpack_before = None
+        self._fastpack_costs = None
         stack.callback(setattr, self, "_fastpack_window", None)
         self._fastpack_why_single = first_reason(self._fastpack_against_merging())
         if self.fastpack_run.training:
@@ -124,7 +124,7 @@ class _OnlineTrainer(PackedTrainer):
         if any(map(_has_images, batches)):
             self.fastpack_report.remark(MERGING, "one by one where there are images")
             return None
-        if not self._fastpack_has_room(sum(len(batch["prompt_ids"]) for batch in batches)):
+        if not self._fastpack_has_room(_padded(batches)[0]):
             return None
         on_host = [batch[ON_HOST] for batch in batches if ON_HOST in batch]
         keep = batches[0]["completion_ids"].shape[1]
@@ -135,20 +135,20 @@ class _OnlineTrainer(PackedTrainer):
         window.open((log_probs, entropy), batches)
         return window
 
-    def _fastpack_has_room(self, rows: int) -> bool:
-        """Return whether so many rows fit in memory at once, by what the rows of a micro-batch have taken."""
-        device = self.args.device
-        if device.type != "cuda" or not self._fastpack_room:
-            return self._fastpack_room
-        if not self._fastpack_bytes_per_row:
-            return False  # the first optimizer step runs one by one, and is measured
-        needed, free = rows * self._fastpack_bytes_per_row, _MEMORY_SHARE * allocatable(device)
-        self._fastpack_room = needed <= free
-        if not self._fastpack_room:
+    def _fastpack_has_room(self, ids: Tensor) -> bool:
+        """Return whether the padded rows of a step fit in memory at once, by what layers keep of so many tokens."""
+        run, free = self.fastpack_run, _MEMORY_SHARE * free_bytes(self.args.device)
+        try:
+            self._fastpack_costs = self._fastpack_costs or count_layers(run)
+            needed = row_bytes(run, self._fastpack_costs, ids.numel(), ids.shape[1])
+        except UNREADABLE as error:
+            self._fastpack_why_single = f"what layers keep cannot be counted: {type(error).__name__}: {error}"
+        else:
             gib = f"{needed / 2**30:.1f} GiB for the micro-batches of a step, {free / 2**30:.1f} GiB may be taken"
-            logger.warning(f"{MERGING}: off: {gib}")
-            self.fastpack_report.add(MERGING, "off", "stock", gib)
-        return self._fastpack_room
+            self._fastpack_why_single = gib if needed > free else ""
+        if self._fastpack_why_single:
+            run.disable(MERGING, "stock", self._fastpack_why_single)
+        return not self._fastpack_why_single
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, batch_size: int | None = None,
@@ -164,24 +164,10 @@ class _OnlineTrainer(PackedTrainer):
                 self.fastpack_report.remark("batches", "as stock pads them where there are images")
             else:
                 known = self._fastpack_groups(input_ids, attention_mask, logits_to_keep, batch_size or len(input_ids))
-        self._fastpack_measure(len(input_ids))
         with self._fastpack_knowing(known):
             return stock._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs
             )
-
-    def _fastpack_measure(self, rows: int) -> None:
-        """Measure the CUDA memory of a micro-batch, forward and backward: from its first pass to the next one's."""
-        device = self.args.device
-        is_asked = torch.is_grad_enabled() and not (self._fastpack_why_single or self._fastpack_bytes_per_row)
-        if device.type != "cuda" or not is_asked:
-            return
-        now = torch.cuda.memory_allocated(device)
-        if self._fastpack_before is not None:
-            stays = max(now, self._fastpack_before)  # gradients: there already when micro-batches are merged
-            self._fastpack_bytes_per_row = max(1, torch.cuda.max_memory_allocated(device) - stays) / rows
-        torch.cuda.reset_peak_memory_stats(device)
-        self._fastpack_before = now
 
     def _fastpack_groups(
         self, ids: Tensor, attention_mask: Tensor, logits_to_keep: int, size: int

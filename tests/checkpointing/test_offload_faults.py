@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import count
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fastpack_trl.checkpointing.offload import Offload, checkpointed_layers, offload_checkpoints
-from fastpack_trl.testing import gradients, tiny_model
+from fastpack_trl.testing import tiny_model
 
 
 @contextmanager
@@ -71,53 +71,31 @@ class BreaksError(Exception):
     """Raised by a layer of a test."""
 
 
-def test_no_leak_over_200_steps_of_which_every_third_breaks_off() -> None:
+def test_no_leak_over_60_steps_of_which_every_third_breaks_off() -> None:
+    """In forward, in the recompute (the second call of the layer in a step), or before any backward."""
     model = make("llama", layers=3)
-    broken = pinned = 0
+    pinned = []
     with recorded(model) as (streams, offload):
-        for number in range(200):
-            # In forward, in the recompute (the second call of the layer in a step), before any backward, or not at all.
-            where = None if number % 3 else number // 3 % 3
-            calls = count()
+        for number in range(60):
+            where, calls = None if number % 3 else number // 3 % 3, count()
 
             def fail(*args: Any, calls: Any = calls, at: int | None = where) -> None:
                 if next(calls) == at:
                     raise BreaksError
 
             handle = model.model.layers[1].mlp.register_forward_pre_hook(fail)
-            model.zero_grad()
-            try:
+            with nullcontext() if where is None else pytest.raises(BreaksError):
                 loss: Any = loss_of(model, number, 4 + number % 9)  # batches of several sizes
                 if where == 2:
                     raise BreaksError
                 loss.backward()
-            except BreaksError:
-                broken += 1
             handle.remove()
             loss = None
-            use = offload.use
-            assert use.held == 0, number
+            assert offload.use.held == 0, number
             assert streams.live_blocks <= 1, number  # a fetched input that nobody read goes with the next step
-            pinned = use.pinned if number == 30 else pinned
-        assert use.pinned == pinned
-        assert broken == 67
+            pinned.append(offload.use.pinned)
+    assert pinned[30] == pinned[-1]
     assert (offload.use.pinned, streams.live_blocks) == (0, 0)
-
-
-def test_batches_that_grow_leave_no_more_than_the_budget() -> None:
-    model, budget = make("llama"), 2**17
-    loss_of(model, 0, 128).backward()
-    stock = gradients(model)
-    with recorded(model, budget_bytes=budget) as (_, offload):
-        for tokens in (2, 4, 8, 16, 32, 64, 128):
-            model.zero_grad()
-            loss_of(model, 0, tokens).backward()
-            assert offload.use.pinned <= budget
-            assert offload.use.held == 0
-        assert offload.fallbacks == []
-        ours = gradients(model)
-    assert ours.keys() == stock.keys()
-    assert all(torch.equal(ours[name], value) for name, value in stock.items())
 
 
 class Layer(GradientCheckpointingLayer):
@@ -174,19 +152,14 @@ def test_an_input_of_any_layout_comes_back_as_it_was_or_stays_named(shape: str) 
     assert len(offload.fallbacks) == (not moved and shape != "empty")
 
 
-@pytest.mark.parametrize("case", ["none", "a number", "a tensor", "a leaf", "shared storage", "a list"])
-def test_other_arguments_of_a_layer_and_inputs_that_share_storage_are_left_alone(case: str) -> None:
+@pytest.mark.parametrize("case", ["none", "a number", "a tensor", "a leaf", "a list"])
+def test_other_arguments_of_a_layer_are_left_alone(case: str) -> None:
     layers = [Layer() for _ in range(2)]
-    x = torch.randn(16, 8, requires_grad=True)
-    leaf = torch.ones(8, 8, requires_grad=True)
+    x, leaf = torch.randn(8, 8, requires_grad=True), torch.ones(8, 8, requires_grad=True)
     others = {"none": (None,), "a number": (3,), "a tensor": (torch.ones(8, 8),), "a leaf": (leaf,)}.get(case, ())
 
     def run() -> list[Tensor]:
-        halves = x * 1
-        if case == "shared storage":  # the second call of a layer finds its buffer in use
-            out = layers[0](halves[:8]) + layers[1](halves[8:]) + layers[0](halves[:8])
-        else:
-            out = layers[1](layers[0]([halves[:8]] if case == "a list" else halves[:8], *others), *others)
+        out = layers[1](layers[0]([x * 1] if case == "a list" else x * 1, *others), *others)
         found = torch.autograd.grad(out.sum(), [x, layers[0].linear.weight, leaf], allow_unused=True)
         return [gradient for gradient in found if gradient is not None]
 

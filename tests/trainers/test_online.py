@@ -75,6 +75,15 @@ def test_what_is_not_merged_is_said_and_stocks(options: dict[str, Any], why: str
     assert_same(ours, stock, **CLOSE)
 
 
+def test_micro_batches_that_lack_room_together_run_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(online, "free_bytes", lambda device: 2**16)
+    ours, stock = both("GRPO", tmp_path, **STEP)
+    line = ours.fastpack_report["merge_accumulation"]
+    assert (line.status, line.path) == ("off", "stock")
+    assert "GiB for the micro-batches of a step, 0.0 GiB may be taken" in line.reason
+    assert_same(ours, stock, **CLOSE)
+
+
 def test_left_padding_with_learned_positions_is_stocks(tmp_path: Path) -> None:
     ours, stock = both("GRPO", tmp_path, family="opt", **STEP)
     assert "learned positions" in ours.fastpack_report["batches"].reason
