@@ -39,7 +39,7 @@ def choose_attention(run: Run) -> None:
     Raises:
         ValueError: the requested path would be wrong for the model; names the fix.
     """
-    run.set_state(_Asked(""))  # where this fails, the next start chooses again
+    run.set_state(_Asked(""))  # if this fails, the next start chooses again
     keywords = run.args.model_init_kwargs or {}
     features = read_features(run.model, run.compute_dtype)
     run.choice = choose(

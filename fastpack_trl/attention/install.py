@@ -149,7 +149,7 @@ def _switch(base: Any, features: ModelFeatures) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module in attention_modules(base):
             stack.enter_context(patch_attribute(module, "_fastpack_window", window_of(module)))
-        # Directly: the public setter would check, and load kernels, again. A vision tower keeps its own implementation.
+        # Set directly, because the public setter would check and load kernels again. A vision tower keeps its own.
         text = base.config.get_text_config()
         stack.enter_context(patch_attribute(text, "_attn_implementation_internal", OVER[stock]))
         yield
@@ -257,7 +257,7 @@ class _Prepare:
             if self.by_fla and not batch.is_static:
                 kwargs[fla.KEYWORD] = fla.fla_row(batch)
             kwargs["use_cache"] = False  # the document of the last state would be unknown
-        # A 4-D mask is returned by transformers as it is: no mask is made and no device is asked.
+        # transformers returns a 4-D mask unchanged: no mask is made, and nothing synchronizes.
         kwargs["attention_mask"] = batch.derive(
             ("bypass", device), lambda: torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
         )

@@ -66,7 +66,7 @@ def prove(run: Run, attention: PackedAttention | None) -> str:
     is_known = isinstance(collator, DataCollatorForLanguageModeling) or run.settings.verify_packing == "on"
     if attention is not None or is_known:
         proof.raise_if_failed("" if attention else _remedy(run))
-    elif not proof.proven:  # the collator may tell the model what stock's does not
+    elif not proof.proven:  # the user's collator may pass metadata that TRL's does not
         logger.warning(
             f"rows as stock packs them: {proof}; what {type(collator).__name__} makes of them is not examined"
         )

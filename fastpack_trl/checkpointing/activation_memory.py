@@ -104,7 +104,7 @@ class ActivationMemory(TrainerCallback):
 
     Args:
         run: whose trainer trains.
-        plan: what is installed when training begins.
+        plan: the levels installed when training begins.
         notes: what fell back while the plan was made.
         head_bytes: memory of the head's step, which is in no budget of the layers.
 

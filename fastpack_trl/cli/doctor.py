@@ -91,7 +91,7 @@ def _section(title: str, rows: Mapping[str, Any]) -> None:
 
 
 def _forecast(record: dict[str, Any], args: Namespace, folder: str, flags: list[str]) -> None:
-    """Show the memory of a step on each GPU, part by part, what is on, and what to change if it does not fit."""
+    """Show the memory of a step on each GPU, part by part, the features, and a change if it does not fit."""
     from fastpack_trl.recipe.forecast import forecast
     from fastpack_trl.recipe.gpus import COMMON, gpu_of
     from fastpack_trl.recipe.make_trainer import check_settings, short_run_arguments

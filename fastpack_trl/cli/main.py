@@ -28,7 +28,7 @@ EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143  # 128 + SIGINT and SIGTERM, as she
 class Command:
     """A sub-command: `module` has ``add_arguments(parser)`` and ``run(args) -> int``, except for those that train.
 
-    Each raises `UserError` for what the user has to change, and returns the exit code otherwise.
+    Each raises `UserError` if the user must change something, and returns the exit code otherwise.
     """
 
     module: str

@@ -179,7 +179,7 @@ def _read_row(index: int, example: Mapping[str, Any]) -> tuple[Ints, Ints, Ints]
 
 
 def _to_array(index: int, name: str, value: Any) -> Ints:
-    """Return one column of one row as a flat array of integers, without a copy where it is one."""
+    """Return one column of one row as a flat array of integers, without a copy if it is one."""
     try:
         array = value.numpy(force=True) if isinstance(value, Tensor) else np.asarray(value)
     except (TypeError, ValueError):  # ragged lists

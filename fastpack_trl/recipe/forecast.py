@@ -91,7 +91,7 @@ class Forecast:
 
 
 def forecast(arguments: Arguments, gpus: Sequence[Gpu]) -> dict[str, Any]:
-    """Return for each GPU the memory of a step by part, what is on, the longest row that fits and what to change.
+    """Return for each GPU the memory of a step by part, the features, the longest row that fits and a suggestion.
 
     No weights and no data are read: rows are as long as `max_length` lets them be. Full replicas: what is sharded
     across processes is not counted.

@@ -120,7 +120,7 @@ def costs_of_layers(of: Model, features: ModelFeatures, path: str, *, lora: bool
     """Return what each layer of a model keeps if rows run the backend `path`.
 
     Args:
-        features: of the model on the device that is asked about.
+        features: of the model on the device in question.
         path: name of a backend.
         lora, moe: whether these features are on there.
 

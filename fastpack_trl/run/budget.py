@@ -73,7 +73,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def budget_bytes(run: Run, say: Callable[[str], None]) -> int:
-    """Return the bytes for activations in this process: the budget that was asked for, at most what is free."""
+    """Return the bytes for activations in this process: the requested budget, at most the free memory."""
     asked = run.settings.activation_memory_gib
     margin = MARGIN if run.ranks.count == 1 and run.counts_documents else MARGIN_WITHOUT_RETRY
     there = max(0, int((free_bytes(run.device) - memory_to_come(run)) * margin))

@@ -59,7 +59,7 @@ class _OnlineTrainer(PackedTrainer):
     def _fastpack_enter(self, stack: contextlib.ExitStack) -> None:
         super()._fastpack_enter(stack)
         self._fastpack_rows.entropy_has_gradient = bool(getattr(self, "_entropy_bonus_enabled", False))
-        self._fastpack_regenerates = bool(replaced_methods(self, (_GENERATE,)))  # what it edits, no copy has
+        self._fastpack_regenerates = bool(replaced_methods(self, (_GENERATE,)))  # its edits would be missing in copies
         self._fastpack_costs = None
         stack.callback(setattr, self, "_fastpack_window", None)
         self._fastpack_why_single = first_reason(self._fastpack_against_merging())
