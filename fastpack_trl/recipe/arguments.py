@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
 from fastpack_trl.errors import UserError, did_you_mean, naming_keys, short_repr
-from fastpack_trl.recipe.foreign import tool_of
+from fastpack_trl.recipe.foreign import OTHER_NAMES, tool_of
 from fastpack_trl.recipe.formats import DataArguments
 from fastpack_trl.recipe.methods import SFT, Method
 from fastpack_trl.recipe.yaml import load_config
@@ -36,14 +36,6 @@ COMMAND_OPTIONS: Mapping[str, str] = {
 _PATH_OR_MAPPING = {"accelerator_config", "deepspeed", "fsdp_config"}
 # These name the program to launch, which the command sets itself.
 _RESERVED_LAUNCH_OPTIONS = {"help", "module", "no_python", "training_script", "training_script_args"}
-_OTHER_NAMES: Mapping[str, str] = {
-    "model": "model_name_or_path", "base_model": "model_name_or_path", "torch_dtype": "dtype",
-    "dataset": "dataset_name", "attn": "packed_attention", "lr": "learning_rate", "epochs": "num_train_epochs",
-    "batch_size": "per_device_train_batch_size", "micro_batch_size": "per_device_train_batch_size",
-    "output": "output_dir", "resume": "resume_from_checkpoint", "max_seq_length": "max_length",
-    "sequence_len": "max_length", "sample_packing": "packing",
-}  # fmt: skip
-"""Names that other tools and older versions of TRL give to an option."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -228,7 +220,7 @@ def _refuse_unknown(word: str, parser: Any, launcher: Any, path: str) -> NoRetur
         raise UserError(source + gone)
     known = {"env", *(action.dest for each in (parser, launcher) for action in each._actions)}
     known |= set() if path else {option[2:] for option in COMMAND_OPTIONS}
-    hint = f"; did you mean '{dashes}{other}'?" if (other := _OTHER_NAMES.get(name)) in known else ""
+    hint = f"; did you mean '{dashes}{other}'?" if (other := OTHER_NAMES.get(name)) in known else ""
     hint = hint or did_you_mean(dashes + name, (dashes + one for one in known))
     hint = hint or f"; `{parser.prog} --help-all` lists the names"
     raise UserError(f"{source}unknown {'key' if path else 'option'} {short_repr(word.partition('=')[0])}{hint}")

@@ -63,16 +63,6 @@ OVERRIDES = {
     "deepseek_v3": {"q_lora_rank": None},  # as Moonlight's config
     "gpt_oss": {"intermediate_size": 64},  # MXFP4 packs blocks of 32 numbers
 }
-SPLITS = {
-    "quickstart-output/data": ("train", "test"),
-    "trl-lib/Capybara": ("train", "test"),
-    "trl-lib/tldr": ("train", "validation", "test"),
-    "open-r1/Mixture-of-Thoughts": ("train",),
-    "HuggingFaceH4/Multilingual-Thinking": ("train",),
-    "HuggingFaceH4/ultrachat_200k": ("train_sft", "test_sft", "train_gen", "test_gen"),
-    "trl-lib/ultrafeedback_binarized": ("train", "test"),
-    "trl-lib/DeepMath-103K": ("train", "test"),
-}
 
 
 def rows(dataset: str, count: int, seed: int) -> list[dict[str, Any]]:
@@ -124,7 +114,8 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model.save_pretrained(folder / family)
         make_tokenizer().save_pretrained(folder / family)
     pack_as_mxfp4(folder / "gpt_oss")
-    for dataset, splits in SPLITS.items():
+    for dataset in {read(name).get("dataset_name") or read(name)["datasets"][0]["path"] for name in FILES}:
+        splits = ("train", "test", "train_sft", "test_sft")
         data = {split: Dataset.from_list(rows(dataset, 24, seed)) for seed, split in enumerate(splits)}
         DatasetDict(data).save_to_disk(folder / dataset)
     return folder
