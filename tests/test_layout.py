@@ -43,7 +43,7 @@ BUDGETS = {
     "moe": 1100,
     "packing": 2150,
     "recurrent": 800,
-    "recipe": 2150,
+    "recipe": 1900,
     "run": 450,
     "step": 1900,
     "trainers": 1250,

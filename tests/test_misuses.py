@@ -60,7 +60,7 @@ COMMANDS = [
     Misuse("sft --config {yaml} --dataset_name here/dta", "did you mean 'here/data'?"),
     Misuse("sft --config {yaml} --dataset_name here/data", "/here/data doesn't contain any data files"),
     Misuse("sft sft.yaml", "unexpected argument 'sft.yaml': did you mean --config sft.yaml?"),
-    Misuse("sft --config here", "'here' is a folder: name a YAML in it, e.g. 'here/some.yaml'"),
+    Misuse("sft --config here", "config file 'here' cannot be read as UTF-8 text: [Errno 21] Is a directory"),
     Misuse("sft --config sftt.yaml", "did you mean 'sft.yaml'?"),
     Misuse("sft --config {yaml} --num_processes 0", "--num_processes=0 must be >= 1"),
     Misuse("sft --config {yaml} --load_in_4bit true", "pip install 'fastpack-trl[qlora]'", missing="bitsandbytes"),
@@ -110,6 +110,7 @@ COMMANDS = [
     Misuse("sft --config {yaml}", "accelerator_config: '{a: 1}' is not JSON", "accelerator_config: '{a: 1}'"),
     Misuse("sft --config {yaml}", "model_init_kwargs: '5' is not a mapping", "model_init_kwargs: 5"),
     Misuse("sft --config {yaml}", "lr_scheduler_kwargs: unknown key 'cycles'", "lr_scheduler_kwargs: {cycles: 2}"),
+    Misuse("sft --config {yaml}", "eval_on_start=True evaluates nothing: set", "eval_on_start: true"),
     Misuse("sft --config {yaml}", "pip install neptune", "report_to: neptune"),
     Misuse("sft --config {yaml}", "num_processes=[2] must be a single value", "num_processes: [2]"),
     Misuse("sft --config {yaml}", "multi_gpu='perhaps' must be true or false", "multi_gpu: perhaps"),
@@ -211,7 +212,7 @@ PYTHON: dict[str, tuple[Callable[[], Any], str]] = {
 
 CONFIG = '{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}'
 FILES = {
-    **dict.fromkeys(("here/model/config.json", "here/noweights/config.json", "here/some.yaml"), CONFIG),
+    **dict.fromkeys(("here/model/config.json", "here/noweights/config.json"), CONFIG),
     **dict.fromkeys(("adapters/checkpoint-9/adapter_config.json", "adapters/checkpoint-10/adapter_config.json"), "{}"),
     "here/data/.keep": "",
     "a.jsonl": '{"messages": [{"role": "user", "content": "hi"}]}',

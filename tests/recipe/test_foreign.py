@@ -181,10 +181,9 @@ def test_alpaca_becomes_prompt_and_completion_and_sharegpt_messages(material: Ma
     assert rows_of(material, {"conversations": TURNS}, "sharegpt")[0] == {"messages": MESSAGES}
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_named_format_trains(files: Mapping[str, Path], material: Material, streaming: bool) -> None:
+def test_a_named_format_trains_also_streamed(files: Mapping[str, Path], material: Material) -> None:
     for name in ("alpaca", "sharegpt"):
-        path = material.yaml(dataset_name=str(files[name]), dataset_streaming=streaming, max_steps=1)
+        path = material.yaml(dataset_name=str(files[name]), dataset_streaming=True, max_steps=1)
         assert main(["sft", "--config", str(path), "--dataset_format", name]) == 0
 
 
