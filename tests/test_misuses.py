@@ -96,7 +96,7 @@ COMMANDS = [
     Misuse("sft --config {yaml}", "in '/proc' (the system says: No such file", "output_dir: /proc/absent/out"),
     Misuse("sft --config {yaml}", "dataset_text_field (now 'body')", "dataset_text_field: body"),
     Misuse("sft --config {yaml}", "set it to one of train", "dataset_train_split: training"),
-    Misuse("sft --config {yaml}", "'zero9' is neither a file nor one of", "accelerate_config: zero9"),
+    Misuse("sft --config {yaml}", "Accelerate config zero9 is neither a file nor", "accelerate_config: zero9"),
     # sft: values of the YAML
     Misuse("sft --config {yaml}", "'num_proceses'; did you mean 'num_processes'?", "num_proceses: 2"),
     Misuse("sft --config {yaml}", "unknown key 'qqq'; `fastpack-trl sft --help-all` lists", "qqq: 1"),

@@ -11,8 +11,6 @@ import os
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
 from fastpack_trl.errors import UserError, did_you_mean, naming_keys, short_repr
@@ -228,9 +226,12 @@ def _refuse_unknown(word: str, parser: Any, launcher: Any, path: str) -> NoRetur
 
 def _launch_words(words: Sequence[str], parser: Any, launcher: Any, path: str = "") -> list[str]:
     """Return the options of `accelerate launch` among the words of a YAML or of the command line, checked."""
+    from trl.cli.accelerate_config import resolve_accelerate_config_argument
+
     parser.source = source = f"{path}: " if path else "--"
     names, rest = split_off("accelerate_config", parser.parse_known_args(words)[1])
-    launch = [f"--config_file={_accelerate_file(names[-1])}"] if names else []
+    _, *files = resolve_accelerate_config_argument(["--accelerate_config", names[-1]]) if names else [""]
+    launch = [f"--config_file={file}" for file in files]
     for word in rest:
         option, _, value = word.partition("=")
         action = launcher._option_string_actions.get(option)
@@ -247,15 +248,3 @@ def _launch_words(words: Sequence[str], parser: Any, launcher: Any, path: str = 
         if (count := getattr(options, name)) is not None and count < 1:  # accelerate silently trains in one process
             raise UserError(f"{source}{name}={count} must be >= 1")
     return launch
-
-
-def _accelerate_file(name: str) -> str:
-    """Return the path of a configuration of accelerate: a file, or one that TRL ships, such as ``zero2``."""
-    if Path(name).is_file():
-        return name
-    shipped = {Path(str(file)).stem: str(file) for file in files("trl.accelerate_configs").iterdir()}
-    if name not in shipped:
-        raise UserError(
-            f"accelerate_config={short_repr(name)} is neither a file nor one of {', '.join(sorted(shipped))}"
-        )
-    return shipped[name]

@@ -24,7 +24,7 @@ from fastpack_trl import FastSFTTrainer
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.moe.quantised import has_quantised_experts
 from fastpack_trl.recipe.arguments import parse
-from fastpack_trl.recipe.forecast import fixed_bytes, stand_in
+from fastpack_trl.recipe.forecast import attention_of, fixed_bytes
 from fastpack_trl.recipe.gpus import GPUS
 from fastpack_trl.recipe.methods import METHODS, Method
 from fastpack_trl.recipe.probe import model_of
@@ -260,7 +260,7 @@ def held(name: str, folder: Path, **changed: Any) -> tuple[Any, dict[str, float]
         setattr(arguments.training, field, value)
     model = model_of(arguments)
     fixed = {part: size / 2**30 for part, size in fixed_bytes(model, arguments.training).items()}
-    attention = {gpu: stand_in(arguments, model.module, GPUS[gpu]).attention for gpu in ("H100", "T4")}
+    attention = {gpu: attention_of(model.module, GPUS[gpu], arguments.training)[1].name for gpu in ("H100", "T4")}
     return arguments.training, fixed, attention
 
 
