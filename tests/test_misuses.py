@@ -155,6 +155,8 @@ COMMANDS = [
     Misuse("bench --config {yaml} --plot no/such/a.png", "--plot 'no/such/a.png' cannot be written"),
     Misuse("bench --config {yaml} --profile /dev/null/traces", "--profile '/dev/null/traces' is not a folder"),
     Misuse("bench --config {yaml} --ablate --baseline stock", "--ablate compares fastpack with itself"),
+    Misuse("bench --config {yaml} --max_lenght 3", "unknown option '--max_lenght'; did you mean '--max_length'"),
+    Misuse("bench --config {yaml} --packed_attention varlne", "--packed_attention: 'varlne' is not available"),
     Misuse("quickstart", "quickstart was removed in 0.2.0: run `make quickstart`"),
     # the other methods, and what comes before and after training
     Misuse("dpo", "'fastpack-trl init' writes one), or --model_name_or_path"),
@@ -172,6 +174,7 @@ COMMANDS = [
     Misuse("merge adapters", "'adapters' has no adapter or model; did you mean 'adapters/checkpoint-10'?"),
     Misuse("merge {model}", "is a whole model: nothing is left to merge"),
     Misuse("generate {model}", "give --prompt TEXT or --file FILE"),
+    Misuse("generate ./gone --prompt a", "the model './gone' is not a folder"),
     Misuse("generate {yaml} --prompt a", "sft.yaml is no model; did you mean --config"),
     Misuse("generate left --prompt a", "the adapter's model (--base names another) './moved' is not a folder"),
     Misuse("generate cut --prompt a", "the adapter 'cut' cannot be loaded: adapter_config.json is damaged"),

@@ -129,13 +129,18 @@ def test_a_seed_gives_the_same_sample_raw_prompts_have_no_template_and_no_text_i
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        ("merge", "no model: name the folder that a run has written, or give its YAML with --config FILE"),
         ("generate {two} --prompt a", "holds an adapter and a model, of two runs: move one away"),
         ("generate {scores} --prompt a", "is of a reward model, which scores a text and writes none"),
+        ("merge ./absent", "the model './absent' is not a folder"),
         ("merge {adapter} --output {model}", "is not empty: name another folder"),
+        ("merge {adapter} --base ./absent", "--base './absent' is not a folder"),
+        ("generate {model} --prompt a --file b", "give --prompt TEXT or --file FILE"),
         ("generate {model} --prompt a --temperature -1", "--temperature -1.0 must be >= 0"),
         ("generate {model} --file absent.txt", "--file absent.txt cannot be read"),
         ("generate {model} --file {folder}/empty.txt", "has no prompts: write one per line"),
         ("generate {model} --file {folder}/bad.jsonl", 'write one object per line, e.g. {"prompt": "Hello"}'),
+        ("generate {model} --promt a", "did you mean '--prompt'?"),
     ],
 )
 def test_a_misuse_is_one_line(material: Material, capsys: pytest.CaptureFixture[str], words: str, says: str) -> None:
