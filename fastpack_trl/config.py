@@ -20,11 +20,6 @@ from fastpack_trl.report import disabled_by_environment
 
 PackedAttentionPath = Literal["auto", "varlen", "per_document", "flash_attention_4", "xformers", "sdpa", "off"]
 Switch = Literal["auto", "on", "off"]
-OnOff = Literal["off", "on"]
-SavesReport = Literal["on", "off"]
-FrozenBase = Literal["as_loaded", "fp8"]
-ActivationMemory = Literal["auto", "keep", "checkpoint", "offload", "off"]
-CheckpointOffload = Literal["auto", "double_buffer", "single_buffer", "off"]
 PACKED_ATTENTION_CHOICES: tuple[str, ...] = get_args(PackedAttentionPath)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -187,7 +182,7 @@ class ModelSettings:
         "are PEFT's. On CUDA, dequantized or cast base weights are cached for 2 bytes per weight, if all of them "
         "fit in an eighth of the free memory.",
     )
-    frozen_base: FrozenBase = choice(
+    frozen_base: Literal["as_loaded", "fp8"] = choice(
         "as_loaded",
         "Multiply frozen base weights under LoRA as loaded (as_loaded) or in FP8 (fp8: e4m3, one scale per row), "
         "forward and backward, on CUDA from Ada and Hopper on. fp8 changes what is computed, and costs 1 byte per "
@@ -205,13 +200,13 @@ class ModelSettings:
         "steps), on (any device) or off. Costs ten seconds to a minute per kind; later runs find most of it in "
         "Inductor's cache.",
     )
-    moe_quantize_experts: OnOff = choice(
+    moe_quantize_experts: Literal["off", "on"] = choice(
         "off",
         "Store frozen expert stacks in 4 bits (NF4) under LoRA: on or off. Changes what is computed, as QLoRA does. "
         "Takes about 0.53 bytes per weight, and one dense stack while it is used. Needs bitsandbytes; the model is "
         "loaded in its own dtype first.",
     )
-    activation_memory: ActivationMemory = choice(
+    activation_memory: Literal["auto", "keep", "checkpoint", "offload", "off"] = choice(
         "auto",
         "What decoder layers keep for backward: keep (all activations), checkpoint (their input), offload (their "
         "input, in host memory), auto (as much as fits, on CUDA) or off (as gradient_checkpointing says). "
@@ -222,13 +217,13 @@ class ModelSettings:
         "GPU memory for activations under activation_memory, in GiB (default: what is free after model, gradients "
         "and optimizer state, minus a tenth; minus a fifth if a step cannot run again).",
     )
-    checkpoint_offload: CheckpointOffload = choice(
+    checkpoint_offload: Literal["auto", "double_buffer", "single_buffer", "off"] = choice(
         "auto",
         "Offload the inputs of checkpointed layers to pinned host memory: double_buffer (the next one arrives while "
         "a layer is recomputed), single_buffer, off, or auto (if memory requires it). Moves layers x tokens x "
         "hidden x itemsize bytes from the GPU to the host.",
     )
-    save_report: SavesReport = choice(
+    save_report: Literal["on", "off"] = choice(
         "on",
         "Write fastpack_report.json to the output folder, and a section of the model card: on or off.",
     )

@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_material import make_dataset, make_tokenizer, settings
 from trl import SFTConfig
 
-from fastpack_trl import FastDPOConfig, FastGRPOConfig, FastSFTConfig, FastSFTTrainer
+from fastpack_trl import FastDPOConfig, FastGRPOConfig, FastSFTConfig
 from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.config import PACKED_ATTENTION_CHOICES, REMOVED, Settings
 from fastpack_trl.errors import UserError
 from fastpack_trl.recipe.arguments import parse
-from fastpack_trl.testing import tiny_model
 
 ROOT = Path(__file__).parents[1]
 
@@ -101,21 +99,6 @@ def test_levels_that_recompute_nothing_go_with_no_checkpointing() -> None:
     for level in ("auto", "keep", "off"):
         FastSFTConfig(use_cpu=True, bf16=False, activation_memory=level, gradient_checkpointing=False)
     FastSFTConfig(use_cpu=True, bf16=False, activation_memory="offload", checkpoint_offload="single_buffer")
-
-
-@pytest.mark.parametrize("kind", [SFTConfig, FastSFTConfig])
-def test_a_trainer_is_not_made_of_contradictory_fields(kind: Any, tmp_path: Path) -> None:
-    args = kind(**settings(tmp_path))
-    args.activation_memory = "checkpoint"
-    data = {"train_dataset": make_dataset("text"), "eval_dataset": make_dataset("text", 4)}
-    make = partial(FastSFTTrainer, tiny_model("qwen3"), args=args, **data, processing_class=make_tokenizer())
-    trainer = make()
-    for name in ("gradient_checkpointing", "activation_checkpointing"):
-        if hasattr(args, name):
-            setattr(args, name, False)
-    for call in (make, trainer.train):
-        with pytest.raises(ValueError, match="activation_memory='checkpoint': gradient_checkpointing=False"):
-            call()
 
 
 @pytest.mark.parametrize("config", [FastSFTConfig, FastDPOConfig, FastGRPOConfig])

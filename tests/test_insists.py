@@ -133,7 +133,7 @@ def test_where_there_is_nothing_to_do_nothing_stops(field: str, value: str, tmp_
     assert (line.status, HOLD[field, value].reason in line.reason) == ("off", True), line
 
 
-@pytest.mark.parametrize(("field", "value"), CASES)
+@pytest.mark.parametrize(("field", "value"), list(CASES)[::4])
 def test_switched_off_as_a_whole_nothing_stops(
     field: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

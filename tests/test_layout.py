@@ -42,7 +42,7 @@ BUDGETS = {
     "moe": 1100,
     "packing": 2050,
     "recurrent": 800,
-    "recipe": 2150,
+    "recipe": 1900,
     "run": 450,
     "step": 1800,
     "trainers": 1200,

@@ -11,12 +11,10 @@ import os
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
 from fastpack_trl.errors import UserError, did_you_mean, naming_keys, short_repr
-from fastpack_trl.recipe.foreign import tool_of
+from fastpack_trl.recipe.foreign import OTHER_NAMES, tool_of
 from fastpack_trl.recipe.formats import DataArguments
 from fastpack_trl.recipe.methods import SFT, Method
 from fastpack_trl.recipe.yaml import load_config
@@ -36,14 +34,6 @@ COMMAND_OPTIONS: Mapping[str, str] = {
 _PATH_OR_MAPPING = {"accelerator_config", "deepspeed", "fsdp_config"}
 # These name the program to launch, which the command sets itself.
 _RESERVED_LAUNCH_OPTIONS = {"help", "module", "no_python", "training_script", "training_script_args"}
-_OTHER_NAMES: Mapping[str, str] = {
-    "model": "model_name_or_path", "base_model": "model_name_or_path", "torch_dtype": "dtype",
-    "dataset": "dataset_name", "attn": "packed_attention", "lr": "learning_rate", "epochs": "num_train_epochs",
-    "batch_size": "per_device_train_batch_size", "micro_batch_size": "per_device_train_batch_size",
-    "output": "output_dir", "resume": "resume_from_checkpoint", "max_seq_length": "max_length",
-    "sequence_len": "max_length", "sample_packing": "packing",
-}  # fmt: skip
-"""Names that other tools and older versions of TRL give to an option."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -191,6 +181,8 @@ def _words_of(config: Mapping[str, Any], parser: Any, launcher: Any, path: str) 
 
     What a word cannot express, `null`, mappings and other lists, becomes a default of the parser, as TRL does it.
     """
+    from trl.scripts.utils import DatasetConfig
+
     options, words = launcher._option_string_actions | parser._option_string_actions, list[str]()
     for name, value in config.items():
         if (action := options.get(f"--{name}")) is None:
@@ -202,6 +194,9 @@ def _words_of(config: Mapping[str, Any], parser: Any, launcher: Any, path: str) 
             raise UserError(
                 f"{path}: datasets={short_repr(value)} must be a list of entries, each as `- path: data.jsonl`"
             )
+        for key in (key for one in (value if name == "datasets" else ()) for key in one):
+            if key not in (known := DatasetConfig.__dataclass_fields__):
+                raise UserError(f"{path}: datasets: unknown key {short_repr(key)}{did_you_mean(key, known)}")
         if value is None and "None" not in hint:
             continue  # not set
         if isinstance(value, list) and action.nargs == "+" and name != "datasets":
@@ -228,7 +223,7 @@ def _refuse_unknown(word: str, parser: Any, launcher: Any, path: str) -> NoRetur
         raise UserError(source + gone)
     known = {"env", *(action.dest for each in (parser, launcher) for action in each._actions)}
     known |= set() if path else {option[2:] for option in COMMAND_OPTIONS}
-    hint = f"; did you mean '{dashes}{other}'?" if (other := _OTHER_NAMES.get(name)) in known else ""
+    hint = f"; did you mean '{dashes}{other}'?" if (other := OTHER_NAMES.get(name)) in known else ""
     hint = hint or did_you_mean(dashes + name, (dashes + one for one in known))
     hint = hint or f"; `{parser.prog} --help-all` lists the names"
     raise UserError(f"{source}unknown {'key' if path else 'option'} {short_repr(word.partition('=')[0])}{hint}")
@@ -236,9 +231,12 @@ def _refuse_unknown(word: str, parser: Any, launcher: Any, path: str) -> NoRetur
 
 def _launch_words(words: Sequence[str], parser: Any, launcher: Any, path: str = "") -> list[str]:
     """Return the options of `accelerate launch` among the words of a YAML or of the command line, checked."""
+    from trl.cli.accelerate_config import resolve_accelerate_config_argument
+
     parser.source = source = f"{path}: " if path else "--"
     names, rest = split_off("accelerate_config", parser.parse_known_args(words)[1])
-    launch = [f"--config_file={_accelerate_file(names[-1])}"] if names else []
+    _, *files = resolve_accelerate_config_argument(["--accelerate_config", names[-1]]) if names else [""]
+    launch = [f"--config_file={file}" for file in files]
     for word in rest:
         option, _, value = word.partition("=")
         action = launcher._option_string_actions.get(option)
@@ -255,15 +253,3 @@ def _launch_words(words: Sequence[str], parser: Any, launcher: Any, path: str = 
         if (count := getattr(options, name)) is not None and count < 1:  # accelerate silently trains in one process
             raise UserError(f"{source}{name}={count} must be >= 1")
     return launch
-
-
-def _accelerate_file(name: str) -> str:
-    """Return the path of a configuration of accelerate: a file, or one that TRL ships, such as ``zero2``."""
-    if Path(name).is_file():
-        return name
-    shipped = {Path(str(file)).stem: str(file) for file in files("trl.accelerate_configs").iterdir()}
-    if name not in shipped:
-        raise UserError(
-            f"accelerate_config={short_repr(name)} is neither a file nor one of {', '.join(sorted(shipped))}"
-        )
-    return shipped[name]

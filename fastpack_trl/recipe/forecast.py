@@ -23,7 +23,7 @@ from fastpack_trl.checkpointing.plan import describe as levels_of
 from fastpack_trl.compile import layer_compile
 from fastpack_trl.errors import describe
 from fastpack_trl.lora.feature import lora
-from fastpack_trl.model.facts import read_features
+from fastpack_trl.model.facts import ModelFeatures, read_features
 from fastpack_trl.model.precision import emulates_bf16
 from fastpack_trl.moe.feature import moe
 from fastpack_trl.packing.documents import PADDED_DOCUMENTS
@@ -154,32 +154,35 @@ def fixed_bytes(model: Model, training: Any) -> dict[str, float]:
     }  # fmt: skip
 
 
+def attention_of(model: Any, gpu: Gpu, args: Any) -> tuple[ModelFeatures, Any]:
+    """Return the features of a model on a GPU, and the installed backend that is chosen there; None for none."""
+    dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
+    features = replace(read_features(model, dtype), device_type="cuda", capability=gpu.capability, compute_dtype=dtype)
+    named = [one for one in AUTO if one.name == args.packed_attention]
+    backends = named or [one for one in AUTO if one.considered(features)]
+    return features, next((one for one in backends if not features.gap and not one.refuses(features)), None)
+
+
 def stand_in(arguments: Arguments, model: Any, gpu: Gpu) -> Any:
     """Return a stand-in for the `Run` of one process on a GPU, to ask features about it.
 
     Also ``on``: how each feature would run there, which entering it on the model briefly has shown.
     """
     args, on = arguments.training, dict[str, str]()
-    dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
 
     def set_status(name: str, status: str, path: str, reason: str = "", holds: object = None) -> None:
         on[name] = status if status == "on" else f"{status}: {reason}"
 
     with as_if_on(gpu.capability):
-        features = replace(
-            read_features(model, dtype), device_type="cuda", capability=gpu.capability, compute_dtype=dtype
-        )
-        named = [one for one in AUTO if one.name == args.packed_attention]
-        backends = named or [one for one in AUTO if one.considered(features)]
-        backend = next((one for one in backends if not features.gap and not one.refuses(features)), None)
+        features, backend = attention_of(model, gpu, args)
         on["packed_attention"] = attention = backend.name if backend else PADDED_DOCUMENTS
         if args.packed_attention == "auto" and attention == "per_document":
             on["packed_attention"] += f": {BACKENDS['varlen'].refuses(features)}"
         padded = "padded rows have another shape for every batch"
         run: Any = SimpleNamespace(
-            settings=args, args=args, model=model, device=torch.device("cuda", 0), compute_dtype=dtype, training=True,
-            is_sharded=False, is_fsdp2=False, is_deepspeed=False, packs=backend is not None, loss_is_ours=True,
-            counts_documents=arguments.method.command == "sft",
+            settings=args, args=args, model=model, device=torch.device("cuda", 0), training=True, loss_is_ours=True,
+            compute_dtype=features.compute_dtype, is_sharded=False, is_fsdp2=False, is_deepspeed=False,
+            counts_documents=arguments.method.command == "sft", packs=backend is not None,
             keeping=nullcontext, experts_refuse_capture=str, set_status=set_status,
             choice=SimpleNamespace(refuses_compile=backend.refuses_compile if backend else padded),
             refuses_static=lambda bucket: backend.refuses_static(bucket, features) if backend else padded,

@@ -60,6 +60,11 @@ _KEYS: Mapping[str, Mapping[str, str | Callable[[Any], Mapping[str, Any]]]] = {
     },
 }  # fmt: skip
 """Key of a tool -> ours with the same value, or a function from its value to ours."""
+OTHER_NAMES = {key: to for keys in _KEYS.values() for key, to in keys.items() if isinstance(to, str)} | {
+    "model": "model_name_or_path", "torch_dtype": "dtype", "attn": "packed_attention", "lr": "learning_rate",
+    "resume": "resume_from_checkpoint",
+}  # fmt: skip
+"""Names that other tools and older versions of TRL give to an option."""
 
 
 @dataclass(slots=True)

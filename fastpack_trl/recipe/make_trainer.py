@@ -122,6 +122,8 @@ def check_settings(arguments: Arguments) -> None:
     for name in training.report_to:  # transformers raises for it after the weights are loaded
         if name in _REPORTERS and find_spec(name) is None:
             raise UserError(f"report_to={name!r} is not installed: pip install {name}, or set report_to: none")
+    if training.eval_on_start and training.eval_strategy == "no":
+        raise UserError("eval_on_start=True evaluates nothing: set eval_strategy to steps or epoch, or leave it out")
     if model.use_peft and arguments.method.command == "reward" and model.lora_task_type != "SEQ_CLS":
         raise UserError(f"lora_task_type={model.lora_task_type!r} is for language models: a reward model needs SEQ_CLS")
     _check_paths(training)

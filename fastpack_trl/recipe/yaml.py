@@ -42,10 +42,6 @@ def load_config(path: str) -> dict[str, Any]:
         if not remedy and shipped.is_file():
             remedy = f"; `fastpack-trl init {file.stem}` writes {shipped.name}"
         raise UserError(f"config file {path!r} does not exist (looked for {file.absolute()}){remedy}") from error
-    except IsADirectoryError as error:
-        inside = sorted(map(str, file.glob("*.y*ml")))
-        remedy = f"name a YAML in it, e.g. {inside[0]!r}" if inside else "it holds no YAML; name a file"
-        raise UserError(f"config file {path!r} is a folder: {remedy}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"config file {path!r} cannot be read as UTF-8 text: {one_line(error)}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # e.g. a date in month 13, brackets without end

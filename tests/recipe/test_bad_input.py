@@ -19,9 +19,7 @@ CONFIGS: dict[bytes, list[str]] = {
     b"- a\n- b\n": ["holds a list", "YAML mapping"],
     b"max_length: 64\npacking: [true\nmax_steps: 3\n": ["line 3, column", "not valid YAML"],
     b"env:\n\tA: 1\n": ["line 2, column 1"],
-    b"run_name: !!python/object/apply:os.getcwd []\n": ["line 1", "python/object/apply:os.getcwd"],
     b"\xff\xfe\x00": ["cannot be read as UTF-8"],
-    b'run_name: "a\x07b"\n': ["unacceptable character"],
     f"qqq: {MANY}".encode(): ["not valid YAML"],
 }
 
@@ -40,9 +38,7 @@ def test_config_file_that_cannot_be_read(
     ("about", "parts"),
     [
         ("bert BertForMaskedLM", ["is BertForMaskedLM", "'bert'", "causal language model"]),
-        ("t5 T5ForConditionalGeneration", ["T5ForConditionalGeneration", "'t5'", "causal language model"]),
         ("qwen3", ["a model without a head", "causal language model"]),
-        ("qwen3 Qwen3ForSequenceClassification", ["Qwen3ForSequenceClassification", "causal language"]),
         ("qwen99", ["cannot be used", "qwen99"]),
         ("adapter", ["PEFT adapter", "base model"]),
         ("", ["has no config.json", "hub name"]),
@@ -105,10 +101,9 @@ def test_chat_template_that_is_missing_or_cannot_render(
     assert all(part in line for part in parts), line
 
 
-@pytest.mark.parametrize("below", ["", "run/1"])
-def test_output_dir_that_is_a_file(material: Material, capsys: pytest.CaptureFixture[str], below: str) -> None:
+def test_output_dir_that_is_a_file(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_jsonl(material.folder / "taken", TEXT_ROWS[:1])
-    line = refused(material, capsys, "--config", material.yaml(), "--output_dir", file / below)
+    line = refused(material, capsys, "--config", material.yaml(), "--output_dir", file / "run/1")
     assert f"nothing can be written in {str(file)!r} (the system says: Not a directory)" in line
 
 

@@ -19,17 +19,10 @@ PAIR = {"prompt": "the quick", "completion": " fox"}
 
 Rows = list[dict[str, Any]]
 BAD: list[tuple[str, Rows, list[str]]] = [
-    ("a number after text", [TEXT, TEXT, {"text": 5}, TEXT], ["row 2", "{'text': 5}"]),
-    ("a list after text", [TEXT, {"text": ["a"]}], ["row 1", "{'text': ['a']}"]),
     ("a mapping after text", [TEXT, {"text": {"a": "{0}"}}], ["row 1", "{'text': {'a': '{0}'}}"]),
-    ("numbers", [{"text": 7}] * 2, ["row 0", "7"]),
     ("nothing after text", [TEXT, TEXT, {"text": None}], ["row 2", "{'text': None}"]),
     ("one integer completion", [PAIR, {**PAIR, "completion": 5}], ["row 1", "'completion': 5"]),
-    ("a prompt without completion", [{"prompt": "a"}], ["prompt", "completion"]),
-    ("half a pair", [{"prompt": "a", "text": "b"}], ["completion"]),
-    ("messages and text", [{"prompt": TURNS, "completion": "c"}], ["row 0", "'c'"]),
     ("empty messages", [{"messages": TURNS}, {"messages": []}], ["row 1", "[]"]),
-    ("messages of texts", [{"messages": ["a", "b"]}], ["columns messages", "input_ids"]),
     ("text for messages", [{"messages": TURNS}, {"messages": "hello"}], ["row 1", "'hello'"]),
     ("text for tokens", [{"input_ids": "abc"}], ["row 0", "'input_ids' of type str"]),
     ("fractions for tokens", [{"input_ids": [1.5]}], ["row 0", "'input_ids' of type ndarray (float32"]),
@@ -40,12 +33,8 @@ BAD: list[tuple[str, Rows, list[str]]] = [
 IDS = [name for name, _, _ in BAD]
 
 
-def as_dataset(rows: Rows, folder: Path) -> Any:
-    """As `datasets` reads them from a file, which is how rows of several types come about."""
-    return read(write_jsonl(folder / "rows.jsonl", rows))
-
-
 def read(file: Path) -> Any:
+    """As `datasets` reads them, which is how rows of several types come about."""
     return load_dataset("json", data_files=str(file), cache_dir=str(file.parent))["train"]
 
 
@@ -59,7 +48,7 @@ def train(trainer_class: type[SFTTrainer], material: Material, dataset: Any) -> 
 def test_bad_row_is_a_value_error_in_python_and_stock_cannot_train_either(
     material: Material, rows: Rows, parts: list[str]
 ) -> None:
-    dataset = as_dataset(rows, material.folder)
+    dataset = read(write_jsonl(material.folder / "rows.jsonl", rows))
     with pytest.raises(ValueError, match=r"row \d|the train data set") as caught:
         train(FastSFTTrainer, material, dataset)
     assert all(part in str(caught.value) for part in parts), caught.value
@@ -67,7 +56,7 @@ def test_bad_row_is_a_value_error_in_python_and_stock_cannot_train_either(
         train(SFTTrainer, material, dataset)
 
 
-@pytest.mark.parametrize(("rows", "parts"), [row[1:] for row in BAD[::8]], ids=IDS[::8])
+@pytest.mark.parametrize(("rows", "parts"), [row[1:] for row in BAD[::4]], ids=IDS[::4])
 def test_bad_row_is_one_line_of_the_command_that_names_the_file(
     material: Material, capsys: pytest.CaptureFixture[str], rows: Rows, parts: list[str]
 ) -> None:
@@ -78,11 +67,7 @@ def test_bad_row_is_one_line_of_the_command_that_names_the_file(
 
 GOOD: list[tuple[str, Rows]] = [
     ("messages beside an empty text", [{"messages": TURNS, "text": None}, {"messages": TURNS, "text": "a"}]),
-    ("text beside empty messages", [{"messages": None, "text": "a b"}, {"messages": TURNS, "text": "a b"}]),
-    ("text beside messages as text", [{"messages": "x", "text": "a b"}]),
-    ("text beside an empty completion", [{"text": "a b", "completion": None}, {"text": "a b", "completion": "c"}]),
     ("tokens beside an empty text", [{"input_ids": [5, 6], "text": None}, {"input_ids": [5, 6], "text": "a"}]),
-    ("text beside numbers", [{"text": "a b", "label": 1}]),
     ("text and mixed other values", [{"text": "a b", "label": 1}, {"text": "a b", "label": "one"}]),
     ("messages with tools", [{"messages": TURNS}, {"messages": [{**TURNS[0], "tool_calls": [{"a": 1}]}]}]),
 ]
@@ -91,18 +76,15 @@ GOOD: list[tuple[str, Rows]] = [
 @pytest.mark.parametrize("rows", [rows for _, rows in GOOD], ids=[name for name, _ in GOOD])
 @pytest.mark.parametrize("trainer_class", [SFTTrainer, FastSFTTrainer])
 def test_what_stock_trains_on_is_not_refused(material: Material, trainer_class: type[SFTTrainer], rows: Rows) -> None:
-    train(trainer_class, material, as_dataset(rows * 4, material.folder))
+    train(trainer_class, material, read(write_jsonl(material.folder / "rows.jsonl", rows * 4)))
 
 
-@pytest.mark.parametrize("kind", ["text", "prompt", "messages"])
+@pytest.mark.parametrize("kind", ["text", "messages"])
 def test_bytes_that_are_not_utf8_name_their_row(
     material: Material, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    rows: Rows = [{"text": text} for text in ("a b", "a b", "café", "a b")]
-    if kind == "prompt":
-        rows = [{"prompt": row["text"], "completion": "c"} for row in rows]
-    if kind == "messages":
-        rows = [{"messages": [{"role": "user", "content": row["text"]}]} for row in rows]
+    texts = ("a b", "a b", "café", "a b")
+    rows: Rows = [{"text": text} if kind == "text" else {kind: [{**TURNS[0], "content": text}]} for text in texts]
     data = material.folder / "rows.jsonl"
     data.write_bytes("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode("latin-1"))
     line = refused(material, capsys, "--config", material.yaml(dataset_name=str(data)))
@@ -118,11 +100,8 @@ FILES: list[tuple[str, str, bytes, list[str]]] = [
     ("latin-1 csv", "a.csv", "text\nabc\ncafé\n".encode("latin-1"), ["can't decode byte 0xe9"]),
     ("a cut line", "a.jsonl", b'{"text": "a"}\n{"text": "b', ["line 2 is not one JSON object"]),
     ("single quotes", "a.jsonl", b"{'text': 'a'}\n", ["line 1 is not one JSON object", "double quotes"]),
-    ("texts", "a.jsonl", b'"a"\n"b"\n', ["line 1 is not a JSON object: write one object per line"]),
     ("a cut array", "a.json", b'[{"text": "a"},\n {"text": ', ["cannot be loaded", "at position 25"]),
     ("blank lines", "a.jsonl", b"\n\n", ["corresponds to no data"]),
-    ("ragged csv", "a.csv", b"text,b\na,1\nx,y,z\n", ["line 3"]),
-    ("no parquet", "a.parquet", b"not parquet", ["not a parquet file"]),
     ("no gzip", "a.jsonl.gz", b"not gzip", ["Not a gzipped file"]),
 ]  # fmt: skip
 
@@ -137,12 +116,3 @@ def test_a_file_that_cannot_be_loaded_is_one_line_also_from_its_folder(
     for given in (file, file.parent):
         line = refused(material, capsys, "--config", material.yaml(dataset_name=str(given)))
         assert all(part in line for part in [f"data {str(given)!r}", *parts]), line
-
-
-@pytest.mark.parametrize(
-    "content", [b'\xef\xbb\xbf{"text": "a b"}\n', b'{"text": "a b"}\r\n', b'\n{"text": "a b"}\n\n']
-)
-def test_marks_and_line_ends_of_other_systems_are_read(material: Material, content: bytes) -> None:
-    file = material.folder / "a.jsonl"
-    file.write_bytes(content)
-    assert list(read(file)) == [{"text": "a b"}]

@@ -24,7 +24,7 @@ from fastpack_trl import FastSFTTrainer
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.moe.quantised import has_quantised_experts
 from fastpack_trl.recipe.arguments import parse
-from fastpack_trl.recipe.forecast import fixed_bytes, stand_in
+from fastpack_trl.recipe.forecast import attention_of, fixed_bytes
 from fastpack_trl.recipe.gpus import GPUS
 from fastpack_trl.recipe.methods import METHODS, Method
 from fastpack_trl.recipe.probe import model_of
@@ -62,16 +62,6 @@ OVERRIDES = {
     "qwen3": {"head_dim": 16, "intermediate_size": 64},
     "deepseek_v3": {"q_lora_rank": None},  # as Moonlight's config
     "gpt_oss": {"intermediate_size": 64},  # MXFP4 packs blocks of 32 numbers
-}
-SPLITS = {
-    "quickstart-output/data": ("train", "test"),
-    "trl-lib/Capybara": ("train", "test"),
-    "trl-lib/tldr": ("train", "validation", "test"),
-    "open-r1/Mixture-of-Thoughts": ("train",),
-    "HuggingFaceH4/Multilingual-Thinking": ("train",),
-    "HuggingFaceH4/ultrachat_200k": ("train_sft", "test_sft", "train_gen", "test_gen"),
-    "trl-lib/ultrafeedback_binarized": ("train", "test"),
-    "trl-lib/DeepMath-103K": ("train", "test"),
 }
 
 
@@ -124,7 +114,8 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model.save_pretrained(folder / family)
         make_tokenizer().save_pretrained(folder / family)
     pack_as_mxfp4(folder / "gpt_oss")
-    for dataset, splits in SPLITS.items():
+    for dataset in {read(name).get("dataset_name") or read(name)["datasets"][0]["path"] for name in FILES}:
+        splits = ("train", "test", "train_sft", "test_sft")
         data = {split: Dataset.from_list(rows(dataset, 24, seed)) for seed, split in enumerate(splits)}
         DatasetDict(data).save_to_disk(folder / dataset)
     return folder
@@ -269,7 +260,7 @@ def held(name: str, folder: Path, **changed: Any) -> tuple[Any, dict[str, float]
         setattr(arguments.training, field, value)
     model = model_of(arguments)
     fixed = {part: size / 2**30 for part, size in fixed_bytes(model, arguments.training).items()}
-    attention = {gpu: stand_in(arguments, model.module, GPUS[gpu]).attention for gpu in ("H100", "T4")}
+    attention = {gpu: attention_of(model.module, GPUS[gpu], arguments.training)[1].name for gpu in ("H100", "T4")}
     return arguments.training, fixed, attention
 
 
