@@ -163,7 +163,7 @@ COMMANDS = [
     Misuse("verify here/model", "unknown argument 'here/model'; did you mean --model here/model?"),
     Misuse("verify --model here/mod", "; did you mean 'here/model'?"),
     Misuse("verify --model here/noweights", "found in directory here/noweights"),
-    Misuse("verify --model {model} --attn flsh", "--attn 'flsh' does not exist; did you mean 'flash_attention_4'"),
+    Misuse("verify --model {model} --attn flash", "--attn 'flash' does not exist; did you mean 'flash_attention_4'"),
     Misuse("verify --model {model} --lengths 0", "--lengths 0 must be two or more documents"),
     Misuse("verify --model ./absent", "--model './absent' is not a folder"),
     Misuse("verify --model owner/absent", "--model 'owner/absent' cannot be used"),

@@ -124,7 +124,6 @@ def test_setting_errors_become_one_line_while_preparing_and_bugs_keep_their_trac
         ("zzz", ["max_length"], ""),
         ("max", ["max_length", "max_steps"], "; did you mean 'max_length' or 'max_steps'?"),
         ("steps", ["max_length", "max_steps"], "; did you mean 'max_steps'?"),
-        ("flsh", ["flex", "flash_attention_2"], "; did you mean 'flash_attention_2'?"),
         ("--colour", ["--help"], ""),
     ],
 )
