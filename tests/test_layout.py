@@ -34,7 +34,7 @@ BUDGETS = {
     "callbacks": 300,
     "capture": 1350,
     "checkpointing": 1500,
-    "cli": 1100,
+    "cli": 1050,
     "compile": 850,
     "kernels": 1150,
     "lora": 1300,
