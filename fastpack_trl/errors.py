@@ -51,16 +51,7 @@ class _Short(reprlib.Repr):
 
     def __init__(self) -> None:
         super().__init__()
-        self.maxlevel, self.maxstring, self.maxother, self.maxlong = 3, _MAX_SHOWN, _MAX_SHOWN, 40
-        self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdict = 6
-
-    def repr1(self, x: object, level: int) -> str:
-        # `reprlib` looks the type up by name, and writes out a subclass of a list whole.
-        for kind in (dict, list, tuple, set, frozenset, str):
-            if isinstance(x, kind):
-                short: str = getattr(self, f"repr_{kind.__name__}")(x, level)
-                return short
-        return super().repr1(x, level)
+        self.maxlevel, self.maxdict, self.maxstring, self.maxother = 3, 6, _MAX_SHOWN, _MAX_SHOWN
 
     def repr_int(self, x: int, level: int) -> str:
         try:
@@ -120,19 +111,13 @@ def describe(error: BaseException) -> str:
 def nearest(name: object, valid: Iterable[str]) -> list[str]:
     """Return the valid names that may be meant: those that begin with it, else the nearest, else those that contain it.
 
-    ``"qwen"`` -> ``["qwen3-14b-qlora", "qwen3-8b-lora-8k", ...]``, six at most; ``"max_lenght"`` -> ``["max_length"]``;
-    at last those that nearly begin with it: ``"flsh"`` -> ``["flash_attention_2", ...]``.
+    ``"qwen"`` -> ``["qwen3-14b-qlora", "qwen3-8b-lora-8k", ...]``, six at most; ``"max_lenght"`` -> ``["max_length"]``.
     """
     text, known = str(name), sorted(set(valid))
     bare = text.lstrip("-")
-    starts = {one: one.lstrip("-")[: len(bare) + 1] for one in known}
-    long = len(bare) >= _SHORTEST_PART
-    found = [one for one in known if long and starts[one].startswith(bare)]
-    found = found or get_close_matches(text, known, n=1) or [one for one in known if long and bare in one]
-    if long and not found:
-        near = get_close_matches(bare, set(starts.values()), n=1, cutoff=0.75)
-        found = [one for one in known if starts[one] in near]
-    return found[:_MOST_NAMES]
+    parts = {one: one.lstrip("-").find(bare) for one in known if len(bare) >= _SHORTEST_PART and bare in one}
+    starts = [one for one, place in parts.items() if place == 0]
+    return (starts or get_close_matches(text, known, n=1) or [*parts])[:_MOST_NAMES]
 
 
 def did_you_mean(name: object, valid: Iterable[str]) -> str:

@@ -33,7 +33,7 @@ BUDGETS = {
     "callbacks": 300,
     "capture": 1300,
     "checkpointing": 1300,
-    "cli": 1100,
+    "cli": 1050,
     "compile": 850,
     "kernels": 1150,
     "lora": 1250,

@@ -176,7 +176,7 @@ COMMANDS = [
     Misuse("verify here/model", "unknown argument 'here/model'; did you mean --model here/model?"),
     Misuse("verify --model here/mod", "; did you mean 'here/model'?"),
     Misuse("verify --model here/noweights", "found in directory here/noweights"),
-    Misuse("verify --model {model} --attn flsh", "--attn 'flsh' does not exist; did you mean 'flash_attention_4'"),
+    Misuse("verify --model {model} --attn flash", "--attn 'flash' does not exist; did you mean 'flash_attention_4'"),
     Misuse("verify --model {model} --lengths 0", "--lengths 0 must be two or more documents"),
     Misuse("sft --config {yaml}", "packed_attention: 'flex' was removed in 0.2.0: set", "packed_attention: flex"),
     Misuse("verify --model {model} --attn xformers", "pip install 'fastpack-trl[xformers]'", missing="xformers"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
@@ -165,11 +164,16 @@ def settings_of(config: str, flags: Sequence[str]) -> dict[str, Any]:
         elif name:
             values[name] = word
     public = {key: value for key, value in values.items() if not any(part in key for part in _PRIVATE)}
-
-    def without_folders(match: re.Match[str]) -> str:
-        text = match[1]
-        return f'"{Path(text).name}"' if text[0] in "/~." or Path(text).exists() else match[0]
-
-    text = json.dumps(public, default=str, ensure_ascii=False)
-    settings: dict[str, Any] = json.loads(re.sub(r'"((?:[^"\\]|\\.)*/(?:[^"\\]|\\.)*)"', without_folders, text))
+    settings: dict[str, Any] = _without_folders(json.loads(json.dumps(public, default=str)))
     return settings
+
+
+def _without_folders(value: Any) -> Any:
+    match value:
+        case str() if "/" in value and (value[0] in "/~." or Path(value).exists()):
+            return Path(value).name
+        case dict():
+            return {key: _without_folders(item) for key, item in value.items()}
+        case list():
+            return [_without_folders(item) for item in value]
+    return value

@@ -1,10 +1,4 @@
-"""One measured training: `run_side` trains a side to the end of its `Watch`, which fills a `SideResult`.
-
-```python
-result = run_side(make_trainer, Watch(warmup=6, timed=12))  # the trainer's max_steps is that of a long run
-result.seconds
-```
-"""
+"""One measured training: ``run_side(make_trainer, Watch(warmup=6, timed=12))`` returns a `SideResult`."""
 
 from __future__ import annotations
 

@@ -11,12 +11,11 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from fastpack_trl._version import __version__
-from fastpack_trl.errors import TerminatedError, UserError, describe, did_you_mean, first_reason
+from fastpack_trl.errors import TerminatedError, UserError, describe, did_you_mean
 from fastpack_trl.recipe.methods import METHODS
 
 PROG = "fastpack-trl"
@@ -24,12 +23,8 @@ EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143  # 128 + SIGINT and SIGTERM, as shells report them
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A sub-command: `module` has ``add_arguments(parser)`` and ``run(args) -> int``, except for those that train.
-
-    Each raises `UserError` if the user must change something, and returns the exit code otherwise.
-    """
+class Command(NamedTuple):
+    """A sub-command: `module` has ``add_arguments(parser)`` and ``run(args) -> int``, except for those that train."""
 
     module: str
     help: str
@@ -98,21 +93,16 @@ def _dispatch(arguments: list[str], chosen: str | None) -> int:
 
         arguments.remove(chosen)
         return train.main(arguments, METHODS[chosen])
-    if chosen == "quickstart":
-        from fastpack_trl.config import removal  # which imports torch
-
-        raise UserError(removal(f"{PROG} {chosen}"))
     if chosen is not None and chosen not in COMMANDS:
+        if chosen == "quickstart":
+            _refuse_removed(chosen)
         raise UserError(
             f"there is no command {chosen!r}{did_you_mean(chosen, COMMANDS)} (commands: {', '.join(COMMANDS)})"
         )
     parser, of_command = _parser(chosen)
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
-        from fastpack_trl.config import removal  # which imports torch
-
-        if reason := first_reason(removal(f"{PROG} {chosen} {word.partition('=')[0]}") for word in unknown):
-            raise UserError(reason)
+        _refuse_removed(*(f"{chosen} {word.partition('=')[0]}" for word in unknown))
     if unknown and getattr(args, "config", None) is not None and hasattr(args, "more"):
         args.more, unknown = unknown, []  # `bench --config` and `doctor --config` hand them to the parser of `sft`
     if unknown:
@@ -125,6 +115,15 @@ def _dispatch(arguments: list[str], chosen: str | None) -> int:
         return 0
     code: int = import_module(COMMANDS[chosen].module).run(args)
     return code
+
+
+def _refuse_removed(*words: str) -> None:
+    from fastpack_trl.config import refuse_removed  # which imports torch
+
+    try:
+        refuse_removed(f"{PROG} {word}" for word in words)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 @contextmanager
@@ -174,18 +173,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _quiet():
             return _dispatch(arguments, chosen)
-    except UserError as error:
+    except (UserError, KeyboardInterrupt, TerminatedError) as error:
         if show_traceback:
             traceback.print_exc()
-        print(f"{name}: error{of_rank}: {describe(error)}", file=sys.stderr)
-        return EXIT_USER_ERROR
-    except KeyboardInterrupt as interrupt:
-        if show_traceback:
-            traceback.print_exc()
-        print(" ".join(filter(None, [f"{name}: interrupted{of_rank}", str(interrupt)])), file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except TerminatedError as ended:
-        print(f"{name}: terminated{of_rank} {ended}", file=sys.stderr)
-        return EXIT_TERMINATED
+        if isinstance(error, UserError):
+            print(f"{name}: error{of_rank}: {describe(error)}", file=sys.stderr)
+            return EXIT_USER_ERROR
+        interrupted = isinstance(error, KeyboardInterrupt)
+        kind = "interrupted" if interrupted else "terminated"
+        print(f"{name}: {kind}{of_rank} {error}".strip(), file=sys.stderr)
+        return EXIT_INTERRUPTED if interrupted else EXIT_TERMINATED
     except SystemExit as exit_request:  # argparse leaves this way after --help and --version
         return exit_request.code if isinstance(exit_request.code, int) else int(bool(exit_request.code))

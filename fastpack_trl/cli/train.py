@@ -77,16 +77,15 @@ def _what_next(arguments: Arguments) -> str:
     """Return the commands that load the files of a run; empty if they cannot load them."""
     folder, model = Path(str(arguments.training.output_dir)), arguments.model
     adapter, whole = ((folder / f"{name}config.json").is_file() for name in ("adapter_", ""))
-    if adapter and whole:  # left by two runs: the commands would load the adapter
+    if adapter == whole:  # nothing, or left by two runs: the commands would load the adapter
         return ""
     words, (config, flags) = [str(folder)], split_off("config", arguments.words)
     given = {word[2:].partition("=")[0].replace("-", "_") for word in flags if word.startswith("--")}
     if config and (model.load_in_4bit or model.load_in_8bit) and given.isdisjoint(_QUANTISATION):
-        words += ["--config", *config]  # merged into the base as it was in training
-        words += ["--base", str(model.model_name_or_path)] if "model_name_or_path" in given else []
+        words += ["--config", *config, "--base", str(model.model_name_or_path)]  # merged as it was in training
     elif model.load_in_4bit:
         words += ["--load_in_4bit"]
-    answers = arguments.method.command != "reward" and (adapter or whole)
+    answers = arguments.method.command != "reward"
     commands = ["fastpack-trl generate {} --prompt 'Hello'"] * answers + ["fastpack-trl merge {}"] * adapter
     return " or ".join(commands).replace("{}", shlex.join(words))
 

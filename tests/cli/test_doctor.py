@@ -134,28 +134,25 @@ def test_a_forecast_counts_bytes_as_the_model_has_them(material: Material, capsy
     assert not material.out.exists()
 
 
-def test_options_of_sft_override_the_config_of_a_forecast(material: Material) -> None:
-    def figures(*flags: object) -> tuple[int, float]:
-        assert run("--config", material.yaml(), "--gpu", "T4", "--json", file, "--bf16", True, *flags) == 0
-        report = json.loads(file.read_text())["forecast"]
-        assert "bf16 is emulated" in report["gpus"]["T4"]["features"]["precision"]
-        return report["row_tokens"], report["gpus"]["T4"]["parts_gib"]["activations"]
-
-    file = material.folder / "doctor.json"
-    (short, few), (long, more) = figures("--max_length", 64), figures("--max_length", 128)
-    assert (long, more > few) == (2 * short, True)
-
-
-def test_a_forecast_says_why_rows_do_not_run_in_one_call(
+def test_options_of_sft_override_the_config_of_a_forecast_and_reasons_are_shown(
     material: Material, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    file = material.folder / "doctor.json"
     assert run("--config", material.yaml(), "--gpu", "H100") == 0
     said = "packed_attention  per_document: varlen needs bf16 or fp16, this run computes in float32 (bf16=False?)"
     assert said in capsys.readouterr().out
-    assert run("--config", material.yaml(), "--gpu", "H100", "T4", "--bf16", True) == 0
-    fast, old = capsys.readouterr().out.split("\nT4\n")
-    assert "packed_attention  varlen\n" in fast
-    assert "packed_attention  per_document: varlen needs compute capability 8.0, this device has 7.5\n" in old
+    figures = []
+    for length in (64, 128):
+        flags = ("--bf16", True, "--max_length", length, "--json", file)
+        assert run("--config", material.yaml(), "--gpu", "H100", "T4", *flags) == 0
+        fast, old = capsys.readouterr().out.split("\nT4\n")
+        assert "packed_attention  varlen\n" in fast
+        assert "packed_attention  per_document: varlen needs compute capability 8.0, this device has 7.5\n" in old
+        assert "bf16 is emulated" in old
+        report = json.loads(file.read_text())["forecast"]
+        figures.append((report["row_tokens"], report["gpus"]["T4"]["parts_gib"]["activations"]))
+    (short, few), (long, more) = figures
+    assert (long, more > few) == (2 * short, True)
 
 
 def test_a_forecast_follows_the_rules_of_the_features(material: Material, monkeypatch: pytest.MonkeyPatch) -> None:

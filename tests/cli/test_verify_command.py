@@ -26,10 +26,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "headless" / "config.json").write_text(headless, encoding="utf-8")
     lora = get_peft_model(tiny_model("qwen3"), LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False))
     lora.save_pretrained(root / "lora")
-    prompt = get_peft_model(
-        tiny_model("qwen3"),
-        PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, prompt_tuning_init="RANDOM"),
-    )
+    virtual = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, prompt_tuning_init="RANDOM")
+    prompt = get_peft_model(tiny_model("qwen3"), virtual)
     prompt.save_pretrained(root / "prompt")
     return root
 
