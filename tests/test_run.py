@@ -81,27 +81,6 @@ def test_a_feature_that_is_off_misses_no_name(
     assert "nowhere" not in str(ours.fastpack_report)
 
 
-@pytest.mark.parametrize(
-    ("family", "options", "fast", "path"),
-    [
-        ("qwen3", {}, {}, "not run"),
-        ("qwen3", {"gradient_accumulation_steps": 2}, {"merge_accumulation": "off"}, "not run"),
-        ("qwen3", {"gradient_accumulation_steps": 2}, {}, "proof"),
-        ("qwen3", {"eval_strategy": "steps"}, {}, "proof"),
-        ("qwen3", {"packing": True}, {}, "proof"),
-        ("qwen3", {}, {"verify_packing": "on"}, "proof"),
-        ("gemma3_text", {}, {}, "proof"),
-    ],
-)
-def test_rows_of_one_document_without_windows_are_not_checked_unless_asked(
-    tmp_path: Path, family: str, options: dict[str, Any], fast: dict[str, Any], path: str
-) -> None:
-    given = {"per_device_train_batch_size": 1, "eval_strategy": "no", "max_steps": 1} | options
-    evaluates = {} if given["eval_strategy"] != "no" else {"eval_dataset": None}
-    trainer = train(FastSFTTrainer, tmp_path, family=family, fast=fast, trainer=evaluates, **given)
-    assert trainer.fastpack_report["verify_packing"].path == path
-
-
 def _losses(folder: Path, data: Any, resume: str = "", **more: Any) -> list[float]:
     options = {"eval_strategy": "no", "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     trainer = train(FastSFTTrainer, folder, data=data, resume=resume, **options | more)
