@@ -23,7 +23,7 @@ ALLOWED = {
     "model": "*",  # `changes`, and the property of `checkpoint_seam` that stands for an attribute of the layer
     "packing": "dataset_num_proc max_length shuffle_dataset",  # of a copy of the arguments
     # Of arguments parsed there, of a model that is merged and saved there, of a parser.
-    "recipe": "enable_jit_checkpoint model_init_kwargs resume_from_checkpoint tie_word_embeddings type values weight",
+    "recipe": "enable_jit_checkpoint model_init_kwargs resume_from_checkpoint tie_word_embeddings type weight",
     "step": "* forward",  # of a descriptor of ours; put back by `LossForward.close`, where it is still ours
 }
 """By package: names that models, trainers and their parts have too, and that are written directly; ``*``: any name."""

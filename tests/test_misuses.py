@@ -120,7 +120,6 @@ COMMANDS = [
     Misuse("init gpt", "did you mean 'gpt-oss-20b-lora' or 'gpt-oss-20b-qlora-24gb'?"),
     Misuse("init qwen3-8b-lora-8k --forse", "did you mean '--force'?"),
     Misuse("sft --config {yaml} --torch_dtype bf17", "'--torch_dtype'; did you mean '--dtype'?"),
-    Misuse("sft --config {yaml} --packed_attention flsh", "did you mean 'flash_attention_4'"),
     Misuse("sft --config {yaml} --config {yaml}", "--config must name one YAML file"),
     Misuse("sft --config {yaml} --model Qwen/Qwen3-0.6B", "'--model'; did you mean '--model_name_or_path'?"),
     Misuse("sft --config {yaml} --max_lenght 64", "did you mean '--max_length'?"),

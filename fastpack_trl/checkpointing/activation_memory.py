@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from fastpack_trl.checkpointing.checkpoint_offload import offload_conflict, offload_unavailable
 from fastpack_trl.checkpointing.plan import LayerCost, Level, Plan, checkpointable_layers, describe, layer_levels
 from fastpack_trl.checkpointing.streams import GIB
-from fastpack_trl.checkpointing.trace import PROBE_TOKENS, layer_costs
+from fastpack_trl.checkpointing.trace import layer_costs, probe_tokens
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model import sharded
 from fastpack_trl.model.changes import callbacks_added, during_training
@@ -262,7 +262,7 @@ def count_layers(run: Run) -> list[LayerCost]:
     Raises:
         RuntimeError: the decoder cannot be run by itself.
     """
-    batches = {tokens: PackedBatch.from_lengths([tokens]).to(run.device) for tokens in PROBE_TOKENS}
+    batches = {tokens: PackedBatch.from_lengths([tokens]).to(run.device) for tokens in probe_tokens(run.model)}
     decoder = run.trainer.model_wrapped if run.is_fsdp2 else None
     together = run.ranks.propagate_failures(sharded.FAILURE_GRACE_SECONDS) if run.is_fsdp2 else contextlib.nullcontext()
     with together, run.trainer.accelerator.autocast():

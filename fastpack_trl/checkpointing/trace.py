@@ -22,8 +22,15 @@ from fastpack_trl.model.sharded import embeddings_put_in, head_sees_last, local
 from fastpack_trl.model.upstream import GradientCheckpointingLayer, tree_leaves
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 
-PROBE_TOKENS = (64, 128, 192)
+_PROBE_TOKENS = (64, 128, 192)
 """Three lengths of one document: enough for a parabola."""
+
+
+def probe_tokens(model: nn.Module) -> tuple[int, ...]:
+    """Return the lengths of the documents over which `layer_costs` counts; shorter ones if positions end earlier."""
+    positions = getattr(facts.text_model(model).config.get_text_config(), "max_position_embeddings", None)
+    longest = min(_PROBE_TOKENS[-1], positions or _PROBE_TOKENS[-1])
+    return tuple(tokens * longest // _PROBE_TOKENS[-1] for tokens in _PROBE_TOKENS)
 
 
 def layer_costs(
@@ -40,7 +47,7 @@ def layer_costs(
     Args:
         model: its parameters and buffers are not activations.
         layers: its decoder layers.
-        batches: by their tokens, on the device of the model: `PROBE_TOKENS`.
+        batches: by their tokens, on the device of the model, of `probe_tokens`.
         decoder: what runs; None: the model without its head.
         packs: layers are given the `PackedBatch`.
         stand_ins: for each layer the one that is counted for it; the others pass their input on. None: all run.

@@ -90,6 +90,7 @@ def head_bytes(model: torch.nn.Module, tokens: int) -> int:
 
 def largest_dense(model: torch.nn.Module) -> int:
     """Return the bytes of the largest 4-bit weight once it is made dense, for one use at a time."""
-    holders = [held for module in model.modules() for held in (module, getattr(module, "weight", None))]
+    # Never `module.weight`: of a parametrized module that computes, and may move its buffers.
+    holders = [*model.modules(), *model.parameters()]
     states = filter(None, (getattr(held, "quant_state", None) for held in holders))
     return max((math.prod(state.shape) * state.dtype.itemsize for state in states), default=0)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from fastpack_trl.checkpointing.plan import LayerCost, Level, checkpointable_layers, layer_levels
-from fastpack_trl.checkpointing.trace import PROBE_TOKENS, layer_costs, storage_of
+from fastpack_trl.checkpointing.trace import layer_costs, probe_tokens, storage_of
 from fastpack_trl.model.changes import isolated_run
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.recipe.probe import _kind_of
@@ -23,7 +23,7 @@ from fastpack_trl.testing import tiny_model
 
 
 def costs_of(model: Any, *, ours: bool, **more: Any) -> list[LayerCost]:
-    batches = {tokens: PackedBatch.from_lengths([tokens]) for tokens in PROBE_TOKENS}
+    batches = {tokens: PackedBatch.from_lengths([tokens]) for tokens in probe_tokens(model)}
     return layer_costs(model, checkpointable_layers(model), batches, packs=ours, **more)
 
 
@@ -83,7 +83,7 @@ def test_passes_leave_no_tensor_and_no_hook_behind() -> None:
     try:
         with installed(model):
             costs_of(model, ours=True)
-        assert [each() for each in made] == [None] * len(PROBE_TOKENS)
+        assert [each() for each in made] == [None] * 3
     finally:
         gc.enable()
     assert torch.equal(torch.get_rng_state(), state)
@@ -140,3 +140,9 @@ def test_the_largest_4_bit_weight_is_found_as_it_is_once_made_dense() -> None:
     linear = bitsandbytes.nn.Linear4bit(512, 1024, compute_dtype=torch.bfloat16, quant_type="nf4")
     linear.weight = bitsandbytes.nn.Params4bit(torch.randn(1024, 512, dtype=torch.bfloat16), requires_grad=False)
     assert largest_dense(linear.to("cpu")) == 1024 * 512 * 2
+
+
+def test_no_more_positions_than_the_model_has_are_run() -> None:
+    """A table of learned positions ends the process of a device that is asked for more."""
+    few, many = (costs_of(tiny_model("opt", max_position_embeddings=count), ours=True) for count in (48, 512))
+    assert [cost.per_input for cost in few] == [cost.per_input for cost in many]

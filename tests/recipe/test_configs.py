@@ -115,7 +115,7 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make_tokenizer().save_pretrained(folder / family)
     pack_as_mxfp4(folder / "gpt_oss")
     for dataset in {read(name).get("dataset_name") or read(name)["datasets"][0]["path"] for name in FILES}:
-        splits = ("train", "test", "train_sft", "test_sft")
+        splits = ("train", "test", "validation", "train_sft", "test_sft")
         data = {split: Dataset.from_list(rows(dataset, 24, seed)) for seed, split in enumerate(splits)}
         DatasetDict(data).save_to_disk(folder / dataset)
     return folder
