@@ -119,15 +119,19 @@ def _cost(tokens: Any, segments: Any, longest: Any, keys: Any, longest_k: Any) -
 
 
 def _around(group: NDArray[np.int64]) -> Bucket:
-    """Return the bucket of a group: its maxima, rounded up, with room for a tail."""
+    """Return the bucket of a group: its maxima, rounded up, with room for the tail of each row."""
     tokens, segments, longest, keys, longest_k = map(int, group.max(axis=0))
-    if not keys:
-        return Bucket(_rounded(tokens), _next_capacity(segments + 1), rounded_length(longest))
-    tokens = _rounded(tokens + 1)  # keys that are left over need a tail that sees them
-    needed = int((group[:, 3] + tokens - group[:, 0]).max())
-    return Bucket(
-        tokens, _next_capacity(segments + 2), rounded_length(longest), _rounded(needed), rounded_length(longest_k)
-    )
+    tokens, longest = (
+        _rounded(tokens + bool(keys)),
+        rounded_length(longest),
+    )  # keys left over need a tail that sees them
+    tails = tokens - group[:, 0]
+    pieces = -(-tails // longest)
+    if keys:
+        longest_k, keys = rounded_length(longest_k), _rounded(int((group[:, 3] + tails).max()))
+        pieces = np.maximum(pieces, -(-(keys - group[:, 3]) // longest_k))
+    needed = max(segments + 1 + bool(keys), int((group[:, 1] + pieces).max()))
+    return Bucket(tokens, _next_capacity(needed), longest, keys, longest_k)
 
 
 def _rounded(value: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fastpack_trl.packing.buckets import MOST_BUCKETS, Bucket, choose_buckets, smallest_fitting
@@ -49,8 +49,13 @@ def surplus(held: Held, name: str = "tokens") -> float:
     return sum(getattr(bucket, name) for _, bucket in held) / sum(getattr(size, name) for size, _ in held) - 1
 
 
+MIXED = [Bucket(1, 1, 1)] * 4 + [Bucket(221, 2, 220), Bucket(1163, 2, 900), Bucket(3917, 8, 896), Bucket(3051, 15, 896)]
+"""Fewer tokens than the longest row, cut into more documents: its tail needs several."""
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(sizes, min_size=1, max_size=40), st.randoms(use_true_random=False))
+@example(MIXED, random.Random(0))
 def test_buckets_hold_their_rows_in_any_order(rows: list[Bucket], draw: random.Random) -> None:
     buckets = choose_buckets(rows)
     assert 1 <= len(buckets) <= MOST_BUCKETS
