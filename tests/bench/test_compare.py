@@ -91,7 +91,7 @@ def test_every_side_has_its_figures_and_the_same_losses(record: dict[str, Any]) 
         assert side["losses"] == pytest.approx(stock["losses"], rel=1e-5)
         assert side["setting"] == "qwen3, 2 layers of 32, checkpointing, 1 x 2 rows per step, max_length 48"
     pairs = [pair for side in (ours, plan) for pair in zip(side["losses"][2:], stock["losses"][2:], strict=True)]
-    assert 0 < row["loss_difference"] == max(abs(a - b) / b for a, b in pairs) < 1e-5
+    assert 0 <= row["loss_difference"] == max(abs(a - b) / b for a, b in pairs) < 1e-5
     assert row["ratios"].keys() == {"stock", "fastpack_plan"}
     assert row["ratios"]["stock"]["median"] == stock["seconds"]["median"] / ours["seconds"]["median"]
     assert len(row["ratios"]["stock"]["rounds"]) == 2
