@@ -78,7 +78,7 @@ REMOVED = {
     ),
     **dict.fromkeys(
         ("fastpack-trl bench --case", "fastpack-trl bench --list"),
-        ("0.2.0", "run `python -m benchmarks --list` in a checkout"),
+        ("0.2.0", "`python -m benchmarks run --help` in a checkout lists the rows"),
     ),
 }
 """Removed fields, values and arguments: the version, and what to do instead."""

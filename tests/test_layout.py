@@ -31,7 +31,7 @@ BUDGETS = {
     "attention": 2250,
     "bench": 1150,
     "callbacks": 300,
-    "capture": 1300,
+    "capture": 1350,
     "checkpointing": 1300,
     "cli": 1050,
     "compile": 850,

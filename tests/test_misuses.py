@@ -155,6 +155,9 @@ COMMANDS = [
         "datasets: unknown key 'splt'; did you mean 'split'?",
         "datasets: [{path: a.csv, splt: x}]",
     ),
+    Misuse("sft --config {yaml}", "'learning-rate'; did you mean 'learning_rate'?", "learning-rate: 1"),
+    Misuse("sft --config {yaml}", "must be a list of single values", "lora_target_modules: [[q_proj]]"),
+    Misuse("sft --config {yaml} --multi_gpu=False", "--multi_gpu=False: a command line only switches it on"),
     # sft: data and model
     Misuse("sft --config {yaml}", "no data: set dataset_name", "dataset_name:"),
     Misuse("sft --config {yaml}", "data 'a-*.jsonl' does not exist", "dataset_name: a-*.jsonl"),

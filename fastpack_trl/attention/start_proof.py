@@ -58,7 +58,8 @@ def prove(run: Run, attention: PackedAttention | None) -> str:
     if attention is None and joins_documents(run.trainer):
         raise PackingError(f"packed rows under stock: LEAK: every row is one document to the model; {_remedy(run)}")
     proof, unproven = _proof(run, attention)
-    run.set_state(_Examined(run.choice, ref(run.model)))
+    if attention is not None:  # the check of TRL's rows says nothing about ours
+        run.set_state(_Examined(run.choice, ref(run.model)))
     if proof is None:
         return unproven
     run.set_status("verify_packing", "on", "proof" if attention else "proof of stock", str(proof))

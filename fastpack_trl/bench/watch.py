@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -116,10 +117,7 @@ class Watch(TrainerCallback):
         result.device = torch.device(args.device).type
         self._steps = self._script(trainer)
         trainer.add_callback(self)
-        with (
-            patch_attribute(args, "logging_nan_inf_filter", False),  # a loss of NaN must fail the gate
-            contextlib.closing(self._steps),  # restores dropout if training fails in the gate
-        ):
+        with contextlib.closing(self._steps):  # restores dropout if training fails in the gate
             self._synchronize()
             if result.device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
@@ -191,9 +189,12 @@ class Watch(TrainerCallback):
         """Wait for the log of a step, record it, and return its seconds."""
         begin, result = time.perf_counter(), self.result
         logs = yield
-        result.losses.append(float(logs["loss"]))
-        result.grad_norms.append(logs.get("grad_norm"))
-        self._tokens = int(logs.get("num_tokens", 0))
+        loss, norm = float(logs["loss"]), logs.get("grad_norm")
+        # `logging_nan_inf_filter` logs another loss in place of NaN; in fp16 the scaler skips such a step.
+        is_lost = norm is not None and math.isnan(norm) and result.dtype != "float16"
+        result.losses.append(math.nan if is_lost else loss)
+        result.grad_norms.append(norm)
+        self._tokens = int(logs.get("num_tokens", self._tokens))  # GRPO logs it only with new completions
         if len(result.losses) == 1:
             result.first_step_seconds = self._end - self._start
         return self._end - begin

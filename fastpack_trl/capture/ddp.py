@@ -71,7 +71,7 @@ class FlatReduce(TrainerCallback):
         self._begin(0)
 
     def _begin(self, step: int) -> None:
-        self._first, self.is_pending = step, True
+        self._first, self.is_pending, self._is_first = step, True, False
         self._flats: list[_Flat] = []
         self._parameters: list[nn.Parameter] = []
         self._trained: list[bool] = []
@@ -93,6 +93,7 @@ class FlatReduce(TrainerCallback):
         self._parameters = _reduced(model)
         self._trained = [False] * len(self._parameters)
         self._flatten()
+        self._is_first = True
 
     def _flatten(self) -> None:
         """Take in what trains by now: a callback may have unfrozen it, in all processes."""
@@ -117,14 +118,17 @@ class FlatReduce(TrainerCallback):
         if not self._flats:
             yield
             return
+        if self._is_first and model.broadcast_buffers and model.modules_buffers:
+            model._sync_buffers()
         is_last = model.require_backward_grad_sync
-        # DDP's forward hands out buffers no more: a micro-step may run twice on one process, a replay has no forward.
+        # DDP's forward hands out no buffers: a micro-step may run twice on one process, and a replay has no forward.
         with model.no_sync(), patch_attribute(model, "require_forward_param_sync", False):
             yield
         if is_last:
             self._flatten()
             for flat in self._flats:
                 flat.reduce(model.process_group)
+        self._is_first = is_last
 
 
 def _reduced(model: DistributedDataParallel) -> list[nn.Parameter]:

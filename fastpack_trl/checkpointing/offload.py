@@ -218,7 +218,9 @@ class Offload:
         with self._lock:
             self._finish_write()
             tensor = self._take(saved) if saved.on_host else saved.source
-            before = self._holders.get(saved.index - 1) if self.prefetch else None
+            # If another graph holds the buffer of this layer, it holds those before too.
+            is_own = saved.on_host or saved.index not in self._holders
+            before = self._holders.get(saved.index - 1) if self.prefetch and is_own else None
             if before is not None:
                 self._fetch_ahead(before)
             return tensor

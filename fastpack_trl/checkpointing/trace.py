@@ -30,7 +30,7 @@ def probe_tokens(model: nn.Module) -> tuple[int, ...]:
     """Return the lengths of the documents over which `layer_costs` counts; shorter ones if positions end earlier."""
     positions = getattr(facts.text_model(model).config.get_text_config(), "max_position_embeddings", None)
     longest = min(_PROBE_TOKENS[-1], positions or _PROBE_TOKENS[-1])
-    return tuple(tokens * longest // _PROBE_TOKENS[-1] for tokens in _PROBE_TOKENS)
+    return tuple(2 * (tokens * longest // (2 * _PROBE_TOKENS[-1])) for tokens in _PROBE_TOKENS)  # two even documents
 
 
 def layer_costs(

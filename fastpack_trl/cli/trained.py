@@ -208,7 +208,7 @@ def _merge(args: Namespace) -> dict[str, Any]:
 
 def _generate(args: Namespace) -> dict[str, Any]:
     """Print each prompt with the answer of the model, or with those of the base and of the adapter."""
-    if not args.prompt:
+    if not args.prompt or not all(args.prompt):
         raise UserError("give --prompt TEXT, once per prompt")
     if args.max_new_tokens < 1 or args.temperature < 0:
         name, least = ("max_new_tokens", 1) if args.max_new_tokens < 1 else ("temperature", 0)

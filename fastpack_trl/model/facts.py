@@ -197,8 +197,9 @@ def dropout_of(model: nn.Module) -> str:
         for kind, rate in vars(module).items():  # for a function, as attention is
             if "dropout" in kind and isinstance(rate, float) and rate:
                 return f"{kind} {rate:g}"
-    jitter = getattr(text_model(model).config.get_text_config(), "router_jitter_noise", None)
-    return f"router_jitter_noise {jitter:g}" if jitter else ""
+    config = text_model(model).config.get_text_config()
+    noise = {name: getattr(config, name, None) for name in ("router_jitter_noise", "input_jitter_noise")}
+    return next((f"{name} {rate:g}" for name, rate in noise.items() if rate), "")
 
 
 def state_modules(model: nn.Module) -> list[nn.Module]:

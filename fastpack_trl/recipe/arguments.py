@@ -185,7 +185,8 @@ def _words_of(config: Mapping[str, Any], parser: Any, launcher: Any, path: str) 
 
     options, words = launcher._option_string_actions | parser._option_string_actions, list[str]()
     for name, value in config.items():
-        if (action := options.get(f"--{name}")) is None:
+        action = options.get(f"--{name}")
+        if action is None or "-" in name:  # names with dashes are those of a command line
             _refuse_unknown(name, parser, launcher, path)
         hint = parser.hints.get(action.dest, "")
         if name == "datasets" and not (
@@ -200,9 +201,11 @@ def _words_of(config: Mapping[str, Any], parser: Any, launcher: Any, path: str) 
         if value is None and "None" not in hint:
             continue  # not set
         if isinstance(value, list) and action.nargs == "+" and name != "datasets":
+            if any(isinstance(one, list | dict) for one in value):
+                raise UserError(f"{path}: {name}={short_repr(value)} must be a list of single values")
             words += [f"--{name}", *map(str, value)] if value else []
         elif value is None or name == "fsdp" or (isinstance(value, list | dict) and type(value).__name__ in hint):
-            parser.set_defaults(**{action.dest: value})
+            parser.set_defaults(**{action.dest: json.loads(json.dumps(value, default=str))})  # dates are text
         elif isinstance(value, list | dict):
             raise UserError(f"{path}: {name}={short_repr(value)} must be a single value")
         else:
@@ -242,6 +245,8 @@ def _launch_words(words: Sequence[str], parser: Any, launcher: Any, path: str = 
         action = launcher._option_string_actions.get(option)
         if action is None or action.nargs != 0 or not value:
             launch.append(word)
+        elif value.lower() == "false" and not path:
+            raise UserError(f"{word}: a command line only switches it on; remove it from the YAML instead")
         elif value.lower() in ("true", "false"):  # of a switch, which accelerate knows without a value
             launch += [option] * (value.lower() == "true")
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -74,7 +75,9 @@ def missing_hint(name: str) -> str:
 def did_you_mean_path(name: str) -> str:
     """Return ``"; did you mean 'quickstart-output/model'?"``; empty if no name in its folder is similar."""
     path = Path(name).expanduser()
-    siblings = [str(sibling) for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
+    siblings: list[str] = []
+    with contextlib.suppress(OSError):  # no folder, or one that may not be listed
+        siblings = [str(sibling) for sibling in path.parent.iterdir()]
     return did_you_mean(str(path), siblings)
 
 

@@ -24,7 +24,7 @@ from fastpack_trl.model.facts import UNREADABLE, learned_positions
 from fastpack_trl.model.hooks import replaced_methods
 from fastpack_trl.packing.batching import BatchPlan
 from fastpack_trl.packing.prompt_groups import PromptGroups, group_completions
-from fastpack_trl.run.budget import free_bytes
+from fastpack_trl.run.budget import free_bytes, memory_to_come
 from fastpack_trl.trainers.packed import PackedTrainer
 
 logger = get_logger(__name__)
@@ -137,7 +137,8 @@ class _OnlineTrainer(PackedTrainer):
 
     def _fastpack_has_room(self, ids: Tensor) -> bool:
         """Return whether the padded rows of a step fit in memory at once, by what layers keep of so many tokens."""
-        run, free = self.fastpack_run, _MEMORY_SHARE * free_bytes(self.args.device)
+        run = self.fastpack_run
+        free = _MEMORY_SHARE * max(0, free_bytes(self.args.device) - memory_to_come(run))
         try:
             self._fastpack_costs = self._fastpack_costs or count_layers(run)
             needed = row_bytes(run, self._fastpack_costs, ids.numel(), ids.shape[1])

@@ -397,3 +397,18 @@ def test_softcap_that_stock_leaves_out_is_in_the_banner_and_compared_with_eager(
     ours = train(FastSFTTrainer, tmp_path, model=model, packing=True, optim="sgd")
     assert ours.fastpack_report["packed_attention"].path == "per_document"
     assert_same_log(ours, train(SFTTrainer, tmp_path, model=eager, packing=True, optim="sgd"), rtol=1e-4)
+
+
+def test_a_check_of_rows_under_stock_says_nothing_about_ours(tmp_path: Path) -> None:
+    """A collator of the user's trains under TRL's attention; an evaluation without it runs ours for the first time."""
+    trainer = build(FastSFTTrainer, tmp_path, packing=True, max_steps=1, eval_strategy="no")
+    own, trainer.data_collator = trainer.data_collator, Custom(pad_token_id=0, padding_free=True)
+    trainer.train()
+    assert trainer.fastpack_report["verify_packing"].path == "proof of stock"
+    trainer.data_collator = own
+    trainer.evaluate()
+    assert trainer.fastpack_report["verify_packing"].path == "proof"
+
+
+class Custom(DataCollatorForLanguageModeling):
+    """One of the user's."""

@@ -254,6 +254,15 @@ def test_the_gate_stops_a_learner_with_another_model(tmp_path: Path) -> None:
         compare_sides(runs, rounds=1, gate=1, progress=False)
 
 
+def test_tokens_of_steps_that_generate_nothing_are_those_before(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"num_iterations": 2, "max_steps": 20, "logging_steps": 1}
+    result = run_side(
+        lambda: build_method("GRPO", tmp_path, fast=False, **options), Watch(warmup=3, timed=3), around=learner_alone
+    )
+    assert result.tokens is not None
+    assert result.tokens > 0
+
+
 @pytest.mark.parametrize("name", ["GRPO", "RLOO"])
 def test_completions_are_those_of_the_step_and_gone_afterwards(tmp_path: Path, name: str) -> None:
     trainer = build_method(name, tmp_path, fast=False, max_completion_length=20)

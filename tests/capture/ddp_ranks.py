@@ -172,6 +172,21 @@ def one_changes() -> None:
     assert line(ours).path == ("captured" if RANK else "eager")
 
 
+def buffers() -> None:
+    """Buffers are those of the first rank in each step, as under DDP; none where that is switched off."""
+
+    def edit(model: Any, **_: Any) -> None:
+        model.get_decoder().rotary_emb.inv_freq.mul_(1 + RANK)
+
+    logs = []
+    for options in ({}, {"ddp_broadcast_buffers": False}):
+        ours, _ = both(callbacks=lambda: [At(5, edit)], **options)
+        assert "replay" in ours.device_log
+        logs.append([entry["loss"] for entry in ours.state.log_history if "loss" in entry])
+    assert logs[0][:5] == pytest.approx(logs[1][:5])
+    assert logs[0][5:] != pytest.approx(logs[1][5:])
+
+
 def refused() -> None:
     """What does not fit is named, in every rank, and DDP reduces as ever."""
 
@@ -244,7 +259,7 @@ def on_devices() -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     "captured": captured, "one fails": one_fails, "one lacks memory": one_lacks_memory,
-    "one changes": one_changes, "refused": refused, "uneven": uneven,
+    "one changes": one_changes, "buffers": buffers, "refused": refused, "uneven": uneven,
     "on devices": on_devices,
 }  # fmt: skip
 

@@ -17,7 +17,7 @@ GPUS = os.environ.get("FASTPACK_TEST_GPUS", "")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "cases", ["captured", "one fails", "one lacks memory,one changes", "refused", "uneven"],
+    "cases", ["captured", "one fails", "one lacks memory,one changes", "buffers,refused", "uneven"],
 )  # fmt: skip
 def test_two_ranks_train_captured_as_under_ddp_itself_and_none_waits_for_ever(cases: str, tmp_path: Path) -> None:
     fork_ranks(RANKS, str(tmp_path), cases)

@@ -157,6 +157,15 @@ def test_the_next_input_is_asked_for_before_the_layer_is_recomputed() -> None:
     assert copies == [1, 2, 3, 4, 4]
 
 
+def test_a_second_graph_fetches_no_inputs_of_the_first() -> None:
+    model = Model("double_buffer", RecordingStreams(), keep=1)
+    first, second = model.forward(8, LAYERS), model.forward(8, LAYERS)
+    model.streams.log.clear()
+    model.backward(second, LAYERS)
+    assert len(model.streams.log) <= 1  # by its last layer, whose input stays on the device in any graph
+    model.backward(first, LAYERS)
+
+
 @pytest.mark.parametrize("missing", ["input computed", "slot free", "copy done", "input stored"])
 def test_the_recorder_finds_each_missing_wait(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks above can fail: without any one of the waits, an access is found that nothing orders."""
