@@ -298,11 +298,11 @@ def readme(records: Sequence[Run]) -> str:
         ]
         peaks = [f"{sides[name].peak:.1f}" if name in sides else "" for name in ("trl", SAME_MEMORY, OURS)]
         lines.append([README_ROWS[row], *(times if good else ["losses differ", "", ""]), *peaks])
-    columns = "training | >speed over TRL | >over TRL compiled | >in TRL's memory"
-    columns += " | >GiB: TRL | >fastpack in TRL's memory | >fastpack"
+    columns = "training | >speed over TRL | >over TRL compiled | >recomputing as TRL"
+    columns += " | >GiB, TRL | >GiB, recomputing as TRL | >GiB"
     said = (
         f"{', '.join(devices)}; runs of 500 steps, slow first ones included; LoRA of rank 16, real text, "
-        "random weights, a process per side. *In TRL's memory*: fastpack recomputes as TRL does. "
+        'random weights, a process per side. fastpack uses free GPU memory; *recomputing as TRL*: `activation_memory="checkpoint"`. Empty cells were not measured. '
         "[All results, with commands and commits](benchmarks/RESULTS.md)."
     )
     picture = f"![time and memory of TRL and fastpack](docs/figures/{FIGURE.name})"

@@ -191,7 +191,7 @@ class ModelSettings:
     moe: Switch = choice(
         "auto",
         "Mixture-of-experts layers with tokens sorted once per layer and forward, LoRA on expert stacks included: "
-        "auto (instead of grouped_mm), on (instead of any experts_implementation) or off. The routing plan takes 12 "
+        "auto (replaces grouped_mm), on (replaces any experts_implementation) or off. The routing plan takes 12 "
         "bytes per token and chosen expert.",
     )
     layer_compile: Switch = choice(
@@ -268,7 +268,7 @@ class Settings(ModelSettings):
     cuda_graph: Switch = choice(
         "auto",
         "The decoder as CUDA graphs, forward and backward, one pair per size of rows: auto (if the device is idle for "
-        "10 percent of an eager step, and enough steps are left), on (not weighed), or off. The loss stays eager. "
+        "10 percent of an eager step, and enough steps are left), on (without weighing), or off. The loss stays eager. "
         "Costs the activations of one micro-batch, held for the run.",
     )
     sync_free: Switch = choice(

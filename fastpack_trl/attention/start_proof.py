@@ -109,7 +109,7 @@ def _proof(run: Run, attention: PackedAttention | None) -> tuple[PackingProof | 
         return proof, ""
     except NonFiniteError as error:
         reason, cause, fix = str(error), error, "load finite weights, or set verify_packing='off'"
-        logger.warning(f"verify_packing: not run: {reason}; training goes on with them, as stock does")
+        logger.warning(f"verify_packing: not run: {reason}; training goes on with the non-finite weights, as in TRL")
     except torch.OutOfMemoryError as error:
         if is_strict or attention is not None:
             raise  # callers that try smaller batches look for its type
