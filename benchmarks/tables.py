@@ -302,7 +302,8 @@ def readme(records: Sequence[Run]) -> str:
     columns += " | >GiB, TRL | >GiB, recomputing as TRL | >GiB"
     said = (
         f"{', '.join(devices)}; runs of 500 steps, slow first ones included; LoRA of rank 16, real text, "
-        'random weights, a process per side. fastpack uses free GPU memory; *recomputing as TRL*: `activation_memory="checkpoint"`. Empty cells were not measured. '
+        "random weights, a process per side. fastpack uses free GPU memory; *recomputing as TRL*: "
+        '`activation_memory="checkpoint"`. Empty cells were not measured. '
         "[All results, with commands and commits](benchmarks/RESULTS.md)."
     )
     picture = f"![time and memory of TRL and fastpack](docs/figures/{FIGURE.name})"
