@@ -75,7 +75,7 @@ def prove(run: Run, attention: PackedAttention | None) -> str:
 
 
 def _remedy(run: Run) -> str:
-    """Return how to undo the choice of TRL's rows, for the message that they leak."""
+    """Return the setting to change if TRL's own rows leak, for the error."""
     if run.choice.path != "off":
         return f"rows are stock's here ({run.plan.reason}): leave that out, or set packing=False; {INSIST}"
     if run.settings.packed_attention == "auto":

@@ -116,7 +116,7 @@ def row_operator(forward: Forward, backward: Backward) -> Any:
 
 
 def _twin(row: RowInputs) -> tuple[Tensor, Tensor]:
-    """Compute a row segment by segment; values that a kernel leaves uninitialized are NaN.
+    """Reference in plain torch, segment by segment; values that a kernel leaves uninitialized are NaN.
 
     That is: tokens of no segment, and of a segment longer than `max_seqlen`, by which kernels size their grid.
     """

@@ -253,7 +253,7 @@ def _ratio(others: Sequence[SideResult], ours: Sequence[SideResult]) -> dict[str
 
 
 def _gate_of(good: Mapping[str, Sequence[SideResult]], gate: int) -> dict[str, Any]:
-    """Return the figures that agreed before times were compared."""
+    """Return the losses that had to agree before times were compared."""
     first = next(iter(good.values()))[0]
     return {
         "figure": first.compares,

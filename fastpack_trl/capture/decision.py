@@ -84,7 +84,7 @@ class IdleRule:
         return ""
 
     def close(self) -> None:
-        """End the watch of a step that did not end."""
+        """Stop watching a step that was interrupted."""
         if self._watch is not None:
             self._watch.stop()
             self._watch = None

@@ -358,6 +358,6 @@ def offload_checkpoints(
 
 
 def _compiled_around(layer: nn.Module) -> bool:
-    """Return whether a whole layer is compiled by something else than `layer_compile`, which compiles what we run."""
+    """Return whether the user compiled a whole layer; `layer_compile` compiles only the code inside of our wrapper."""
     call = getattr(layer, "_compiled_call_impl", None)
     return call is not None and not type(call).__module__.startswith("fastpack_trl.")

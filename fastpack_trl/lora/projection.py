@@ -194,7 +194,7 @@ def _is_fp8(base: tuple[Any, ...]) -> bool:
 
 
 def lora_product(rows: Tensor, reduced: Tensor, b: Tensor, bias: Tensor | None, *base: Any) -> Tensor:
-    """Return ``bias + reduced B^T + rows W^T``, the second product accumulated; `base`: fields of a `BaseWeight`."""
+    """Return ``bias + reduced B^T + rows W^T``, the last product added in place; `base`: fields of a `BaseWeight`."""
     return add_product(_thin_product(reduced, b, bias), rows, BaseWeight(*base))
 
 

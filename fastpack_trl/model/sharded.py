@@ -113,7 +113,7 @@ class Ranks:
 
 
 def fsdp_modules(model: nn.Module) -> list[Any]:
-    """Return the modules of `model` that gather their parameters by themselves, itself first; none before FSDP 2."""
+    """Return the modules of `model` that gather their parameters by themselves, itself first; none without FSDP 2."""
     # By two methods of `FSDPModule`: torch builds without FSDP stay importable.
     return [module for module in model.modules() if hasattr(module, "reshard") and hasattr(module, "unshard")]
 

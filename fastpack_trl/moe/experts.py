@@ -75,7 +75,7 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, kind: str, interleaved: bool, alpha: float, limit: float, transposed: bool, *stacks: Any) -> Form:
-        """Read what `flat` returns."""
+        """Build a form from the tuple that `flat` returns."""
         middle = len(StackForm._fields)
         gate = Gate(cast("Any", kind), interleaved, alpha, limit)
         return cls(gate, transposed, StackForm(*stacks[:middle]), StackForm(*stacks[middle:]))

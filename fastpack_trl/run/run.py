@@ -116,7 +116,7 @@ class Run(Decisions):
 
     @property
     def is_fsdp2(self) -> bool:
-        """Parameters are DTensors, gathered while their FSDP module runs."""
+        """Whether FSDP 2 is in use: parameters are DTensors, gathered while their module runs."""
         return bool(self.trainer.is_fsdp_enabled and self.trainer.accelerator.is_fsdp2)
 
     @property

@@ -106,7 +106,7 @@ class RowForward:
             model.forward = types.MethodType(function, model)
 
     def running(self) -> AbstractContextManager[None]:
-        """Run known batches as rows until the context ends."""
+        """Run the batches that were registered as packed rows, until the context ends."""
         return patch_attribute(self._state, "active", not self.missing)
 
     @property
