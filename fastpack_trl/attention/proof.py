@@ -196,7 +196,7 @@ def _examine(row: Probe, seed: int) -> PackingProof:
 
 
 def _budget(model: nn.Module) -> float | None:
-    """Return the largest allowed difference of hidden states, or None. fp32 on CUDA may run in TF32: 10 mantissa bits."""
+    """Return the largest allowed difference of hidden states, or None. fp32 on CUDA may be TF32: 10 mantissa bits."""
     on_cuda = next(iter(model.parameters())).device.type == "cuda"
     exact = not on_cuda or torch.backends.cuda.matmul.fp32_precision != "tf32"
     return BUDGET if exact and torch.finfo(_compute_dtype(model)).eps <= torch.finfo(torch.float32).eps else None
