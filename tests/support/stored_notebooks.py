@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 import sys
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,15 @@ def stored(notebook: dict[str, Any]) -> dict[str, Any]:
     """Return a notebook that was run, as it is stored: without stderr, which has progress bars and paths."""
     cells = [cell | {"metadata": {}} for cell in notebook["cells"]]
     for cell in code({"cells": cells}):
-        cell["outputs"] = [
-            output | ({"metadata": {}} if "data" in output else {"text": text(output).splitlines(keepends=True)})
-            for output in cell["outputs"] if output.get("name") != "stderr"
-        ]  # fmt: skip
+        shown = [output for output in cell["outputs"] if output.get("name") != "stderr"]
+        outputs: list[dict[str, Any]] = []
+        for is_data, pieces in groupby(shown, key=lambda output: "data" in output):
+            if is_data:
+                outputs += [output | {"metadata": {}} for output in pieces]
+            else:  # a stream is stored in one piece, however it arrived
+                lines = "".join(map(text, pieces)).splitlines(keepends=True)
+                outputs.append({"name": "stdout", "output_type": "stream", "text": lines})
+        cell["outputs"] = outputs
     metadata = METADATA | {"fastpack_trl": {"sources": sources(notebook)}}
     return {"cells": cells, "metadata": metadata, "nbformat": notebook["nbformat"], "nbformat_minor": 5}
 
