@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -17,7 +16,7 @@ from fastpack_trl.attention.backends import BACKENDS, choose, failure
 from fastpack_trl.attention.start_proof import is_examined, prove, tell_stock_error
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.changes import patch_attribute
-from fastpack_trl.model.facts import asked_for, attention_modules, read_features
+from fastpack_trl.model.facts import asked_for, read_features
 from fastpack_trl.packing.batching import BatchPlan, vocabulary
 from fastpack_trl.packing.dataset import check_vocabulary, is_token_lists, padding_cost
 from fastpack_trl.packing.documents import PADDED_DOCUMENTS
@@ -47,20 +46,9 @@ def choose_attention(run: Run) -> None:
         features,
         stock_requested=asked_for(run.model, keywords.get("attn_implementation")),
         attempt=failure,
-        elements=_tokens_of(run) * features.num_heads * features.head_dim * len(attention_modules(run.model)),
     )
     plan_rows(run)
     run.set_state(_Asked(run.settings.packed_attention))
-
-
-def _tokens_of(run: Run) -> float:
-    """Return the most tokens that a run can train on, as far as its arguments and its data set say."""
-    args, dataset = run.args, run.trainer.train_dataset
-    if args.max_steps > 0:
-        rows: float = args.max_steps * args.gradient_accumulation_steps * args.per_device_train_batch_size
-    else:
-        rows = args.num_train_epochs * len(dataset) if isinstance(dataset, Dataset) else math.inf
-    return rows * run.sequences * (run.max_length or math.inf)
 
 
 def plan_rows(run: Run, plan: BatchPlan | None = None) -> None:

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
-from fastpack_trl.attention.interface import AttentionCall, described
+from fastpack_trl.attention.interface import AttentionCall, Backend, described
 from fastpack_trl.attention.reference import NO_SOFTCAP, NO_WINDOW, band_mask, document_attention
+from fastpack_trl.errors import first_reason
 from fastpack_trl.kernels.operators import arguments_of, differentiable, operator, recording
 from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.packing.packed_batch import PackedBatch, rounded_length
@@ -275,27 +276,42 @@ def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | No
     return -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum(1).to(sinks.dtype)
 
 
-def reason_for(kernel: str, features: ModelFeatures) -> str:
-    """Return the reason for the report: ``flash-attn-4, bfloat16, sm90; plain causal``."""
-    return f"{kernel}, {_short(features.compute_dtype)}, sm{dotted(features, '')}; {described(features)}"
+class RowBackend(Backend):
+    """A backend whose flash kernel runs over a whole row, with windows and sinks.
 
+    Attributes:
+        library: the kernel's name in reports.
+        generations: major compute capabilities that it supports; `needs` says so in messages.
+    """
 
-def lacks(name: str, features: ModelFeatures, device: object) -> Iterator[object]:
-    """Yield features of a model that a flash kernel lacks; `device`: why its device is not supported, or False."""
-    yield features.device_type != "cuda" and f"{name} needs CUDA, the model is on {features.device_type}"
-    yield device and f"{name} needs compute capability {device}, this device has {dotted(features)}"
-    dtype = features.compute_dtype
-    yield (
-        dtype not in FLASH_DTYPES and f"{name} needs bf16 or fp16, this run computes in {_short(dtype)} (bf16=False?)"
-    )
-    too_wide = features.head_dim > MAX_HEAD_DIM
-    yield too_wide and f"head_dim {features.head_dim} is over {name}'s limit of {MAX_HEAD_DIM}"
-    yield features.dropout and f"{name} has no dropout, the model's is {features.dropout}"
+    flattens = shares = True
+    library: str
+    generations: range
+    needs: str
 
+    def refuses(self, features: ModelFeatures) -> str:
+        return first_reason(self._lacks(features))
 
-def dotted(features: ModelFeatures, dot: str = ".") -> str:
-    """Return the compute capability of a model's device: ``9.0``."""
-    return dot.join(map(str, features.capability or ()))
+    def reason(self, features: ModelFeatures) -> str:
+        capability = "".join(map(str, features.capability or ()))
+        return f"{self.library}, {_short(features.compute_dtype)}, sm{capability}; {described(features)}"
+
+    def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> RowLayer:
+        return RowLayer.of(self.name, batch, device)
+
+    def _lacks(self, features: ModelFeatures) -> Iterator[object]:
+        """Yield why the kernel cannot run a model."""
+        name, dtype, capability = self.name, features.compute_dtype, features.capability
+        device = ".".join(map(str, capability or ()))
+        yield features.device_type != "cuda" and f"{name} needs CUDA, the model is on {features.device_type}"
+        unsupported = capability is not None and capability[0] not in self.generations
+        yield unsupported and f"{name} needs compute capability {self.needs}, this device has {device}"
+        unsupported = dtype not in FLASH_DTYPES
+        yield unsupported and f"{name} needs bf16 or fp16, this run computes in {_short(dtype)} (bf16=False?)"
+        too_wide = features.head_dim > MAX_HEAD_DIM
+        yield too_wide and f"head_dim {features.head_dim} is over {name}'s limit of {MAX_HEAD_DIM}"
+        yield features.dropout and f"{name} has no dropout, the model's is {features.dropout}"
+        yield features.softcap and not KERNELS[name][1] and f"{name} has no softcap"
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -263,13 +263,13 @@ def test_shared_row_is_refused_by_a_backend_without_it_and_where_its_positions_w
     batch, model = tree_row(*FAMILY), tiny_model("llama")
     ids = torch.randint(3, 96, (1, batch.total_tokens))
     keywords = {"input_ids": ids, "packed_batch": batch, "use_cache": False, **to_transformers_kwargs(batch)}
-    assert "xformers has no form" in shared_refusal(BACKENDS["xformers"], PLAIN)
+    assert "xformers does not support shared prefixes" in shared_refusal(BACKENDS["xformers"], PLAIN)
     with packed_attention(model):
         expected = model(**keywords).logits
         assert torch.equal(expected, model(**keywords | {"position_ids": batch.position_ids.clone()}).logits)
         with pytest.raises(ValueError, match="were edited after collation"):
             model(**keywords | {"position_ids": batch.position_ids + 1})
-        with monkeypatch.context() as patch, pytest.raises(PackingError, match="per_document has no form"):
+        with monkeypatch.context() as patch, pytest.raises(PackingError, match="per_document does not support"):
             patch.setattr(PerDocument, "shares", False)
             model(**keywords)
         batch.position_ids.add_(1)
