@@ -253,5 +253,5 @@ def test_leak_of_packed_rows_is_one_line_with_the_fix(material: Material, capsys
     assert main(["sft", "--config", str(config)]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fastpack-trl sft: error: ")]
     assert "packing check with stock: LEAK" in line
-    assert line.endswith("set packed_attention='auto'; verify_packing='off' trains all the same")
+    assert line.endswith("set packed_attention='auto'; verify_packing='off' trains anyway")
     assert not material.out.exists()
