@@ -218,9 +218,7 @@ def test_model_is_restored_after_an_exception(tmp_path: Path) -> None:
     assert states[0] == states[1]
 
 
-def test_masks_are_built_once_per_batch_and_are_gone_after_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_masks_are_gone_after_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batches, derive = dict[int, PackedBatch](), PackedBatch.derive
 
     def record(self: PackedBatch, key: Any, build: Any) -> Any:
@@ -235,7 +233,6 @@ def test_masks_are_built_once_per_batch_and_are_gone_after_the_step(
     train(FastSFTTrainer, tmp_path, fast=fast, eval_strategy="no", trainer={"callbacks": [check()]}, **options)
     assert alive == [[]] * 4
     assert len(batches) > 3
-    assert all(set(batch.build_counts.values()) == {1} for batch in batches.values())
 
 
 def test_compute_metrics_and_predict_get_the_padded_batches_of_stock(tmp_path: Path) -> None:
@@ -371,9 +368,9 @@ def test_data_without_tokens_or_loss_is_named_and_data_of_stock_is_left_to_it(tm
     ("data", "message"),
     [
         ({"input_ids": [[]]}, "no token: all 1 documents are empty"),
-        ({"input_ids": [[1, 2, 96]]}, "96 in 'input_ids', outside the model's vocabulary of 96"),
-        ({"input_ids": [[1, -2, 5]]}, "-2 in 'input_ids', outside"),
-        ({"input_ids": [[1, 2, 5]], "labels": [[1, 2, 500]]}, "500 in 'labels', outside"),
+        ({"input_ids": [[1, 2, 96]]}, r"input_ids has token id 96, outside the vocabulary \[0, 96\)"),
+        ({"input_ids": [[1, -2, 5]]}, "input_ids has token id -2, outside"),
+        ({"input_ids": [[1, 2, 5]], "labels": [[1, 2, 500]]}, "labels has token id 500, outside"),
         ({"body": ["w1 w2"]}, "row 0 of the train data set .*cannot be prepared .KeyError"),
     ],
 )

@@ -25,7 +25,7 @@ DEFAULT_LENGTHS = (9, 1, 14, 6)
 """Tokens per document: unequal, one of a single token, one longer than both of its neighbours."""
 SHARED_LENGTHS = (7, 6, 1, 5, 4, 9)
 SHARED_PARENTS = (-1, 0, 0, 0, 3, -1)
-"""A prefix with three branches, one of them a single token and one that goes on, and a document beside them."""
+"""A prefix with three branches, one of them a single token and one that branches again, and an unrelated document."""
 LARGEST_WINDOW = {"cuda": 1024}
 """Per device: the largest window, in tokens, that a document of the probe exceeds; 512 on others."""
 PAST = 16
@@ -88,7 +88,7 @@ class Probe:
             return self._run(self.ids[:, self.paths[segment].to(self.ids.device)])[1].detach()
 
     def _right_stock(self) -> AbstractContextManager[None]:
-        """Compare with the model's own function if transformers' attention computes another one."""
+        """Use the eager function if the model's own implementation in transformers is wrong."""
         if self.attention.path not in BACKENDS or not stock_error(self.attention.features):
             return nullcontext()
         return patch_attribute(text_config(self.model), "_attn_implementation_internal", "eager")

@@ -34,8 +34,8 @@ class PackingProof:
         lengths: tokens of each document of the probe, or of each segment where documents share a prefix.
         leaks: ``(i, j, gradient)`` for every pair in which document j's hidden states depend on document i's
             embeddings, with the largest absolute gradient. Must be empty.
-        difference: the largest relative difference of a document's hidden states, packed and by itself under stock
-            attention: the norm of the difference over the norm.
+        difference: the largest relative difference of a document's hidden states, packed and by itself under
+            transformers' attention: the norm of the difference over the norm.
         budget: the largest allowed value; None if it is only reported (below fp32, and in TF32).
         not_exercised: windows that no document of the probe exceeds.
         windows: ``(layer, packed, separate)`` for every attention layer whose last token of a document sees another
@@ -109,7 +109,7 @@ def verify_packing(
     """Check on a few tokens that no packed document of `model` depends on another.
 
     (1) For every pair i != j the gradient of document j's hidden states with respect to document i's input embeddings
-    is exactly zero. (2) In fp32 the hidden states are those of the documents run one by one under the model's stock
+    is exactly zero. (2) In fp32 the hidden states are those of the documents run one by one under transformers'
     attention. (3) In a model with windows each attention layer sees as many tokens in the packed row as in the document
     by itself, in a row with a document that exceeds the window.
 
@@ -149,7 +149,7 @@ def verify_packing(
 
 
 def verify_shared(model: nn.Module, attention: PackedAttention, *, seed: int = 0) -> PackingProof:
-    """Prove on a few tokens that documents of `model` may share what they begin with in a row.
+    """Check on a few tokens that documents of `model` can share a prefix in a row.
 
     As `verify_packing`: the embeddings of a segment that is not before another in its document have a gradient of
     exactly zero, and those of the segment that it goes on from have not.
@@ -209,7 +209,7 @@ def _name_non_finite(model: nn.Module) -> None:
             bad = int((~torch.isfinite(tensor.detach().float())).sum()) if tensor.is_floating_point() else 0
             if bad:
                 raise NonFiniteError(f"{kind} {name} has non-finite values: {bad:,} of {tensor.numel():,}")
-    raise NonFiniteError("hidden states of separate documents under stock are not finite, though every parameter is")
+    raise NonFiniteError("hidden states of separate documents under TRL are not finite, although every parameter is")
 
 
 def _compute_dtype(model: nn.Module) -> torch.dtype:

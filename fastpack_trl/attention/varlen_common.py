@@ -31,7 +31,6 @@ from fastpack_trl.packing.packed_batch import PackedBatch, rounded_length
 MAX_HEAD_DIM = 256
 """Of flash kernels."""
 HEAD_ALIGNMENT = 8
-FLASH_CAPABILITY = (8, 0)
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, TypeVar
@@ -74,11 +74,10 @@ class Derived:
     model sees from the batch that the trainer clears.
     """
 
-    __slots__ = ("counts", "values")
+    __slots__ = ("values",)
 
     def __init__(self) -> None:
         self.values: dict[Hashable, Any] = {}
-        self.counts: Counter[Hashable] = Counter()
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, eq=False)
@@ -227,11 +226,6 @@ class PackedBatch(TensorFields):
         fits = tuple(row.shape[:2]) == (1, self.total_tokens)
         return fits and (self.positions is None or self.positions.matches(position_ids))
 
-    @property
-    def build_counts(self) -> Counter[Hashable]:
-        """Builds of each derived object; survives `clear_derived`, to be read after a step."""
-        return self.derived.counts
-
     def derive(self, key: Hashable, build: Callable[[], T]) -> T:
         """Return what `build` makes, made at most once per batch and key.
 
@@ -239,7 +233,6 @@ class PackedBatch(TensorFields):
         """
         if key not in self.derived.values:
             self.derived.values[key] = build()
-            self.derived.counts[key] += 1
         value: T = self.derived.values[key]
         return value
 
