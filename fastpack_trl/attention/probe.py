@@ -19,7 +19,6 @@ from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.sharded import embeddings_put_in
 from fastpack_trl.packing.chunks import CHUNK
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
-from fastpack_trl.packing.prefixes import SharedRow, packed_batch
 
 DEFAULT_LENGTHS = (9, 1, 14, 6)
 """Tokens per document: unequal, one of a single token, one longer than both of its neighbours."""
@@ -62,15 +61,12 @@ class Probe:
         """For each segment the tokens of the row from the beginning of its document to its own end."""
         for tokens, parent in zip(own, self.parents, strict=True):
             self.paths.append(tokens if parent < 0 else torch.cat([self.paths[parent], tokens]))
-        self.batch = (self._shared_batch() if parents else PackedBatch.from_lengths(self.lengths)).to(device)
+        before = np.array([len(path) for path in self.paths]) - np.array(self.lengths)
+        prefixes = before, torch.cat(self.paths).numpy()
+        self.batch = PackedBatch.from_lengths(self.lengths, prefixes=prefixes).to(device)
         self.packed_keywords = to_transformers_kwargs(self.batch)
         if attention.path != "off":
             self.packed_keywords["packed_batch"] = self.batch
-
-    def _shared_batch(self) -> PackedBatch:
-        lengths, tokens = np.array(self.lengths), np.arange(sum(self.lengths))
-        before = np.array([len(path) for path in self.paths]) - lengths
-        return packed_batch(SharedRow(lengths, before, torch.cat(self.paths).numpy(), tokens, tokens))
 
     def packed(self) -> tuple[Tensor, Tensor]:
         """Run the packed row; return its embeddings, (1, tokens, hidden), a leaf, and hidden states, (tokens, hidden).

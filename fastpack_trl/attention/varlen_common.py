@@ -201,10 +201,12 @@ class RowLayer(NamedTuple):
         """Attend over the whole row.
 
         Raises:
-            ValueError: a dtype, dropout or softcap that the kernel does not support; names the fix.
+            ValueError: dropout or a softcap, which the kernel does not support; names the fix.
         """
         attention, has_softcap = KERNELS[self.kernel]
-        _check_call(self.kernel, call, has_softcap)
+        if call.dropout or (call.softcap is not None and not has_softcap):
+            what = "dropout" if call.dropout else "softcap"
+            raise ValueError(f"{self.kernel} has no {what}: set packed_attention='per_document' or 'sdpa'")
         width = -(-max(call.query.shape[-1], call.value.shape[-1]) // HEAD_ALIGNMENT) * HEAD_ALIGNMENT
         tensors = [tensor[0].transpose(0, 1) for tensor in (call.query, call.key, call.value)]
         # Zeros change no score, and no value before them.
@@ -225,15 +227,6 @@ class RowLayer(NamedTuple):
 
 KERNELS: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], bool]] = {}
 """By name of the backend: its operator, and whether it supports a softcap. Each backend's file adds its own."""
-
-
-def _check_call(name: str, call: AttentionCall, has_softcap: bool) -> None:
-    wrong_dtype = call.query.is_cuda and call.query.dtype not in FLASH_DTYPES
-    # The message is made only when it is needed: inside a graph its parts are symbols.
-    if wrong_dtype or call.dropout or (call.softcap is not None and not has_softcap):
-        what = f"dropout {call.dropout}" if call.dropout else f"softcap {call.softcap}"
-        what = f"dtype {_short(call.query.dtype)}" if wrong_dtype else what
-        raise ValueError(f"{name} has no {what}: set packed_attention='per_document' or 'sdpa'")
 
 
 def gather_keys(tensor: Tensor, index: Tensor, dim: int = 0) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fastpack_trl.model.upstream import DataCollatorForLanguageModeling
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, TensorVersion, to_transformers_kwargs
 from fastpack_trl.packing.packed_inputs import PackedInputs
-from fastpack_trl.packing.prefixes import packed_batch, score, share
+from fastpack_trl.packing.prefixes import score, share
 from fastpack_trl.packing.shared_keys import Documents, Ints
 
 __all__ = ["PackedInputs", "PackingCollator"]
@@ -112,8 +112,9 @@ class PackingCollator(DataCollatorForLanguageModeling):
                 loss_tokens=int(weights.sum(dtype=np.int64)),
                 capacity=len(labels) + -len(labels) % multiple,
             )
+            prefixes = row.first_positions, row.key_index
             batch = replace(
-                packed_batch(row, num_padding=num_padding),
+                PackedBatch.from_lengths(row.lengths, num_padding=num_padding, prefixes=prefixes),
                 loss_positions=torch.from_numpy(loss_positions),
                 loss_labels=torch.from_numpy(loss_labels),
                 labels=TensorVersion.of(targets),

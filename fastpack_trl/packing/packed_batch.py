@@ -134,7 +134,7 @@ class PackedBatch(TensorFields):
         *,
         num_padding: int = 0,
         labels: Tensor | None = None,
-        shared: SharedKeys | None = None,
+        prefixes: tuple[Ints, Ints] | None = None,
     ) -> PackedBatch:
         """Build the metadata of a row on the host.
 
@@ -143,7 +143,7 @@ class PackedBatch(TensorFields):
             num_padding: tokens appended after the last document.
             labels: (total_tokens,) or (1, total_tokens) int64 on the host, `IGNORE_INDEX` where no loss is counted.
                 First tokens of a document are never counted: nothing precedes them.
-            shared: the keys of the segments, the padded tail among them.
+            prefixes: of a row that shares: `SharedKeys.prefix_lengths` and `key_index` without the padded tail.
 
         Raises:
             ValueError: no document, a length below 1, or labels of another length than the row.
@@ -172,8 +172,13 @@ class PackedBatch(TensorFields):
             counted[total - num_padding - 1 :] = False
             predicting = counted.nonzero()[0]
             loss_positions, loss_labels = torch.from_numpy(predicting), torch.from_numpy(flat[1:][predicting])
-        if shared is not None:
-            places += np.repeat(shared.prefix_lengths, segments)
+        shared = None
+        if prefixes is not None and prefixes[0].any():
+            before = np.append(prefixes[0], np.zeros(len(segments) - len(lengths), np.int64))
+            index, keys = np.append(prefixes[1], np.arange(total - num_padding, total)), segments + before
+            ends_k = torch.from_numpy(np.append(0, keys.cumsum()).astype(np.int32))
+            shared = SharedKeys(tuple(before.tolist()), torch.from_numpy(index), ends_k, int(keys.max()))
+            places += before.repeat(segments)
         position_ids = torch.from_numpy(places[None])
         return cls(
             seq_lengths=tuple(lengths.tolist()),

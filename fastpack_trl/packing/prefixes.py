@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch
-from fastpack_trl.packing.shared_keys import Ints, SharedKeys
+from fastpack_trl.packing.packed_batch import IGNORE_INDEX
+from fastpack_trl.packing.shared_keys import Ints
 
 LEAST_SHARED = 16
 """Tokens of a prefix below which each document keeps its own: a segment more costs the kernels as much."""
@@ -77,16 +77,6 @@ def share(ids: NDArray[Any], lengths: Sequence[int] | Ints, least: int = LEAST_S
     has_own = own > 0
     source_of = row + (starts + common - (own_ends - own)).repeat(own)
     return SharedRow(own[has_own], common[has_own], np.concatenate(keys), token_of, source_of)
-
-
-def packed_batch(row: SharedRow, *, num_padding: int = 0) -> PackedBatch:
-    """Return the metadata of a row and `num_padding` tokens behind it, on the host."""
-    shared = None
-    if row.first_positions.any():
-        tail: Ints = np.array([num_padding] if num_padding else [], dtype=np.int64)
-        keys: Ints = np.append(row.key_index, len(row.source_of) + np.arange(num_padding))
-        shared = SharedKeys.of(np.append(row.lengths, tail), np.append(row.first_positions, 0 * tail), keys)
-    return PackedBatch.from_lengths(row.lengths, num_padding=num_padding, shared=shared)
 
 
 def _neighbours(ids: NDArray[Any], starts: Ints, sizes: Ints) -> tuple[Ints, Ints]:

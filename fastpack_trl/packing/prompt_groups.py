@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastpack_trl.packing.packed_batch import PackedBatch
-from fastpack_trl.packing.prefixes import LEAST_SHARED, packed_batch, share
+from fastpack_trl.packing.prefixes import LEAST_SHARED, share
 from fastpack_trl.packing.shared_keys import Ints, TensorFields
 
 KEY = "fastpack_prompt_groups"
@@ -128,7 +128,8 @@ def _group(
     if shared is None:
         batch = PackedBatch.from_lengths(lengths)
     else:
-        batch, tokens, positions = packed_batch(shared), tokens[shared.source_of], shared.token_of[positions]
+        batch = PackedBatch.from_lengths(shared.lengths, prefixes=(shared.first_positions, shared.key_index))
+        tokens, positions = tokens[shared.source_of], shared.token_of[positions]
         copies = torch.from_numpy(np.bincount(shared.token_of))[None]
     return PromptGroups(
         batch=batch,

@@ -11,7 +11,6 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -63,13 +62,6 @@ class SharedKeys(TensorFields):
     key_index: Tensor
     cu_seqlens_k: Tensor
     max_seqlen_k: int
-
-    @classmethod
-    def of(cls, lengths: Ints, prefix_lengths: Ints, index: Ints) -> SharedKeys:
-        """Return the keys of segments of `lengths` tokens behind `prefix_lengths`; `index` is `key_index`."""
-        keys = lengths + prefix_lengths
-        ends: NDArray[np.int32] = np.append(0, keys.cumsum()).astype(np.int32)
-        return cls(tuple(prefix_lengths.tolist()), torch.from_numpy(index), torch.from_numpy(ends), int(keys.max()))
 
     @classmethod
     def own(cls, cu_seqlens: Tensor, lengths: Sequence[int]) -> SharedKeys:

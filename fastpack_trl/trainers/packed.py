@@ -139,7 +139,7 @@ class PackedTrainer(FeaturedTrainer):
         """Prepare a data set as TRL does for completions; its prompt-only trainers prepare none."""
         stock = super()._prepare_dataset
         prepared = self._fastpack_name_faults(stock, stock, *given)
-        if not self._fastpack_disabled and (lost := dropped(stock, prepared, *given)):
+        if not self._fastpack_disabled and (lost := dropped(prepared, given[0], given[2].max_length, given[-1])):
             self.fastpack_report.facts[f"{given[-1]} examples"] = lost
         return prepared
 

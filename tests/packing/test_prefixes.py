@@ -15,8 +15,8 @@ from shared_material import seen_by, tree_row, trees
 from static_material import collate_shared
 
 from fastpack_trl.packing.collator import unshared
-from fastpack_trl.packing.packed_batch import IGNORE_INDEX, merge_batches
-from fastpack_trl.packing.prefixes import packed_batch, share
+from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, merge_batches
+from fastpack_trl.packing.prefixes import share
 
 documents = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=7)
 """Of three kinds of token: many are equal, contained in others, or begin alike."""
@@ -31,7 +31,8 @@ def test_the_row_has_every_document_and_nothing_twice(drawn: list[list[int]], le
         alike = (takewhile(lambda two: two[0] == two[1], zip(*pair, strict=False)) for pair in combinations(drawn, 2))
         assert all(len(list(common)) < least for common in alike)
         return
-    batch, in_row = packed_batch(row), ids[row.source_of]
+    batch = PackedBatch.from_lengths(row.lengths, prefixes=(row.first_positions, row.key_index))
+    in_row = ids[row.source_of]
     assert row.token_of[row.source_of].tolist() == list(range(len(in_row)))
     assert in_row[row.token_of].tolist() == ids.tolist()
     assert batch.shared is None or len(batch.shared.key_index) == batch.shared.cu_seqlens_k[-1]
