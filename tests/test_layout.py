@@ -28,7 +28,7 @@ TABLE = re.findall(r"^\| *(\d*) *\| `(\w+)` \|", ARCHITECTURE, re.MULTILINE)
 """Rooms and files of the package from the highest floor to the lowest: each imports from floors below its own."""
 
 BUDGETS = {
-    "attention": 2250,
+    "attention": 2150,
     "bench": 1150,
     "callbacks": 300,
     "capture": 1350,
@@ -40,7 +40,7 @@ BUDGETS = {
     "measure": 750,
     "model": 1450,
     "moe": 1100,
-    "packing": 2050,
+    "packing": 2000,
     "recurrent": 800,
     "recipe": 1900,
     "run": 450,

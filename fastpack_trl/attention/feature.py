@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 from accelerate.logging import get_logger
 from datasets import Dataset
@@ -26,29 +25,22 @@ from fastpack_trl.run import Choice, Run
 logger = get_logger(__name__)
 
 
-class _Asked(NamedTuple):
-    """The setting for which a run has chosen its attention."""
-
-    setting: str
-
-
 def choose_attention(run: Run) -> None:
     """Choose the attention path of a run, and its batches.
 
     Raises:
         ValueError: the requested path would be wrong for the model; names the fix.
     """
-    run.set_state(_Asked(""))  # if this fails, the next start chooses again
     keywords = run.args.model_init_kwargs or {}
     features = read_features(run.model, run.compute_dtype)
-    run.choice = choose(
+    choice = choose(
         run.settings.packed_attention,
         features,
         stock_requested=asked_for(run.model, keywords.get("attn_implementation")),
         attempt=failure,
     )
+    run.choice = replace(choice, setting=run.settings.packed_attention)
     plan_rows(run)
-    run.set_state(_Asked(run.settings.packed_attention))
 
 
 def plan_rows(run: Run, plan: BatchPlan | None = None) -> None:
@@ -94,7 +86,7 @@ def plan_rows_again(run: Run) -> None:
 
     def why_stock() -> str:
         nonlocal own
-        if run.get_state(_Asked) != _Asked(run.settings.packed_attention):
+        if run.choice.setting != run.settings.packed_attention:
             choose_attention(run)
             logger.warning(f"packed_attention: {run.choice.path} ({run.choice.reason})")
         own = _plan(run)
@@ -155,6 +147,7 @@ def _install(run: Run, stack: ExitStack) -> None:
     if not failed:
         return
     attempt.close()
-    run.choice = replace(run.choice, unproven=failed) if unasked else Choice(PADDED_DOCUMENTS, failed)
+    padded = Choice(PADDED_DOCUMENTS, failed, setting=run.choice.setting)
+    run.choice = replace(run.choice, unproven=failed) if unasked else padded
     plan_rows(run)
     logger.warning(f"batches: {run.plan.kind} ({failed})")

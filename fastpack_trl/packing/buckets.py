@@ -104,7 +104,7 @@ def _groups(rows: NDArray[np.int64]) -> tuple[float, list[NDArray[np.int64]]]:
     # The rare rows beyond the ordinary come last; they may be a group of their own, for which there is no bucket.
     places = sorted({count * step // _STEPS for step in range(_STEPS + 1)} | {count - int(_LEAST_SHARE * count)})
     costs = {(a, b): (b - a) * _cost(*rows[a:b].max(axis=0)) for a, b in combinations(places, 2)}
-    best, chosen = math.inf, (0, count)
+    best, chosen = math.inf, tuple[int, ...]()
     for cuts in range(MOST_BUCKETS):
         ways = [(0, *inner, count) for inner in combinations(places[1:-1], cuts)]
         cost, way = min(((sum(costs[pair] for pair in pairwise(way)), way) for way in ways), default=(math.inf, ()))

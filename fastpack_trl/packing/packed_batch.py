@@ -174,8 +174,9 @@ class PackedBatch(TensorFields):
             loss_positions, loss_labels = torch.from_numpy(predicting), torch.from_numpy(flat[1:][predicting])
         shared = None
         if prefixes is not None and prefixes[0].any():
-            before = np.append(prefixes[0], np.zeros(len(segments) - len(lengths), np.int64))
-            index, keys = np.append(prefixes[1], np.arange(total - num_padding, total)), segments + before
+            before: Ints = np.append(prefixes[0], np.zeros(len(segments) - len(lengths), np.int64))
+            index: Ints = np.append(prefixes[1], np.arange(total - num_padding, total))
+            keys = segments + before
             ends_k = torch.from_numpy(np.append(0, keys.cumsum()).astype(np.int32))
             shared = SharedKeys(tuple(before.tolist()), torch.from_numpy(index), ends_k, int(keys.max()))
             places += before.repeat(segments)

@@ -26,6 +26,8 @@ class Choice:
     """The reason why layers are not compiled; empty if they may be."""
     unproven: str = ""
     """The reason why batches that TRL pads stay padded although the path can flatten them; empty if they need not."""
+    setting: str = ""
+    """The value of `packed_attention` for which a run chose it."""
 
 
 @dataclass(eq=False, repr=False)
