@@ -46,8 +46,8 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         fastpack_run: decisions of this trainer, for its features.
 
     Raises:
-        ValueError: in addition to those of `SFTTrainer`: an attention that would be wrong for the model, token ids
-            outside the vocabulary, labels and tokens of different lengths, an empty data set.
+        ValueError: in addition to those of `SFTTrainer`: an attention that would be wrong for the model, labels and
+            tokens of different lengths, an empty data set.
     """
 
     _fastpack_stock = SFTTrainer

@@ -20,7 +20,7 @@ from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.run import Choice
 
 _WINDOW = 5
-_LENGTHS = (8, 4)  # tokens per document: one past the window, and a shorter one, which shows what of the first it sees
+_LENGTHS = (8, 4)  # tokens per document: one that exceeds the window, and a shorter one that must not see the first
 _MOST_ERROR = 0.1
 """Relative error allowed in a 16-bit trial, where gradients of sinks nearly cancel; a wrong factor exceeds it."""
 

@@ -160,7 +160,7 @@ def _switched(base: Any, features: ModelFeatures) -> Iterator[None]:
 
 
 class _Prepare:
-    """The hook in which the keyword `packed_batch` becomes what the layers read; a model can be copied with it."""
+    """The forward pre-hook that converts the keyword `packed_batch` for the layers; a model can be copied with it."""
 
     def __init__(self, backend: Backend, handle: PackedAttention, model: nn.Module) -> None:
         self.backend, self.handle, self.features = backend, handle, handle.features
@@ -268,9 +268,9 @@ def _attention(
     if not (query.shape[2] == key.shape[2] == value.shape[2] == expected):
         raise PackingError(
             f"{type(module).__name__} attends with {query.shape[2]} queries over {key.shape[2]} keys and "
-            f"{value.shape[2]} values, and the documents of its row (cu_seqlens) end at {expected}: every token has to "
-            "be there in all layers; leave out what cuts rows inside of the model (logits_to_keep, where layers share "
-            "keys), or set packing=False and packed_attention='off'"
+            f"{value.shape[2]} values, but the documents of its row (cu_seqlens) end at {expected}: every layer needs "
+            "every token; remove what cuts rows inside the model (logits_to_keep, if layers share keys), or set "
+            "packing=False and packed_attention='off'"
         )
     # The autocast dtype, else that of the value projection, which is the weights'. Never the query's: rotary embeddings
     # and norms return it in fp32 while the run computes in bf16.

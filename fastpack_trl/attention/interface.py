@@ -85,9 +85,9 @@ class Backend(ABC):
     def refuses_static(self, bucket: Bucket, features: ModelFeatures) -> str:
         """Return why it cannot attend over static batches of this bucket, or ``""``.
 
-        A CUDA graph runs their layers again for other documents: these may hold tensors and what follows from shapes.
+        A CUDA graph runs their layers again for other documents, so layers may hold tensors and values of shapes only.
         """
-        return f"{self.name} makes what its layers read from the documents of one batch"
+        return f"{self.name} prepares its layers for the documents of one batch"
 
 
 def described(features: ModelFeatures) -> str:

@@ -24,6 +24,8 @@ class PerDocumentLayer(NamedTuple):
     """Keys of each segment: its own tokens, after those of a shared prefix."""
     masks: dict[int | None, Tensor]
     """Per window that a segment exceeds: (keys, keys) bool of the longest one; None: the causal mask of shared rows."""
+    repeats: bool = False
+    """Heads of keys are repeated for the device's kernel."""
     key_index: Tensor | None = None
     """(total_keys,) int64 on the device: the tokens of the row that are keys (`SharedKeys`); None: each token once."""
     calls_per_document: bool = True
@@ -63,7 +65,7 @@ class PerDocumentLayer(NamedTuple):
             return out
         groups = query.shape[1] // key.shape[1]
         # Of torch's fused kernels on CUDA, only flash takes groups of heads; what it can run has `varlen`.
-        if groups > 1 and query.is_cuda:
+        if groups > 1 and self.repeats:
             key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=call.scale,
@@ -99,4 +101,4 @@ class PerDocument(Backend):
         windows += [None] if shared is not None else []
         masks = {window: band_mask(longest, window or longest, device) for window in windows}
         index = None if shared is None else shared.key_index.to(device)
-        return PerDocumentLayer(lengths, keys, masks, index)
+        return PerDocumentLayer(lengths, keys, masks, features.device_type == "cuda", index)

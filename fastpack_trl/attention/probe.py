@@ -32,14 +32,14 @@ PAST = 16
 
 
 class Probe:
-    """One packed row of random tokens, whose segments may go on from each other.
+    """One packed row of random tokens, whose segments may continue each other.
 
     The backbone runs without a head and gets token ids too, which some families read in addition to embeddings.
 
     Args:
-        attention: what `packed_attention` yielded for the model.
+        attention: the handle from `packed_attention` for the model.
         lengths: tokens of each segment.
-        parents: the segment that each one goes on from, -1 for none; None: segments are whole documents.
+        parents: the segment that each one continues, -1 for none; None: segments are whole documents.
     """
 
     def __init__(
@@ -120,9 +120,10 @@ class Probe:
 def measured_reach(model: nn.Module, queries: Sequence[int]) -> Iterator[dict[tuple[str, int], int]]:
     """Measure how far back each attention layer that runs inside looks: exact in every dtype, unlike a loss.
 
-    A key that a query does not see has a gradient of exactly zero, one that it sees has not. So the first position with
-    a gradient says how many tokens a layer sees, whatever computes it. A layer keeps its activations only until it is
-    measured: what runs inside cannot be differentiated afterwards. Layers of another form are left out.
+    A key that a query does not see has a gradient of exactly zero, a key that it sees has a nonzero one. So the first
+    position with a gradient gives the number of tokens that a layer sees, whatever computes it. A layer keeps its
+    activations only until it is measured, so nothing that runs inside can be differentiated afterwards. Layers that do
+    not map hidden states to hidden states are left out.
 
     Args:
         model: a transformers causal language model, to be run on one row of embeddings that take a gradient.
@@ -160,7 +161,7 @@ def measured_reach(model: nn.Module, queries: Sequence[int]) -> Iterator[dict[tu
 
 
 def _never(_packed: None) -> Tensor:
-    raise RuntimeError("what runs while its reach is measured keeps nothing for a backward pass")
+    raise RuntimeError("activations are not kept while the reach of layers is measured: no backward pass is possible")
 
 
 def text_config(model: nn.Module) -> Any:

@@ -39,9 +39,9 @@ class PackingProof:
         budget: the largest allowed value; None if it is only reported (below fp32, and in TF32).
         not_exercised: windows that no document of the probe exceeds.
         windows: ``(layer, packed, separate)`` for every attention layer whose last token of a document sees another
-            number of tokens in the packed row than in the document by itself. Empty is right.
-        unseen: ``(i, j)`` for every segment j of a row with shared prefixes that goes on from segment i and does not
-            depend on it. Empty is right.
+            number of tokens in the packed row than in the document by itself. Must be empty.
+        unseen: ``(i, j)`` for every segment j of a row with shared prefixes that continues segment i but does not
+            depend on it. Must be empty.
     """
 
     path: str
@@ -82,7 +82,7 @@ class PackingProof:
         """Return self, or raise.
 
         Args:
-            remedy: what to do instead; default: the setting that would be right.
+            remedy: the fix that the message names; default: the setting that avoids the failure.
 
         Raises:
             PackingError: a leak, a wrong window or a difference over the budget; names the remedy.
@@ -121,7 +121,7 @@ def verify_packing(
         implementation: as in `packed_attention`; ``off`` checks transformers' attention.
         lengths: tokens per document of the probe, at least two documents; None: `default_lengths`, and for windows that
             these do not exceed a second row with a document that does (up to `LARGEST_WINDOW`).
-        attention: what `packed_attention` yielded, when the model is already inside of it.
+        attention: the handle from `packed_attention`, if the model is already inside that context.
         seed: of the probe's tokens.
 
     Raises:
@@ -151,12 +151,12 @@ def verify_packing(
 def verify_shared(model: nn.Module, attention: PackedAttention, *, seed: int = 0) -> PackingProof:
     """Check on a few tokens that documents of `model` can share a prefix in a row.
 
-    As `verify_packing`: the embeddings of a segment that is not before another in its document have a gradient of
-    exactly zero, and those of the segment that it goes on from have not.
+    As in `verify_packing`, segments of other documents must have a gradient of exactly zero, and the segment that each
+    one continues a nonzero gradient.
 
     Args:
         model: a transformers causal language model, plain or inside PEFT.
-        attention: what `packed_attention` yielded for it, inside of its context.
+        attention: the handle from `packed_attention`, whose context is entered.
         seed: of the probe's tokens.
     """
     with isolated_run(model, training=False):

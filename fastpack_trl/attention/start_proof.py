@@ -1,4 +1,4 @@
-"""The feature `verify_packing`: the packing check when training starts, and what its outcome does to the run."""
+"""The feature `verify_packing`: the packing check when training starts, and the effect of its outcome on the run."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def prove(run: Run, attention: PackedAttention | None) -> str:
 
 
 def _why_not_run(run: Run, attention: PackedAttention | None, error: Exception) -> str:
-    """Report why the check did not run; return the reason if it lies in the form of the model."""
+    """Report why the check did not run; return the reason if the model causes it."""
     is_strict, unproven = run.settings.verify_packing == "on" and run.training, ""
     reason, fix = str(error), "set verify_packing='auto' or 'off'"
     if isinstance(error, NonFiniteError):

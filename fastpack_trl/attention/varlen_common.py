@@ -174,7 +174,7 @@ def _flops_backward(_grad_out: Tensor, _out: Tensor, _lse: Tensor, *fields: Any,
 
 
 class RowLayer(NamedTuple):
-    """Segments of a row, as a kernel over the whole row reads them: what crosses a layer boundary."""
+    """Segments of a row for a kernel over the whole row; crosses a layer boundary."""
 
     kernel: str
     """Its key in `KERNELS`."""

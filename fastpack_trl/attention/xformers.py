@@ -15,7 +15,7 @@ from fastpack_trl.packing.packed_batch import PackedBatch
 
 
 class XformersLayer(NamedTuple):
-    """One `BlockDiagonalCausalMask` per window (None: full): what crosses a layer boundary."""
+    """One `BlockDiagonalCausalMask` per window (None: full); crosses a layer boundary."""
 
     biases: dict[int | None, Any]
 

@@ -59,11 +59,6 @@ class Bucket(NamedTuple):
         """The size with keys: each token's own if nothing is shared."""
         return self if self.keys else self._replace(keys=self.tokens, max_seqlen_k=self.max_seqlen)
 
-    @property
-    def cost(self) -> float:
-        """Cost in tokens, for comparisons."""
-        return float(_cost(*self))
-
     def pieces_of(self, size: Bucket) -> int:
         """Return the segments of the tail: none has more tokens, or sees more keys, than the bucket's longest."""
         pieces = -(-(self.tokens - size.tokens) // self.max_seqlen)
@@ -82,7 +77,8 @@ class Bucket(NamedTuple):
 
 def smallest_fitting(buckets: Iterable[Bucket], size: Bucket) -> Bucket | None:
     """Return the bucket in which a row of this size costs least; None if it fits into none."""
-    return min((bucket for bucket in buckets if bucket.holds(size)), key=lambda bucket: bucket.cost, default=None)
+    fitting = (bucket for bucket in buckets if bucket.holds(size))
+    return min(fitting, key=lambda bucket: float(_cost(*bucket)), default=None)
 
 
 def choose_buckets(sizes: Sequence[Bucket]) -> tuple[Bucket, ...]:
@@ -99,7 +95,7 @@ def choose_buckets(sizes: Sequence[Bucket]) -> tuple[Bucket, ...]:
 
 
 def _groups(rows: NDArray[np.int64]) -> tuple[float, list[NDArray[np.int64]]]:
-    """Return the groups into which (N, 5) ordered rows are cut, and what all rows cost in the buckets of theirs."""
+    """Return the cost of all rows in their buckets, and the groups into which the (N, 5) ordered rows are cut."""
     count = len(rows)
     # The rare rows beyond the ordinary come last; they may be a group of their own, for which there is no bucket.
     places = sorted({count * step // _STEPS for step in range(_STEPS + 1)} | {count - int(_LEAST_SHARE * count)})

@@ -122,7 +122,7 @@ def prepare_in_two_passes(
 
 
 def _measure(documents: Dataset, prepared: Dataset, args: Any, strategy: str | None, empty: int) -> DatasetFacts:
-    """Compare documents before truncation with what will be trained on; without `strategy` nothing is packed.
+    """Compare documents before truncation with the prepared examples; without `strategy` nothing is packed.
 
     Raises:
         DataError: nothing is left to train on.

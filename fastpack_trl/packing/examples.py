@@ -22,10 +22,10 @@ _CONTENT, _CALLS = ("content", "value"), ("tool_calls", "function_call")
 
 
 def naming_the_row(prepare: Callable[..., Any], stock: Callable[..., Any], dataset: Any, *given: Any) -> Any:
-    """Return what `prepare` makes of a data set; if it fails on one example, name that.
+    """Prepare a data set; if that fails on one example, name the example.
 
     Args:
-        prepare: takes the arguments of `stock`, TRL's own preparation, by which single rows are tried.
+        prepare: takes the arguments of `stock`, TRL's own preparation, which is tried on single rows after a failure.
         given: the further arguments: the tokenizer, the config, ..., the name of the data set.
 
     Raises:

@@ -106,7 +106,7 @@ class PackedBatch(TensorFields):
         loss_labels: (num_loss_tokens,) int64, those next tokens.
         labels: the labels that these two were made from; None where that is not known.
         parts: the micro-batches that `merge_batches` made the row of, first to last; empty for a row by itself.
-        shared: the keys of segments that go on from tokens of another one; None: no segment does.
+        shared: the keys of segments that continue tokens of another one; None: no segment does.
         documents: of a row that the collator made of documents with shared prefixes, to which `labels` belong; None:
             they are the segments, one label per token.
         derived: objects built once from the batch (`derive`), shared by copies that are rebuilt field by field.
@@ -233,7 +233,7 @@ class PackedBatch(TensorFields):
         return fits and (self.positions is None or self.positions.matches(position_ids))
 
     def derive(self, key: Hashable, build: Callable[[], T]) -> T:
-        """Return what `build` makes, made at most once per batch and key.
+        """Return the result of `build`, which runs at most once per batch and key.
 
         Masks and per-backend metadata live here, with the batch they were made from, and nowhere else.
         """

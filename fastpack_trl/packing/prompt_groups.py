@@ -106,7 +106,7 @@ def _group(
 ) -> PromptGroups | str:
     """Return the row of a padded batch whose head reads `column` of `rows`; prefixes are repeated if `least` is None.
 
-    `scores_next`: what it reads predicts the next token, which must not be padding either.
+    `scores_next`: the tokens that it reads predict the next ones, which must not be padding either.
     """
     real, shape = attention_mask.numpy() != 0, (ids.shape[0], ids.shape[1])
     if real.shape != shape:
@@ -143,7 +143,7 @@ def _group(
 
 @dataclass
 class PromptGroupsCollator:
-    """Any collator with TRL's keys, and the `PromptGroups` of what it collates under `KEY`, found in the same worker.
+    """Wrap a collator with TRL's keys, and add the `PromptGroups` of its batches under `KEY`, in the same worker.
 
     Args:
         inner: the collator.

@@ -1,4 +1,4 @@
-"""`SharedKeys`: the tokens that each segment of a row attends to; `Documents`: what a row that shares stands for.
+"""`SharedKeys`: the tokens that each segment of a row attends to; `Documents`: the documents that a row stands for.
 
 Both are made once per batch, on the host.
 """
@@ -43,9 +43,9 @@ class TensorFields:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedKeys(TensorFields):
-    """The keys of segments that go on from tokens which lie elsewhere in the row.
+    """The keys of segments whose prefix is elsewhere in the row.
 
-    Segments of 4 and 1 tokens, of which the second goes on from the first two tokens of the first:
+    Segments of 4 and 1 tokens, of which the second continues the first two tokens of the first:
     ``prefix_lengths=(0, 2)``, ``key_index=[0, 1, 2, 3, 0, 1, 4]``, ``cu_seqlens_k=[0, 4, 7]``, ``max_seqlen_k=4``.
 
     Query ``i`` of a segment is ``len(keys) - len(segment) + i``-th of its keys, so causality is aligned bottom-right,
@@ -78,7 +78,7 @@ class Documents(TensorFields):
 
     Attributes:
         lengths: tokens of each document, on the host.
-        token_of: (document_tokens,) int64, the token of the row of each token of theirs.
+        token_of: (document_tokens,) int64, for each of their tokens, its token in the row.
         loss_weights: (num_loss_positions,) fp32, how many documents count each of `PackedBatch.loss_positions`.
         copies: (row_tokens,) fp32, how many documents have each token of the row; 0 for padding.
         loss_tokens: their sum, on the host.

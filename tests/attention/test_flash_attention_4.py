@@ -79,30 +79,20 @@ def test_auto_takes_it_if_it_is_right_and_names_what_it_lacks(
             choose(NAME, features)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        "OSError('libtvm_ffi.so: cannot open shared object file')",
-        "RuntimeError('No CTK flavor installed: try pip install nvidia-cutlass-dsl')",
-        "ModuleNotFoundError('No module named cutlass', name='cutlass')",
-        "ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c10')",
-    ],
-)
+@pytest.mark.parametrize("error", ["OSError('libtvm_ffi.so')", "ModuleNotFoundError('cutlass', name='cutlass')"])
 def test_installed_without_its_libraries_varlen_runs_and_the_reason_is_named(
     error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What 4.0.0b36 raised without a file of theirs; the last is flash-attn 2, of another torch, in the same folder."""
-    is_other = "flash_attn_2" in error
     (tmp_path / "flash_attn/cute").mkdir(parents=True)
     (tmp_path / "flash_attn/cute/interface.py").touch()
-    (tmp_path / "flash_attn" / ("" if is_other else "cute") / "__init__.py").write_text(f"raise {error}")
+    (tmp_path / "flash_attn/__init__.py").write_text(f"raise {error}")
     put_in(monkeypatch, flash4_interface)
     monkeypatch.delitem(sys.modules, INTERFACE)
     monkeypatch.syspath_prepend(str(tmp_path))
     choice = choose("auto", HOPPER)
     assert choice.path == "varlen"
     assert f"{INTERFACE} cannot be imported: " + error.split("'")[1] in choice.reason
-    assert not is_other or not doctor._is_there("flash_attn.cute")
+    assert not doctor._is_there("flash_attn.cute")
 
 
 def test_missing_package_is_said_where_the_device_could_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
