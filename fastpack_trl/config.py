@@ -61,6 +61,7 @@ REMOVED = {
         ("fastpack-trl doctor --audit", "fastpack-trl doctor --steps"),
         ("0.2.0", "run `fastpack-trl bench --config FILE`, whose table counts host syncs per step"),
     ),
+    "fastpack-trl verify --device": ("0.2.0", "leave it out; CUDA_VISIBLE_DEVICES='' runs it on the CPU"),
     "fastpack-trl generate --file": ("0.2.0", "give --prompt once per text"),
     **dict.fromkeys(
         ("fastpack-trl generate --raw", "fastpack-trl generate --seed"),

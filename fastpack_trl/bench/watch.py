@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,11 +96,6 @@ class Watch(TrainerCallback):
         self, *, warmup: int = WARMUP, timed: int = TIMED, gate: int = 0, settling: int = 0,
         longest_warmup: int = LONGEST_WARMUP, profiled: int = 0, kernels: str = "", count_syncs: bool = False,
     ) -> None:  # fmt: skip
-        if timed < 1 or not 0 <= gate <= warmup:
-            raise UserError(
-                f"warmup={warmup}, timed={timed}, gate={gate}: give timed >= 1, and warmup >= gate >= 0 (the gate's "
-                "steps are the first of the warm-up)"
-            )
         self.result = SideResult()
         self.timed, self._warmup, self._gate = timed, warmup, gate
         self._settling, self._longest_warmup = settling, longest_warmup
@@ -108,25 +103,20 @@ class Watch(TrainerCallback):
         self._kernels, self._count_syncs = kernels, count_syncs
         self._is_logged, self._start, self._end, self._tokens = True, 0.0, 0.0, 0
 
-    @contextlib.contextmanager
-    def attached(self, trainer: Any) -> Iterator[None]:
-        """Watch `trainer` inside; restore it on exit."""
+    def start(self, trainer: Any) -> Generator[None, Mapping[str, Any]]:
+        """Begin to watch a trainer that is about to train; return what to close after it, which restores dropout."""
         args, result = trainer.args, self.result
         weights = str(text_model(trainer.model).dtype).removeprefix("torch.")
         result.dtype = "bfloat16" if args.bf16 else "float16" if args.fp16 else weights
         result.device = torch.device(args.device).type
-        self._steps = self._script(trainer)
         trainer.add_callback(self)
-        with contextlib.closing(self._steps):  # restores dropout if training fails in the gate
-            self._synchronize()
-            if result.device == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            self._start = time.perf_counter()
-            next(self._steps)
-            try:
-                yield
-            finally:
-                trainer.remove_callback(self)
+        self._synchronize()
+        if result.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        self._start = time.perf_counter()
+        self._steps = self._script(trainer)
+        next(self._steps)
+        return self._steps
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the time of the step, before its log."""
@@ -157,7 +147,8 @@ class Watch(TrainerCallback):
                 yield from self._step()
                 if len(result.losses) == self._gate:
                     gate.close()
-                unsettled -= is_warmed_up(trainer)
+                # Features of a trainer of ours may still wait for their first steps.
+                unsettled -= not hasattr(trainer, "fastpack_run") or trainer.fastpack_run.step.is_warmed_up
         result.warmup_steps, result.warmup_seconds = len(result.losses), self._end - self._start
         tokens = self._tokens
         for _ in range(self.timed):
@@ -204,12 +195,6 @@ class Watch(TrainerCallback):
             torch.cuda.synchronize()
 
 
-def is_warmed_up(trainer: Any) -> bool:
-    """Return whether no feature of a trainer of ours still waits for its first steps."""
-    run = getattr(trainer, "fastpack_run", None)
-    return run is None or run.step.is_warmed_up
-
-
 def run_side(
     build: Callable[[], Any],
     watch: Watch,
@@ -233,15 +218,14 @@ def run_side(
         for callback in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(callback)
         free_memory(torch.device(trainer.args.device).type)
-        with around(trainer) as path:
+        with around(trainer) as path, contextlib.closing(watch.start(trainer)):
             result.path = path if isinstance(path, str) else ""
             set_seed(seed)
-            with watch.attached(trainer):
-                trainer.train()
+            trainer.train()
         if len(result.seconds) < watch.timed:
             raise UserError(
                 f"training ended by itself after {len(result.losses)} steps: a callback or an empty data set stopped "
-                "it; take that away for the measurement"
+                "it; remove that for the measurement"
             )
         return result
     finally:
@@ -261,23 +245,18 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def device_events(events: Iterable[Any]) -> list[Any]:
-    """Return the kernels and copies of a profile."""
-    on_device = [event for event in events if event.device_type == DeviceType.CUDA]
-    return [event for event in on_device if not getattr(event, "is_user_annotation", False)]
-
-
-def profile_figures(events: Sequence[Any], steps: int) -> dict[str, float]:
+def profile_figures(events: Iterable[Any], steps: int) -> dict[str, float]:
     """Return launches and busy seconds of the device, each per step of `steps`.
 
     The idle share of a step is 1 - ``busy_seconds`` / its seconds, timed without the profiler.
     """
-    kernels = device_events(events)
-    launches = [event for event in events if event.device_type == DeviceType.CPU and event.name.startswith(_LAUNCHES)]
-    return {
-        "launches": len(launches) / steps,
-        "busy_seconds": covered((event.time_range.start, event.time_range.end) for event in kernels) / 1e6 / steps,
-    }
+    launches, spans = 0, list[tuple[float, float]]()
+    for event in events:
+        if event.device_type == DeviceType.CPU:
+            launches += event.name.startswith(_LAUNCHES)
+        elif event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
+            spans.append((event.time_range.start, event.time_range.end))
+    return {"launches": launches / steps, "busy_seconds": covered(spans) / 1e6 / steps}
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:

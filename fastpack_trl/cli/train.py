@@ -33,7 +33,8 @@ def main(argv: Sequence[str], method: Method = SFT) -> int:
     if {"-h", "--help", "--help-all"} & set(argv):
         _print_help(method, whole="--help-all" in argv)
         return 0
-    if not set(argv) - {"--traceback", "--verbose"}:
+    words = [word for word in argv if word not in ("--traceback", "--verbose")]
+    if not words:
         raise UserError(
             "no settings: --config FILE names a YAML ('fastpack-trl init' writes one), or --model_name_or_path and "
             "--dataset_name name model and data; --help lists all"
@@ -43,13 +44,12 @@ def main(argv: Sequence[str], method: Method = SFT) -> int:
     # Read before anything is imported: configuration classes set such variables themselves.
     launched = under_launcher()
     with preparing():
-        words = [word for word in argv if word not in ("--traceback", "--verbose")]
         arguments = parse(words, method, may_launch=not launched or _LAUNCHED in os.environ)
         launches = not launched and (bool(arguments.launch) or _launches_by_default())
         if launches:
             check_settings(arguments)  # once and here, not once per process
     if launches:
-        return launch(arguments, extra=["--traceback"] if "--traceback" in argv else [])
+        return launch(arguments, ["--traceback"] * ("--traceback" in argv))
     if arguments.launch and _LAUNCHED not in os.environ and os.environ.get("RANK", "0") == "0":
         unused = " ".join(arguments.launch)
         note = f"fastpack-trl {method.command}: note: a launcher has started this process; not used: {unused}"
@@ -114,24 +114,16 @@ def launch(arguments: Arguments, extra: Sequence[str] = ()) -> int:
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    def refuse(message: str) -> None:
-        raise UserError(f"accelerate launch: {message}")
-
-    parser = launch_command_parser()
-    parser.error = refuse  # prints its usage (200 lines) and exits otherwise
     words = [*arguments.launch, "--module", "fastpack_trl", arguments.method.command, *arguments.words, *extra]
-    with preparing():
-        launch_args = parser.parse_args(words)
     os.environ[_LAUNCHED] = "1"
     try:
         with preparing():
-            launch_command(launch_args)
-    except subprocess.CalledProcessError as error:
-        # The process has reported its error itself. A negative code is the signal that ended it.
-        return error.returncode if error.returncode > 0 else 128 - error.returncode
+            launch_command(launch_command_parser().parse_args(words))
+        return 0
+    except subprocess.CalledProcessError as error:  # the process has reported its error itself
+        code = error.returncode
     except ChildFailedError as error:
         code = error.get_first_failure()[1].exitcode
-        return code if code > 0 else 128 - code
     finally:
         os.environ.pop(_LAUNCHED, None)
-    return 0
+    return code if code > 0 else 128 - code  # a negative code is the signal that ended it

@@ -19,7 +19,7 @@ def run_with(monkeypatch: pytest.MonkeyPatch, run: Any, *argv: str) -> int:
     """Call `argv` with a command ``probe`` whose `run` is given."""
     module = ModuleType("fastpack_probe_command")
     module.add_arguments = lambda parser: parser.add_argument("--steps", type=int, default=1)
-    module.run = run
+    module.run = lambda args, record: run(args)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(cli.COMMANDS, "probe", cli.Command(module.__name__, "a command of this test"))
     return cli.main(argv)

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from fastpack_trl import quickstart
-from fastpack_trl.cli.init import shipped
+from fastpack_trl.cli.configs import shipped
 from fastpack_trl.cli.main import main
 from fastpack_trl.recipe import paths
 from fastpack_trl.recipe.methods import METHODS

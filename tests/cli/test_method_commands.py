@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from sft_material import Material, refused, settings, write_jsonl, write_yaml
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -193,7 +192,7 @@ def test_bench_trains_both_sides_of_a_command_to_the_same_losses(
     monkeypatch.chdir(material.folder)
     steps = {"warmup": 2, "timed": 1, "gate": 2, "seed": 0}
     config, flags = str(material_of(material, command, ROWS[command])), ["--trainer", command]
-    row = {"config": config, "flags": flags, "threads": torch.get_num_threads(), "steps": steps}
+    row = {"config": config, "flags": flags, "steps": steps}
     stock, ours = (measure_side(row, name) for name in ("stock", "fastpack"))
     figure = "grad_norms" if METHODS[command].scores_rewards else "losses"
     assert stock["compares"] == ours["compares"] == ("gradient norm" if figure == "grad_norms" else "loss")

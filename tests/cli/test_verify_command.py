@@ -32,8 +32,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 def verify(folder: Path, family: str, *arguments: str) -> int:
-    return cli.main(["verify", "--device", "cpu", "--model", str(folder / family), *arguments])
+    return cli.main(["verify", "--model", str(folder / family), *arguments])
 
 
 def test_stock_gpt_oss_leaks_and_auto_does_not(
@@ -93,16 +98,14 @@ def test_path_lengths_adapter_and_dtype_are_those_that_are_asked_for(
         ("qwen3", "--dtype int8", "--dtype: invalid choice: 'int8'"),
         ("qwen3", "--adapter ./absent", "--adapter './absent' is not a folder"),
         ("qwen3", "--adapter {folder}/prompt", "prompt learning prepends virtual tokens to each row"),
-        ("qwen3", "--device cuda", "no CUDA device: use --device cpu"),
         ("lora", "", "no config.json: it is a PEFT adapter: name its base model, and give this folder to --adapter"),
         ("headless", "", "is BertModel"),
         ("qwen3", "--json absent/proof.json", "--json 'absent/proof.json'"),
     ],
 )
 def test_a_wrong_argument_is_one_line_and_2(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str, words: str, says: str
+    folder: Path, capsys: pytest.CaptureFixture[str], model: str, words: str, says: str
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert verify(folder, model, *words.format(folder=folder).split()) == 2
     captured = capsys.readouterr()
     (line,) = [line for line in captured.err.splitlines() if "verify: error" in line]

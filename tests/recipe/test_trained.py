@@ -117,7 +117,7 @@ def test_an_answer_without_text_is_said(material: Material, capsys: pytest.Captu
     [
         ("merge", "no model: name the folder that a run has written, or give its YAML with --config FILE"),
         ("generate {two} --prompt a", "holds an adapter and a model, of two runs: move one away"),
-        ("generate {scores} --prompt a", "is of a reward model, which scores a text and writes none"),
+        ("generate {scores} --prompt a", "is a reward model, which scores a text and writes none"),
         ("merge ./absent", "the model './absent' is not a folder"),
         ("merge {adapter} --output {model}", "is not empty: name another folder"),
         ("merge {adapter} --base ./absent", "--base './absent' is not a folder"),
