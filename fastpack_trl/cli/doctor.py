@@ -33,9 +33,11 @@ _OPTIONAL = ("triton", "bitsandbytes", "xformers", "flash_attn", "liger_kernel",
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of ``fastpack-trl doctor``; imports nothing heavy."""
     add = parser.add_argument
-    config_help = "a YAML of a training command, whose options override it: show what would run"
-    add("--config", metavar="FILE", help=config_help)
-    add("--trainer", metavar="NAME", help="the command that the YAML is for, e.g. dpo (default: by its keys)")
+    config = (
+        "show what a YAML of a training command would run (--trainer NAME says which command, if its keys do not); "
+        "other options are those of that command"
+    )
+    add("--config", metavar="FILE", help=config)
     gpu_help = "predict memory on GPUs that are not here: names (4090, H100, ...) or 24GiB,8.9; reads no weights"
     add("--gpu", metavar="GPU", nargs="+", help=gpu_help)
     parser.set_defaults(more=[])
@@ -55,7 +57,6 @@ def run(args: Namespace, record: dict[str, Any]) -> int:
 
     record["error"] = None
     config = load_config(args.config) if args.config else {}  # refuse a wrong name before looking at the machine
-    flags = [*([] if args.trainer is None else ["--trainer", args.trainer]), *args.more]
     lacks_gpu = config.get("bf16", True) and not config.get("use_cpu") and not is_torch_bf16_gpu_available()
     # Under `accelerate launch` and torchrun only the first process prints.
     is_first = os.environ.get("RANK", "0") == "0"
@@ -66,11 +67,11 @@ def run(args: Namespace, record: dict[str, Any]) -> int:
         if not args.gpu:
             _machine(record)
         if args.config and (args.gpu or lacks_gpu):
-            _forecast(record, args, folder, flags)
+            _forecast(record, args, folder)
             if not args.gpu:
                 print("no GPU here: name one with --gpu (4090, or 24GiB,8.9); on a CPU: use_cpu: true, bf16: false")
         elif args.config:
-            _config(record, args.config, folder, flags)
+            _config(record, args, folder)
     return 0
 
 
@@ -78,7 +79,7 @@ def _section(title: str, rows: Mapping[str, Any]) -> None:
     print("\n".join([title, *(f"  {line}" for line in titled(rows)), ""]), flush=True)
 
 
-def _forecast(record: dict[str, Any], args: Namespace, folder: str, flags: list[str]) -> None:
+def _forecast(record: dict[str, Any], args: Namespace, folder: str) -> None:
     """Show the memory of a step on each GPU, part by part, the features, and a change if it does not fit."""
     from fastpack_trl.recipe.forecast import forecast
     from fastpack_trl.recipe.gpus import COMMON, gpu_of
@@ -86,7 +87,7 @@ def _forecast(record: dict[str, Any], args: Namespace, folder: str, flags: list[
 
     gpus = [gpu_of(text) for text in args.gpu or COMMON]
     # Without --use_cpu transformers refuses bf16 on a machine that lacks such a GPU.
-    arguments = short_run_arguments(args.config, folder, *flags, "--use_cpu", "True")
+    arguments = short_run_arguments(args.config, folder, *args.more, "--use_cpu", "True")
     with preparing():
         check_settings(arguments)
         report = record["forecast"] = forecast(arguments, gpus)
@@ -180,11 +181,11 @@ def _is_there(module: str) -> bool:
         return False
 
 
-def _config(record: dict[str, Any], config: str, folder: str, flags: list[str]) -> None:
+def _config(record: dict[str, Any], args: Namespace, folder: str) -> None:
     """Show the banner of the trainer that training would make, also if fastpack is disabled."""
     from fastpack_trl.recipe.make_trainer import make_trainer, short_run_arguments
 
-    arguments = short_run_arguments(config, folder, *flags)
+    arguments = short_run_arguments(args.config, folder, *args.more)
     if arguments.launch and "WORLD_SIZE" not in os.environ:
         print(f"one process; options of `accelerate launch` are not used: {' '.join(arguments.launch)}\n", flush=True)
     with preparing(), redirect_stdout(io.StringIO()):

@@ -23,20 +23,20 @@ EXIT_USER_ERROR = 2
 
 
 class Command(NamedTuple):
-    """A command: its module has ``add_arguments(parser)`` and ``run(args, record) -> int``, unless it trains."""
+    """A command: its module has ``add_arguments(parser)`` and ``run(args, record) -> int``, unless it trains.
+
+    ``--json FILE`` writes what `run` has put into `record`.
+    """
 
     module: str
     help: str
     option: str = ""
     """The option that a word without one is probably meant for."""
-    writes: str = ""
-    """What ``--json FILE`` writes: the contents of `record`, also after an error."""
 
 
 _CONFIGS, _TRAIN, _TRAINED = "fastpack_trl.cli.configs", "fastpack_trl.cli.train", "fastpack_trl.cli.trained"
 _ANSWERS = "print the answers of a trained model; for an adapter, also those of its base model"
 _DOCTOR = "show this machine's versions and GPU, and what a config would run, why, and in how much memory"
-_FIGURES = "every figure and step, settings, versions and commit"
 COMMANDS = {
     "init": Command(_CONFIGS, "write one of the shipped YAML files here, or list them"),
     **{
@@ -44,11 +44,11 @@ COMMANDS = {
         for name, method in METHODS.items()
     },
     "convert": Command(_CONFIGS, "translate a YAML of Axolotl, LLaMA-Factory or Unsloth"),
-    "merge": Command(_TRAINED, "merge the adapter of a run into its base model", writes="the folders"),
-    "generate": Command(_TRAINED, _ANSWERS, writes="prompts and answers"),
-    "verify": Command("fastpack_trl.cli.verify", "check that packed documents are isolated", "--model", "the result"),
-    "doctor": Command("fastpack_trl.cli.doctor", _DOCTOR, "--config", "everything"),
-    "bench": Command("fastpack_trl.bench.command", "measure TRL vs. fastpack on this machine", "--config", _FIGURES),
+    "merge": Command(_TRAINED, "merge the adapter of a run into its base model"),
+    "generate": Command(_TRAINED, _ANSWERS),
+    "verify": Command("fastpack_trl.cli.verify", "check that packed documents are isolated", "--model"),
+    "doctor": Command("fastpack_trl.cli.doctor", _DOCTOR, "--config"),
+    "bench": Command("fastpack_trl.bench.command", "measure TRL vs. fastpack on this machine", "--config"),
 }
 
 
@@ -79,8 +79,8 @@ def _parser(chosen: str | None) -> tuple[CommandParser, CommandParser]:
     if chosen is None:
         return parser, parser
     import_module(COMMANDS[chosen].module).add_arguments(parsers[chosen])
-    if what := COMMANDS[chosen].writes:
-        parsers[chosen].add_argument("--json", metavar="FILE", help=f"also write {what} to FILE")
+    if COMMANDS[chosen].module != _CONFIGS:
+        parsers[chosen].add_argument("--json", metavar="FILE", help="also write all results to FILE, for machines")
     return parser, parsers[chosen]
 
 

@@ -9,8 +9,6 @@ from typing import Any
 from fastpack_trl.errors import NonFiniteError, UserError, describe, did_you_mean, preparing
 from fastpack_trl.recipe.paths import model_folder, titled
 
-_LISTED_LEAKS = 20
-
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of ``fastpack-trl verify``; imports nothing heavy."""
@@ -19,8 +17,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--adapter", metavar="DIR", help="folder of a PEFT adapter for it, or its hub name")
     attn_help = "auto (the trainer's choice), a backend such as per_document or sdpa, or off: TRL's implementation"
     add("--attn", metavar="NAME", default="auto", help=attn_help)
-    lengths_help = "tokens of each document of the probe (default: 9 1 14 6, after one longer than the model's windows"
-    add("--lengths", metavar="N", nargs="+", type=int, help=lengths_help + " if that is cheap)")
     dtype_help = "of the weights; float32, the default, is the sharpest comparison and takes 4 bytes per parameter; "
     dtypes = ("float32", "bfloat16", "float16", "auto")
     add("--dtype", choices=dtypes, default="float32", help=dtype_help + "auto is the checkpoint's")
@@ -34,12 +30,6 @@ def run(args: Namespace, record: dict[str, Any]) -> int:
         0 if no document sees another and packed results are those of separate documents; else 1, with the fix on
         stderr.
     """
-    lengths = None if args.lengths is None else tuple(args.lengths)
-    if lengths and (len(lengths) < 2 or min(lengths) < 1):
-        raise UserError(
-            f"--lengths {' '.join(map(str, lengths))} must be two or more documents of 1 or more tokens each, e.g. "
-            "--lengths 9 1 14 6"
-        )
     if not args.model:
         raise UserError("no model: give --model a folder or a hub name")
     args.model = model_folder("--model", args.model)
@@ -59,12 +49,9 @@ def run(args: Namespace, record: dict[str, Any]) -> int:
         )
     model = _load(args)
     config = text_model(model).config.get_text_config()
-    positions = getattr(config, "max_position_embeddings", None)
-    if lengths and positions is not None and max(lengths) > positions:
-        raise UserError(f"--lengths has a document of {max(lengths)} tokens, the model has {positions} positions")
     with preparing(), packed_attention(model, args.attn) as attention:  # a backend may not fit the model
         try:
-            proof = verify_packing(model, attention=attention, lengths=lengths)
+            proof = verify_packing(model, attention=attention)
         except NonFiniteError as error:
             raise UserError(f"--model {args.model} cannot be examined: {error}") from error
         except (*UNREADABLE, ImportError) as error:  # TRL's hybrid models refuse packed rows without their kernels
@@ -78,8 +65,7 @@ def run(args: Namespace, record: dict[str, Any]) -> int:
         "path": f"{proof.path} ({reason})",
         "documents": f"{' + '.join(map(str, proof.lengths))} tokens",
     }
-    worst = sorted(proof.leaks, key=lambda leak: -leak[2])[:_LISTED_LEAKS]
-    leaks = [f"  from document {source} to {target}: gradient {size:.1e}" for source, target, size in worst]
+    leaks = [f"  from document {source} to {target}: gradient {size:.1e}" for source, target, size in proof.leaks]
     print("\n".join([*titled(rows), *leaks, str(proof)]))
     record |= {"model": args.model, "adapter": args.adapter, "requested": args.attn, "reason": reason}
     every = [dict(zip(("from", "to", "gradient"), leak, strict=True)) for leak in proof.leaks]

@@ -143,20 +143,16 @@ def test_a_build_that_ignores_its_arguments_and_wrong_steps_are_named(tmp_path: 
         compare(build, sides=("stock", "fastpak"), progress=False)
 
 
-def _other_model(trainer: Any) -> None:
-    trainer.model.model.norm.register_forward_hook(lambda _module, _inputs, hidden: hidden * 1.01)
+def _scaled(by: float) -> Callable[[Any], Any]:
+    """Another model: the outputs of its last norm are scaled."""
+    return lambda trainer: trainer.model.model.norm.register_forward_hook(lambda _module, _inputs, hidden: hidden * by)
 
 
-def _not_finite(trainer: Any) -> None:
-    trainer.model.model.norm.register_forward_hook(lambda _module, _inputs, hidden: hidden * float("nan"))
+def _raising(error: BaseException) -> Callable[[Any], Any]:
+    def fail(_trainer: Any) -> None:
+        raise error
 
-
-def _out_of_memory(trainer: Any) -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory")
-
-
-def _breaks(trainer: Any) -> None:
-    raise RuntimeError("no kernel")
+    return fail
 
 
 class _Stops(TrainerCallback):
@@ -167,10 +163,14 @@ class _Stops(TrainerCallback):
 @pytest.mark.parametrize(
     ("more", "error", "message"),
     [
-        ({"change": _other_model}, LossParityError, "the loss of step 1 is .* with fastpack and .* with stock"),
-        ({"change": _not_finite}, LossParityError, "the loss of step 1 is nan with fastpack"),
+        ({"change": _scaled(1.01)}, LossParityError, "the loss of step 1 is .* with fastpack and .* with stock"),
+        ({"change": _scaled(float("nan"))}, LossParityError, "the loss of step 1 is nan with fastpack"),
         ({"data": make_dataset("text").shuffle(1)}, LossParityError, "must get the same data in the same order"),
-        ({"change": _breaks}, UserError, "fastpack cannot be trained: RuntimeError: no kernel"),
+        (
+            {"change": _raising(RuntimeError("no kernel"))},
+            UserError,
+            "fastpack cannot be trained: RuntimeError: no kernel",
+        ),
         ({"change": lambda trainer: trainer.add_callback(_Stops())}, UserError, "ended by itself after 1 step"),
     ],
 )
@@ -183,16 +183,14 @@ def test_nothing_is_compared_if_our_side_differs_or_fails(
 
 
 def test_a_side_without_memory_or_compiler_is_named_and_an_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
-    def interrupted() -> SideResult:
-        raise KeyboardInterrupt
-
-    runs = {"stock": partial(_run, tmp_path, "stock"), "fastpack": partial(_run, tmp_path, "fastpack")}
-    small = partial(_run, tmp_path, "stock", change=_out_of_memory)
-    broken = partial(_run, tmp_path, "stock", change=_breaks)
-    found = compare_sides({"stock": small, "stock_compiled": broken, "fastpack": runs["fastpack"]}, progress=False)
+    stock, ours = partial(_run, tmp_path, "stock"), partial(_run, tmp_path, "fastpack")
+    small = partial(stock, change=_raising(torch.OutOfMemoryError("CUDA out of memory")))
+    broken = partial(stock, change=_raising(RuntimeError("no kernel")))
+    found = compare_sides({"stock": small, "stock_compiled": broken, "fastpack": ours}, progress=False)
     assert "OutOfMemoryError" in found["sides"]["stock"]["failed"]
     assert found["sides"]["stock_compiled"]["failed"] == "RuntimeError: no kernel"
-    found = compare_sides({**runs, "fastpack": interrupted}, progress=False)
+    interrupted = partial(ours, change=_raising(KeyboardInterrupt()))
+    found = compare_sides({"stock": stock, "fastpack": interrupted}, progress=False)
     assert not found["complete"]
     assert set(found["sides"]) == {"stock"}
     with pytest.raises(UserError, match="no side could be measured"):
@@ -242,12 +240,8 @@ def test_the_gate_stops_a_learner_with_another_model(tmp_path: Path) -> None:
 
 
 def test_tokens_of_steps_that_generate_nothing_are_those_before(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"num_iterations": 2, "max_steps": 20, "logging_steps": 1}
-    result = run_side(
-        lambda: build_method("GRPO", tmp_path, fast=False, **options), Watch(warmup=3, timed=3), around=learner_alone
-    )
-    assert result.tokens is not None
-    assert result.tokens > 0
+    make = partial(build_method, "GRPO", tmp_path, fast=False, num_iterations=2, max_steps=20, logging_steps=1)
+    assert (run_side(make, Watch(warmup=3, timed=3), around=learner_alone).tokens or 0) > 0
 
 
 @pytest.mark.parametrize("name", ["GRPO", "RLOO"])
