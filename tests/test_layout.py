@@ -29,7 +29,7 @@ TABLE = re.findall(r"^\| *(\d*) *\| `(\w+)` \|", ARCHITECTURE, re.MULTILINE)
 
 BUDGETS = {
     "attention": 2250,
-    "bench": 1100,
+    "bench": 1050,
     "callbacks": 300,
     "capture": 1350,
     "checkpointing": 1300,

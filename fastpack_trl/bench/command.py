@@ -30,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     config = (
         "a YAML of a training command (--trainer NAME says which, if its keys do not); other options are those of that "
-        "command. Of grpo and rloo only the learner is timed, on made-up completions"
+        "command. Of grpo and rloo only the learner is timed, on random completions"
     )
     baseline = (
         "compared with fastpack: stock (TRL as installed, the default), stock_compiled (the best attention that loads, "
@@ -69,7 +69,7 @@ def run(args: Namespace, record: dict[str, Any]) -> int:
         arguments = short_run_arguments(args.config, folder, *args.more)  # a wrong value stops here
     training = arguments.training
     if getattr(training, "use_vllm", False):
-        raise UserError("bench times the learner alone, on made-up completions: give --use_vllm False")
+        raise UserError("bench times only the learner, on random completions: give --use_vllm False")
     names = [*dict.fromkeys(args.baseline), OURS]
     if training.device.type == "cuda" and training.gradient_checkpointing and training.activation_memory != "off":
         names.append(PLANNED)

@@ -85,7 +85,7 @@ def compare(
     """
     for name in sides:
         if name not in SIDES:
-            raise UserError(f"there is no side {name!r}{did_you_mean(name, SIDES)} (sides: {', '.join(SIDES)})")
+            raise UserError(f"side {name!r} does not exist{did_you_mean(name, SIDES)} (sides: {', '.join(SIDES)})")
     if not 1 < len(set(sides)) == len(sides):
         raise UserError(f"sides={list(sides)}: give two or more different ones of {', '.join(SIDES)}")
     if min(rounds, timed) < 1 or min(warmup, gate_steps) < 0:
@@ -233,7 +233,7 @@ def losses_line(row: Mapping[str, Any]) -> str:
     if gate is None:
         return f"losses were not compared; {later}"
     is_learner = gate["figure"] == GRADIENT_NORM
-    figures = "completions and rewards are made up; gradient norms" if is_learner else "losses"
+    figures = "random completions and rewards; gradient norms" if is_learner else "losses"
     agree = f"agree within {gate['tolerance']:.0e} ({gate['dtype']}) in the first {gate['steps']} steps"
     return f"{figures} {agree}; {later}"
 

@@ -13,8 +13,7 @@ STYLE = {
     "grid.color": "#E4E4E4", "figure.facecolor": "white",
 }  # fmt: skip
 """matplotlib's rcParams inside of `draw`; what the caller has set is untouched."""
-COLORS = {"stock": "#9AA0A6", "stock_compiled": "#5F6368", "rebuild": "#C58B5B"}
-OURS = ("#0B7A75", "#6FB8B4")
+COLORS = {"stock": "#9AA0A6", "stock_compiled": "#5F6368", "fastpack": "#0B7A75", "fastpack_plan": "#6FB8B4"}
 
 
 def draw(record: Mapping[str, Any], file: str | Path | None = None) -> Any:
@@ -28,8 +27,7 @@ def draw(record: Mapping[str, Any], file: str | Path | None = None) -> Any:
 
     (row,) = record["rows"]
     sides = {name: side for name, side in row["sides"].items() if "failed" not in side}
-    ours = iter(OURS * len(sides))
-    colors = [COLORS.get(name) or next(ours) for name in sides]
+    colors = [COLORS[name] for name in sides]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9, 3.6), layout="constrained")
         panels = figure.subplots(1, 3, width_ratios=(1, 1, 1.3))

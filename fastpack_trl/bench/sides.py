@@ -31,8 +31,8 @@ def train_side(
     - ``stock``: TRL's trainer as installed and configured.
     - ``stock_compiled``: the same with the best flash-attn that is installed, Liger's kernels if they load, and decoder
       layers compiled through accelerate.
-    - ``fastpack``: ours, which recomputes what `gradient_checkpointing` says, as TRL.
-    - ``fastpack_plan``: ours as configured, which recomputes only what the memory requires.
+    - ``fastpack``: ours, which recomputes what `gradient_checkpointing` says, as TRL does.
+    - ``fastpack_plan``: ours as configured, which recomputes only what memory requires.
     """
     cuda = torch.cuda.is_available()
     trainer_class, config_class = method.of_trl if name in (STOCK, COMPILED) else method.classes
@@ -41,7 +41,7 @@ def train_side(
         changes = {"activation_memory": "off", "checkpoint_offload": "off"}
     elif name == COMPILED and cuda and transformers.utils.is_liger_kernel_available():
         changes = {"use_liger_kernel": True}
-    watch = Watch(warmup=warmup, timed=timed, gate=gate, settling=SETTLING * cuda, profiled=2 * cuda, count_syncs=True)
+    watch = Watch(warmup=warmup, timed=timed, gate=gate, settling=SETTLING * cuda, profiled=2, count_syncs=True)
 
     def checked() -> Any:
         trainer = build(trainer_class, config_class, **LONG, **changes)

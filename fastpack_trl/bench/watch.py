@@ -78,10 +78,11 @@ class SideResult:
         return [loss if norm is None else norm for loss, norm in zip(self.losses, self.grad_norms, strict=True)]
 
 
+@dataclass(kw_only=True, eq=False)
 class Watch(TrainerCallback):
     """Record the steps of one training from its log, and stop it after the timed ones.
 
-    Args:
+    Attributes:
         warmup: minimum number of steps before the timed ones.
         timed: number of timed steps; the device is synchronized at the end of each.
         gate: first steps of the warm-up, with dropout off, whose losses are compared.
@@ -92,16 +93,15 @@ class Watch(TrainerCallback):
         count_syncs: count the host syncs of one more step.
     """
 
-    def __init__(
-        self, *, warmup: int = WARMUP, timed: int = TIMED, gate: int = 0, settling: int = 0,
-        longest_warmup: int = LONGEST_WARMUP, profiled: int = 0, kernels: str = "", count_syncs: bool = False,
-    ) -> None:  # fmt: skip
-        self.result = SideResult()
-        self.timed, self._warmup, self._gate = timed, warmup, gate
-        self._settling, self._longest_warmup = settling, longest_warmup
-        self._profiled = profiled if torch.cuda.is_available() or kernels else 0
-        self._kernels, self._count_syncs = kernels, count_syncs
-        self._is_logged, self._start, self._end, self._tokens = True, 0.0, 0.0, 0
+    warmup: int = WARMUP
+    timed: int = TIMED
+    gate: int = 0
+    settling: int = 0
+    longest_warmup: int = LONGEST_WARMUP
+    profiled: int = 0
+    kernels: str = ""
+    count_syncs: bool = False
+    result: SideResult = field(init=False, default_factory=SideResult)
 
     def start(self, trainer: Any) -> Generator[None, Mapping[str, Any]]:
         """Begin to watch a trainer that is about to train; return what to close after it, which restores dropout."""
@@ -113,7 +113,7 @@ class Watch(TrainerCallback):
         self._synchronize()
         if result.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        self._start = time.perf_counter()
+        self._start, self._tokens, self._is_logged = time.perf_counter(), 0, True
         self._steps = self._script(trainer)
         next(self._steps)
         return self._steps
@@ -139,13 +139,13 @@ class Watch(TrainerCallback):
 
     def _script(self, trainer: Any) -> Generator[None, Mapping[str, Any]]:
         """Go through all steps in order: each ``yield`` waits for the log of one, or for its end if it has none."""
-        result, unsettled = self.result, self._settling + 1
+        result, unsettled = self.result, self.settling + 1
         with ExitStack() as gate:
-            if self._gate:
+            if self.gate:
                 gate.enter_context(without_dropout(trainer.model))
-            while (done := len(result.losses)) < self._warmup or (unsettled > 0 and done < self._longest_warmup):
+            while (done := len(result.losses)) < self.warmup or (unsettled > 0 and done < self.longest_warmup):
                 yield from self._step()
-                if len(result.losses) == self._gate:
+                if len(result.losses) == self.gate:
                     gate.close()
                 # Features of a trainer of ours may still wait for their first steps.
                 unsettled -= not hasattr(trainer, "fastpack_run") or trainer.fastpack_run.step.is_warmed_up
@@ -162,16 +162,16 @@ class Watch(TrainerCallback):
             result.report = report.to_dict()
             result.path = ", ".join(f"{line.feature} {line.path}" for line in report if line.status == "on")
         self._is_logged = False  # a log reads the device, and launches kernels
-        if self._profiled:
+        if self.profiled and (result.device == "cuda" or self.kernels):
             with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profiler:
-                for _ in range(self._profiled):
+                for _ in range(self.profiled):
                     yield
-            result.profile = profile_figures(profiler.events() or (), self._profiled)
-            if self._kernels:
+            result.profile = profile_figures(profiler.events() or (), self.profiled)
+            if self.kernels:
                 order = f"self_{'cuda' if result.device == 'cuda' else 'cpu'}_time_total"
                 table = profiler.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=90)
-                Path(self._kernels).write_text(table, encoding="utf-8")
-        if self._count_syncs:
+                Path(self.kernels).write_text(table, encoding="utf-8")
+        if self.count_syncs:
             with count_host_syncs(device=result.device) as syncs:
                 yield
             result.host_syncs = syncs.total
@@ -235,7 +235,7 @@ def run_side(
 
 @contextlib.contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Drop nothing inside: sides that draw other random numbers would differ in their losses."""
+    """Disable dropout inside: sides draw different random numbers, so their losses would differ."""
     with contextlib.ExitStack() as stack:
         for module in model.modules():
             for name in ("p",) if isinstance(module, nn.modules.dropout._DropoutNd) else _DROPOUT_FIELDS:

@@ -50,7 +50,7 @@ def run(args: Namespace, record: dict[str, Any]) -> int:
         0: a missing package is a finding, not a failure.
     """
     if args.gpu and not args.config:
-        raise UserError("--gpu is about a config: give --config FILE")
+        raise UserError("--gpu needs a config: give --config FILE")
     from transformers.utils import is_torch_bf16_gpu_available
 
     from fastpack_trl.recipe.yaml import load_config
@@ -187,7 +187,7 @@ def _config(record: dict[str, Any], args: Namespace, folder: str) -> None:
 
     arguments = short_run_arguments(args.config, folder, *args.more)
     if arguments.launch and "WORLD_SIZE" not in os.environ:
-        print(f"one process; options of `accelerate launch` are not used: {' '.join(arguments.launch)}\n", flush=True)
+        print(f"one process; options of `accelerate launch` are ignored: {' '.join(arguments.launch)}\n", flush=True)
     with preparing(), redirect_stdout(io.StringIO()):
         trainer = make_trainer(arguments)
         with trainer._fastpack_features(announce=True):  # which fills the report

@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any, NamedTuple, NoReturn
 
 from fastpack_trl._version import __version__
-from fastpack_trl.errors import TerminatedError, UserError, describe, did_you_mean
+from fastpack_trl.errors import TerminatedError, UserError, describe, did_you_mean, first_reason
 from fastpack_trl.recipe.methods import METHODS
 
 PROG = "fastpack-trl"
@@ -123,12 +123,10 @@ def _accept_unknown(args: argparse.Namespace, words: list[str], parser: CommandP
 
 
 def _refuse_removed(*words: str) -> None:
-    from fastpack_trl.config import refuse_removed  # which imports torch
+    from fastpack_trl.config import removal  # which imports torch
 
-    try:
-        refuse_removed(f"{PROG} {word}" for word in words)
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    if reason := first_reason(removal(f"{PROG} {word}") for word in words):
+        raise UserError(reason)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -25,7 +25,7 @@ from fastpack_trl.report import enable_verbose
 
 # Set for the processes that we launch, which ignore the launch options of the YAML.
 _LAUNCHED = "FASTPACK_LAUNCHED"
-_QUANTISATION = {"load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"}
+_QUANTIZATION = {"load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"}
 
 
 def main(argv: Sequence[str], method: Method = SFT) -> int:
@@ -36,8 +36,8 @@ def main(argv: Sequence[str], method: Method = SFT) -> int:
     words = [word for word in argv if word not in ("--traceback", "--verbose")]
     if not words:
         raise UserError(
-            "no settings: --config FILE names a YAML ('fastpack-trl init' writes one), or --model_name_or_path and "
-            "--dataset_name name model and data; --help lists all"
+            "no settings: give --config FILE ('fastpack-trl init' writes one), or --model_name_or_path and "
+            "--dataset_name; --help lists all options"
         )
     if "--verbose" in argv:
         enable_verbose()
@@ -52,7 +52,7 @@ def main(argv: Sequence[str], method: Method = SFT) -> int:
         return launch(arguments, ["--traceback"] * ("--traceback" in argv))
     if arguments.launch and _LAUNCHED not in os.environ and os.environ.get("RANK", "0") == "0":
         unused = " ".join(arguments.launch)
-        note = f"fastpack-trl {method.command}: note: a launcher has started this process; not used: {unused}"
+        note = f"fastpack-trl {method.command}: note: a launcher started this process; ignored: {unused}"
         print(note, file=sys.stderr)
     if train_parsed(arguments).is_world_process_zero() and (commands := _what_next(arguments)):
         print(f"next: {commands}")
@@ -81,7 +81,7 @@ def _what_next(arguments: Arguments) -> str:
         return ""
     words, (config, flags) = [str(folder)], split_off("config", arguments.words)
     given = {word[2:].partition("=")[0].replace("-", "_") for word in flags if word.startswith("--")}
-    if config and (model.load_in_4bit or model.load_in_8bit) and given.isdisjoint(_QUANTISATION):
+    if config and (model.load_in_4bit or model.load_in_8bit) and given.isdisjoint(_QUANTIZATION):
         words += ["--config", *config, "--base", str(model.model_name_or_path)]  # merged as it was in training
     elif model.load_in_4bit:
         words += ["--load_in_4bit"]

@@ -21,7 +21,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("model", metavar="DIR", nargs="?", help="what a run has saved: the folder of an adapter or of a model")
     add("--config", metavar="FILE", help="the YAML of that run: its output_dir, model and quantization")
     add("--base", metavar="DIR", help="the adapter's base model (default: the one that the adapter names)")
-    add("--load_in_4bit", action="store_true", help="the adapter was trained over a base in NF4 (--config knows it)")
+    add(
+        "--load_in_4bit", action="store_true", help="the adapter was trained on a base model in NF4 (--config knows it)"
+    )
     dtypes = ("auto", "float32", "bfloat16", "float16")
     add("--dtype", choices=dtypes, default="auto", help="of the weights (default: that of the checkpoint)")
     add("--trust_remote_code", action="store_true", help="run code that comes with the checkpoint (default: never)")
@@ -29,7 +31,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         add("--output", metavar="DIR", help="where to write it (default: the adapter's folder + -merged)")
         add("--push_to_hub", metavar="NAME", help="also push it to the hub under this name")
         return
-    prompt_help = "what a user says; without a chat template, a text to continue; may be repeated"
+    prompt_help = "a user's message, or a text to continue if there is no chat template; may be repeated"
     add("--prompt", metavar="TEXT", action="append", help=prompt_help)
     add("--max_new_tokens", metavar="N", type=int, default=128, help="longest answer (default: %(default)s)")
     add("--temperature", metavar="T", type=float, default=0.0, help="0, the default, takes the likeliest token")
@@ -77,8 +79,8 @@ class Trained:
             if (adapted := with_adapter(model, self.folder)) is not None:
                 return adapted.eval(), resized
         raise UserError(
-            f"the adapter {short_repr(self.folder)} lacks weights that one over '{self.base}' has: name the model "
-            "that it was trained over with --base DIR"
+            f"the adapter {short_repr(self.folder)} has no weights for some layers of '{self.base}': give the model "
+            "that it was trained on with --base DIR"
         )
 
     def _classes(self) -> list[Any]:
@@ -109,9 +111,9 @@ def _find(args: Namespace) -> Trained:
     options: dict[str, Any] = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
     folder, base = _of_config(args, options) if args.config else (args.model, args.base)
     if not folder:
-        raise UserError("no model: name the folder that a run has written, or give its YAML with --config FILE")
+        raise UserError("no model: give the folder that a run has written, or its YAML with --config FILE")
     if folder.endswith((".yaml", ".yml")):
-        raise UserError(f"{folder} is no model; did you mean --config {folder}?")
+        raise UserError(f"{folder} is a YAML; did you mean --config {folder}?")
     path = Path(folder).expanduser()
     is_adapter, classifies = (path / _ADAPTER).is_file(), False
     option, name = "the model", folder
@@ -156,7 +158,7 @@ def _base_of(path: Path, base: str | None, args: Namespace) -> tuple[str, str, b
 
     shown = short_repr(str(path))
     if any(path.glob("model*.safetensors")):
-        raise UserError(f"{shown} holds an adapter and a model, of two runs: move one away")
+        raise UserError(f"{shown} holds an adapter and a full model, of two runs: move one away")
     if fault := file_fault(path / _ADAPTER):
         raise UserError(f"the adapter {shown} cannot be loaded: {fault}; copy or download it again")
     about = json.loads((path / _ADAPTER).read_text(encoding="utf-8"))
@@ -165,10 +167,10 @@ def _base_of(path: Path, base: str | None, args: Namespace) -> tuple[str, str, b
         there = [Path(each).is_dir() for each in (named, base)]  # a folder that is gone may have moved
         if not Path(named).samefile(base) if all(there) else not any(there) and named != base:
             raise UserError(
-                f"the adapter {shown} is for '{named}', {args.config} names '{base}': say which with --base DIR"
+                f"the adapter {shown} is for '{named}', {args.config} names '{base}': choose with --base DIR"
             )
     if not (name := base or named):
-        raise UserError(f"the adapter {shown} names no model: name the one that it is for with --base DIR")
+        raise UserError(f"the adapter {shown} does not name its base model: give --base DIR")
     option = "--base" if base else "the adapter's model (--base names another)"
     return option, name, about.get("task_type") == "SEQ_CLS"
 
@@ -186,13 +188,13 @@ def _merge(args: Namespace) -> dict[str, Any]:
     if reason := unwritable(output):
         raise UserError(f"--output {output}: {reason}")
     if trained.base is None:
-        raise UserError(f"{trained.folder} is a whole model: nothing is left to merge")
+        raise UserError(f"{trained.folder} is a full model: there is nothing to merge")
     with preparing():
         tokenizer, (model, resized) = trained.tokenizer(), trained.load(dequantized=True)
         merged, untied = merge_adapter(model)
         for part in (merged, tokenizer):
             part.save_pretrained(output)
-    how = " as it was in training: quantized, then made dense" if "quantization_config" in trained.options else ""
+    how = " as during training: quantized, then dequantized" if "quantization_config" in trained.options else ""
     lines = [f"{trained.folder} merged into {trained.base}{how}", resized, untied, f"written: {output}"]
     print("\n".join(filter(None, lines)))
     if args.push_to_hub:

@@ -139,7 +139,7 @@ def test_a_build_that_ignores_its_arguments_and_wrong_steps_are_named(tmp_path: 
         compare(lambda trainer_class, config_class, **_: build(trainer_class, config_class), progress=False)
     with pytest.raises(UserError, match="build returned a SFTTrainer: it must return a FastSFTTrainer"):
         compare(lambda _, config_class, **changes: build(SFTTrainer, config_class, **changes), progress=False)
-    with pytest.raises(UserError, match=r"no side 'fastpak'; did you mean 'fastpack'"):
+    with pytest.raises(UserError, match=r"side 'fastpak' does not exist; did you mean 'fastpack'"):
         compare(build, sides=("stock", "fastpak"), progress=False)
 
 
@@ -233,7 +233,7 @@ def test_the_gate_stops_a_learner_with_another_model(tmp_path: Path) -> None:
     is_wrong = False
     row = compare_sides(runs, rounds=1, gate=1, progress=False)
     assert row["gate"]["figure"] == "gradient norm"
-    assert losses_line(row).startswith("completions and rewards are made up; gradient norms agree")
+    assert losses_line(row).startswith("random completions and rewards; gradient norms agree")
     is_wrong = True
     with pytest.raises(LossParityError, match="the gradient norm of step 1"):
         compare_sides(runs, rounds=1, gate=1, progress=False)

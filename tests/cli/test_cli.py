@@ -12,7 +12,7 @@ import pytest
 
 from fastpack_trl import __version__
 from fastpack_trl.cli import main as cli
-from fastpack_trl.errors import UserError, did_you_mean, preparing
+from fastpack_trl.errors import UserError, preparing
 
 
 def run_with(monkeypatch: pytest.MonkeyPatch, run: Any, *argv: str) -> int:
@@ -108,16 +108,3 @@ def test_setting_errors_become_one_line_while_preparing_and_bugs_keep_their_trac
         raise error
     with pytest.raises(type(error)):
         run_with(monkeypatch, raises, "probe")
-
-
-@pytest.mark.parametrize(
-    ("name", "valid", "hint"),
-    [
-        ("max_lenght", ["max_length", "max_steps"], "; did you mean 'max_length'?"),
-        ("zzz", ["max_length"], ""),
-        ("max", ["max_length", "max_steps"], "; did you mean 'max_length' or 'max_steps'?"),
-        ("--colour", ["--help"], ""),
-    ],
-)
-def test_did_you_mean_names_the_nearest_or_nothing(name: str, valid: list[str], hint: str) -> None:
-    assert did_you_mean(name, valid) == hint

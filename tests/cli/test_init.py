@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import sysconfig
-import tomllib
 from functools import partial
 from pathlib import Path
 
@@ -14,9 +12,7 @@ import yaml
 from fastpack_trl import quickstart
 from fastpack_trl.cli.configs import shipped
 from fastpack_trl.cli.main import main
-from fastpack_trl.recipe import paths
 from fastpack_trl.recipe.methods import METHODS
-from fastpack_trl.recipe.paths import configs_folder
 
 
 @pytest.fixture(autouse=True)
@@ -74,17 +70,3 @@ def test_the_quickstart_trains_from_an_empty_folder(
     (here / "quickstart.yaml").unlink()
     assert main(["init", "quickstart"]) == 0
     assert "model and data: those in quickstart-output/" in capsys.readouterr().out
-
-
-def test_a_checkout_reads_the_configs_beside_the_package_and_a_wheel_those_inside_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    repository = Path(__file__).parents[2]
-    assert configs_folder() == repository / "configs"
-    package = tmp_path / "site-packages" / "fastpack_trl"
-    (package / "recipe").mkdir(parents=True)
-    monkeypatch.setattr(paths, "__file__", str(package / "recipe" / "paths.py"))
-    wheel = tomllib.loads((repository / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
-    for source, target in wheel["force-include"].items():
-        shutil.copytree(repository / source, package.parent / target)
-    assert configs_folder() == package / "configs"

@@ -13,6 +13,7 @@ from sft_material import Material, refused, settings, write_jsonl, write_yaml
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from fastpack_trl.bench.command import measure_side
+from fastpack_trl.bench.watch import SideResult
 from fastpack_trl.cli.main import main
 from fastpack_trl.recipe.arguments import make_parser, parse
 from fastpack_trl.recipe.methods import METHODS, made_for, method_of
@@ -190,26 +191,24 @@ def test_the_doctor_shows_what_would_run(
     assert not material.out.exists()
 
 
-@pytest.mark.parametrize("command", ["dpo", "grpo"])
+@pytest.mark.parametrize(("command", "figure"), [("dpo", "loss"), ("grpo", "gradient norm")])
 def test_bench_trains_both_sides_of_a_command_to_the_same_losses(
-    material: Material, monkeypatch: pytest.MonkeyPatch, command: str
+    material: Material, monkeypatch: pytest.MonkeyPatch, command: str, figure: str
 ) -> None:
     monkeypatch.chdir(material.folder)
-    steps = {"warmup": 2, "timed": 1, "gate": 2, "seed": 0}
-    config, flags = str(material_of(material, command, ROWS[command])), ["--trainer", command]
-    row = {"config": config, "flags": flags, "steps": steps}
-    stock, ours = (measure_side(row, name) for name in ("stock", "fastpack"))
-    figure = "grad_norms" if METHODS[command].scores_rewards else "losses"
-    assert stock["compares"] == ours["compares"] == ("gradient norm" if figure == "grad_norms" else "loss")
-    assert all(value > 0 for value in stock[figure])
-    assert ours[figure] == pytest.approx(stock[figure], rel=1e-4)
-    assert stock["report"] is None is not ours["report"]
+    config, steps = material_of(material, command, ROWS[command]), {"warmup": 2, "timed": 1, "gate": 2, "seed": 0}
+    row = {"config": str(config), "flags": ["--trainer", command], "steps": steps}
+    stock, ours = (SideResult(**measure_side(row, name)) for name in ("stock", "fastpack"))
+    assert stock.compares == ours.compares == figure
+    assert all(value > 0 for value in stock.compared)
+    assert ours.compared == pytest.approx(stock.compared, rel=1e-4)
+    assert stock.report is None is not ours.report
 
 
 def test_bench_measures_no_engine_of_generation(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
     path = material_of(material, "grpo", PAIR)
     assert main(["bench", "--config", str(path), "--trainer", "grpo", "--use_vllm", "True"]) == 2
-    assert "bench times the learner alone, on made-up completions: give --use_vllm False" in capsys.readouterr().err
+    assert "bench times only the learner, on random completions: give --use_vllm False" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", METHODS)
