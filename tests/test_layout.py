@@ -29,11 +29,11 @@ TABLE = re.findall(r"^\| *(\d*) *\| `(\w+)` \|", ARCHITECTURE, re.MULTILINE)
 
 BUDGETS = {
     "attention": 2150,
-    "bench": 1150,
+    "bench": 1050,
     "callbacks": 300,
     "capture": 1350,
     "checkpointing": 1300,
-    "cli": 1050,
+    "cli": 1000,
     "compile": 850,
     "kernels": 1150,
     "lora": 1250,
