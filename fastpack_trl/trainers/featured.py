@@ -12,16 +12,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from accelerate.logging import get_logger
 
+from fastpack_trl.attention.feature import choose_attention
 from fastpack_trl.attention.proof import PackingProof
 from fastpack_trl.callbacks.save_report import add_to_card
 from fastpack_trl.config import Settings
 from fastpack_trl.features import FEATURES
 from fastpack_trl.model.changes import during_training, silence_renamed_checkpointing
 from fastpack_trl.model.hooks import is_users
-from fastpack_trl.model.preflight import choose_checkpoint
+from fastpack_trl.model.precision import fit_precision
+from fastpack_trl.model.preflight import bound, choose_checkpoint
 from fastpack_trl.model.upstream import missing_names
 from fastpack_trl.moe.quantised import quantize_experts
-from fastpack_trl.packing.examples import naming_the_row, null_turns
+from fastpack_trl.packing.batching import BatchPlan
+from fastpack_trl.packing.examples import check_not_empty, naming_the_row, null_turns
 from fastpack_trl.report import FeatureReport, disabled_by_environment
 from fastpack_trl.run import Run
 from fastpack_trl.step.hostwork import HostWork
@@ -58,13 +61,44 @@ class FeaturedTrainer(_Stock):
     fastpack_run: Run
     _fastpack_stock: ClassVar[type[Any]]
     _fastpack_kinds: ClassVar[tuple[Literal["any", "sft"], ...]] = ("any",)
-    _fastpack_entered = False
-    _fastpack_shown = ""
-    _fastpack_disabled = ""
+    _fastpack_sequences: ClassVar[int] = 1
+    """Rows of a batch for each example of the data set."""
+    _fastpack_plan: Callable[[Any, str, bool, str], BatchPlan]
+    """Returns the kind of batches, given the trainer and its attention path."""
+    _fastpack_entered = _fastpack_chosen = False
+    _fastpack_shown = _fastpack_disabled = ""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with contextlib.nullcontext() if self._fastpack_disabled else silence_renamed_checkpointing():
+        given = bound(self._fastpack_stock, self, args, kwargs)
+        self._fastpack_disabled = self._fastpack_why_disabled()
+        settings = Settings.of(given.get("args"), training=not self._fastpack_disabled)
+        run = self.fastpack_run = Run(self, settings, self._fastpack_plan, self._fastpack_sequences)
+        self._fastpack_host = HostWork()
+        if self._fastpack_disabled:
             super().__init__(*args, **kwargs)
+            run.set_status("fastpack", "off", "stock", self._fastpack_disabled)
+            return
+        check_not_empty(given.get("train_dataset"))
+        with silence_renamed_checkpointing(), self._fastpack_constructing(given):
+            super().__init__(*args, **kwargs)
+        self._fastpack_choose()
+
+    def _fastpack_constructing(self, given: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:
+        """Check the arguments; return a context for the constructor of TRL's trainer."""
+        raise NotImplementedError
+
+    def _fastpack_choose(self) -> None:
+        """Choose the attention path, once: TRL may compute reference log-probabilities while it constructs."""
+        if not self._fastpack_chosen:
+            self._fastpack_chosen = True
+            self._fastpack_quantize(self.model)  # unless the model was moved already
+            self.fastpack_report.facts |= fit_precision(self)
+            self._fastpack_replace_forward()
+            choose_attention(self.fastpack_run)
+
+    def _fastpack_replace_forward(self) -> None:
+        """Replace the forward method of the model, before accelerate wraps it."""
+        raise NotImplementedError
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -128,19 +162,15 @@ class FeaturedTrainer(_Stock):
         with self._fastpack_features():
             return super().predict(*args, **kwargs)
 
-    def _fastpack_lists(self) -> HostWork | None:
-        """Return the lists that replace walks over the model; None if there are none."""
-        return None
-
     def _fastpack_with_gradients(self, model: Any) -> Any:
         """Return an object with the parameters that have a gradient, or `model` itself if that is not enough.
 
         FSDP compares all parameters, and a replaced method may read anything.
         """
-        host, stock = self._fastpack_lists(), self._fastpack_stock
+        host, stock = self._fastpack_host, self._fastpack_stock
         replaced = is_users(stock._clip_grad_norm) or is_users(stock._get_grad_norm)
         is_whole = model is self.model or model is self.model_wrapped
-        if host is None or not host.active or replaced or not is_whole or self.fastpack_run.is_sharded:
+        if not host.active or replaced or not is_whole or self.fastpack_run.is_sharded:
             return model
         listed = host.with_gradients(self.model, self.optimizer)
         return model if listed is None else SimpleNamespace(parameters=listed.__iter__)
@@ -154,18 +184,14 @@ class FeaturedTrainer(_Stock):
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Count operations as TRL does, without its walk over all parameters."""
-        host = self._fastpack_lists()
-        if host is None or not host.active or not isinstance(inputs, Mapping):  # prompts to complete are a list
+        if not self._fastpack_host.active or not isinstance(inputs, Mapping):  # prompts to complete are a list
             return int(super().floating_point_ops(inputs))
-        return host.count_flops(self, inputs, super().floating_point_ops)
+        return self._fastpack_host.count_flops(self, inputs, super().floating_point_ops)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         super().create_model_card(*args, **kwargs)
         if not self._fastpack_disabled:
             add_to_card(self.fastpack_run)
-
-    def _fastpack_settings(self, training: bool) -> Settings:
-        return Settings.of(self.args, training)
 
     @contextlib.contextmanager
     def _fastpack_features(self, announce: bool = False) -> Iterator[None]:
@@ -173,7 +199,7 @@ class FeaturedTrainer(_Stock):
             yield  # evaluation during training: already installed
             return
         run = self.fastpack_run
-        run.settings, run.training, run.is_strict = self._fastpack_settings(announce), announce, announce
+        run.settings, run.training, run.is_strict = Settings.of(self.args, announce), announce, announce
         with contextlib.ExitStack() as stack:
             stack.callback(setattr, run, "is_strict", False)  # also where a feature stops the run
             stack.enter_context(silence_renamed_checkpointing())

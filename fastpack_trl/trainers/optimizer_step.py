@@ -54,10 +54,6 @@ class OptimizerStep:
             merging.plan(batches, num_items_in_batch)
         self._run.step.rows = len(batches) if merging is None else merging.rows
 
-    def close(self) -> None:
-        """Hold no batch after the run. Nothing else: a rank that fails must not enter a collective here."""
-        self._batches, self._done, self._before, self._start = [], 0, 0, None
-
     def run(self, forward_backward: MicroStep, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
         """Run a micro-batch, or the row that it completes; return the loss, 0 for one that waits for the last of it.
 

@@ -14,7 +14,7 @@ from preference_material import assert_same, both
 
 from fastpack_trl.step.hostwork import HostWork
 from fastpack_trl.testing import tiny_model
-from fastpack_trl.trainers.adapter_switch import AdapterSwitch
+from fastpack_trl.trainers.adapter_switch import quick_switch
 
 
 @pytest.fixture
@@ -41,8 +41,7 @@ def hosting(**options: Any) -> Any:
     model = get_peft_model(tiny_model("qwen3"), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **options))
     trainer = Trainer(model)
     host = HostWork()
-    switch = AdapterSwitch(host.contents)
-    with host.running(trainer), switch.installed(model):
+    with host.running(trainer), quick_switch(model, host.contents):
         yield model
     assert not {"disable_adapter", "train", "zero_grad"} & vars(model).keys()
 

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import trl
 from preference_material import assert_same, both, build, trained
 
-import fastpack_trl
 from fastpack_trl.testing import count_host_syncs
 from fastpack_trl.trainers import online
 
@@ -102,23 +100,3 @@ def test_a_learner_call_reads_tokens_and_masks_once(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(online._OnlineTrainer, "_fastpack_groups", found)
     build("GRPO", tmp_path, fast=True, **STEP | {"num_iterations": 2, "eval_strategy": "no"}).train()
     assert reads == [1] * 5, "three steps, and the log-probabilities from before them of two generations"
-
-
-def test_a_generation_that_a_subclass_edits_is_read_as_it_is_scored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def cut(base: Any) -> Any:
-        class Cut(base):
-            def _generate_and_score_completions(self, inputs: Any) -> Any:
-                made = super()._generate_and_score_completions(inputs)
-                made["completion_mask"] = made["completion_mask"].clone()
-                made["completion_mask"][:, -2:] = 0
-                return made
-
-        return Cut
-
-    monkeypatch.setattr(trl, "GRPOTrainer", cut(trl.GRPOTrainer))
-    monkeypatch.setattr(fastpack_trl, "FastGRPOTrainer", cut(fastpack_trl.FastGRPOTrainer), raising=False)
-    ours, stock = both("GRPO", tmp_path, **STEP)
-    assert ours.fastpack_report["merge_accumulation"].status == "on", ours.fastpack_report
-    assert_same(ours, stock, **CLOSE)
