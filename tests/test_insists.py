@@ -166,7 +166,7 @@ def test_what_cannot_be_used_or_read_stops_train_but_no_evaluation(
     trainer = make(tmp_path, Case(), **{field: value})
     trainer.evaluate()
     assert field != "moe" or "cannot be read" in trainer.fastpack_report["moe"].reason
-    with pytest.raises(ValueError, match=rf"^{field}='{value}': {said}; set {field}='auto' to train without it wh"):
+    with pytest.raises(ValueError, match=rf"^{field}='{value}': {said}; set {field}='auto' to train without it if"):
         trainer.train()
     assert trainer.state.global_step == 0
     if field == "activation_memory":

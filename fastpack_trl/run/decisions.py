@@ -53,7 +53,7 @@ class Decisions:
     training: bool = False
     loss_is_ours: bool = False
     shares_prefixes: bool = False
-    refuses_static: Callable[[Bucket], str] = lambda _: "stock's attention reads the documents of each row anew"
+    refuses_static: Callable[[Bucket], str] = lambda _: "TRL's attention reads the documents of each row again"
     experts_refuse_capture: Callable[[], str] = str
     compiles_later: bool = False
     measures_first_step: bool = False
