@@ -13,6 +13,7 @@ from trl import SFTTrainer
 
 from fastpack_trl.capture.ddp import reduced_after
 from fastpack_trl.checkpointing.activation_memory import gathered_once
+from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.preflight import check_given
 from fastpack_trl.packing.batching import fast_view, is_stock_collator, packing_collator, plan_batches
 from fastpack_trl.packing.collator import unshared
@@ -60,38 +61,30 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
             self.fastpack_run.set_state(step)
             self._fastpack_host = step.host
 
-    def _prepare_dataset(
-        self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
-    ) -> Any:
-        given = (dataset, processing_class, args, packing, formatting_func, dataset_name)
+    def _prepare_dataset(self, *given: Any) -> Any:
         return self._fastpack_name_faults(self._fastpack_prepare, super()._prepare_dataset, *given)
 
-    def _fastpack_prepare(self, dataset: Any, *given: Any) -> Any:
-        run, dataset_name = self.fastpack_run, given[-1]
+    def _fastpack_prepare(self, *given: Any) -> Any:
+        run, dataset, dataset_name = self.fastpack_run, given[0], given[-1]
         if self._fastpack_own_collator:
-            return super()._prepare_dataset(dataset, *given)
+            return super()._prepare_dataset(*given)
         check_label_column(dataset, dataset_name)
         # An evaluation set may have that name too, and be passed during a run.
         count = run.facts is None and dataset_name == "train" and not self._fastpack_entered
-        prepared, facts = prepare_in_two_passes(super()._prepare_dataset, dataset, *given, count=count)
-        if facts is not None:
-            run.facts = facts
+        prepared, facts = prepare_in_two_passes(super()._prepare_dataset, *given, count=count)
+        run.facts = facts if facts is not None else run.facts
         return prepared
 
     def _get_dataloader(self, dataset: Any, description: str, *args: Any, **kwargs: Any) -> DataLoader[Any]:
-        training = kwargs.get("is_training", False)
-        if not self._fastpack_collates(dataset, training, description):
+        training, collator = kwargs.get("is_training", False), self.data_collator
+        if self._fastpack_collates(dataset, training, description):
+            if self.fastpack_run.packs:
+                shares = self.fastpack_run.shares_prefixes and training
+                collator, dataset = packing_collator(self, share_prefixes=shares), fast_view(self, dataset)
+            else:
+                collator = DocumentsCollator(collator)
+        with patch_attribute(self, "data_collator", collator):
             return super()._get_dataloader(dataset, description, *args, **kwargs)
-        stock: Any = self.data_collator
-        if self.fastpack_run.packs:
-            shares = self.fastpack_run.shares_prefixes and training
-            self.data_collator, dataset = packing_collator(self, share_prefixes=shares), fast_view(self, dataset)
-        else:
-            self.data_collator = DocumentsCollator(stock)
-        try:
-            return super()._get_dataloader(dataset, description, *args, **kwargs)
-        finally:
-            self.data_collator = stock
 
     def _fastpack_collates(self, dataset: Any, is_training: bool, description: str) -> bool:
         """Return whether a loader gets our collator; evaluation that returns predictions keeps TRL's shapes."""

@@ -186,9 +186,9 @@ def test_each_decision_of_a_run_has_one_writer_and_the_step_one_override() -> No
 def test_what_is_decided_cannot_be_decided_again_while_steps_run() -> None:
     decisions = Decisions(Settings())
     decisions.training = True
-    with decisions.fixed(), pytest.raises(AssertionError, match=r"run\.training is decided before the first step"):
+    decisions._are_fixed = True
+    with pytest.raises(AssertionError, match=r"run\.training is decided before the first step"):
         decisions.training = False
-    decisions.training = False
 
 
 def test_a_plain_config_has_the_defaults_of_ours() -> None:

@@ -17,7 +17,7 @@ from fastpack_trl.attention.proof import PackingProof
 from fastpack_trl.callbacks.save_report import add_to_card
 from fastpack_trl.config import Settings
 from fastpack_trl.features import FEATURES
-from fastpack_trl.model.changes import during_training, silence_renamed_checkpointing
+from fastpack_trl.model.changes import during_training, patch_attribute, silence_renamed_checkpointing
 from fastpack_trl.model.hooks import is_users
 from fastpack_trl.model.precision import fit_precision
 from fastpack_trl.model.preflight import bound, choose_checkpoint
@@ -211,7 +211,7 @@ class FeaturedTrainer(_Stock):
             self._fastpack_enter(stack)
 
             def begin() -> None:
-                stack.enter_context(run.fixed())
+                stack.enter_context(patch_attribute(run, "_are_fixed", True))
                 if announce:
                     self._fastpack_announce()
 
