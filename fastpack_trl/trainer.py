@@ -72,7 +72,8 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         # An evaluation set may have that name too, and be passed during a run.
         count = run.facts is None and dataset_name == "train" and not self._fastpack_entered
         prepared, facts = prepare_in_two_passes(super()._prepare_dataset, *given, count=count)
-        run.facts = facts if facts is not None else run.facts
+        if facts is not None:
+            run.facts = facts
         return prepared
 
     def _get_dataloader(self, dataset: Any, description: str, *args: Any, **kwargs: Any) -> DataLoader[Any]:
