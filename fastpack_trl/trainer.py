@@ -159,6 +159,10 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         self._fastpack_flush()
         super().log(*args, **kwargs)
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self._fastpack_flush()  # TRL's own loss reads the number of trained tokens on each rank
+        return super().evaluation_loop(*args, **kwargs)
+
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         stock = super().prediction_step
         if not self._fastpack_entered:

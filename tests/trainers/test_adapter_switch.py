@@ -52,24 +52,6 @@ def test_steps_with_a_reference_are_equal_and_without_walks(tmp_path: Path, walk
     assert len(walks) <= 4 + 4 + 4, "stock's four steps and evaluations, and ours in evaluation at most"
 
 
-def test_the_reference_is_the_model_without_adapters(walks: list[int]) -> None:
-    ids = torch.arange(5, 15)[None]
-    with hosting() as model, torch.no_grad():
-        for name, value in model.named_parameters():
-            if "lora_B" in name:
-                value.fill_(0.1)
-        adapted = model(input_ids=ids).logits
-        with model.disable_adapter():
-            plain = model(input_ids=ids).logits
-        assert not walks
-        again = model(input_ids=ids).logits
-        with type(model).disable_adapter(model):
-            expected = model(input_ids=ids).logits
-    assert torch.equal(plain, expected)
-    assert torch.equal(adapted, again)
-    assert not torch.equal(plain, adapted)
-
-
 @pytest.mark.parametrize("case", ["gradients", "a frozen adapter", "modules_to_save", "a copy"])
 def test_peft_switches_itself_where_more_than_a_flag_changes(case: str, walks: list[int]) -> None:
     with hosting(**({"modules_to_save": ["lm_head"]} if case == "modules_to_save" else {})) as model:
