@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from inspect import isfunction
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -37,22 +36,10 @@ else:
 logger = get_logger(__name__)
 
 
-def _own(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of one class alone that calls `method`."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return method(*args, **kwargs)
-
-    return call
-
-
-_SHOWN = ("__init__", "train", "evaluate", "predict", "create_model_card")
-
-
 class FeaturedTrainer(_Stock):
     """Enters the features around methods of the TRL trainer that follows it in the method resolution order.
 
-    A class that sets ``_fastpack_stock`` gets the signatures and docstrings of that TRL trainer.
+    A class that sets ``_fastpack_stock`` has the constructor's signature and docstring of that TRL trainer.
 
     Attributes:
         fastpack_run: decisions of this trainer, for its features.
@@ -102,13 +89,13 @@ class FeaturedTrainer(_Stock):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if (stock := vars(cls).get("_fastpack_stock")) is None:
-            return
-        for name in set(_SHOWN) - set(vars(cls)):
-            setattr(cls, name, _own(getattr(cls, name)))
-        for name, method in vars(cls).items():  # people read both in their editor
-            if (name == "__init__" or not name.startswith("_")) and isfunction(method) and hasattr(stock, name):
-                functools.update_wrapper(method, getattr(stock, name), assigned=("__doc__", "__name__"))
+        if (stock := vars(cls).get("_fastpack_stock")) is not None:
+
+            @functools.wraps(stock.__init__)  # people read its signature in their editor
+            def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+                FeaturedTrainer.__init__(self, *args, **kwargs)
+
+            cls.__init__ = construct  # type: ignore[method-assign]
 
     @staticmethod
     def _fastpack_why_disabled() -> str:
@@ -147,6 +134,7 @@ class FeaturedTrainer(_Stock):
         return naming_the_row(prepare, stock, *given)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as TRL's trainer, with the features."""
         if not self._fastpack_disabled:
             resume_from_checkpoint, note = choose_checkpoint(resume_from_checkpoint, self.args.output_dir)
             if note:
@@ -155,10 +143,12 @@ class FeaturedTrainer(_Stock):
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as TRL's trainer, with the features."""
         with self._fastpack_features():
             return super().evaluate(*args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict as TRL's trainer, with the features."""
         with self._fastpack_features():
             return super().predict(*args, **kwargs)
 
@@ -212,8 +202,10 @@ class FeaturedTrainer(_Stock):
 
             def begin() -> None:
                 stack.enter_context(patch_attribute(run, "_are_fixed", True))
-                if announce:
-                    self._fastpack_announce()
+                banner = self.fastpack_report.banner()
+                if announce and banner != self._fastpack_shown and self.is_world_process_zero():
+                    print(banner, flush=True)
+                    self._fastpack_shown = banner  # once per content: `train` may be called many times
 
             if announce and run.is_fsdp2:  # some decisions need sharded parameters
                 stack.enter_context(during_training(self, at_begin=begin))
@@ -225,10 +217,3 @@ class FeaturedTrainer(_Stock):
 
     def _fastpack_enter(self, stack: contextlib.ExitStack) -> None:
         """Install the parts of this kind of trainer, after the features."""
-
-    def _fastpack_announce(self) -> None:
-        """Print the banner, once per content: `train` may be called many times."""
-        banner = self.fastpack_report.banner()
-        if self.is_world_process_zero() and banner != self._fastpack_shown:
-            print(banner, flush=True)
-        self._fastpack_shown = banner
