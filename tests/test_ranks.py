@@ -69,7 +69,7 @@ def test_what_one_rank_cannot_do_is_done_by_none_and_sharded_layers_stay_whole_f
 @pytest.mark.parametrize(
     ("where", "said"),
     [
-        ("no memory", ["a step of several processes cannot be run again", "lower activation_memory_gib"]),
+        ("no memory", ["a step of several processes cannot run again", "lower activation_memory_gib"]),
         ("plan", ["RankFailedError: rank 1: RuntimeError: the kernel failed", "wait for this one", "in plan_memory"]),
         ("step", ["RuntimeError: the kernel failed", "in training_step"]),
         ("dispatched", ["TypeError: Can only concatenate tensors but got"]),  # as under stock

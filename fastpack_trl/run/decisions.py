@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -55,25 +54,16 @@ class Decisions:
     training: bool = False
     loss_is_ours: bool = False
     shares_prefixes: bool = False
-    refuses_static: Callable[[Bucket], str] = lambda _: "stock's attention reads the documents of each row anew"
+    refuses_static: Callable[[Bucket], str] = lambda _: "TRL's attention reads the documents of each row again"
     experts_refuse_capture: Callable[[], str] = str
     compiles_later: bool = False
     measures_first_step: bool = False
-    _are_fixed = False
+    _are_fixed = False  # while steps run
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._are_fixed and name in DECIDED:
             raise AssertionError(f"run.{name} is decided before the first step, not in the middle of a run")
         super().__setattr__(name, value)
-
-    @contextmanager
-    def fixed(self) -> Iterator[None]:
-        """Refuse any further decision until the context ends."""
-        self._are_fixed = True
-        try:
-            yield
-        finally:
-            self._are_fixed = False
 
 
 DECIDED = frozenset(one.name for one in fields(Decisions))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from datasets import Dataset
 from fsdp2 import fsdp2
-from preference_material import DATA, NAMES, assert_changed_alike, assert_same, build, trained
+from preference_material import DATA, assert_changed_alike, assert_same, build, trained
 from ranks import leave
 
 FOLDER = Path(sys.argv[1]) if len(sys.argv) > 1 else Path("/tmp")
@@ -77,6 +77,5 @@ if __name__ == "__main__":
     elif what == "fsdp2":
         sharded(sys.argv[3])
     else:
-        for each in NAMES if what == "all" else [what]:
-            ddp(each)
+        ddp(what)
     leave()
