@@ -192,6 +192,16 @@ def inductor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture
+def offloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let layer inputs go to host memory, however small, also on a machine without a device."""
+    from fastpack_trl.checkpointing import activation_memory, checkpoint_offload, offload
+
+    monkeypatch.setattr(offload, "MIN_BYTES", 1)
+    for place in (activation_memory, checkpoint_offload):
+        monkeypatch.setattr(place, "offload_unavailable", lambda device: "")
+
+
+@pytest.fixture
 def varlen_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `varlen` be chosen on the CPU, where its operator runs the twin: attention that a graph can have."""
     from dataclasses import replace

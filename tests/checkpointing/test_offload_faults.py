@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from fastpack_trl.checkpointing.offload import Offload, checkpointed_layers, offload_checkpoints
+from fastpack_trl.checkpointing.offload import Offload, checkpointed_layers
 from fastpack_trl.testing import tiny_model
 
 
@@ -113,7 +113,7 @@ class Layer(GradientCheckpointingLayer):
 
 
 def layers_offloaded(layers: list[Layer]) -> Any:
-    return offload_checkpoints(layers, min_bytes=1, streams=lambda _: RecordingStreams(), keep_last=0)
+    return offloaded(layers, streams=lambda _: RecordingStreams(), keep_last=0)
 
 
 SHAPES = {
@@ -182,6 +182,6 @@ def test_an_input_changed_in_place_after_it_was_saved_is_an_error() -> None:
 def test_a_model_without_checkpointing_raises_with_the_remedy() -> None:
     layers = checkpointed_layers(tiny_model("llama"))
     with pytest.raises(ValueError, match="gradient_checkpointing=True on a model that supports it"):
-        with offload_checkpoints(layers):
+        with offloaded(layers):
             pass
     assert len(checkpointed_layers(make("llama"))) == LAYERS
