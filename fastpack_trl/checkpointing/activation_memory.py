@@ -51,7 +51,7 @@ def activation_memory(run: Run) -> Iterator[None]:
             stack.callback(setattr, run.step, "activations_left", None)
             installed = stack.enter_context(contextlib.ExitStack())
             stack.enter_context(during_training(run.trainer, at_begin=lambda: _install_sharded(run, installed)))
-        elif (memory := _install(run, stack)) is not None:
+        elif (memory := plan_memory(run, stack)) is not None:
             stack.enter_context(during_training(run.trainer, at_begin=memory.begin))
         yield
 
@@ -60,7 +60,7 @@ def _install_sharded(run: Run, installed: contextlib.ExitStack) -> None:
     """Plan and install when training begins: only then are the parameters in their places."""
     installed.close()  # `train` may begin again by itself, with smaller batches
     try:
-        memory = _install(run, installed)
+        memory = plan_memory(run, installed)
     finally:
         sharded.reshard_all(run.model)
     if memory is not None:
@@ -68,7 +68,7 @@ def _install_sharded(run: Run, installed: contextlib.ExitStack) -> None:
         memory.begin()
 
 
-def _install(run: Run, stack: contextlib.ExitStack) -> ActivationMemory | None:
+def plan_memory(run: Run, stack: contextlib.ExitStack) -> ActivationMemory | None:
     """Make the plan, the same in every process, and keep it until `stack` closes; None if any process has none.
 
     Raises:
@@ -118,7 +118,6 @@ class ActivationMemory(TrainerCallback):
 
     def __init__(self, run: Run) -> None:
         self._run, self._notes, setting = run, list[str](), run.settings.activation_memory
-        self._layers = checkpointable_layers(run.model)
         with run.ranks.propagate_failures():  # none may run a sharded model without the others
             tokens, longest = largest_row(run)
             self.head_bytes, own = head_bytes(run.model, tokens), float(budget_bytes(run, self._say))
@@ -131,7 +130,7 @@ class ActivationMemory(TrainerCallback):
                 self._say(f"nothing fits the budget: {plan}")
         elif setting != "keep":
             plan = plan.last_kept(0, Level[setting.upper()])
-        self.plan = plan
+        self.plan, self._layers = plan, checkpointable_layers(run.model)
         self.gathered: list[Any] = []
         # What a user's hooks see is as under TRL's checkpointing, unless the user chose the level.
         self._watches = [HookWatch(layer) for layer in self._layers if setting == "auto"]

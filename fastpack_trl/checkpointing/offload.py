@@ -31,7 +31,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from fastpack_trl.checkpointing.streams import GIB, Streams
-from fastpack_trl.model.checkpoint_seam import Nesting, checkpoint_wrapped, is_reentrant, stock_checkpoint
+from fastpack_trl.model.checkpoint_seam import (
+    Nesting,
+    checkpoint_wrapped,
+    is_reentrant,
+    outermost_layers,
+    stock_checkpoint,
+)
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
 logger = logging.getLogger(__name__)
@@ -42,15 +48,6 @@ MIN_BYTES = 2**20
 """Smaller inputs stay on the device: a copy of this size takes 20 us at 55 GB/s, about as long as its launch."""
 
 _ALIGNMENT = 16  # bytes; kernels choose their vector path, and with it the order of a sum, by it
-
-
-def outermost_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
-    """Return the layers of `model` that transformers can checkpoint, first to last, without those inside of another."""
-    layers: dict[GradientCheckpointingLayer, set[nn.Module]] = {}
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer) and not any(module in inside for inside in layers.values()):
-            layers[module] = set(module.modules())
-    return list(layers)
 
 
 def checkpointed_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch.utils.checkpoint import checkpoint
 
-from fastpack_trl.checkpointing.offload import Mode, Offload, offload_checkpoints, outermost_layers
+from fastpack_trl.checkpointing.offload import Mode, Offload, offload_checkpoints
 from fastpack_trl.checkpointing.streams import GIB
 from fastpack_trl.model.changes import patch_attribute
-from fastpack_trl.model.checkpoint_seam import CHECKPOINT
+from fastpack_trl.model.checkpoint_seam import CHECKPOINT, outermost_layers
 from fastpack_trl.model.facts import text_model
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
