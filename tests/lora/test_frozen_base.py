@@ -18,13 +18,13 @@ from lora_material import (
     assert_as_loaded,
     fast_layers,
     fp8_checkpoint,
+    gpt2,
     lora_layers,
     made,
     quantised,
     weights,
 )
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from fastpack_trl import apply_lora
 from fastpack_trl.compile import layer_compile as feature
@@ -159,13 +159,8 @@ def mixture() -> Any:
     return adapted("qwen3_moe", target_modules=targets, target_parameters=stacks)
 
 
-def gpt2() -> Any:
-    config = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=64, vocab_size=96, pad_token_id=0)
-    return adapted(GPT2LMHeadModel(config))
-
-
 KINDS: dict[str, tuple[Callable[[], Any], int, str]] = {
-    "gpt2": (gpt2, 8, ""),
+    "gpt2": (lambda: adapted(gpt2()), 8, ""),
     "bias": (lambda: adapted("qwen2"), 14, ""),
     "experts": (mixture, 8, "(LoRA on stacked parameters)"),
     "dropout and embeddings": (

@@ -1,51 +1,35 @@
-"""LoRA over bitsandbytes bases: what PEFT computes, the weight dequantised per use and never saved."""
+"""LoRA over quantized and other frozen bases: what PEFT computes, dense copies kept if they fit, and never saved."""
 
 from __future__ import annotations
 
 import copy
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from counted_operators import Counted
 from lora_material import (
+    adapted,
     any_ids,
     assert_trains_as_peft,
+    fast_layers,
     functions_for_every_size,  # noqa: F401
+    joint_error,
     quantised,
-    quantised_linear,
-    reference_projection,
     saved_bytes,
     step,
 )
+from trainer_material import train
 
-from fastpack_trl import apply_lora
+from fastpack_trl import FastSFTTrainer, apply_lora
 from fastpack_trl.lora import report as lora_report
-from fastpack_trl.lora.base_weight import from_4bit
-from fastpack_trl.lora.projection import lora_projection
-
-bnb = pytest.importorskip("bitsandbytes")
+from fastpack_trl.testing import gradients
 
 pytestmark = pytest.mark.usefixtures("functions_for_every_size")
 
-
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("kind", ["nf4", "fp4"])
-def test_a_4_bit_projection_equals_the_reference(kind: str, nested: bool) -> None:
-    torch.manual_seed(0)
-    layer = quantised_linear(torch.nn.Linear(128, 64, bias=False), kind, nested=nested)
-    base = from_4bit(layer.weight)
-    torch.testing.assert_close(
-        base.dense(torch.float32), bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
-    )
-    results = []
-    x, a, b = torch.randn(6, 128), torch.randn(4, 128), torch.randn(64, 4)
-    for function in (lora_projection, reference_projection):
-        leaves = [tensor.clone().requires_grad_() for tensor in (x, a, b)]
-        out = function(leaves[0], base, *leaves[1:])
-        out.sin().sum().backward()
-        results.append([out.detach(), *[leaf.grad for leaf in leaves]])
-    for actual, expected in zip(*results, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
+# 14 projections of a llama with two layers, widths 64 and 128, two of four heads for keys and values.
+COPIES = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) * 4
 
 
 @pytest.mark.parametrize(
@@ -88,3 +72,80 @@ def test_a_4_bit_weight_is_dequantised_once_per_use_and_never_saved(monkeypatch:
     assert counts["fast"] == 14 + 11
     assert counts["cached"] == 0
     assert kept["fast"] == kept["cached"] < kept["stock"]
+
+
+def kept(model: Any) -> set[bool]:
+    return {layer.fastpack_dense is not None for layer in fast_layers(model)}
+
+
+def test_copies_take_an_eighth_of_the_free_memory_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora_report, "allocatable", lambda device: 8000)
+    assert lora_report.copy_budget(torch.device("cuda")) == 1000
+    assert lora_report.copy_budget(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("budget", "there", "said"),
+    [(COPIES, True, "0.28 MiB of frozen weights kept in the compute dtype"),
+     (COPIES - 1, False, "frozen weights are made per use: copies take 0.28 MiB, an eighth of the free memory is"),
+     (None, False, "")],
+)  # fmt: skip
+def test_all_copies_or_none_are_kept_and_named_in_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int | None, there: bool, said: str
+) -> None:
+    monkeypatch.setattr(lora_report, "copy_budget", lambda device: budget)
+    model = quantised("nf4", nested=True)
+    applied = apply_lora(model)
+    assert kept(model) == {there}
+    assert said in str(applied)
+    applied.revert()
+    options = {"packing": True, "eval_strategy": "no", "max_steps": 1}
+    trainer = train(FastSFTTrainer, tmp_path, model=model, **options)
+    assert said in trainer.fastpack_report["lora"].reason
+    assert not [name for module in model.modules() for name in vars(module) if name.startswith("fastpack")]
+
+
+@pytest.mark.usefixtures("copies_fit")
+def test_a_model_in_the_dtype_of_the_run_needs_no_copies() -> None:
+    model = adapted("llama")
+    assert "frozen weights" not in str(apply_lora(model))
+    assert kept(model) == {False}
+
+
+@pytest.mark.usefixtures("copies_fit")
+def test_frozen_fp32_weights_are_cast_once_for_the_run() -> None:
+    model, stock = adapted("llama"), adapted("llama")
+    applied = apply_lora(model, compute_dtype=torch.bfloat16)
+    casts = []
+    for each in (model, stock):
+        with Counted(lambda name, args: name == "_to_copy" and sorted(args[0].shape) == [32, 48]) as counted:
+            for _ in range(2):
+                step(each, any_ids(), autocast=True)
+        casts.append(counted.count)
+    assert casts[0] == 0
+    assert casts[1] >= 4
+    assert joint_error(gradients(model), gradients(stock)) < 0.03
+    with torch.no_grad():  # a changed weight makes the copy stale
+        for each in (model, stock):
+            each.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight.zero_()
+    losses = [float(step(each, any_ids(), autocast=True)) for each in (model, stock)]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+    applied.revert()
+    assert not [name for module in model.modules() for name in vars(module) if name.startswith("fastpack")]
+
+
+def test_kept_4_bit_weights_give_the_same_bits_until_they_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = quantised("nf4", nested=True, dtype=torch.bfloat16)
+    twin = copy.deepcopy(model)
+    apply_lora(twin)
+    monkeypatch.setattr(lora_report, "copy_budget", lambda device: COPIES)
+    apply_lora(model)
+    assert kept(model) == {True}
+    for _ in range(2):
+        assert torch.equal(*(step(each, any_ids(), autocast=True) for each in (model, twin)))
+        for name, grad in gradients(model).items():
+            assert torch.equal(grad, gradients(twin)[name]), name
+        for each in (model, twin):
+            each.merge_adapter()
+            each.unmerge_adapter()
+    assert kept(model) == {False}

@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from trainer_material import make_dataset, make_tokenizer, settings
-from transformers import FineGrainedFP8Config, TrainerCallback
+from transformers import FineGrainedFP8Config, GPT2Config, GPT2LMHeadModel, TrainerCallback
 from transformers.integrations.finegrained_fp8 import FP8Linear, replace_with_fp8_linear
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer, PackedBatch, packed_attention
@@ -37,6 +37,13 @@ def adapted(model: Any, *, seed: int = 0, dtype: torch.dtype = torch.float32, **
         if "lora_B" in name:
             parameter.data = (torch.randn(parameter.shape, generator=draw) * 0.05).to(parameter.dtype)
     return peft.train()
+
+
+def gpt2() -> Any:
+    """A model with transposed weights, and biases of the base."""
+    sizes = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "pad_token_id": 0}
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
 
 
 @pytest.fixture
