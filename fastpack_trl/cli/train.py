@@ -25,7 +25,7 @@ from fastpack_trl.report import enable_verbose
 
 # Set for the processes that we launch, which ignore the launch options of the YAML.
 _LAUNCHED = "FASTPACK_LAUNCHED"
-_QUANTISATION = {"load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"}
+_QUANTIZATION = {"load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"}
 
 
 def main(argv: Sequence[str], method: Method = SFT) -> int:
@@ -81,7 +81,7 @@ def _what_next(arguments: Arguments) -> str:
         return ""
     words, (config, flags) = [str(folder)], split_off("config", arguments.words)
     given = {word[2:].partition("=")[0].replace("-", "_") for word in flags if word.startswith("--")}
-    if config and (model.load_in_4bit or model.load_in_8bit) and given.isdisjoint(_QUANTISATION):
+    if config and (model.load_in_4bit or model.load_in_8bit) and given.isdisjoint(_QUANTIZATION):
         words += ["--config", *config, "--base", str(model.model_name_or_path)]  # merged as it was in training
     elif model.load_in_4bit:
         words += ["--load_in_4bit"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from lora_material import quantised
+from lora_material import quantized
 from offload_material import LAYERS, assert_same, enable, loss_of, make, offloaded, step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -48,7 +48,7 @@ def selective() -> Any:
 
 
 def four_bit() -> Any:
-    model = quantised("nf4", num_hidden_layers=LAYERS)
+    model = quantized("nf4", num_hidden_layers=LAYERS)
     model.enable_input_require_grads()
     return enable(model)
 
@@ -244,7 +244,7 @@ def test_what_excludes_the_offload_raises_one_line_with_the_remedy(tmp_path: Pat
     assert "\n" not in str(error.value)
 
 
-def test_transformers_own_offload_is_recognised_by_its_function() -> None:
+def test_transformers_own_offload_is_recognized_by_its_function() -> None:
     model = tiny_model("llama")
     name = "activation_checkpointing" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing"
     getattr(model, f"{name}_enable")(**{f"{name}_kwargs": {"use_reentrant": False}, "offload": True})

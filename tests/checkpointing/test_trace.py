@@ -129,7 +129,7 @@ def test_the_largest_4_bit_weight_is_found_as_it_is_once_made_dense() -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")
     model = tiny_model("qwen3_moe").requires_grad_(False)
     assert largest_dense(model) == 0
-    from fastpack_trl.moe.quantised import quantize_experts
+    from fastpack_trl.moe.quantized import quantize_experts
 
     experts = model.model.layers[0].mlp.experts
     shape, width = experts.gate_up_proj.shape, experts.gate_up_proj.element_size()

@@ -22,7 +22,7 @@ from trainer_material import figures, make_dataset, make_tokenizer, settings
 
 from benchmarks.models import quantize
 from fastpack_trl import FastSFTConfig, FastSFTTrainer, apply_lora
-from fastpack_trl.kernels.fp8 import quantise_rows, scaled_product
+from fastpack_trl.kernels.fp8 import quantize_rows, scaled_product
 from fastpack_trl.lora import report as lora_report
 from fastpack_trl.lora.base_weight import Fp8Weight
 from fastpack_trl.lora.frozen_base import put_in_fp8
@@ -115,7 +115,7 @@ def test_a_step_launches_fewer_kernels_than_with_peft() -> None:
 @pytest.mark.parametrize("rows", [1, 7, 512])
 def test_the_product_of_the_device_is_that_of_the_reference(rows: int) -> None:
     x, weight = (torch.randn(count, 4096, device="cuda").bfloat16() for count in (rows, 256))
-    a, b = quantise_rows(x), quantise_rows(weight)
+    a, b = quantize_rows(x), quantize_rows(weight)
     found, true = scaled_product(a, b, torch.bfloat16), a.dense().double() @ b.dense().double().t()
     # Rounding to bf16 alone: 2**-9 at most; sums in fewer bits than fp32 may add as much again.
     assert (found.double() - true).norm() / true.norm() < 2**-8

@@ -15,7 +15,7 @@ from fastpack_trl.kernels.gate_form import Gate
 from fastpack_trl.moe.block import LowRank, _stack
 from fastpack_trl.moe.experts import Form, Stack, StackForm, _experts
 from fastpack_trl.moe.feature import apply_moe
-from fastpack_trl.moe.quantised import STACKS, quantize_experts
+from fastpack_trl.moe.quantized import STACKS, quantize_experts
 from fastpack_trl.moe.routing import routing_plan
 from fastpack_trl.testing import assert_gradients_close, gradients
 

@@ -180,7 +180,7 @@ def assert_host_never_waits(model: Any, *, compiled: bool) -> None:
 # --- bitsandbytes ---
 
 
-def quantised(
+def quantized(
     kind: str = "nf4", *, nested: bool = False, dtype: torch.dtype = torch.float32, compute: torch.dtype | None = None,
     seed: int = 0, **more: Any,
 ) -> Any:  # fmt: skip
@@ -189,12 +189,12 @@ def quantised(
     for block in (block for layer in model.model.layers for block in (layer.self_attn, layer.mlp)):
         for name, linear in [*block.named_children()]:
             if isinstance(linear, torch.nn.Linear):
-                setattr(block, name, quantised_linear(linear, kind, nested=nested, dtype=compute or dtype))
+                setattr(block, name, quantized_linear(linear, kind, nested=nested, dtype=compute or dtype))
     model.is_loaded_in_4bit, model.is_loaded_in_8bit = kind != "int8", kind == "int8"
     return adapted(model, target_modules="all-linear")
 
 
-def quantised_linear(linear: Any, kind: str, *, nested: bool = False, dtype: torch.dtype = torch.float32) -> Any:
+def quantized_linear(linear: Any, kind: str, *, nested: bool = False, dtype: torch.dtype = torch.float32) -> Any:
     """The layer in the format ``nf4``, ``fp4`` or ``int8``; skips the test without bitsandbytes."""
     bnb = pytest.importorskip("bitsandbytes")
     inner, outer = linear.in_features, linear.out_features
@@ -218,7 +218,7 @@ def packed_weight(
     return packed, state
 
 
-def dequantise_4bit_torch(packed: Tensor, state: Any, code: Tensor) -> Tensor:
+def dequantize_4bit_torch(packed: Tensor, state: Any, code: Tensor) -> Tensor:
     """The kernel of 4-bit weights in plain torch; `code`: (16,) fp32, the value of each half of a byte."""
     scales = state.absmax
     if state.state2 is not None:

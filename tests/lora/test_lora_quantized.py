@@ -16,7 +16,7 @@ from lora_material import (
     fast_layers,
     functions_for_every_size,  # noqa: F401
     joint_error,
-    quantised,
+    quantized,
     saved_bytes,
     step,
 )
@@ -36,7 +36,7 @@ COPIES = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) * 4
     ("kind", "nested"), [("nf4", False), ("nf4", True), ("fp4", False), ("fp4", True), ("int8", False)]
 )
 def test_training_equals_peft_over_20_steps(kind: str, nested: bool) -> None:
-    stock = quantised(kind, nested=nested)
+    stock = quantized(kind, nested=nested)
     models = [stock, copy.deepcopy(stock)]
     report = apply_lora(models[1])
     assert len(report.fast) == 14
@@ -45,7 +45,7 @@ def test_training_equals_peft_over_20_steps(kind: str, nested: bool) -> None:
 
 def test_a_base_with_another_16_bit_compute_dtype_than_the_run_is_pefts() -> None:
     """TRL's QLoRA notebook sets ``bnb_4bit_compute_dtype=torch.float16`` and trains in bf16."""
-    stock = quantised("nf4", compute=torch.float16)
+    stock = quantized("nf4", compute=torch.float16)
     for compute_dtype, named in ((torch.bfloat16, "handed_over"), (None, "call_by_call")):
         fast = copy.deepcopy(stock)
         report = apply_lora(fast, compute_dtype=compute_dtype)
@@ -55,10 +55,10 @@ def test_a_base_with_another_16_bit_compute_dtype_than_the_run_is_pefts() -> Non
         assert sum(map(len, report.handed_over.values())) + sum(report.call_by_call.values()) == 14
 
 
-def test_a_4_bit_weight_is_dequantised_once_per_use_and_never_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_4_bit_weight_is_dequantized_once_per_use_and_never_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     counts, kept = {}, {}
     for name in ("stock", "fast", "cached"):
-        model = quantised("nf4", dtype=torch.bfloat16)
+        model = quantized("nf4", dtype=torch.bfloat16)
         if name != "stock":
             monkeypatch.setattr(
                 lora_report, "copy_budget", lambda device, name=name: 2**40 if name == "cached" else None
@@ -87,14 +87,14 @@ def test_copies_take_an_eighth_of_the_free_memory_on_cuda(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("budget", "there", "said"),
     [(COPIES, True, "0.28 MiB of frozen weights kept in the compute dtype"),
-     (COPIES - 1, False, "frozen weights are made per use: copies take 0.28 MiB, an eighth of the free memory is"),
+     (COPIES - 1, False, "frozen weights are converted per use: copies need 0.28 MiB, an eighth of the free memory is"),
      (None, False, "")],
 )  # fmt: skip
 def test_all_copies_or_none_are_kept_and_named_in_the_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int | None, there: bool, said: str
 ) -> None:
     monkeypatch.setattr(lora_report, "copy_budget", lambda device: budget)
-    model = quantised("nf4", nested=True)
+    model = quantized("nf4", nested=True)
     applied = apply_lora(model)
     assert kept(model) == {there}
     assert said in str(applied)
@@ -135,7 +135,7 @@ def test_frozen_fp32_weights_are_cast_once_for_the_run() -> None:
 
 
 def test_kept_4_bit_weights_give_the_same_bits_until_they_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = quantised("nf4", nested=True, dtype=torch.bfloat16)
+    model = quantized("nf4", nested=True, dtype=torch.bfloat16)
     twin = copy.deepcopy(model)
     apply_lora(twin)
     monkeypatch.setattr(lora_report, "copy_budget", lambda device: COPIES)
