@@ -32,7 +32,7 @@ BUDGETS = {
     "bench": 1050,
     "callbacks": 300,
     "capture": 1350,
-    "checkpointing": 1300,
+    "checkpointing": 1200,
     "cli": 1000,
     "compile": 850,
     "kernels": 1150,

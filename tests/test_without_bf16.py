@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lora_material import adapted, quantised
+from lora_material import adapted, quantized
 from old_device import T4, add_scaler, forced_capability
 from trainer_material import build, callback, figures, make_dataset
 from trl import SFTTrainer
@@ -59,7 +59,7 @@ def run_both(folder: Path, kind: str, **options: Any) -> list[Any]:
 
 
 MODELS = {
-    "nf4": lambda: quantised("nf4", nested=True, dtype=torch.float16),
+    "nf4": lambda: quantized("nf4", nested=True, dtype=torch.float16),
     "lora": lambda: adapted("qwen3"),
     "full": lambda: tiny_model("qwen3"),
 }
@@ -128,7 +128,7 @@ def test_graphs_triton_and_experts_are_for_capability_8_on(tmp_path: Path, monke
 
 def test_4_bit_layers_stay_peft_s_in_emulated_bf16_and_are_fast_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "emulates_bf16", lambda device: True)
-    model = quantised("nf4", compute=torch.float16)
+    model = quantized("nf4", compute=torch.float16)
     report = apply_lora(model, compute_dtype=torch.bfloat16)
     assert not report.fast
     assert "bf16 is emulated on this device" in str(report)
@@ -139,7 +139,7 @@ def test_4_bit_layers_stay_peft_s_in_emulated_bf16_and_are_fast_in_fp16(monkeypa
 def test_adapters_in_bf16_become_fp32_where_the_scaler_has_no_kernel_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = quantised("nf4", compute=torch.float16)
+    model = quantized("nf4", compute=torch.float16)
     trainer = build(FastSFTTrainer, tmp_path, model=model, fp16=True, eval_strategy="no")
     adapters = [p for p in trainer.model.parameters() if p.requires_grad]
     assert {p.dtype for p in adapters} == {torch.bfloat16}  # TRL's
@@ -170,7 +170,7 @@ def test_fp16_on_a_device_that_says_it_is_a_t4_is_stock_s(kind: str, more: dict[
 def test_stock_ends_in_its_first_step_with_adapters_in_bf16_and_ours_trains(tmp_path: Path) -> None:
     assert not unscales_bf16(CUDA), "torch has the kernel now: `fit_precision` need not cast any more"
     for cls in (SFTTrainer, FastSFTTrainer):
-        model = quantised("nf4", dtype=torch.float16).to("cuda")
+        model = quantized("nf4", dtype=torch.float16).to("cuda")
         trainer = build(cls, tmp_path, model=model, fp16=True, use_cpu=False, eval_strategy="no", **UNPACKED)
         if cls is SFTTrainer:
             with pytest.raises(NotImplementedError, match="BFloat16"):

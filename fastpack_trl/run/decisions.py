@@ -43,8 +43,6 @@ class Decisions:
         shares_prefixes: training rows hold a common beginning of documents once.
         refuses_static: returns why the installed attention cannot run over static batches of a bucket.
         experts_refuse_capture: returns why matmuls of experts cannot be recorded; empty if they can.
-        compiles_later: layers run eagerly in the first step and are compiled after it if that pays off.
-        measures_first_step: the memory of the first step decides how long later rows may be.
     """
 
     settings: Settings
@@ -56,8 +54,6 @@ class Decisions:
     shares_prefixes: bool = False
     refuses_static: Callable[[Bucket], str] = lambda _: "TRL's attention reads the documents of each row again"
     experts_refuse_capture: Callable[[], str] = str
-    compiles_later: bool = False
-    measures_first_step: bool = False
     _are_fixed = False  # while steps run
 
     def __setattr__(self, name: str, value: Any) -> None:

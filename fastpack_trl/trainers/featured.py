@@ -21,7 +21,7 @@ from fastpack_trl.model.hooks import is_users
 from fastpack_trl.model.precision import fit_precision
 from fastpack_trl.model.preflight import bound, choose_checkpoint
 from fastpack_trl.model.upstream import missing_names
-from fastpack_trl.moe.quantised import quantize_experts
+from fastpack_trl.moe.quantized import quantize_experts
 from fastpack_trl.packing.batching import BatchPlan
 from fastpack_trl.packing.examples import check_not_empty, naming_the_row, null_turns
 from fastpack_trl.report import FeatureReport, disabled_by_environment
@@ -123,7 +123,7 @@ class FeaturedTrainer(_Stock):
         if self._fastpack_disabled or self.fastpack_run.settings.moe_quantize_experts != "on":
             return
         done, facts = quantize_experts(model, device), self.fastpack_report.facts
-        facts.setdefault("quantised experts", str(done))  # a second call finds nothing left to do
+        facts.setdefault("quantized experts", str(done))  # a second call finds nothing left to do
 
     def _fastpack_name_faults(self, prepare: Callable[..., Any], stock: Callable[..., Any], *given: Any) -> Any:
         """Prepare a data set; name the example at fault, and report turns without content."""

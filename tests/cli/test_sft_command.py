@@ -71,7 +71,7 @@ def test_a_run_ends_with_its_speed_the_report_and_commands_that_run(
         ("reward", "", "fastpack-trl merge out"),
     ],
 )
-def test_what_comes_next_knows_quantised_bases_and_scores(
+def test_what_comes_next_knows_quantized_bases_and_scores(
     material: Material, monkeypatch: pytest.MonkeyPatch, command: str, flags: str, says: str
 ) -> None:
     monkeypatch.chdir(material.folder)

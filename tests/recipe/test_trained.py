@@ -57,9 +57,9 @@ def test_after_qlora_it_is_merged_into_the_base_that_was_trained_on(
     dense = AutoModelForCausalLM.from_pretrained(model, quantization_config=quantization).dequantize()
     expected = logits(PeftModel.from_pretrained(dense, material.out))
     torch.testing.assert_close(logits(load(merged)), expected, rtol=1e-2, atol=1e-2)
-    unquantised = logits(PeftModel.from_pretrained(load(model), material.out))
+    unquantized = logits(PeftModel.from_pretrained(load(model), material.out))
     found = logits(load(merged))
-    assert (found - expected).abs().mean() < 0.2 * (found - unquantised).abs().mean()
+    assert (found - expected).abs().mean() < 0.2 * (found - unquantized).abs().mean()
 
 
 def test_a_run_is_merged_and_its_answers_stand_beside_those_of_the_base(

@@ -1,4 +1,4 @@
-"""Matrices that are hard to quantise."""
+"""Matrices that are hard to quantize."""
 
 from __future__ import annotations
 
