@@ -29,6 +29,7 @@ def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
 
     Raises `UserError` if none are named, if a name leads nowhere, or if a file cannot be read.
     """
+    from datasets import load_dataset
     from datasets.exceptions import DatasetsError
     from trl import get_dataset
 
@@ -40,12 +41,16 @@ def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
         )
     if mixture.streaming and mixture.test_split_size is not None:
         raise UserError(f"test_split_size={mixture.test_split_size} needs streaming: false: a stream has no length")
-    entries = [_local_entry(entry) for entry in mixture.datasets]
-    source = None if entries else _source(names[0])
+    # With files or a folder of its own, the path of an entry may be the name of a builder ("json").
+    entries = [
+        entry if entry.data_files or entry.data_dir else replace(entry, **_source(entry.path))
+        for entry in mixture.datasets
+    ]
+    source = {} if entries else _source(names[0])
     try:
-        if source is None:
+        if entries:
             return get_dataset(replace(mixture, datasets=entries))
-        return _load_named(names[0], *source, script.dataset_config, script.dataset_streaming)
+        return load_dataset(**source, name=script.dataset_config, streaming=script.dataset_streaming)
     except (DatasetsError, ValueError, TypeError, OSError, StopIteration) as error:
         fault = _first_fault(names) or describe(error.__cause__ or error)
         hint = "".join(did_you_mean_path(name) for name in names if not Path(name).expanduser().exists())
@@ -61,55 +66,34 @@ def data_name(script: ScriptArguments, mixture: DatasetMixtureConfig) -> str:
     return ", ".join(_names(script, mixture))
 
 
-def _source(name: str) -> tuple[str, Any]:
-    """Return the path and the ``data_files`` with which `datasets.load_dataset` reads data.
+def _source(name: str) -> dict[str, Any]:
+    """Return the keywords with which `datasets.load_dataset` reads data.
 
-    ``"data.jsonl"`` -> ``("json", "data.jsonl")``; a folder of files, or a hub name -> ``(folder, None)``; a folder
-    made by `save_to_disk` -> ``("arrow", ...)``.
+    ``"data.jsonl"`` -> ``{"path": "json", "data_files": "data.jsonl"}``; a folder of files, or a hub name -> its path
+    alone; a folder made by `save_to_disk` -> the builder ``arrow`` and the files of each split.
     """
     suffixes, path = [suffix.lower() for suffix in Path(name).suffixes], Path(name).expanduser()
     if suffixes and suffixes[-1] in _COMPRESSIONS:
         suffixes.pop()
     builder = BUILDERS.get(suffixes[-1]) if suffixes else None
     if "://" in name or not (looks_local(name) or builder):
-        return name, None
+        return {"path": name}
+    if (path / "state.json").is_file():
+        return {"path": "arrow", "data_files": str(path / "*.arrow")}
+    if (path / "dataset_dict.json").is_file():
+        return {
+            "path": "arrow",
+            "data_files": {one.parent.name: f"{one.parent}/*.arrow" for one in path.glob("*/state.json")},
+        }
     if path.is_dir():
-        saved = _saved_files(path)
-        return ("arrow", saved) if saved else (str(path), None)
+        return {"path": str(path)}
     if not path.exists() and not any(Path(path.anchor or ".").glob(str(path.relative_to(path.anchor)))):
         raise UserError(f"data {short_repr(name)} does not exist{missing_hint(name)}")
     if builder is None:
         raise UserError(
             f"data file {short_repr(name)} has no known suffix: use one of {', '.join(BUILDERS)}, or a folder"
         )
-    return builder, str(path)
-
-
-def _saved_files(folder: Path) -> Any:
-    """Return the ``data_files`` of a folder made by `save_to_disk`; None for other folders."""
-    if (folder / "state.json").is_file():
-        return str(folder / "*.arrow")
-    if (folder / "dataset_dict.json").is_file():
-        return {child.name: str(child / "*.arrow") for child in sorted(folder.iterdir()) if child.is_dir()}
-    return None
-
-
-def _load_named(name: str, source: str, files: Any, config: str | None, streaming: bool) -> Splits:
-    import datasets
-
-    if source != "arrow" or files is None:
-        return datasets.load_dataset(source, name=config, data_files=files, streaming=streaming)
-    # Read in place: the arrow builder would copy the files into the cache.
-    loaded = datasets.load_from_disk(str(Path(name).expanduser()))
-    splits = loaded if isinstance(loaded, datasets.DatasetDict) else datasets.DatasetDict({"train": loaded})
-    return {key: split.to_iterable_dataset() for key, split in splits.items()} if streaming else splits
-
-
-def _local_entry(entry: Any) -> Any:
-    if entry.data_files is not None or entry.data_dir is not None:
-        return entry  # `path` may also be the name of a builder ("json")
-    source, data_files = _source(entry.path)
-    return replace(entry, path=source, data_files=data_files)
+    return {"path": builder, "data_files": str(path)}
 
 
 def _first_fault(names: Iterable[str]) -> str:

@@ -1,21 +1,19 @@
 """A model without memory, by its config: its sizes in bytes, and what its layers would keep on a device that is absent.
 
 Its parameters are fake tensors, whose operators compute shapes only. Attention runs the backend that the device would
-get, by the fake kernel of its operator, and experts as their Triton kernels would: those allocate their results and
-nothing else.
+get, by the fake kernel of its operator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
 from peft import get_peft_model
-from torch import Tensor, nn
+from torch import nn
 from trl import get_peft_config
 
 from fastpack_trl.attention.backends import BACKENDS
@@ -29,7 +27,6 @@ from fastpack_trl.lora.linear import apply_lora
 from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.facts import ModelFeatures, window_of
 from fastpack_trl.model.upstream import FakeTensorMode
-from fastpack_trl.moe import experts
 from fastpack_trl.moe.feature import apply_moe
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.recipe.arguments import Arguments
@@ -41,10 +38,9 @@ _EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
 
 @dataclass(frozen=True)
 class Model:
-    """A model with its adapters.
+    """A model with its adapters, whose parameters are fake tensors of `mode`.
 
     Attributes:
-        module: its parameters are fake tensors of `mode`.
         text: config of its language model.
         frozen: bytes of frozen weights.
         numbers, trained: numbers and bytes of those that are trained.
@@ -75,36 +71,37 @@ def model_of(arguments: Arguments) -> Model:
         dtype = getattr(torch, str(options.dtype), None) or getattr(config, "dtype", None) or torch.float32
         with torch.device("meta"):
             model: Any = getattr(transformers, f"AutoModelFor{kind}").from_config(config, dtype=dtype)
-            head, packed = model.get_output_embeddings(), dict[int, float]()  # bytes of a number
-            if options.load_in_4bit or options.load_in_8bit:
-                size = _nf4(bool(options.use_bnb_nested_quant)) if options.load_in_4bit else 1.0
-                linear = (m for m in model.modules() if isinstance(m, nn.Linear) and m is not head)
-                packed = {id(module.weight): size for module in linear}
-            if training.moe_quantize_experts == "on":
-                packed |= {id(p): _nf4(nested=True) for name, p in model.named_parameters() if name.endswith(_EXPERTS)}
+        head, packed = model.get_output_embeddings(), dict[int, float]()  # bytes of a number
+        if options.load_in_4bit or options.load_in_8bit:
+            size = _nf4(bool(options.use_bnb_nested_quant)) if options.load_in_4bit else 1.0
+            linear = (m for m in model.modules() if isinstance(m, nn.Linear) and m is not head)
+            packed = {id(module.weight): size for module in linear}
+        if training.moe_quantize_experts == "on":
+            packed |= {id(p): _nf4(nested=True) for name, p in model.named_parameters() if name.endswith(_EXPERTS)}
         if (peft := get_peft_config(options)) is not None:
             model = get_peft_model(model, peft)
-    frozen, numbers, trained, transient = 0.0, 0, 0.0, 0
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            numbers += parameter.numel()
-            # TRL makes the adapters of a quantized base bf16.
-            trained += parameter.numel() * (2 if options.load_in_4bit else parameter.element_size())
-        else:
-            frozen += parameter.numel() * packed.get(id(parameter), float(parameter.element_size()))
-            transient = max(transient, parameter.numel() * 2 if id(parameter) in packed else 0)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    result = Model(
+        model, mode, config.get_text_config(),
+        frozen=sum(p.numel() * packed.get(id(p), float(p.element_size())) for p in frozen),
+        numbers=sum(p.numel() for p in trained),
+        # TRL makes the adapters of a quantized base bf16.
+        trained=sum(p.numel() * (2 if options.load_in_4bit else p.element_size()) for p in trained),
+        transient=max((p.numel() * 2 for p in frozen if id(p) in packed), default=0),
+    )  # fmt: skip
     _make_fake(model, mode)
-    return Model(model, mode, config.get_text_config(), frozen, numbers, trained, transient)
+    return result
 
 
 def _make_fake(model: nn.Module, mode: Any) -> None:
     """Give the modules fake tensors on the CPU for those on ``meta``, which PEFT needs; tied ones stay tied."""
-    made: dict[int, Tensor] = {}
+    tensors, made = [*model.parameters(), *model.buffers()], dict[int, Any]()
     with mode:
-        for tensor in {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values():
+        for tensor in tensors:
             empty = torch.empty_like(tensor, device="cpu")
-            is_parameter = isinstance(tensor, nn.Parameter)
-            made[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+            trained = tensor.requires_grad
+            made[id(tensor)] = nn.Parameter(empty, trained) if isinstance(tensor, nn.Parameter) else empty
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             held.update({name: made[id(tensor)] for name, tensor in held.items() if tensor is not None})
@@ -139,7 +136,6 @@ def costs_of_layers(of: Model, features: ModelFeatures, path: str, *, lora: bool
         stack.enter_context(backend_installed(model, handle))
         if lora:
             stack.callback(apply_lora(model, compute_dtype=dtype).revert)
-        stack.enter_context(_as_triton())
         stack.enter_context(patch_attribute(projection, "_SMALL", {False: 0}))  # rows of a step are longer than probes
         stack.enter_context(of.mode)
         stack.enter_context(torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32))
@@ -155,25 +151,3 @@ def _kind_of(layer: nn.Module) -> Any:
     tensors = (*layer.named_parameters(), *layer.named_buffers())
     shapes = [(name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors]
     return tuple(map(type, modules)), tuple(map(window_of, attentions)), tuple(shapes)
-
-
-@contextmanager
-def _as_triton() -> Iterator[None]:
-    """Let the experts allocate what their Triton kernels return: the twins in torch make more on the way."""
-
-    def gate_forward(rows: Tensor, *_: Any) -> Tensor:
-        return rows.new_empty(rows.shape[0], rows.shape[1] // 2)
-
-    def gate_backward(rows: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.empty_like(rows), gate_forward(rows), rows.new_empty(rows.shape[0], dtype=torch.float32)
-
-    def combine(rows: Tensor, inverse: Tensor, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Tensor:
-        return rows.new_empty(inverse.shape[0], rows.shape[1], dtype=dtype or rows.dtype)
-
-    def bias_weight_grad(grad: Tensor, _bias: Tensor, ids: Tensor) -> Tensor:
-        return grad.new_empty(ids.shape, dtype=torch.float32)
-
-    with ExitStack() as stack:
-        for function in (gate_forward, gate_backward, combine, bias_weight_grad):
-            stack.enter_context(patch_attribute(experts, function.__name__, function))
-        yield

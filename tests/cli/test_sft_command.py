@@ -194,7 +194,7 @@ def test_env_is_set_and_launch_options_are_split_off(material: Material, monkeyp
         "env: {FASTPACK_TEST_VARIABLE: 7}\nnum_processes: 2\nmulti_gpu: true\nquiet: false\naccelerate_config: zero2\n"
     )
     path = str(material.yaml(text=text))
-    flags = "--mixed_precision=no --main_process_port 29511 --multi_gpu=True --packing --accelerate-config zero3"
+    flags = "--mixed_precision=no --main_process_port 29511 --multi_gpu --packing --accelerate-config zero3"
     arguments = parse([f"--config={path}", *flags.split()])
     assert os.environ["FASTPACK_TEST_VARIABLE"] == "7"
     files = [Path(word.partition("=")[2]).name for word in arguments.launch if word.startswith("--config_file=")]
