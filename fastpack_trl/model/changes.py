@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from fastpack_trl.model.hooks import users_hooks_off
 from fastpack_trl.model.sharded import local
@@ -82,17 +82,12 @@ def shared(owner: Any, name: str, install: Callable[[], AbstractContextManager[_
             patch.value[1].close()
 
 
-def silence_renamed_checkpointing() -> AbstractContextManager[None]:
-    """Let models answer `is_gradient_checkpointing` without a FutureWarning of transformers in the context.
+def silence_renamed_checkpointing() -> None:
+    """Ignore transformers' FutureWarning about `is_gradient_checkpointing` from now on.
 
     transformers 5.23 renamed the property. PEFT 0.21 and TRL 1.16 read the old name, which users cannot change.
     """
-    renamed = vars(PreTrainedModel).get("is_activation_checkpointing")
-    if renamed is None:
-        return nullcontext()
-    answer = property(lambda model: model.is_activation_checkpointing)  # as a subclass has it
-    patch = partial(patch_attribute, PreTrainedModel, "is_gradient_checkpointing", answer)
-    return shared(PreTrainedModel, "_fastpack_checkpointing_name", patch)
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
 
 
 @contextmanager

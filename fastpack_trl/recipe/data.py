@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
 BUILDERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 """Suffix of a data file -> the builder of `datasets.load_dataset` that reads it."""
 _COMPRESSIONS = {".gz", ".bz2", ".xz", ".zst"}
-_MOST_LINES = 1_000_000  # to search: the loader has failed, and the user waits for the reason
 
 
 def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
@@ -52,9 +49,9 @@ def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
             return get_dataset(replace(mixture, datasets=entries))
         return load_dataset(**source, name=script.dataset_config, streaming=script.dataset_streaming)
     except (DatasetsError, ValueError, TypeError, OSError, StopIteration) as error:
-        fault = _first_fault(names) or describe(error.__cause__ or error)
         hint = "".join(did_you_mean_path(name) for name in names if not Path(name).expanduser().exists())
-        raise UserError(f"data {short_repr(data_name(script, mixture))} cannot be loaded: {fault}{hint}") from error
+        shown, fault = short_repr(data_name(script, mixture)), describe(error.__cause__ or error)
+        raise UserError(f"data {shown} cannot be loaded: {fault}{hint}") from error
 
 
 def _names(script: ScriptArguments, mixture: DatasetMixtureConfig) -> list[str]:
@@ -94,19 +91,3 @@ def _source(name: str) -> dict[str, Any]:
             f"data file {short_repr(name)} has no known suffix: use one of {', '.join(BUILDERS)}, or a folder"
         )
     return {"path": builder, "data_files": str(path)}
-
-
-def _first_fault(names: Iterable[str]) -> str:
-    """Return the first line of a local file of JSON lines that is not a JSON object; empty if none is found."""
-    paths = [Path(name).expanduser() for name in names]
-    for file in (file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])):
-        if file.suffix.lower() not in (".jsonl", ".ndjson") or not file.is_file():
-            continue
-        with file.open("rb") as lines:
-            for number, line in enumerate(islice(lines, _MOST_LINES), 1):
-                try:
-                    if line.strip() and not isinstance(json.loads(line.decode("utf-8-sig")), dict):
-                        return f"{file.name}: line {number} is not a JSON object: write one object per line"
-                except (ValueError, RecursionError) as error:
-                    return f"{file.name}: line {number} is not one JSON object ({describe(error)})"
-    return ""

@@ -16,20 +16,21 @@ from typing import Any
 
 import torch
 
-from fastpack_trl.attention.backends import AUTO, BACKENDS
+from fastpack_trl.attention.backends import BACKENDS, choose
 from fastpack_trl.capture import feature as capture
 from fastpack_trl.checkpointing.plan import LayerCost, Level, Plan
 from fastpack_trl.checkpointing.plan import describe as levels_of
 from fastpack_trl.compile import layer_compile
 from fastpack_trl.errors import describe
 from fastpack_trl.lora.feature import lora
-from fastpack_trl.model.facts import ModelFeatures, read_features
+from fastpack_trl.model.facts import UNREADABLE, ModelFeatures, read_features
 from fastpack_trl.model.precision import emulates_bf16
 from fastpack_trl.moe.feature import moe
 from fastpack_trl.packing.documents import PADDED_DOCUMENTS
 from fastpack_trl.recipe.arguments import Arguments
 from fastpack_trl.recipe.gpus import Gpu, as_if_on
 from fastpack_trl.recipe.probe import Model, costs_of_layers, model_of
+from fastpack_trl.run import Choice
 from fastpack_trl.run.budget import HEAD_BYTES, MARGIN, row_tokens, state_bytes
 from fastpack_trl.step.head import TILE_ELEMENTS
 
@@ -101,10 +102,10 @@ def forecast(arguments: Arguments, gpus: Sequence[Gpu]) -> dict[str, Any]:
     merges = getattr(training, "merge_accumulation", "auto") != "off"
     row = None if most is None else row_tokens(training, most, most, merges=merges)
     report: dict[str, Any] = {"row_tokens": row, "gpus": {}}
-    for one in [predict(arguments, gpu, seen) for gpu in gpus]:
-        features = one.run.on
-        facts: dict[str, Any] = {"gib": one.gpu.gib, "attention": one.run.attention, "features": features}
-        parts = one.fixed
+    for gpu in gpus:
+        one = predict(arguments, gpu, seen)
+        parts, features = one.fixed, one.run.on
+        facts = report["gpus"][gpu.name] = {"gib": gpu.gib, "attention": one.run.choice.path, "features": features}
         if one.costs is None or row is None:
             facts["unknown"] = one.unknown or "max_length is not set: rows may have any length"
         else:
@@ -117,29 +118,29 @@ def forecast(arguments: Arguments, gpus: Sequence[Gpu]) -> dict[str, Any]:
                 else:
                     facts["graphs_gib"] = moving / _GIB
         facts["parts_gib"] = {name: size / _GIB for name, size in parts.items()}
-        facts["total_gib"] = sum(facts["parts_gib"].values())
-        facts["fits"] = facts["total_gib"] <= one.gpu.gib
+        facts["total_gib"] = sum(parts.values()) / _GIB
+        facts["fits"] = facts["total_gib"] <= gpu.gib
         if not facts["fits"]:
             facts["change"] = _change(arguments, one)
-        report["gpus"][one.gpu.name] = facts
     return report
 
 
 def predict(arguments: Arguments, gpu: Gpu, seen: dict[Any, Any] | None = None) -> Forecast:
     """Return the forecast for one kind of GPU; `seen` caches what several kinds share."""
     seen = {} if seen is None else seen
-    model = seen["model"] = seen.get("model") or model_of(arguments)
-    run = stand_in(arguments, model.module, gpu)
+    if "model" not in seen:
+        seen["model"] = model_of(arguments)
+    model, run = seen["model"], stand_in(arguments, seen["model"].module, gpu)
     result = Forecast(gpu, model, fixed_bytes(model, arguments.training) | {"CUDA context": CONTEXT_GIB * _GIB}, run)
-    if run.attention == PADDED_DOCUMENTS:
-        result.unknown = f"documents are padded one by one ({run.features.gap or 'no backend takes them'})"
+    path, on = run.choice.path, {name: run.on.get(name, "").startswith("on") for name in ("lora", "moe")}
+    if path not in BACKENDS:
+        result.unknown = f"activations are counted for packed attention only ({run.choice.reason})"
         return result
-    on = {name: run.on.get(name, "").startswith("on") for name in ("lora", "moe")}
-    if (key := (run.attention, *on.values())) not in seen:
+    if (key := (path, *on.values())) not in seen:
         try:
             with as_if_on(gpu.capability):
-                seen[key] = costs_of_layers(model, run.features, run.attention, **on), ""
-        except (AttributeError, LookupError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+                seen[key] = costs_of_layers(model, run.features, path, **on), ""
+        except (*UNREADABLE, NotImplementedError) as error:
             seen[key] = None, f"activations are not counted: {describe(error).splitlines()[0]}"
     result.costs, result.unknown = seen[key]
     return result
@@ -154,13 +155,14 @@ def fixed_bytes(model: Model, training: Any) -> dict[str, float]:
     }  # fmt: skip
 
 
-def attention_of(model: Any, gpu: Gpu, args: Any) -> tuple[ModelFeatures, Any]:
-    """Return the features of a model on a GPU, and the installed backend that is chosen there; None for none."""
+def attention_of(model: Any, gpu: Gpu, args: Any) -> tuple[ModelFeatures, Choice]:
+    """Return the features of a model on a GPU, and the attention path that is chosen there, untried."""
     dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
     features = replace(read_features(model, dtype), device_type="cuda", capability=gpu.capability, compute_dtype=dtype)
-    named = [one for one in AUTO if one.name == args.packed_attention]
-    backends = named or [one for one in AUTO if one.considered(features)]
-    return features, next((one for one in backends if not features.gap and not one.refuses(features)), None)
+    try:
+        return features, choose(args.packed_attention, features)
+    except ValueError as error:  # a path by name
+        return features, Choice(PADDED_DOCUMENTS, describe(error))
 
 
 def stand_in(arguments: Arguments, model: Any, gpu: Gpu) -> Any:
@@ -174,23 +176,23 @@ def stand_in(arguments: Arguments, model: Any, gpu: Gpu) -> Any:
         on[name] = status if status == "on" else f"{status}: {reason}"
 
     with as_if_on(gpu.capability):
-        features, backend = attention_of(model, gpu, args)
-        on["packed_attention"] = attention = backend.name if backend else PADDED_DOCUMENTS
-        if args.packed_attention == "auto" and attention == "per_document":
+        features, choice = attention_of(model, gpu, args)
+        backend, padded = BACKENDS.get(choice.path), "padded rows have another shape for every batch"
+        on["packed_attention"] = choice.path
+        if args.packed_attention == "auto" and choice.path == "per_document":
             on["packed_attention"] += f": {BACKENDS['varlen'].refuses(features)}"
-        padded = "padded rows have another shape for every batch"
         run: Any = SimpleNamespace(
             settings=args, args=args, model=model, device=torch.device("cuda", 0), training=True, loss_is_ours=True,
             compute_dtype=features.compute_dtype, is_sharded=False, is_fsdp2=False, is_deepspeed=False,
             counts_documents=arguments.method.command == "sft", packs=backend is not None,
             keeping=nullcontext, experts_refuse_capture=str, set_status=set_status,
-            choice=SimpleNamespace(refuses_compile=backend.refuses_compile if backend else padded),
+            choice=choice if backend else replace(choice, refuses_compile=padded),
             refuses_static=lambda bucket: backend.refuses_static(bucket, features) if backend else padded,
             step=SimpleNamespace(offloads=False, activation_bytes=0, activations_left=None),
             trainer=SimpleNamespace(
                 accelerator=SimpleNamespace(num_processes=1, state=None), model_accepts_loss_kwargs=True
             ),
-            features=features, attention=attention, on=on,
+            features=features, on=on,
         )  # fmt: skip
         with moe(run), lora(run):
             compiled = layer_compile.why_not(run)
@@ -210,13 +212,12 @@ def _change(arguments: Arguments, short: Forecast) -> str:
     if longest := short.longest_row():
         less = "per_device_train_batch_size: 1 and " if training.per_device_train_batch_size > 1 else ""
         return f"{less}max_length: {longest} at most"
-    if not options.load_in_4bit:
-        changes = {name: True for name in ("use_peft", "load_in_4bit") if not getattr(options, name)}
-        tried = [f"{name}: true" for name in changes]
-        if short.model.has_experts and training.moe_quantize_experts != "on":
-            training.moe_quantize_experts = "on"
-            tried.append('moe_quantize_experts: "on"')
-        other = predict(replace(arguments, model=replace(options, **changes), training=training), short.gpu)
-        if row := other.longest_row():
-            return f"{', '.join(tried)}: rows of up to {row:,} tokens fit"
+    changes = {name: True for name in ("use_peft", "load_in_4bit") if not getattr(options, name)}
+    tried = [f"{name}: true" for name in changes]
+    if short.model.has_experts and training.moe_quantize_experts != "on":
+        training.moe_quantize_experts = "on"
+        tried.append('moe_quantize_experts: "on"')
+    other = predict(replace(arguments, model=replace(options, **changes), training=training), short.gpu)
+    if row := other.longest_row():
+        return f"{', '.join(tried)}: rows of up to {row:,} tokens fit"
     return "a smaller model, or a larger GPU"

