@@ -89,7 +89,7 @@ def parse(argv: Sequence[str], method: Method = SFT, *, may_launch: bool = True)
             f"{path}: env={short_repr(env)} must be a mapping of variables, e.g. `env: {{OMP_NUM_THREADS: 1}}`"
         )
     if tool := tool_of(config):
-        raise UserError(f"{path} is a YAML of {tool}: `fastpack-trl convert {path}` writes it in our names")
+        raise UserError(f"{path} is a config of {tool}: `fastpack-trl convert {path}` translates it")
     os.environ.update({str(name): str(value) for name, value in env.items()})
     with warnings.catch_warnings():
         # transformers 5.23 renames this field; TRL's SFTConfig sets it by default and documents the old name.

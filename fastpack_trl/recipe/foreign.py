@@ -1,4 +1,4 @@
-"""Recognize YAMLs of Axolotl, LLaMA-Factory and Unsloth-style scripts, and map their keys to ours by a table."""
+"""Recognize configs of Axolotl, LLaMA-Factory and Unsloth-style scripts, and map their keys to ours by a table."""
 
 from __future__ import annotations
 
@@ -111,12 +111,12 @@ def convert(config: Mapping[str, Any], folder: Path) -> Converted:
     """
     tool = tool_of(config)
     if not tool:
-        raise UserError(f"this YAML is none of {', '.join(_KEYS)}: its keys are {', '.join(list(config)[:8])}")
+        raise UserError(f"not a config of {', '.join(_KEYS)}: its keys are {', '.join(list(config)[:8])}")
     given = {key: value for key, value in _flat(config).items() if value not in (None, "", "auto", [], {})}
     kind = str(given.pop("rl", given.pop("stage", "sft")))
     command = {"pt": "sft", "rm": "reward", "ipo": "dpo"}.get(kind, kind)
     if command not in METHODS:
-        raise UserError(f"{kind!r} training has no command here: there are {', '.join(METHODS)}")
+        raise UserError(f"{kind!r} training is not supported: use one of {', '.join(METHODS)}")
     values: dict[str, Any] = {"loss_type": ["ipo"]} if kind == "ipo" else {}
     out = Converted(tool, METHODS[command], values)
     if tool == "LLaMA-Factory" and given.pop("finetuning_type", "lora") == "lora":
@@ -157,7 +157,7 @@ def _add_data(given: dict[str, Any], out: Converted, folder: Path, learns_prompt
     for name in [one.strip() for one in names.split(",")] if isinstance(names, str) else names:
         about = info.get(name, {})
         if not about:
-            out.left_out[f"dataset {name}"] = f"name its file or hub name: no {place}/dataset_info.json here has it"
+            out.left_out[f"dataset {name}"] = f"not found in {place}/dataset_info.json: name its file or hub name"
         path = str(table.parent / about["file_name"]) if "file_name" in about else about.get("hf_hub_url", name)
         entry = {"path": path, "type": about.get("formatting", "alpaca")}
         entry |= {"split": f"train[:{most}]"} if most else {}

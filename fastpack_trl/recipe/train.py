@@ -54,7 +54,7 @@ def train_parsed(arguments: Arguments, callbacks: Sequence[TrainerCallback] | No
     Raises:
         TerminatedError: SIGTERM ended the run; says how to resume it.
     """
-    training, progress = arguments.training, _Progress()
+    training, progress, trainer = arguments.training, _Progress(), None
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and training.save_strategy != "no" and training.world_size == 1:
         training.enable_jit_checkpoint = True  # processes of one run would end in different steps
@@ -68,7 +68,7 @@ def train_parsed(arguments: Arguments, callbacks: Sequence[TrainerCallback] | No
     except BaseException as error:
         with suppress(OSError):  # `Trainer.__init__` makes the folder; one with files stays
             Path(str(training.output_dir)).rmdir()
-        if isinstance(error, KeyboardInterrupt) and progress.has_begun:
+        if isinstance(error, KeyboardInterrupt) and trainer is not None:
             raise KeyboardInterrupt(how_to_resume(arguments, trainer.state.global_step)) from None
         raise
     if received and trainer.state.global_step < trainer.state.max_steps:
@@ -82,8 +82,13 @@ def _noting_sigterm(in_main_thread: bool) -> Iterator[list[int]]:
     """Yield a list to which SIGTERM is added when transformers' ``enable_jit_checkpoint`` handles it."""
     received: list[int] = []
     handler: Any = signal.getsignal(signal.SIGTERM)
+
+    def note(*given: Any) -> None:
+        received.append(given[0])
+        handler(*given)
+
     if callable(handler) and in_main_thread:
-        signal.signal(signal.SIGTERM, lambda *given: (received.append(given[0]), handler(*given)))
+        signal.signal(signal.SIGTERM, note)
     yield received
 
 
@@ -97,7 +102,7 @@ def how_to_resume(arguments: Arguments, step: int) -> str:
         return f"at step {step}, before any checkpoint: nothing to resume; {remedy} keeps more of a run"
     _, own = split_off("resume_from_checkpoint", arguments.words)
     again = shlex.join(["fastpack-trl", arguments.method.command, *own, "--resume_from_checkpoint", "true"])
-    return f"at step {step}; go on from {checkpoint.name}: {again}"
+    return f"at step {step}; resume from {checkpoint.name}: {again}"
 
 
 def _finish(trainer: Any, arguments: Arguments) -> None:

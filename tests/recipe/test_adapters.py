@@ -19,7 +19,7 @@ ROWS = 304
 ALL = {"target_modules": "all-linear"}
 EMBEDDINGS = {"target_modules": ["q_proj", "embed_tokens"]}
 BOTH = {"modules_to_save": ["embed_tokens", "lm_head"]}
-UNTIED, RESIZED = "lm_head: a weight of its own (tie_word_embeddings=false)", "embeddings: 304 rows -> 320"
+UNTIED, RESIZED = "lm_head: untied from the embeddings (tie_word_embeddings=false)", "embeddings: 304 rows -> 320"
 
 
 VISION = dict(  # noqa: C408
@@ -149,7 +149,7 @@ def test_rows_that_an_adapter_was_saved_without_are_said_to_be_new(
 ) -> None:
     adapter, _ = save_adapter(tmp_path, "qwen3 tied", 320, ALL, save_embedding_layers=False)
     assert main(["merge", str(adapter)]) == 0
-    assert "; rows from 304 on are drawn anew, as the adapter was saved" in capsys.readouterr().out
+    assert "; rows from 304 on are newly initialized, because the adapter was saved" in capsys.readouterr().out
     merged = AutoModelForCausalLM.from_pretrained(f"{adapter}-merged")
     assert merged.get_input_embeddings().weight.shape[0] == 320
     assert merged.get_input_embeddings().weight is merged.get_output_embeddings().weight

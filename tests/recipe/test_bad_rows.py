@@ -56,15 +56,6 @@ def test_bad_row_is_a_value_error_in_python_and_stock_cannot_train_either(
         train(SFTTrainer, material, dataset)
 
 
-@pytest.mark.parametrize(("rows", "parts"), [row[1:] for row in BAD[::4]], ids=IDS[::4])
-def test_bad_row_is_one_line_of_the_command_that_names_the_file(
-    material: Material, capsys: pytest.CaptureFixture[str], rows: Rows, parts: list[str]
-) -> None:
-    data = write_jsonl(material.folder / "rows.jsonl", rows)
-    line = refused(material, capsys, "--config", material.yaml(dataset_name=str(data), packing=False))
-    assert all(part in line for part in [f"data {str(data)!r}", *parts]), line
-
-
 GOOD: list[tuple[str, Rows]] = [
     ("messages beside an empty text", [{"messages": TURNS, "text": None}, {"messages": TURNS, "text": "a"}]),
     ("tokens beside an empty text", [{"input_ids": [5, 6], "text": None}, {"input_ids": [5, 6], "text": "a"}]),
