@@ -42,7 +42,7 @@ BUDGETS = {
     "moe": 1100,
     "packing": 2050,
     "recurrent": 800,
-    "recipe": 1900,
+    "recipe": 1800,
     "run": 450,
     "step": 1800,
     "trainers": 1200,

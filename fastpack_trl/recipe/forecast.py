@@ -1,35 +1,47 @@
 """Forecast the memory per step of a YAML on an absent GPU, by kind, from a model without memory.
 
-Weights, gradients and optimizer are counted by shape, activations by the passes of the plan (`probe.py`), the head by
-its tiles. The rest, the allocator's overhead, is a constant and a share, fitted on one model's rows.
+The parameters are fake tensors, whose operators compute shapes only, and attention runs the fake kernel of the backend
+that the GPU would get. Weights, gradients and optimizer are counted by shape, activations by the passes of the plan,
+the head by its tiles. The rest, the allocator's overhead, is a constant and a share, fitted on one model's rows.
 """
 
 from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import transformers
+from peft import get_peft_model
+from torch import nn
+from trl import get_peft_config
 
 from fastpack_trl.attention.backends import BACKENDS, choose
+from fastpack_trl.attention.install import PackedAttention, backend_installed
 from fastpack_trl.capture import feature as capture
-from fastpack_trl.checkpointing.plan import LayerCost, Level, Plan
+from fastpack_trl.checkpointing.plan import LayerCost, Level, Plan, checkpointable_layers
 from fastpack_trl.checkpointing.plan import describe as levels_of
+from fastpack_trl.checkpointing.trace import layer_costs, probe_tokens
 from fastpack_trl.compile import layer_compile
-from fastpack_trl.errors import describe
+from fastpack_trl.errors import describe, preparing
+from fastpack_trl.kernels.gate_form import passes_at_bounds
+from fastpack_trl.lora import projection
 from fastpack_trl.lora.feature import lora
-from fastpack_trl.model.facts import UNREADABLE, ModelFeatures, read_features
+from fastpack_trl.lora.linear import apply_lora
+from fastpack_trl.model.changes import patch_attribute
+from fastpack_trl.model.facts import UNREADABLE, ModelFeatures, read_features, window_of
 from fastpack_trl.model.precision import emulates_bf16
-from fastpack_trl.moe.feature import moe
+from fastpack_trl.model.upstream import FakeTensorMode
+from fastpack_trl.moe.feature import apply_moe, moe
 from fastpack_trl.packing.documents import PADDED_DOCUMENTS
+from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.recipe.arguments import Arguments
 from fastpack_trl.recipe.gpus import Gpu, as_if_on
-from fastpack_trl.recipe.probe import Model, costs_of_layers, model_of
 from fastpack_trl.run import Choice
 from fastpack_trl.run.budget import HEAD_BYTES, MARGIN, row_tokens, state_bytes
 from fastpack_trl.step.head import TILE_ELEMENTS
@@ -42,6 +54,125 @@ RESERVE_GIB, RESERVE_SHARE = 0.12, 0.03
 _ROOM = 0.98  # share of a device that the longest row may take
 _ROW = 256  # tokens: rows are multiples
 _LONGEST = 2**20
+_NF4_BLOCK, _NESTED_BLOCK = 64, 256  # numbers per scale; scales per scale of scales
+_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model with its adapters, whose parameters are fake tensors of `mode`.
+
+    Attributes:
+        text: config of its language model.
+        frozen: bytes of frozen weights.
+        numbers, trained: numbers and bytes of those that are trained.
+        transient: bytes of the largest frozen weight that is made dense for one use.
+    """
+
+    module: Any
+    mode: Any
+    text: Any
+    frozen: float
+    numbers: int
+    trained: float
+    transient: int
+
+    @property
+    def has_experts(self) -> bool:
+        return any(name.endswith(_EXPERTS) for name, _ in self.module.named_parameters())
+
+
+def model_of(arguments: Arguments) -> Model:
+    """Return the model of a run, of which only the config is read."""
+    options, training, mode = arguments.model, arguments.training, FakeTensorMode(allow_non_fake_inputs=True)
+    kind = "SequenceClassification" if arguments.method.command == "reward" else "CausalLM"
+    with preparing():
+        config = transformers.AutoConfig.from_pretrained(
+            options.model_name_or_path, revision=options.model_revision, trust_remote_code=training.trust_remote_code
+        )
+        dtype = getattr(torch, str(options.dtype), None) or getattr(config, "dtype", None) or torch.float32
+        with torch.device("meta"):
+            model: Any = getattr(transformers, f"AutoModelFor{kind}").from_config(config, dtype=dtype)
+        head, packed = model.get_output_embeddings(), dict[int, float]()  # bytes of a number
+        if options.load_in_4bit or options.load_in_8bit:
+            size = _nf4(bool(options.use_bnb_nested_quant)) if options.load_in_4bit else 1.0
+            linear = (m for m in model.modules() if isinstance(m, nn.Linear) and m is not head)
+            packed = {id(module.weight): size for module in linear}
+        if training.moe_quantize_experts == "on":
+            packed |= {id(p): _nf4(nested=True) for name, p in model.named_parameters() if name.endswith(_EXPERTS)}
+        if (peft := get_peft_config(options)) is not None:
+            model = get_peft_model(model, peft)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    result = Model(
+        model, mode, config.get_text_config(),
+        frozen=sum(p.numel() * packed.get(id(p), float(p.element_size())) for p in frozen),
+        numbers=sum(p.numel() for p in trained),
+        # TRL makes the adapters of a quantized base bf16.
+        trained=sum(p.numel() * (2 if options.load_in_4bit else p.element_size()) for p in trained),
+        transient=max((p.numel() * 2 for p in frozen if id(p) in packed), default=0),
+    )  # fmt: skip
+    _make_fake(model, mode)
+    return result
+
+
+def _make_fake(model: nn.Module, mode: Any) -> None:
+    """Give the modules fake tensors on the CPU for those on ``meta``, which PEFT needs; tied ones stay tied."""
+    tensors, made = [*model.parameters(), *model.buffers()], dict[int, Any]()
+    with mode:
+        for tensor in tensors:
+            empty = torch.empty_like(tensor, device="cpu")
+            trained = tensor.requires_grad
+            made[id(tensor)] = nn.Parameter(empty, trained) if isinstance(tensor, nn.Parameter) else empty
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            held.update({name: made[id(tensor)] for name, tensor in held.items() if tensor is not None})
+
+
+def _nf4(nested: bool) -> float:
+    """Return the bytes of a number: half of one, and a scale per block: fp32, or one byte and an fp32 per 256."""
+    scale = 1 + 4 / _NESTED_BLOCK if nested else 4
+    return 0.5 + scale / _NF4_BLOCK
+
+
+def costs_of_layers(of: Model, features: ModelFeatures, path: str, *, lora: bool, moe: bool) -> list[LayerCost]:
+    """Return what each layer of a model keeps if rows run the backend `path`.
+
+    Args:
+        features: of the model on the device in question.
+        path: name of a backend.
+        lora, moe: whether these features are on there.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: the decoder cannot be run by itself.
+    """
+    passes_at_bounds()  # computed from a tensor with values, once
+    # Made with values. One document per call would read its length on the host: two run the operator.
+    documents, model = 2 if path == "per_document" else 1, of.module
+    batches = {tokens: PackedBatch.from_lengths([tokens // documents] * documents) for tokens in probe_tokens(model)}
+    handle = PackedAttention(Choice(path, "asked for", BACKENDS[path].flattens), features)
+    dtype = features.compute_dtype
+    with ExitStack() as stack:
+        if moe:
+            stack.enter_context(apply_moe(model, lora=lora))
+        stack.enter_context(backend_installed(model, handle))
+        if lora:
+            stack.callback(apply_lora(model, compute_dtype=dtype).revert)
+        stack.enter_context(patch_attribute(projection, "_SMALL", {False: 0}))  # rows of a step are longer than probes
+        stack.enter_context(of.mode)
+        stack.enter_context(torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32))
+        layers = checkpointable_layers(model)
+        last = {_kind_of(layer): index for index, layer in enumerate(layers)}
+        return layer_costs(model, layers, batches, stand_ins=[last[_kind_of(layer)] for layer in layers])
+
+
+def _kind_of(layer: nn.Module) -> Any:
+    """Return what makes a layer another kind of layer: its modules, their windows, shapes and types of its tensors."""
+    modules = list(layer.modules())
+    attentions = [module for module in modules if hasattr(module, "config") and hasattr(module, "layer_idx")]
+    tensors = (*layer.named_parameters(), *layer.named_buffers())
+    shapes = [(name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors]
+    return tuple(map(type, modules)), tuple(map(window_of, attentions)), tuple(shapes)
 
 
 @dataclass

@@ -17,7 +17,7 @@ from fastpack_trl.checkpointing.plan import LayerCost, Level, checkpointable_lay
 from fastpack_trl.checkpointing.trace import layer_costs, probe_tokens, storage_of
 from fastpack_trl.model.changes import isolated_run
 from fastpack_trl.packing.packed_batch import PackedBatch
-from fastpack_trl.recipe.probe import _kind_of
+from fastpack_trl.recipe.forecast import _kind_of
 from fastpack_trl.run.budget import largest_dense
 from fastpack_trl.testing import tiny_model
 

@@ -23,10 +23,9 @@ from fastpack_trl import FastSFTTrainer
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.moe.quantised import has_quantised_experts
 from fastpack_trl.recipe.arguments import parse
-from fastpack_trl.recipe.forecast import attention_of, fixed_bytes
+from fastpack_trl.recipe.forecast import attention_of, fixed_bytes, model_of
 from fastpack_trl.recipe.gpus import GPUS
 from fastpack_trl.recipe.methods import METHODS, Method
-from fastpack_trl.recipe.probe import model_of
 from fastpack_trl.recipe.train import train
 from fastpack_trl.testing import tiny_model
 

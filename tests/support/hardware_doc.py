@@ -26,10 +26,9 @@ from fastpack_trl.attention.per_document import has_grouped_kernel
 from fastpack_trl.cli.main import main
 from fastpack_trl.config import _CHOICES, Settings
 from fastpack_trl.model.facts import read_features
-from fastpack_trl.recipe.forecast import predict, stand_in
+from fastpack_trl.recipe.forecast import model_of, predict, stand_in
 from fastpack_trl.recipe.gpus import GPUS, Gpu, as_if_on
 from fastpack_trl.recipe.make_trainer import short_run_arguments
-from fastpack_trl.recipe.probe import model_of
 from fastpack_trl.testing import FAMILIES, tiny_model
 
 DOCS = Path(__file__).parents[2] / "docs"
