@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -32,12 +32,11 @@ from fastpack_trl.errors import describe, preparing
 from fastpack_trl.kernels.gate_form import passes_at_bounds
 from fastpack_trl.lora import projection
 from fastpack_trl.lora.feature import lora
-from fastpack_trl.lora.linear import apply_lora
 from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.facts import UNREADABLE, ModelFeatures, read_features, window_of
 from fastpack_trl.model.precision import emulates_bf16
 from fastpack_trl.model.upstream import FakeTensorMode
-from fastpack_trl.moe.feature import apply_moe, moe
+from fastpack_trl.moe.feature import moe
 from fastpack_trl.packing.documents import PADDED_DOCUMENTS
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.recipe.arguments import Arguments
@@ -135,32 +134,20 @@ def _nf4(nested: bool) -> float:
     return 0.5 + scale / _NF4_BLOCK
 
 
-def costs_of_layers(of: Model, features: ModelFeatures, path: str, *, lora: bool, moe: bool) -> list[LayerCost]:
-    """Return what each layer of a model keeps if rows run the backend `path`.
-
-    Args:
-        features: of the model on the device in question.
-        path: name of a backend.
-        lora, moe: whether these features are on there.
+def costs_of_layers(of: Model, run: Any) -> list[LayerCost]:
+    """Return what each layer of a model keeps in a run (`stand_in`), with the features that are on there.
 
     Raises:
         RuntimeError, TypeError, ValueError: the decoder cannot be run by itself.
     """
     passes_at_bounds()  # computed from a tensor with values, once
     # Made with values. One document per call would read its length on the host: two run the operator.
-    documents, model = 2 if path == "per_document" else 1, of.module
+    documents, model, dtype = 2 if run.choice.path == "per_document" else 1, of.module, run.compute_dtype
     batches = {tokens: PackedBatch.from_lengths([tokens // documents] * documents) for tokens in probe_tokens(model)}
-    handle = PackedAttention(Choice(path, "asked for", BACKENDS[path].flattens), features)
-    dtype = features.compute_dtype
-    with ExitStack() as stack:
-        if moe:
-            stack.enter_context(apply_moe(model, lora=lora))
-        stack.enter_context(backend_installed(model, handle))
-        if lora:
-            stack.callback(apply_lora(model, compute_dtype=dtype).revert)
-        stack.enter_context(patch_attribute(projection, "_SMALL", {False: 0}))  # rows of a step are longer than probes
-        stack.enter_context(of.mode)
-        stack.enter_context(torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32))
+    installed = backend_installed(model, PackedAttention(run.choice, run.features))
+    long_rows = patch_attribute(projection, "_SMALL", {False: 0})  # rows of a step are longer than probes
+    autocast = torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32)
+    with moe(run), lora(run), installed, long_rows, of.mode, autocast:
         layers = checkpointable_layers(model)
         last = {_kind_of(layer): index for index, layer in enumerate(layers)}
         return layer_costs(model, layers, batches, stand_ins=[last[_kind_of(layer)] for layer in layers])
@@ -263,14 +250,13 @@ def predict(arguments: Arguments, gpu: Gpu, seen: dict[Any, Any] | None = None) 
         seen["model"] = model_of(arguments)
     model, run = seen["model"], stand_in(arguments, seen["model"].module, gpu)
     result = Forecast(gpu, model, fixed_bytes(model, arguments.training) | {"CUDA context": CONTEXT_GIB * _GIB}, run)
-    path, on = run.choice.path, {name: run.on.get(name, "").startswith("on") for name in ("lora", "moe")}
-    if path not in BACKENDS:
+    if run.choice.path not in BACKENDS:
         result.unknown = f"activations are counted for packed attention only ({run.choice.reason})"
         return result
-    if (key := (path, *on.values())) not in seen:
+    if (key := (run.choice.path, run.on.get("lora"), run.on.get("moe"))) not in seen:
         try:
             with as_if_on(gpu.capability):
-                seen[key] = costs_of_layers(model, run.features, path, **on), ""
+                seen[key] = costs_of_layers(model, run), ""
         except (*UNREADABLE, NotImplementedError) as error:
             seen[key] = None, f"activations are not counted: {describe(error).splitlines()[0]}"
     result.costs, result.unknown = seen[key]
