@@ -1,4 +1,4 @@
-"""Devices that lack a kernel: bf16 without hardware for it, the loss scaler of fp16, 4-bit weights on a CPU."""
+"""Devices without a kernel: bf16 without hardware for it, the loss scaler of fp16, 4-bit weights on a CPU."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def fit_precision(trainer: Any) -> dict[str, str]:
 
 @contextmanager
 def not_packed_on_cpu(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Keep the layout of 4-bit weights while a trainer runs (bitsandbytes 0.50, `Linear4bit.forward`).
+    """Keep bitsandbytes from repacking 4-bit weights while a trainer runs (0.50, `Linear4bit.forward`).
 
-    The packed layout persists, and gradients silently end at each such matmul when training goes on. In `training`,
+    The packed layout persists, and gradients silently end at each such matmul when training resumes. In `training`,
     raise `ValueError` if weights were packed before: unpacking rounds their scales.
     """
     layers: list[Any] = [module for module in model.modules() if getattr(module, _PACKS, False)]

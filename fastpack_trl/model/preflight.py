@@ -14,8 +14,10 @@ from transformers import PreTrainedModel
 
 from fastpack_trl.errors import first_reason, short_repr
 
-_COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps")
-_COUNTS += ("per_device_eval_batch_size", "eval_accumulation_steps", "max_length", "pad_to_multiple_of")
+_COUNTS = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "pad_to_multiple_of"),
+    *("per_device_eval_batch_size", "eval_accumulation_steps"),
+)
 
 
 def bound(stock: type, trainer: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:

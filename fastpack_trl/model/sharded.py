@@ -1,7 +1,7 @@
-"""The processes of a run, and a model that FSDP 2 has sharded over them, which runs as a whole and in all at once.
+"""The processes of a run, and models that FSDP 2 shards over them: these must run as a whole, in all processes at once.
 
-Its modules cannot be called one by one: the first FSDP module that runs becomes the root of those inside, and the
-parameters of the others are missing. So a hook replaces, or returns, embeddings while the whole model runs.
+Their modules cannot be called one by one: the first FSDP module that runs becomes the root of those inside, and the
+parameters of the others are missing. So a hook replaces the embeddings while the whole model runs.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def reshard_all(model: nn.Module) -> None:
 
 
 def local(parameter: Any) -> Tensor:
-    """Return the part of a parameter that this process holds, detached: all of it, or a shard of a DTensor."""
+    """Return the part of a parameter that this process holds, detached: all of it, or its shard of a DTensor."""
     with torch.no_grad():
         held: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return held.detach()

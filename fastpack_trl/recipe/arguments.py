@@ -179,7 +179,7 @@ def _words_of(config: Mapping[str, Any], parser: Any, launcher: Any, path: str) 
     """Return the YAML as words: ``{"packing": True, "lora_target_modules": ["q", "v"]}`` ->
     ``["--packing=True", "--lora_target_modules", "q", "v"]``.
 
-    What a word cannot express, `null`, mappings and other lists, becomes a default of the parser, as TRL does it.
+    Values that a word cannot express (`null`, mappings, other lists) become defaults of the parser, as in TRL.
     """
     from trl.scripts.utils import DatasetConfig
 

@@ -40,7 +40,7 @@ def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
         raise UserError(f"test_split_size={mixture.test_split_size} needs streaming: false: a stream has no length")
     # With files or a folder of its own, the path of an entry may be the name of a builder ("json").
     entries = [
-        entry if entry.data_files or entry.data_dir else replace(entry, **_source(entry.path))
+        entry if entry.data_files or entry.data_dir else replace(entry, **_source(str(entry.path)))
         for entry in mixture.datasets
     ]
     source = {} if entries else _source(names[0])
@@ -78,10 +78,8 @@ def _source(name: str) -> dict[str, Any]:
     if (path / "state.json").is_file():
         return {"path": "arrow", "data_files": str(path / "*.arrow")}
     if (path / "dataset_dict.json").is_file():
-        return {
-            "path": "arrow",
-            "data_files": {one.parent.name: f"{one.parent}/*.arrow" for one in path.glob("*/state.json")},
-        }
+        parts = [state.parent for state in sorted(path.glob("*/state.json"))]
+        return {"path": "arrow", "data_files": {part.name: str(part / "*.arrow") for part in parts}}
     if path.is_dir():
         return {"path": str(path)}
     if not path.exists() and not any(Path(path.anchor or ".").glob(str(path.relative_to(path.anchor)))):

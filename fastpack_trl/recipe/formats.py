@@ -35,7 +35,7 @@ def reshape(split: Any, name: str, wanted: str) -> Any:
     """Return a split in columns that TRL reads; as it is for ``as_is``.
 
     - ``alpaca``: ``prompt`` and ``completion``, both messages; ``system`` and ``history`` are part of the prompt.
-    - ``sharegpt``: ``messages``; with ``chosen`` and ``rejected``, ``prompt`` beside them.
+    - ``sharegpt``: ``messages``; with ``chosen`` and ``rejected``, also ``prompt``.
 
     Raises:
         DataError: other columns, or a turn of an unknown role.

@@ -1,4 +1,4 @@
-"""Files of commands: shipped configs, ``--json`` and ``--output``, local models, and suggestions for wrong paths."""
+"""Files that commands use: shipped configs, ``--json`` and ``--output``, local models, hints for wrong paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train in this process from the arguments of a command, as TRL's script of that name does."""
+"""Train in this process from the arguments of a command, like TRL's script of that name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fastpack_trl.recipe.methods import SFT, Method
 
 
 class _Progress(TrainerCallback):
-    """Knows when the preparation is done and the steps begin."""
+    """Records that preparation is done and the first step begins."""
 
     has_begun = False
 
