@@ -76,10 +76,6 @@ class Model:
     trained: float
     transient: int
 
-    @property
-    def has_experts(self) -> bool:
-        return any(name.endswith(_EXPERTS) for name, _ in self.module.named_parameters())
-
 
 def model_of(arguments: Arguments) -> Model:
     """Return the model of a run, of which only the config is read."""
@@ -147,7 +143,8 @@ def costs_of_layers(of: Model, run: Any) -> list[LayerCost]:
     installed = backend_installed(model, PackedAttention(run.choice, run.features))
     long_rows = patch_attribute(projection, "_SMALL", {False: 0})  # rows of a step are longer than probes
     autocast = torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32)
-    with moe(run), lora(run), installed, long_rows, of.mode, autocast:
+    adapted = lora(run) if run.on.get("lora") == "on" else nullcontext()
+    with moe(run), adapted, installed, long_rows, of.mode, autocast:
         layers = checkpointable_layers(model)
         last = {_kind_of(layer): index for index, layer in enumerate(layers)}
         return layer_costs(model, layers, batches, stand_ins=[last[_kind_of(layer)] for layer in layers])
@@ -331,7 +328,8 @@ def _change(arguments: Arguments, short: Forecast) -> str:
         return f"{less}max_length: {longest} at most"
     changes = {name: True for name in ("use_peft", "load_in_4bit") if not getattr(options, name)}
     tried = [f"{name}: true" for name in changes]
-    if short.model.has_experts and training.moe_quantize_experts != "on":
+    experts = (name for name, _ in short.model.module.named_parameters() if name.endswith(_EXPERTS))
+    if training.moe_quantize_experts != "on" and any(experts):
         training.moe_quantize_experts = "on"
         tried.append('moe_quantize_experts: "on"')
     other = predict(replace(arguments, model=replace(options, **changes), training=training), short.gpu)
