@@ -38,7 +38,7 @@ BUDGETS = {
     "kernels": 1150,
     "lora": 1250,
     "measure": 750,
-    "model": 1450,
+    "model": 1400,
     "moe": 1100,
     "packing": 2050,
     "recurrent": 800,
