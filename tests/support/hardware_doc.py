@@ -74,13 +74,14 @@ def kinds() -> dict[tuple[int, int], list[Gpu]]:
 
 
 def precision_of(gpu: Gpu) -> str:
-    return "bf16" if gpu.has_bf16 else "fp16"
+    return "bf16" if gpu.capability >= (8, 0) else "fp16"
 
 
 def of_gpu(arguments: Any, gpu: Gpu) -> Any:
     """Return the arguments in the precision that a kind of GPU has."""
     training = copy(arguments.training)
-    training.bf16, training.fp16 = gpu.has_bf16, not gpu.has_bf16
+    training.bf16 = precision_of(gpu) == "bf16"
+    training.fp16 = not training.bf16
     return replace(arguments, training=training)
 
 
