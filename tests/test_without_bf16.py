@@ -18,9 +18,8 @@ from fastpack_trl.attention.backends import choose
 from fastpack_trl.capture.feature import unavailable
 from fastpack_trl.kernels._triton import is_supported
 from fastpack_trl.lora import linear
-from fastpack_trl.model import precision
 from fastpack_trl.model.facts import read_features
-from fastpack_trl.model.precision import emulates_bf16, fit_precision, unscales_bf16
+from fastpack_trl.model.precision import emulates_bf16, fit_precision
 from fastpack_trl.moe.feature import moe
 from fastpack_trl.run import Run
 from fastpack_trl.testing import tiny_model
@@ -137,7 +136,7 @@ def test_4_bit_layers_stay_peft_s_in_emulated_bf16_and_are_fast_in_fp16(monkeypa
 
 
 def test_adapters_in_bf16_become_fp32_where_the_scaler_has_no_kernel_for_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     model = quantized("nf4", compute=torch.float16)
     trainer = build(FastSFTTrainer, tmp_path, model=model, fp16=True, eval_strategy="no")
@@ -145,9 +144,6 @@ def test_adapters_in_bf16_become_fp32_where_the_scaler_has_no_kernel_for_them(
     assert {p.dtype for p in adapters} == {torch.bfloat16}  # TRL's
     assert fit_precision(trainer) == {}  # no scaler on a CPU
     add_scaler(trainer)
-    assert unscales_bf16(torch.device("cpu"))
-    assert fit_precision(trainer) == {}
-    monkeypatch.setattr(precision, "unscales_bf16", lambda device: False)
     assert fit_precision(trainer)["adapters"].startswith("28 bf16 -> fp32")
     assert {p.dtype for p in adapters} == {torch.float32}
 
@@ -168,7 +164,6 @@ def test_fp16_on_a_device_that_says_it_is_a_t4_is_stock_s(kind: str, more: dict[
 
 @pytest.mark.cuda
 def test_stock_ends_in_its_first_step_with_adapters_in_bf16_and_ours_trains(tmp_path: Path) -> None:
-    assert not unscales_bf16(CUDA), "torch has the kernel now: `fit_precision` need not cast any more"
     for cls in (SFTTrainer, FastSFTTrainer):
         model = quantized("nf4", dtype=torch.float16).to("cuda")
         trainer = build(cls, tmp_path, model=model, fp16=True, use_cpu=False, eval_strategy="no", **UNPACKED)

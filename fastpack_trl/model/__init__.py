@@ -1,1 +1,1 @@
-"""Reading from, and changing, a model that others made."""
+"""Read and change models of other libraries."""

@@ -1,4 +1,4 @@
-"""Reversible changes to foreign objects: attributes, callbacks of a trainer, runs that training does not notice."""
+"""Reversible changes to objects of other libraries: attributes, a trainer's callbacks, runs without side effects."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LARGEST_STATE = 2**16
 def patch_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set an attribute of an object, a class or a module, but no property, while the context is open.
 
-    Exit restores what `owner` itself had, or deletes the name; a value that other code has set meanwhile stays.
+    Exit restores what `owner` itself had, or deletes the name; a value that other code has set in the meantime stays.
     The ``__setattr__`` of an object is bypassed: that of a compiled model writes to the model inside.
     """
     before = vars(owner).get(name, _NONE)
@@ -44,7 +44,7 @@ def patch_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def restore_attributes(owners: Iterable[Any], name: str) -> Iterator[None]:
-    """Restore an attribute of each of `owners` on exit, whoever has changed it."""
+    """Restore an attribute of each of `owners` on exit."""
     with ExitStack() as stack:
         for owner in owners:
             stack.callback(setattr, owner, name, getattr(owner, name))
@@ -129,7 +129,7 @@ def callers(method: Any = None) -> Iterator[Any]:
 
 @contextmanager
 def isolated_run(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Run `model` in a mode, without hooks of the user; exit restores modes, random states and buffers."""
+    """Set the mode of `model` and disable user hooks; exit restores modes, random states and buffers."""
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     modes = restore_attributes(model.modules(), "training")
     with modes, users_hooks_off(model), torch.random.fork_rng(devices=devices), restore_buffers(model):

@@ -1,8 +1,8 @@
 """One stack of wrappers around the checkpoint function of a layer, `_gradient_checkpointing_func`.
 
-Others set that function at any time: a trainer when training begins, `activation_memory` for each layer. While a layer
-has wrappers, its class has a property of that name, which stores in the layer what they set and returns the stack
-around it. A copy or a pickle of the model has the function alone.
+The function may be set at any time: by a trainer when training begins, by `activation_memory` for each layer. While a
+layer has wrappers, its class has a property of that name, which stores the function in the layer and returns the stack
+around it. Copies and pickles of the model contain the function only.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def checkpoint_wrapped(layer: nn.Module, wrapper: Wrapper, nesting: Nesting) -> 
 
 
 def stock_checkpoint(layer: nn.Module) -> Any:
-    """Return the checkpoint function of `layer` without wrappers of ours; None if it has none."""
+    """Return the checkpoint function of `layer` without our wrappers; None if it has none."""
     return layer.__dict__.get(CHECKPOINT)
 
 
 def is_reentrant(checkpoint: Any) -> bool:
-    """Return whether a checkpoint function runs a backward pass of its own inside of backward."""
+    """Return whether a checkpoint function is reentrant: it runs a backward pass of its own inside of backward."""
     return isinstance(checkpoint, partial) and bool(checkpoint.keywords.get("use_reentrant", True))
 
 
@@ -87,7 +87,7 @@ def checkpointing_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def checkpoints_reentrantly(module: Any) -> bool:
-    """Return whether a module of `checkpointing_modules` checkpoints with reentry, as it is set now, in training."""
+    """Return whether a module of `checkpointing_modules` is currently set to reentrant checkpointing."""
     return bool(module.gradient_checkpointing) and is_reentrant(stock_checkpoint(module))
 
 

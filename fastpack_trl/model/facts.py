@@ -21,7 +21,7 @@ from fastpack_trl.model.upstream import missing_reason
 
 # Causal attention under the names that configs use; "attention" is granitemoehybrid's.
 _UNDERSTOOD_LAYERS = {"full_attention", "attention", "sliding_attention"}
-# Layers of a model with mixers, "hybrid" ones with attention besides, and pointwise layers between them.
+# Layers of a model with mixers, "hybrid" ones that also have attention, and pointwise layers.
 _MIXER_LAYERS = {"linear_attention", "conv", "mamba", "hybrid", "moe", "mlp"}
 # Mixers that carry state from token to token; most have a Conv1d (GPT-2's pointwise `Conv1D` is another class).
 _STATE_MODULE = re.compile(r"Mamba|SSM|Rwkv|Recurrent|GatedDelta|LightningAttention|LinearAttention|ShortConv")
@@ -29,7 +29,7 @@ _STATE_MODULE = re.compile(r"Mamba|SSM|Rwkv|Recurrent|GatedDelta|LightningAttent
 _DROPS_KEYWORDS = ("nemotron", "stablelm")
 _DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
 UNREADABLE = (AttributeError, LookupError, TypeError, ValueError, RuntimeError)
-"""Errors of reading a model whose modules or config have another form than expected."""
+"""Errors raised when modules or config of a model are not as expected."""
 ALORA = "aLoRA adapts what follows the one invocation that it finds in a row"
 KINDS = ("token_type_ids", "mm_token_type_ids", "block_sequence_ids")
 """Keywords that give the kind of each token; above 0 it is not text (PaliGemma, whose text is 1, has a gap)."""
@@ -331,7 +331,7 @@ def window_of(module: Any) -> int | None:
 
 
 def masks_by_kind(model: nn.Module) -> bool:
-    """Return whether the mask depends on the kinds of tokens, if they are given: those of an image see each other."""
+    """Return whether the mask depends on the kinds of tokens, if given: those of an image attend to each other."""
     homes = [vars(sys.modules[type(module).__module__]) for module in backbones(model)]
     # Such a family makes its own masks for `generate`: a class in the file of its backbone has the function.
     classes = [value for home in homes for value in home.values() if isinstance(value, type)]

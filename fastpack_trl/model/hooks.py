@@ -1,6 +1,6 @@
-"""Code of the user that sees single batches or gradients: module hooks, callbacks, methods of a trainer.
+"""User code that sees single batches or gradients: module hooks, callbacks, methods of a trainer.
 
-It gets them as TRL makes them, one by one; a module with a hook of the user runs the library's own code.
+Such code gets batches one by one, as TRL makes them; a module with a user's hook runs the library's own code.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BATCH_METHODS = (
 
 
 def is_users(function: Any) -> bool:
-    """Return whether a hook or a method is the user's, by the module that defines its function or class."""
+    """Return whether a hook or a method belongs to the user, by the module that defines its function or class."""
     return not f"{getattr(_unwrapped(function), '__module__', '')}.".startswith(_LIBRARIES)
 
 
@@ -54,7 +54,7 @@ def is_hooked(module: Any) -> bool:
 
 
 class PartsHooked:
-    """Tells a forward that replaces the calls of its parts whether a part has a hook, and must be called.
+    """Tells a forward that replaces calls of its parts whether a part has a hook and must be called.
 
     A recompute gets the answer of its forward: a checkpoint compares what both save.
     """
@@ -74,7 +74,7 @@ class PartsHooked:
 
 
 def hook_inside(module: nn.Module, name: str = "") -> str:
-    """Return a hook of the user that a call of `module` reaches: global, on it, or further inside; empty if none.
+    """Return the first user's hook that a call of `module` runs: global, on it, or inside of it; empty if none.
 
     ``the forward hook scale on layers.1.mlp``, after the name of the module if it is given.
     """
@@ -90,7 +90,7 @@ def hook_inside(module: nn.Module, name: str = "") -> str:
 
 
 def _users_hook(owner: Any, prefix: str = "") -> str:
-    """Return the kind and the name of the first hook of the user on a module, empty if there is none."""
+    """Return kind and name of the first user's hook on a module; empty if there is none."""
     for kind in _KINDS:
         # A torch without the global dictionaries lacks a name of "batches" in `model.upstream.NEEDS`.
         for hook in filter(is_users, getattr(owner, prefix + kind, {}).values()):
@@ -101,7 +101,7 @@ def _users_hook(owner: Any, prefix: str = "") -> str:
 
 
 class HookWatch:
-    """The hooks of the user that a call of one module reaches; `found` is the last answer of `look`."""
+    """The user's hooks that a call of one module runs; `found` is the last answer of `look`."""
 
     def __init__(self, module: nn.Module, name: str = "") -> None:
         self.module, self.name, self.found, self._handles = module, name, "", -1
@@ -116,9 +116,9 @@ class HookWatch:
 
 @contextmanager
 def users_hooks_off(model: nn.Module) -> Iterator[None]:
-    """Hide forward and backward passes from every module hook of the user, for the whole process from global ones.
+    """Disable every module hook of the user; global ones are disabled in the whole process.
 
-    Exit restores the hooks in their order, but for those that were removed meanwhile.
+    Exit restores the hooks in their order, except for those removed in the meantime.
     """
     dictionaries = [getattr(module, kind) for module in model.modules() for kind in _KINDS]
     dictionaries += [getattr(nn.modules.module, f"_global{kind}", {}) for kind in _KINDS]
@@ -146,7 +146,7 @@ def replaced_methods(trainer: Trainer, names: Iterable[str]) -> str:
 
 
 def hook_on_the_outputs(model: nn.Module) -> str:
-    """Return a forward hook of the user that gets the outputs of `model`, plain or wrapped; empty if none."""
+    """Return the user's forward hook that gets the outputs of `model`, plain or wrapped; empty if none."""
     if any(map(is_users, getattr(nn.modules.module, "_global_forward_hooks", {}).values())):
         return "a forward hook on all modules"
     for module in model.modules():  # the wrappers from the outside in, then the model that has the head
@@ -181,7 +181,7 @@ def hook_on_a_gradient(model: nn.Module, parameters: Iterable[nn.Parameter]) -> 
 
 
 def needs_logits(trainer: Any) -> str:
-    """Return which loss of the user's, or of transformers', reads the logits; empty if none is set."""
+    """Return which loss of the user or of transformers reads the logits; empty if none is set."""
     if trainer.compute_loss_func is not None:
         return "compute_loss_func needs the full logits"
     smooths = trainer.label_smoother is not None and trainer.args.loss_type == "nll"

@@ -1,10 +1,9 @@
-"""Devices that lack a kernel: bf16 without hardware for it, the loss scaler of fp16, 4-bit weights on a CPU."""
+"""Devices without a kernel: bf16 without hardware for it, the loss scaler of fp16, 4-bit weights on a CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,36 +31,21 @@ def fit_precision(trainer: Any) -> dict[str, str]:
     if trainer.args.bf16 and emulates_bf16(device):
         capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
         facts["precision"] = f"bf16 is emulated on compute capability {capability}: fp16=True, bf16=False is faster"
-    if trainer.accelerator.scaler is None or not isinstance(model, PeftModel) or unscales_bf16(device):
-        return facts
-    narrow = [p for p in model.parameters() if p.requires_grad and p.dtype == torch.bfloat16]
+    has_scaler = trainer.accelerator.scaler is not None and isinstance(model, PeftModel)
+    narrow = [p for p in model.parameters() if has_scaler and p.requires_grad and p.dtype == torch.bfloat16]
     for parameter in narrow:
         parameter.data = parameter.data.float()
     if narrow:
-        why = "torch has no kernel that unscales bf16 gradients (fp16=True), and stock ends in its first step"
+        why = "torch has no kernel that unscales bf16 gradients (fp16=True), and TRL ends in its first step"
         facts["adapters"] = f"{len(narrow)} bf16 -> fp32: {why}"
     return facts
 
 
-@lru_cache
-def unscales_bf16(device: torch.device) -> bool:
-    """Return whether torch's loss scaler takes bf16 gradients on a device."""
-    parameter = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16, device=device))
-    parameter.grad = torch.zeros_like(parameter)
-    scaler = torch.amp.GradScaler(device.type)
-    scaler.scale(torch.ones((), device=device))
-    try:
-        scaler.unscale_(torch.optim.SGD([parameter], lr=0.0))
-    except (NotImplementedError, RuntimeError):
-        return False
-    return True
-
-
 @contextmanager
 def not_packed_on_cpu(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Keep the layout of 4-bit weights while a trainer runs (bitsandbytes 0.50, `Linear4bit.forward`).
+    """Keep bitsandbytes from repacking 4-bit weights while a trainer runs (0.50, `Linear4bit.forward`).
 
-    The packed layout persists, and gradients silently end at each such matmul when training goes on. In `training`,
+    The packed layout persists, and gradients silently end at each such matmul when training resumes. In `training`,
     raise `ValueError` if weights were packed before: unpacking rounds their scales.
     """
     layers: list[Any] = [module for module in model.modules() if getattr(module, _PACKS, False)]

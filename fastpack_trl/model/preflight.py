@@ -14,14 +14,10 @@ from transformers import PreTrainedModel
 
 from fastpack_trl.errors import first_reason, short_repr
 
-_COUNTS = {
-    "per_device_train_batch_size": "rows per device and micro-batch, e.g. 8",
-    "gradient_accumulation_steps": "micro-batches per optimizer step, 1 for no accumulation",
-    "max_length": "tokens per row, or None for no limit",
-    "pad_to_multiple_of": "a number of tokens, or None",
-    "per_device_eval_batch_size": "rows per device and evaluation step, e.g. 8",
-    "eval_accumulation_steps": "evaluation steps between two moves to the host, or None for one move at the end",
-}
+_COUNTS = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "pad_to_multiple_of"),
+    *("per_device_eval_batch_size", "eval_accumulation_steps"),
+)
 
 
 def bound(stock: type, trainer: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,10 +65,10 @@ def check_adapters(model: Any, args: Any) -> None:
 
 def check_counts(args: Any) -> None:
     """Raise `ValueError` for a count below 1; for those of evaluation only if the run evaluates."""
-    for name, meaning in _COUNTS.items():
+    for name in _COUNTS:
         value = getattr(args, name, None) if "eval" not in name or _is_set(args.eval_strategy) else None
         if isinstance(value, int | float) and not value >= 1:
-            raise ValueError(f"{name}={short_repr(value)} is below 1: give {meaning}")
+            raise ValueError(f"{name}={short_repr(value)} must be >= 1")
 
 
 def check_output_dir(args: Any) -> None:

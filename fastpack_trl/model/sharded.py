@@ -1,7 +1,7 @@
-"""The processes of a run, and a model that FSDP 2 has sharded over them, which runs as a whole and in all at once.
+"""The processes of a run, and models that FSDP 2 shards over them: these must run as a whole, in all processes at once.
 
-Its modules cannot be called one by one: the first FSDP module that runs becomes the root of those inside, and the
-parameters of the others are missing. So a hook replaces, or returns, embeddings while the whole model runs.
+Their modules cannot be called one by one: the first FSDP module that runs becomes the root of those inside, and the
+parameters of the others are missing. So a hook replaces the embeddings while the whole model runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from fastpack_trl.errors import RankFailedError, describe
-from fastpack_trl.model.facts import backbones, text_model
+from fastpack_trl.model.facts import text_model
 
 FAILURE_GRACE_SECONDS = 30.0
 """Seconds for which a process that failed in a collective waits for the others, which fail at once."""
@@ -131,7 +131,7 @@ def reshard_all(model: nn.Module) -> None:
 
 
 def local(parameter: Any) -> Tensor:
-    """Return the part of a parameter that this process holds, detached: all of it, or a shard of a DTensor."""
+    """Return the part of a parameter that this process holds, detached: all of it, or its shard of a DTensor."""
     with torch.no_grad():
         held: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return held.detach()
@@ -181,15 +181,7 @@ def embeddings_put_in(model: nn.Module, leaf: Tensor) -> AbstractContextManager[
 
 
 def head_sees_last(model: nn.Module, count: int) -> AbstractContextManager[Any]:
-    """Let the head of `model` compute logits of the last `count` tokens only, if it reads them from its backbone."""
-
+    """Let the head of `model` compute logits of the last `count` tokens only, if it has one."""
     # `logits_to_keep` would have gemma4 cut the queries of layers whose keys are those of the whole row.
-    def cut(_module: nn.Module, _args: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return output[0][:, -count:], *output[1:]
-        if not hasattr(output, "last_hidden_state"):
-            return output
-        return type(output)(**{**output, "last_hidden_state": output.last_hidden_state[:, -count:]})
-
-    inner = backbones(model)
-    return inner[0].register_forward_hook(cut) if inner else nullcontext()
+    head: nn.Module | None = text_model(model).get_output_embeddings()
+    return nullcontext() if head is None else head.register_forward_pre_hook(lambda _, given: given[0][:, -count:])

@@ -1,4 +1,4 @@
-"""Private and deep names of torch, transformers, trl and peft: the place to import them from and to look them up.
+"""Private and deep names of torch, transformers, trl and peft: imported from here and looked up here.
 
 If a version lacks a name in `NEEDS`, the library's own code runs instead and the report names it. `docs/upstream.md`
 lists every private name that this package uses, also those with a fallback at the place of use.

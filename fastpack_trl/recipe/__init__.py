@@ -1,1 +1,1 @@
-"""Everything between a YAML or flags and a trainer."""
+"""From a YAML or flags to a trainer."""

@@ -1,4 +1,4 @@
-"""Load adapters: resize embeddings and head to it, and untie them before a merge changes one of them."""
+"""Load adapters over resized embeddings, and untie embeddings and head before a merge changes one of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any
 
 from fastpack_trl.errors import UserError
 
-_UNTIED = "lm_head: a weight of its own (tie_word_embeddings=false), as the adapter changes it and the embeddings apart"
+_UNTIED = (
+    "lm_head: untied from the embeddings (tie_word_embeddings=false), because the adapter changes only one of them"
+)
 
 
 def resize_to_adapter(model: Any, folder: Path, tokenizer: Callable[[], Any]) -> str:
@@ -31,8 +33,8 @@ def resize_to_adapter(model: Any, folder: Path, tokenizer: Callable[[], Any]) ->
     if needed == rows:
         return ""
     model.resize_token_embeddings(needed, mean_resizing=not saved)
-    anew = "" if saved else f"; rows from {rows} on are drawn anew, as the adapter was saved without them"
-    return f"embeddings: {rows} rows -> {needed}, as many as the adapter was trained with{anew}"
+    new = "" if saved else f"; rows from {rows} on are newly initialized, because the adapter was saved without them"
+    return f"embeddings: {rows} rows -> {needed}, the number that the adapter was trained with{new}"
 
 
 def _saved_rows(model: Any, folder: Path) -> int:

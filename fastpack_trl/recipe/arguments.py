@@ -89,7 +89,7 @@ def parse(argv: Sequence[str], method: Method = SFT, *, may_launch: bool = True)
             f"{path}: env={short_repr(env)} must be a mapping of variables, e.g. `env: {{OMP_NUM_THREADS: 1}}`"
         )
     if tool := tool_of(config):
-        raise UserError(f"{path} is a YAML of {tool}: `fastpack-trl convert {path}` writes it in our names")
+        raise UserError(f"{path} is a config of {tool}: `fastpack-trl convert {path}` translates it")
     os.environ.update({str(name): str(value) for name, value in env.items()})
     with warnings.catch_warnings():
         # transformers 5.23 renames this field; TRL's SFTConfig sets it by default and documents the old name.
@@ -179,35 +179,35 @@ def _words_of(config: Mapping[str, Any], parser: Any, launcher: Any, path: str) 
     """Return the YAML as words: ``{"packing": True, "lora_target_modules": ["q", "v"]}`` ->
     ``["--packing=True", "--lora_target_modules", "q", "v"]``.
 
-    What a word cannot express, `null`, mappings and other lists, becomes a default of the parser, as TRL does it.
+    Values that a word cannot express (`null`, mappings, other lists) become defaults of the parser, as in TRL.
     """
     from trl.scripts.utils import DatasetConfig
 
     options, words = launcher._option_string_actions | parser._option_string_actions, list[str]()
     for name, value in config.items():
-        action = options.get(f"--{name}")
+        action, shown = options.get(f"--{name}"), f"{path}: {name}={short_repr(value)}"
         if action is None or "-" in name:  # names with dashes are those of a command line
             _refuse_unknown(name, parser, launcher, path)
         hint = parser.hints.get(action.dest, "")
-        if name == "datasets" and not (
-            isinstance(value, list) and all(isinstance(one, dict) and isinstance(one.get("path"), str) for one in value)
-        ):
-            raise UserError(
-                f"{path}: datasets={short_repr(value)} must be a list of entries, each as `- path: data.jsonl`"
-            )
-        for key in (key for one in (value if name == "datasets" else ()) for key in one):
-            if key not in (known := DatasetConfig.__dataclass_fields__):
-                raise UserError(f"{path}: datasets: unknown key {short_repr(key)}{did_you_mean(key, known)}")
-        if value is None and "None" not in hint:
+        if name == "datasets":
+            try:
+                parser.set_defaults(datasets=[DatasetConfig(**entry) for entry in value])
+            except TypeError as error:
+                raise UserError(f"{shown} must be a list of entries, each as `- path: data.jsonl`: {error}") from error
+        elif value is None and "None" not in hint:
             continue  # not set
-        if isinstance(value, list) and action.nargs == "+" and name != "datasets":
+        elif action.nargs == 0:  # a switch of accelerate
+            if not isinstance(value, bool):
+                raise UserError(f"{shown} must be true or false")
+            words += [f"--{name}"] * value
+        elif isinstance(value, list) and action.nargs == "+":
             if any(isinstance(one, list | dict) for one in value):
-                raise UserError(f"{path}: {name}={short_repr(value)} must be a list of single values")
+                raise UserError(f"{shown} must be a list of single values")
             words += [f"--{name}", *map(str, value)] if value else []
         elif value is None or name == "fsdp" or (isinstance(value, list | dict) and type(value).__name__ in hint):
             parser.set_defaults(**{action.dest: json.loads(json.dumps(value, default=str))})  # dates are text
         elif isinstance(value, list | dict):
-            raise UserError(f"{path}: {name}={short_repr(value)} must be a single value")
+            raise UserError(f"{shown} must be a single value")
         else:
             words.append(f"--{name}={'no' if value is False and 'no' in (action.choices or ()) else value}")
     return words
@@ -236,25 +236,14 @@ def _launch_words(words: Sequence[str], parser: Any, launcher: Any, path: str = 
     """Return the options of `accelerate launch` among the words of a YAML or of the command line, checked."""
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
-    parser.source = source = f"{path}: " if path else "--"
+    parser.source = f"{path}: " if path else "--"
     names, rest = split_off("accelerate_config", parser.parse_known_args(words)[1])
     _, *files = resolve_accelerate_config_argument(["--accelerate_config", names[-1]]) if names else [""]
-    launch = [f"--config_file={file}" for file in files]
-    for word in rest:
-        option, _, value = word.partition("=")
-        action = launcher._option_string_actions.get(option)
-        if action is None or action.nargs != 0 or not value:
-            launch.append(word)
-        elif value.lower() == "false" and not path:
-            raise UserError(f"{word}: a command line only switches it on; remove it from the YAML instead")
-        elif value.lower() in ("true", "false"):  # of a switch, which accelerate knows without a value
-            launch += [option] * (value.lower() == "true")
-        else:
-            raise UserError(f"{source}{option.lstrip('-')}={short_repr(value)} must be true or false")
+    launch = [*(f"--config_file={file}" for file in files), *rest]
     options, unknown = launcher.parse_known_args(launch)
     if unknown:
         _refuse_unknown(unknown[0], parser, launcher, path)
     for name in ("num_processes", "num_machines"):
         if (count := getattr(options, name)) is not None and count < 1:  # accelerate silently trains in one process
-            raise UserError(f"{source}{name}={count} must be >= 1")
+            raise UserError(f"{parser.source}{name}={count} must be >= 1")
     return launch

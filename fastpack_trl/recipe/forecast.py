@@ -1,7 +1,8 @@
 """Forecast the memory per step of a YAML on an absent GPU, by kind, from a model without memory.
 
-Weights, gradients and optimizer are counted by shape, activations by the passes of the plan (`probe.py`), the head by
-its tiles. The rest, the allocator's overhead, is a constant and a share, fitted on one model's rows.
+The parameters are fake tensors, whose operators compute shapes only, and attention runs the fake kernel of the backend
+that the GPU would get. Weights, gradients and optimizer are counted by shape, activations by the passes of the plan,
+the head by its tiles. The rest, the allocator's overhead, is a constant and a share, fitted on one model's rows.
 """
 
 from __future__ import annotations
@@ -15,21 +16,31 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import transformers
+from peft import get_peft_model
+from torch import nn
+from trl import get_peft_config
 
-from fastpack_trl.attention.backends import AUTO, BACKENDS
+from fastpack_trl.attention.backends import BACKENDS, choose
+from fastpack_trl.attention.install import PackedAttention, backend_installed
 from fastpack_trl.capture import feature as capture
-from fastpack_trl.checkpointing.plan import LayerCost, Level, Plan
+from fastpack_trl.checkpointing.plan import LayerCost, Level, Plan, checkpointable_layers
 from fastpack_trl.checkpointing.plan import describe as levels_of
+from fastpack_trl.checkpointing.trace import layer_costs, probe_batches
 from fastpack_trl.compile import layer_compile
-from fastpack_trl.errors import describe
+from fastpack_trl.errors import describe, preparing
+from fastpack_trl.kernels.gate_form import passes_at_bounds
+from fastpack_trl.lora import projection
 from fastpack_trl.lora.feature import lora
-from fastpack_trl.model.facts import ModelFeatures, read_features
+from fastpack_trl.model.changes import patch_attribute
+from fastpack_trl.model.facts import UNREADABLE, ModelFeatures, read_features, window_of
 from fastpack_trl.model.precision import emulates_bf16
+from fastpack_trl.model.upstream import FakeTensorMode
 from fastpack_trl.moe.feature import moe
 from fastpack_trl.packing.documents import PADDED_DOCUMENTS
 from fastpack_trl.recipe.arguments import Arguments
 from fastpack_trl.recipe.gpus import Gpu, as_if_on
-from fastpack_trl.recipe.probe import Model, costs_of_layers, model_of
+from fastpack_trl.run import Choice
 from fastpack_trl.run.budget import HEAD_BYTES, MARGIN, row_tokens, state_bytes
 from fastpack_trl.step.head import TILE_ELEMENTS
 
@@ -41,6 +52,110 @@ RESERVE_GIB, RESERVE_SHARE = 0.12, 0.03
 _ROOM = 0.98  # share of a device that the longest row may take
 _ROW = 256  # tokens: rows are multiples
 _LONGEST = 2**20
+_NF4_BLOCK, _NESTED_BLOCK = 64, 256  # numbers per scale; scales per scale of scales
+_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model with its adapters, whose parameters are fake tensors of `mode`.
+
+    Attributes:
+        text: config of its language model.
+        frozen: bytes of frozen weights.
+        numbers, trained: numbers and bytes of those that are trained.
+        transient: bytes of the largest frozen weight that is made dense for one use.
+    """
+
+    module: Any
+    mode: Any
+    text: Any
+    frozen: float
+    numbers: int
+    trained: float
+    transient: int
+
+
+def model_of(arguments: Arguments) -> Model:
+    """Return the model of a run, of which only the config is read."""
+    options, training, mode = arguments.model, arguments.training, FakeTensorMode(allow_non_fake_inputs=True)
+    kind = "SequenceClassification" if arguments.method.command == "reward" else "CausalLM"
+    with preparing():
+        config = transformers.AutoConfig.from_pretrained(
+            options.model_name_or_path, revision=options.model_revision, trust_remote_code=training.trust_remote_code
+        )
+        dtype = getattr(torch, str(options.dtype), None) or getattr(config, "dtype", None) or torch.float32
+        with torch.device("meta"):
+            model: Any = getattr(transformers, f"AutoModelFor{kind}").from_config(config, dtype=dtype)
+        head, packed = model.get_output_embeddings(), dict[int, float]()  # bytes of a number
+        if options.load_in_4bit or options.load_in_8bit:
+            size = _nf4(bool(options.use_bnb_nested_quant)) if options.load_in_4bit else 1.0
+            linear = (m for m in model.modules() if isinstance(m, nn.Linear) and m is not head)
+            packed = {id(module.weight): size for module in linear}
+        if training.moe_quantize_experts == "on":
+            packed |= {id(p): _nf4(nested=True) for name, p in model.named_parameters() if name.endswith(_EXPERTS)}
+        if (peft := get_peft_config(options)) is not None:
+            model = get_peft_model(model, peft)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    result = Model(
+        model, mode, config.get_text_config(),
+        frozen=sum(p.numel() * packed.get(id(p), float(p.element_size())) for p in frozen),
+        numbers=sum(p.numel() for p in trained),
+        # TRL makes the adapters of a quantized base bf16.
+        trained=sum(p.numel() * (2 if options.load_in_4bit else p.element_size()) for p in trained),
+        transient=max((p.numel() * 2 for p in frozen if id(p) in packed), default=0),
+    )  # fmt: skip
+    _make_fake(model, mode)
+    return result
+
+
+def _make_fake(model: nn.Module, mode: Any) -> None:
+    """Give the modules fake tensors on the CPU for those on ``meta``, which PEFT needs; tied ones stay tied."""
+    tensors, made = [*model.parameters(), *model.buffers()], dict[int, Any]()
+    with mode:
+        for tensor in tensors:
+            empty = torch.empty_like(tensor, device="cpu")
+            trained = tensor.requires_grad
+            made[id(tensor)] = nn.Parameter(empty, trained) if isinstance(tensor, nn.Parameter) else empty
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            held.update({name: made[id(tensor)] for name, tensor in held.items() if tensor is not None})
+
+
+def _nf4(nested: bool) -> float:
+    """Return the bytes of a number: half of one, and a scale per block: fp32, or one byte and an fp32 per 256."""
+    scale = 1 + 4 / _NESTED_BLOCK if nested else 4
+    return 0.5 + scale / _NF4_BLOCK
+
+
+def costs_of_layers(of: Model, run: Any) -> list[LayerCost]:
+    """Return what each layer of a model keeps in a run (`stand_in`), with the features that are on there.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: the decoder cannot be run by itself.
+    """
+    passes_at_bounds()  # computed from a tensor with values, once
+    # Made with values. One document per call would read its length on the host: two run the operator.
+    model, dtype = of.module, run.compute_dtype
+    batches = probe_batches(model, documents=2 if run.choice.path == "per_document" else 1)
+    installed = backend_installed(model, PackedAttention(run.choice, run.features))
+    long_rows = patch_attribute(projection, "_SMALL", {False: 0})  # rows of a step are longer than probes
+    autocast = torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32)
+    adapted = lora(run) if run.on.get("lora") == "on" else nullcontext()
+    with moe(run), adapted, installed, long_rows, of.mode, autocast:
+        layers = checkpointable_layers(model)
+        last = {_kind_of(layer): index for index, layer in enumerate(layers)}
+        return layer_costs(model, layers, batches, stand_ins=[last[_kind_of(layer)] for layer in layers])
+
+
+def _kind_of(layer: nn.Module) -> Any:
+    """Return what makes a layer another kind of layer: its modules, their windows, shapes and types of its tensors."""
+    modules = list(layer.modules())
+    attentions = [module for module in modules if hasattr(module, "config") and hasattr(module, "layer_idx")]
+    tensors = (*layer.named_parameters(), *layer.named_buffers())
+    shapes = [(name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors]
+    return tuple(map(type, modules)), tuple(map(window_of, attentions)), tuple(shapes)
 
 
 @dataclass
@@ -101,10 +216,10 @@ def forecast(arguments: Arguments, gpus: Sequence[Gpu]) -> dict[str, Any]:
     merges = getattr(training, "merge_accumulation", "auto") != "off"
     row = None if most is None else row_tokens(training, most, most, merges=merges)
     report: dict[str, Any] = {"row_tokens": row, "gpus": {}}
-    for one in [predict(arguments, gpu, seen) for gpu in gpus]:
-        features = one.run.on
-        facts: dict[str, Any] = {"gib": one.gpu.gib, "attention": one.run.attention, "features": features}
-        parts = one.fixed
+    for gpu in gpus:
+        one = predict(arguments, gpu, seen)
+        parts, features = one.fixed, one.run.on
+        facts = report["gpus"][gpu.name] = {"gib": gpu.gib, "attention": one.run.choice.path, "features": features}
         if one.costs is None or row is None:
             facts["unknown"] = one.unknown or "max_length is not set: rows may have any length"
         else:
@@ -117,29 +232,28 @@ def forecast(arguments: Arguments, gpus: Sequence[Gpu]) -> dict[str, Any]:
                 else:
                     facts["graphs_gib"] = moving / _GIB
         facts["parts_gib"] = {name: size / _GIB for name, size in parts.items()}
-        facts["total_gib"] = sum(facts["parts_gib"].values())
-        facts["fits"] = facts["total_gib"] <= one.gpu.gib
+        facts["total_gib"] = sum(parts.values()) / _GIB
+        facts["fits"] = facts["total_gib"] <= gpu.gib
         if not facts["fits"]:
             facts["change"] = _change(arguments, one)
-        report["gpus"][one.gpu.name] = facts
     return report
 
 
 def predict(arguments: Arguments, gpu: Gpu, seen: dict[Any, Any] | None = None) -> Forecast:
     """Return the forecast for one kind of GPU; `seen` caches what several kinds share."""
     seen = {} if seen is None else seen
-    model = seen["model"] = seen.get("model") or model_of(arguments)
-    run = stand_in(arguments, model.module, gpu)
+    if "model" not in seen:
+        seen["model"] = model_of(arguments)
+    model, run = seen["model"], stand_in(arguments, seen["model"].module, gpu)
     result = Forecast(gpu, model, fixed_bytes(model, arguments.training) | {"CUDA context": CONTEXT_GIB * _GIB}, run)
-    if run.attention == PADDED_DOCUMENTS:
-        result.unknown = f"documents are padded one by one ({run.features.gap or 'no backend takes them'})"
+    if run.choice.path not in BACKENDS:
+        result.unknown = f"activations are counted for packed attention only ({run.choice.reason})"
         return result
-    on = {name: run.on.get(name, "").startswith("on") for name in ("lora", "moe")}
-    if (key := (run.attention, *on.values())) not in seen:
+    if (key := (run.choice.path, run.on.get("lora"), run.on.get("moe"))) not in seen:
         try:
             with as_if_on(gpu.capability):
-                seen[key] = costs_of_layers(model, run.features, run.attention, **on), ""
-        except (AttributeError, LookupError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+                seen[key] = costs_of_layers(model, run), ""
+        except (*UNREADABLE, NotImplementedError) as error:
             seen[key] = None, f"activations are not counted: {describe(error).splitlines()[0]}"
     result.costs, result.unknown = seen[key]
     return result
@@ -154,13 +268,14 @@ def fixed_bytes(model: Model, training: Any) -> dict[str, float]:
     }  # fmt: skip
 
 
-def attention_of(model: Any, gpu: Gpu, args: Any) -> tuple[ModelFeatures, Any]:
-    """Return the features of a model on a GPU, and the installed backend that is chosen there; None for none."""
+def attention_of(model: Any, gpu: Gpu, args: Any) -> tuple[ModelFeatures, Choice]:
+    """Return the features of a model on a GPU, and the attention path that is chosen there, untried."""
     dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
     features = replace(read_features(model, dtype), device_type="cuda", capability=gpu.capability, compute_dtype=dtype)
-    named = [one for one in AUTO if one.name == args.packed_attention]
-    backends = named or [one for one in AUTO if one.considered(features)]
-    return features, next((one for one in backends if not features.gap and not one.refuses(features)), None)
+    try:
+        return features, choose(args.packed_attention, features)
+    except ValueError as error:  # a path by name
+        return features, Choice(PADDED_DOCUMENTS, describe(error))
 
 
 def stand_in(arguments: Arguments, model: Any, gpu: Gpu) -> Any:
@@ -174,23 +289,23 @@ def stand_in(arguments: Arguments, model: Any, gpu: Gpu) -> Any:
         on[name] = status if status == "on" else f"{status}: {reason}"
 
     with as_if_on(gpu.capability):
-        features, backend = attention_of(model, gpu, args)
-        on["packed_attention"] = attention = backend.name if backend else PADDED_DOCUMENTS
-        if args.packed_attention == "auto" and attention == "per_document":
+        features, choice = attention_of(model, gpu, args)
+        backend, padded = BACKENDS.get(choice.path), "padded rows have another shape for every batch"
+        on["packed_attention"] = choice.path
+        if args.packed_attention == "auto" and choice.path == "per_document":
             on["packed_attention"] += f": {BACKENDS['varlen'].refuses(features)}"
-        padded = "padded rows have another shape for every batch"
         run: Any = SimpleNamespace(
             settings=args, args=args, model=model, device=torch.device("cuda", 0), training=True, loss_is_ours=True,
             compute_dtype=features.compute_dtype, is_sharded=False, is_fsdp2=False, is_deepspeed=False,
             counts_documents=arguments.method.command == "sft", packs=backend is not None,
             keeping=nullcontext, experts_refuse_capture=str, set_status=set_status,
-            choice=SimpleNamespace(refuses_compile=backend.refuses_compile if backend else padded),
+            choice=choice if backend else replace(choice, refuses_compile=padded),
             refuses_static=lambda bucket: backend.refuses_static(bucket, features) if backend else padded,
             step=SimpleNamespace(offloads=False, activation_bytes=0, activations_left=None),
             trainer=SimpleNamespace(
                 accelerator=SimpleNamespace(num_processes=1, state=None), model_accepts_loss_kwargs=True
             ),
-            features=features, attention=attention, on=on,
+            features=features, on=on,
         )  # fmt: skip
         with moe(run), lora(run):
             compiled = layer_compile.why_not(run)
@@ -210,13 +325,13 @@ def _change(arguments: Arguments, short: Forecast) -> str:
     if longest := short.longest_row():
         less = "per_device_train_batch_size: 1 and " if training.per_device_train_batch_size > 1 else ""
         return f"{less}max_length: {longest} at most"
-    if not options.load_in_4bit:
-        changes = {name: True for name in ("use_peft", "load_in_4bit") if not getattr(options, name)}
-        tried = [f"{name}: true" for name in changes]
-        if short.model.has_experts and training.moe_quantize_experts != "on":
-            training.moe_quantize_experts = "on"
-            tried.append('moe_quantize_experts: "on"')
-        other = predict(replace(arguments, model=replace(options, **changes), training=training), short.gpu)
-        if row := other.longest_row():
-            return f"{', '.join(tried)}: rows of up to {row:,} tokens fit"
+    changes = {name: True for name in ("use_peft", "load_in_4bit") if not getattr(options, name)}
+    tried = [f"{name}: true" for name in changes]
+    experts = (name for name, _ in short.model.module.named_parameters() if name.endswith(_EXPERTS))
+    if training.moe_quantize_experts != "on" and any(experts):
+        training.moe_quantize_experts = "on"
+        tried.append('moe_quantize_experts: "on"')
+    other = predict(replace(arguments, model=replace(options, **changes), training=training), short.gpu)
+    if row := other.longest_row():
+        return f"{', '.join(tried)}: rows of up to {row:,} tokens fit"
     return "a smaller model, or a larger GPU"

@@ -1,4 +1,4 @@
-"""Recognize YAMLs of Axolotl, LLaMA-Factory and Unsloth-style scripts, and map their keys to ours by a table."""
+"""Recognize configs of Axolotl, LLaMA-Factory and Unsloth-style scripts, and map their keys to ours by a table."""
 
 from __future__ import annotations
 
@@ -13,17 +13,8 @@ import yaml
 from fastpack_trl.errors import UserError, short_repr
 from fastpack_trl.recipe.methods import METHODS, SFT, Method
 
-_SIGNS: Mapping[str, str] = {
-    "Axolotl": "base_model sequence_len micro_batch_size sample_packing num_epochs adapter lora_target_linear "
-    "val_set_size dataset_prepared_path lr_scheduler",
-    "LLaMA-Factory": "stage finetuning_type cutoff_len template lora_target do_train dataset_dir lora_rank "
-    "overwrite_cache preprocessing_num_workers",
-    "Unsloth": "max_seq_length model_name use_gradient_checkpointing random_state full_finetuning r target_modules",
-}
-"""Keys that only this tool has: two of them identify its files."""
 _SECTIONS = {"model", "lora", "data", "training", "train", "logging", "peft"}
 _DATA_KEYS = {"path", "name", "split", "data_files", "data_dir"}
-_CHECKPOINT_HAS = ("chat_template", "model_type", "template", "tokenizer_type")
 
 
 def _modules(value: Any) -> dict[str, Any]:
@@ -60,6 +51,12 @@ _KEYS: Mapping[str, Mapping[str, str | Callable[[Any], Mapping[str, Any]]]] = {
     },
 }  # fmt: skip
 """Key of a tool -> ours with the same value, or a function from its value to ours."""
+_NO_EQUIVALENT: Mapping[str, set[str]] = {
+    "Axolotl": {"dataset_prepared_path"},
+    "LLaMA-Factory": {"stage", "finetuning_type", "template", "do_train", "dataset_dir", "overwrite_cache"},
+    "Unsloth": {"use_gradient_checkpointing", "full_finetuning"},
+}
+"""Other keys that only this tool has."""
 OTHER_NAMES = {key: to for keys in _KEYS.values() for key, to in keys.items() if isinstance(to, str)} | {
     "model": "model_name_or_path", "torch_dtype": "dtype", "attn": "packed_attention", "lr": "learning_rate",
     "resume": "resume_from_checkpoint",
@@ -88,7 +85,8 @@ class Converted:
 
 def tool_of(keys: Mapping[str, Any]) -> str:
     """Return the tool whose YAML has these keys: ``"Axolotl"``, ``"LLaMA-Factory"``, ``"Unsloth"``; empty for none."""
-    matches = {tool: len(set(signs.split()) & set(_flat(keys))) for tool, signs in _SIGNS.items()}
+    flat = _flat(keys)
+    matches = {tool: len((_KEYS[tool].keys() | _NO_EQUIVALENT[tool]) & flat.keys()) for tool in _KEYS}
     best = max(matches, key=lambda tool: matches[tool])
     return best if matches[best] >= 2 else ""
 
@@ -113,15 +111,14 @@ def convert(config: Mapping[str, Any], folder: Path) -> Converted:
     """
     tool = tool_of(config)
     if not tool:
-        raise UserError(f"this YAML is none of {', '.join(_SIGNS)}: its keys are {', '.join(list(config)[:8])}")
+        raise UserError(f"not a config of {', '.join(_KEYS)}: its keys are {', '.join(list(config)[:8])}")
     given = {key: value for key, value in _flat(config).items() if value not in (None, "", "auto", [], {})}
     kind = str(given.pop("rl", given.pop("stage", "sft")))
     command = {"pt": "sft", "rm": "reward", "ipo": "dpo"}.get(kind, kind)
     if command not in METHODS:
-        raise UserError(f"{kind!r} training has no command here: there are {', '.join(METHODS)}")
-    out = Converted(tool, METHODS[command], {"lora_dropout": 0.0})  # TRL's default is 0.05
-    values = out.values
-    values |= {"loss_type": ["ipo"]} if kind == "ipo" else {}
+        raise UserError(f"{kind!r} training is not supported: use one of {', '.join(METHODS)}")
+    values: dict[str, Any] = {"loss_type": ["ipo"]} if kind == "ipo" else {}
+    out = Converted(tool, METHODS[command], values)
     if tool == "LLaMA-Factory" and given.pop("finetuning_type", "lora") == "lora":
         rank = given.setdefault("lora_rank", 8)
         values |= {"use_peft": True, "lora_alpha": 2 * rank, "lora_target_modules": "all-linear"}
@@ -134,7 +131,7 @@ def convert(config: Mapping[str, Any], folder: Path) -> Converted:
             values |= {f"{when}_strategy": "epoch"} if count == 1 else steps
     if tool != "Unsloth":
         _add_data(given, out, folder, learns_prompts)
-    known = {one.name for kind in out.method.dataclasses() for one in fields(kind)} | {"datasets"}
+    known = {one.name for kind in out.method.dataclasses() for one in fields(kind)}
     for key, value in given.items():
         to = _KEYS[tool].get(key, "warmup_steps" if key == "warmup_ratio" else key)
         if callable(to):
@@ -142,41 +139,39 @@ def convert(config: Mapping[str, Any], folder: Path) -> Converted:
         elif to in known and key != "attn_implementation":
             values[to] = value
         else:
-            has = key in _CHECKPOINT_HAS
-            out.left_out[key] = "the checkpoint has it" if has else f"{short_repr(value)} has no equivalent"
+            out.left_out[key] = f"{short_repr(value)} has no equivalent"
     if not values.get("test_split_size"):  # nothing to evaluate on
-        for name in ("test_split_size", "eval_strategy", "eval_steps", "eval_packing"):
-            values.pop(name, None)
-    if not values.get("use_peft"):
-        values.pop("lora_dropout")
+        out.values = {name: value for name, value in values.items() if not name.startswith(("eval_", "test_split"))}
+    if out.values.get("use_peft"):
+        out.values.setdefault("lora_dropout", 0.0)  # TRL's default is 0.05
     return out
 
 
 def _add_data(given: dict[str, Any], out: Converted, folder: Path, learns_prompts: bool) -> None:
     """Take the data sets of Axolotl or LLaMA-Factory: their paths, their format, and which tokens the loss counts."""
-    entries, kinds = given.pop("datasets", []), set[str]()
-    if names := given.pop("dataset", ""):
-        place, most = given.pop("dataset_dir", "data"), given.pop("max_samples", None)
-        files = [at / place / "dataset_info.json" for at in (Path.cwd(), folder)]
-        table = next((file for file in files if file.is_file()), None)
-        info: dict[str, Any] = json.loads(table.read_text(encoding="utf-8")) if table else {}
-        for name in [one.strip() for one in names.split(",")] if isinstance(names, str) else names:
-            about = {"formatting": "alpaca", "hf_hub_url": name} | info.get(name, {})
-            if name not in info:
-                out.left_out[f"dataset {name}"] = f"name its file or hub name: no {place}/dataset_info.json here has it"
-            path = str(table.parent / about["file_name"]) if table and "file_name" in about else about["hf_hub_url"]
-            entry = {"path": path, "type": about["formatting"]} | ({"split": f"train[:{most}]"} if most else {})
-            entries.append(entry | {key: about[key] for key in ("columns", "tags") if key in about})
+    entries, names, place = given.pop("datasets", []), given.pop("dataset", []), given.pop("dataset_dir", "data")
+    most = given.pop("max_samples", None)
+    files = [at / place / "dataset_info.json" for at in (Path.cwd(), folder)]
+    table = next((file for file in files if file.is_file()), folder)
+    info: dict[str, Any] = json.loads(table.read_text(encoding="utf-8")) if names and table.is_file() else {}
+    for name in [one.strip() for one in names.split(",")] if isinstance(names, str) else names:
+        about = info.get(name, {})
+        if not about:
+            out.left_out[f"dataset {name}"] = f"not found in {place}/dataset_info.json: name its file or hub name"
+        path = str(table.parent / about["file_name"]) if "file_name" in about else about.get("hf_hub_url", name)
+        entry = {"path": path, "type": about.get("formatting", "alpaca")}
+        entry |= {"split": f"train[:{most}]"} if most else {}
+        entries.append(entry | {key: about[key] for key in ("columns", "tags") if key in about})
     for entry in entries:
-        kinds.add(str(entry.get("type", "")).partition(".")[0])
         for key in sorted(entry.keys() - _DATA_KEYS - {"type"}):
             out.left_out[f"datasets {key}"] = f"{short_repr(entry[key])}: rename the columns in the data"
+    kinds = {str(entry.get("type", "")).partition(".")[0] for entry in entries}
     if entries:
         out.values["datasets"] = [{key: one[key] for key in one if key in _DATA_KEYS} for one in entries]
     if len(kinds) > 1:
         out.left_out["datasets type"] = "several formats: convert them to one, e.g. a column `messages`"
+    if kinds in ({"alpaca"}, {"sharegpt"}):
+        (out.values["dataset_format"],) = kinds
     alpaca = kinds == {"alpaca"}
-    if alpaca or kinds == {"sharegpt"}:
-        out.values["dataset_format"] = "alpaca" if alpaca else "sharegpt"
     if out.method is SFT and kinds != {"completion"} and learns_prompts == alpaca:
         out.values["completion_only_loss" if alpaca else "assistant_only_loss"] = not learns_prompts

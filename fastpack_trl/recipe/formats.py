@@ -35,7 +35,7 @@ def reshape(split: Any, name: str, wanted: str) -> Any:
     """Return a split in columns that TRL reads; as it is for ``as_is``.
 
     - ``alpaca``: ``prompt`` and ``completion``, both messages; ``system`` and ``history`` are part of the prompt.
-    - ``sharegpt``: ``messages``; with ``chosen`` and ``rejected``, ``prompt`` beside them.
+    - ``sharegpt``: ``messages``; with ``chosen`` and ``rejected``, also ``prompt``.
 
     Raises:
         DataError: other columns, or a turn of an unknown role.
@@ -46,8 +46,8 @@ def reshape(split: Any, name: str, wanted: str) -> Any:
     needed, to = (("instruction", "output"), _alpaca) if wanted == ALPACA else (("conversations",), _sharegpt)
     if lacking := [name for name in needed if name not in columns]:
         raise DataError(
-            f"dataset_format={wanted}: the {name} data set has the columns {', '.join(columns)} and not "
-            f"{' and '.join(lacking)}: leave dataset_format out, or rename them"
+            f"dataset_format={wanted} needs {' and '.join(lacking)}, but the {name} data set has the columns "
+            f"{', '.join(columns)}: leave dataset_format out, or rename them"
         )
     return split.map(to, remove_columns=columns)
 
@@ -72,5 +72,5 @@ def _message(turn: Row) -> dict[str, str]:
     role = _ROLES.get(turn["from"])
     if role is None:
         known = ", ".join(_ROLES)
-        raise DataError(f"a turn is from {short_repr(turn['from'])}, which is none of {known}: rename it in the data")
+        raise DataError(f"a turn has the unknown role {short_repr(turn['from'])}: rename it to one of {known}")
     return {"role": role, "content": turn["value"]}

@@ -18,10 +18,6 @@ class Gpu:
     gib: float
     capability: tuple[int, int]
 
-    @property
-    def has_bf16(self) -> bool:
-        return self.capability >= (8, 0)
-
 
 GPUS = {
     name: Gpu(name, gib, capability)

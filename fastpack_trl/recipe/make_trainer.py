@@ -85,7 +85,7 @@ def make_trainer(
         quantization = AutoQuantizationConfig.from_dict(dict(quantization))
         training.model_init_kwargs["quantization_config"] = quantization
     with naming_data(name), naming_keys({"model_init_kwargs": given}):
-        trainer = (trainer_class or method.trainer)(
+        trainer = (trainer_class or method.classes[0])(
             model=model.model_name_or_path,
             args=training,
             train_dataset=data["train"],
@@ -102,10 +102,9 @@ def make_trainer(
         raise UserError(f"the tokenizer of {model.model_name_or_path!r} gives no tokens: its files are missing there")
     if method.command == "dpo" and script.ignore_bias_buffers:
         import torch
-        from torch.nn.parallel import DistributedDataParallel
 
         masks = [name for name, buffer in trainer.model.named_buffers() if buffer.dtype == torch.bool]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(trainer.model, masks)
+        trainer.model._ddp_params_and_buffers_to_ignore = masks
     return trainer
 
 
@@ -189,29 +188,27 @@ def _take_split(splits: Mapping[str, Any], role: str, arguments: Arguments) -> A
         DataError: the method does not train on its columns; with the fix.
     """
     field = f"dataset_{role.replace('eval', 'test')}_split"
-    if (name := getattr(arguments.script, field)) not in splits:
+    name, training, method = getattr(arguments.script, field), arguments.training, arguments.method
+    if name not in splits:
         raise UserError(
             f"{field}={short_repr(name)}: the data have no such split: set it to one of {', '.join(splits)}"
         )
     if next(iter(splits[name]), None) is None:
         raise UserError(f"{field}={short_repr(name)}: the split is empty: check the file, or choose another split")
-    split = reshape(splits[name], role, arguments.data.dataset_format)
-    training, method, row = arguments.training, arguments.method, next(iter(split)).keys()
-    kinds = method.columns
+    split, kinds, rename = reshape(splits[name], role, arguments.data.dataset_format), method.columns, "rename them"
     if method is SFT:
-        if (training.dataset_kwargs or {}).get("skip_prepare_dataset"):
-            return split
         kinds = (*(kind for kind in kinds if kind != ("text",)), (training.dataset_text_field,))
-    if any(set(kind) <= row for kind in kinds):
+        rename += f", or set dataset_text_field (now {training.dataset_text_field!r})"
+    row = next(iter(split)).keys()
+    is_prepared = method is SFT and (training.dataset_kwargs or {}).get("skip_prepare_dataset")
+    if is_prepared or any(set(kind) <= row for kind in kinds):
         return split
     data, command = f"the {role} data set has the columns {', '.join(row)}", made_for(row)
     if {"instruction", "output"} <= row:
         raise DataError(f"{data}, in the format of Alpaca: dataset_format: alpaca reads them")
     if command not in ("", method.command):
         raise DataError(f"{data}, which are for {METHODS[command].what}: `fastpack-trl {command}` trains on them")
-    needs = ", or ".join(" and ".join(kind) for kind in kinds)
-    text = f", or set dataset_text_field (now {training.dataset_text_field!r})" if method is SFT else ""
-    raise DataError(f"{data}: {method.command} needs {needs}: rename them{text}")
+    raise DataError(f"{data}: {method.command} needs {', or '.join(map(' and '.join, kinds))}: {rename}")
 
 
 @contextmanager

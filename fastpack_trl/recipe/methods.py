@@ -23,13 +23,8 @@ class Method:
     """Columns of its data: all of one of these."""
 
     @property
-    def trainer(self) -> Any:
-        """The class of the trainer: imported here, which takes seconds."""
-        return self.classes[0]
-
-    @property
     def classes(self) -> tuple[Any, Any]:
-        """Our trainer and its configuration."""
+        """Our trainer and its configuration: imported here, which takes seconds."""
         return self._classes("fastpack_trl", "Fast")
 
     @property

@@ -1,4 +1,4 @@
-"""Train in this process from the arguments of a command, as TRL's script of that name does."""
+"""Train in this process from the arguments of a command, like TRL's script of that name."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import shlex
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from fastpack_trl.recipe.methods import SFT, Method
 
 
 class _Progress(TrainerCallback):
-    """Knows when the preparation is done and the steps begin."""
+    """Records that preparation is done and the first step begins."""
 
     has_begun = False
 
@@ -55,41 +54,40 @@ def train_parsed(arguments: Arguments, callbacks: Sequence[TrainerCallback] | No
     Raises:
         TerminatedError: SIGTERM ended the run; says how to resume it.
     """
-    training = arguments.training
-    main = threading.current_thread() is threading.main_thread()
-    if main and training.save_strategy != "no" and training.world_size == 1:
+    training, progress, trainer = arguments.training, _Progress(), None
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and training.save_strategy != "no" and training.world_size == 1:
         training.enable_jit_checkpoint = True  # processes of one run would end in different steps
-    with _nothing_left_behind(Path(str(training.output_dir))), naming_keys(vars(training)):
-        with preparing():
-            progress = _Progress()
-            trainer = make_trainer(arguments, [*(callbacks or ()), progress])
+    try:
         # Resuming and the packing check are part of the preparation; a failing step keeps its traceback.
-        with (
-            preparing(finished=lambda: progress.has_begun),
-            naming_data(data_name(arguments.script, arguments.mixture)),
-            _noting_sigterm() as received,
-        ):
-            try:
+        with naming_keys(vars(training)), preparing(finished=lambda: progress.has_begun):
+            trainer = make_trainer(arguments, [*(callbacks or ()), progress])
+            name = data_name(arguments.script, arguments.mixture)
+            with naming_data(name), _noting_sigterm(in_main_thread) as received:
                 trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
-            except KeyboardInterrupt:
-                raise KeyboardInterrupt(how_to_resume(arguments, trainer.state.global_step)) from None
-        if received and trainer.state.global_step < trainer.state.max_steps:
-            raise TerminatedError(how_to_resume(arguments, trainer.state.global_step))
-        _finish(trainer, arguments)
+    except BaseException as error:
+        with suppress(OSError):  # `Trainer.__init__` makes the folder; one with files stays
+            Path(str(training.output_dir)).rmdir()
+        if isinstance(error, KeyboardInterrupt) and trainer is not None:
+            raise KeyboardInterrupt(how_to_resume(arguments, trainer.state.global_step)) from None
+        raise
+    if received and trainer.state.global_step < trainer.state.max_steps:
+        raise TerminatedError(how_to_resume(arguments, trainer.state.global_step))
+    _finish(trainer, arguments)
     return trainer
 
 
 @contextmanager
-def _noting_sigterm() -> Iterator[list[int]]:
+def _noting_sigterm(in_main_thread: bool) -> Iterator[list[int]]:
     """Yield a list to which SIGTERM is added when transformers' ``enable_jit_checkpoint`` handles it."""
     received: list[int] = []
     handler: Any = signal.getsignal(signal.SIGTERM)
 
-    def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        handler(number, frame)
+    def note(*given: Any) -> None:
+        received.append(given[0])
+        handler(*given)
 
-    if callable(handler) and threading.current_thread() is threading.main_thread():
+    if callable(handler) and in_main_thread:
         signal.signal(signal.SIGTERM, note)
     yield received
 
@@ -99,14 +97,12 @@ def how_to_resume(arguments: Arguments, step: int) -> str:
     training = arguments.training
     checkpoint = newest_checkpoint(training.output_dir)
     if checkpoint is None:
-        saves = training.save_strategy == "steps"
-        remedy = (
-            f"a save_steps below {training.save_steps:g}" if saves else "save_strategy=steps, with a small save_steps,"
-        )
+        shorter = f"a save_steps below {training.save_steps:g}"
+        remedy = shorter if training.save_strategy == "steps" else "save_strategy=steps, with a small save_steps,"
         return f"at step {step}, before any checkpoint: nothing to resume; {remedy} keeps more of a run"
     _, own = split_off("resume_from_checkpoint", arguments.words)
     again = shlex.join(["fastpack-trl", arguments.method.command, *own, "--resume_from_checkpoint", "true"])
-    return f"at step {step}; go on from {checkpoint.name}: {again}"
+    return f"at step {step}; resume from {checkpoint.name}: {again}"
 
 
 def _finish(trainer: Any, arguments: Arguments) -> None:
@@ -135,7 +131,7 @@ def _last_line(trainer: Any) -> str:
     if torch.cuda.is_available():
         parts.append(f"peak memory {torch.cuda.max_memory_reserved() / 2**30:.1f} GiB")
     stock = ", ".join(line.feature for line in run.report if line.status == "stock")
-    parts.append(f"as stock: {stock}" if stock else "nothing fell back to stock")
+    parts.append(f"run by TRL: {stock}" if stock else "nothing fell back to TRL")
     report = Path(str(trainer.args.output_dir)) / FILE
     return "; ".join([*parts, *[f"report: {report}"] * report.is_file()])
 
@@ -149,19 +145,3 @@ def _release_ddp(trainer: Any) -> None:
     if isinstance(trainer.model_wrapped, DistributedDataParallel):
         trainer.model_wrapped = trainer.model
         trainer.accelerator.free_memory()
-
-
-@contextmanager
-def _nothing_left_behind(folder: Path) -> Iterator[None]:
-    """Remove the empty folders that a refused or interrupted run leaves.
-
-    `Trainer.__init__` makes ``output_dir``; an error found later must not leave it behind.
-    """
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        yield
-    except BaseException:
-        for path in missing:  # innermost first
-            if path.is_dir() and not any(path.iterdir()):
-                path.rmdir()
-        raise

@@ -84,7 +84,7 @@ def test_steps_from_a_yaml_are_of_our_trainer_and_save_a_model(
     method = METHODS[command]
     path = material_of(material, command, ROWS[kind], **more)
     trainer = run(command, "--config", path, "--max_steps", "2", "--learning-rate", "5e-4")
-    assert isinstance(trainer, method.trainer)
+    assert isinstance(trainer, method.classes[0])
     assert (trainer.state.global_step, trainer.args.learning_rate) == (2, 5e-4)
     assert [row["step"] for row in trainer.state.log_history if "loss" in row] == [1, 2]
     assert (material.out / "adapter_config.json").is_file()

@@ -49,14 +49,14 @@ def test_a_run_ends_with_its_speed_the_report_and_commands_that_run(
     monkeypatch.chdir(material.folder)
     run("--config", material.yaml())
     last, report = capsys.readouterr().out.splitlines()[-1], material.out / "fastpack_report.json"
-    wanted = rf"loss [\d.]+ -> [\d.]+; [\d,]+ tokens/s.*; nothing fell back to stock; report: {report}"
+    wanted = rf"loss [\d.]+ -> [\d.]+; [\d,]+ tokens/s.*; nothing fell back to TRL; report: {report}"
     assert re.fullmatch(wanted, last), last
     path = str(
         material.yaml(use_peft=True, lora_r=4, output_dir="my out", save_report="off", packing_strategy="wrapped")
     )
     assert main(["sft", "--config", path]) == 0
     end, said = capsys.readouterr().out.splitlines()[-2:]
-    assert re.search(r"; as stock: .*batches", end), end
+    assert re.search(r"; run by TRL: .*batches", end), end
     assert "report" not in end
     assert said == "next: fastpack-trl generate 'my out' --prompt 'Hello' or fastpack-trl merge 'my out'"
     for command in said.removeprefix("next: ").split(" or "):
@@ -167,7 +167,7 @@ def test_env_is_set_and_launch_options_are_split_off(material: Material, monkeyp
         "env: {FASTPACK_TEST_VARIABLE: 7}\nnum_processes: 2\nmulti_gpu: true\nquiet: false\naccelerate_config: zero2\n"
     )
     path = str(material.yaml(text=text))
-    flags = "--mixed_precision=no --main_process_port 29511 --multi_gpu=True --packing --accelerate-config zero3"
+    flags = "--mixed_precision=no --main_process_port 29511 --multi_gpu --packing --accelerate-config zero3"
     arguments = parse([f"--config={path}", *flags.split()])
     assert os.environ["FASTPACK_TEST_VARIABLE"] == "7"
     files = [Path(word.partition("=")[2]).name for word in arguments.launch if word.startswith("--config_file=")]

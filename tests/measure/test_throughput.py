@@ -197,7 +197,7 @@ def test_four_bit_weights_count_by_their_features() -> None:
                 packed = bitsandbytes.nn.Linear4bit(child.in_features, child.out_features, bias=False)
                 packed.weight = bitsandbytes.nn.Params4bit(child.weight.data, requires_grad=False)
                 setattr(module, name, packed.to("cpu"))
-    quantised = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    assert quantised.get_base_model().model.layers[0].mlp.up_proj.weight.dtype == torch.uint8
+    quantized = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    assert quantized.get_base_model().model.layers[0].mlp.up_proj.weight.dtype == torch.uint8
     # torch's counter does not see bitsandbytes' own product; the products are those of the plain model.
-    assert model_flops(quantised) == model_flops(_model(lora=["q_proj", "v_proj"]))
+    assert model_flops(quantized) == model_flops(_model(lora=["q_proj", "v_proj"]))

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from fastpack_trl.model.checkpoint_seam import CHECKPOINT, Nesting, checkpoint_wrapped, layer_keywords, stock_checkpoint
+from fastpack_trl.model.checkpoint_seam import CHECKPOINT, Nesting, checkpoint_wrapped, stock_checkpoint
 
 HIDDEN = torch.ones(2, 4, requires_grad=True)
 PLAIN, OTHER = (partial(torch_checkpoint, use_reentrant=False) for _ in range(2))
@@ -104,10 +104,3 @@ def test_copies_and_pickles_have_the_function_that_was_set() -> None:
         assert seen == ["copy"]
     checkpoint(model)  # again, as a second `train()` does
     assert layer._gradient_checkpointing_func.func is torch_checkpoint
-
-
-def test_keywords_of_the_layer_are_found_below_what_wrappers_put_around() -> None:
-    forward = partial(Layer.forward, Layer(), factor=2.0)
-    functions = (partial(through, forward), partial(print, "tape", partial(through, forward)), torch.sin)
-    assert [layer_keywords(function) for function in functions] == [{"factor": 2.0}, {"factor": 2.0}, {}]
-    assert layer_keywords(partial(Layer.forward, Layer())) == {}

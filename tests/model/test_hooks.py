@@ -12,7 +12,6 @@ from hook_material import REGISTER, REGISTER_GLOBAL
 from torch import nn
 from torch.utils.module_tracker import ModuleTracker
 
-from fastpack_trl.model import hooks as module_hooks
 from fastpack_trl.model.hooks import HookWatch, PartsHooked, hook_inside, users_hooks_off
 from fastpack_trl.testing import tiny_model
 
@@ -45,20 +44,6 @@ def test_a_hook_inside_is_found_by_name_and_forgotten_when_it_goes(kind: str) ->
     assert (watch.look(), hooked(model[0], model[1][0])) == ("", False)
     model[0].forward = nothing
     assert hooked(*model)
-
-
-def test_a_model_is_walked_again_only_after_a_hook_came(monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = HookWatch(model := network())
-    watch.look()
-    model[1][1] = nn.GELU()
-    with model[1][1].register_forward_hook(nothing):
-        assert watch.look() == "the forward hook nothing on 1.1"
-    watch = HookWatch(network())
-    watch.look()
-    monkeypatch.setattr(module_hooks, "hook_inside", lambda *_: "walked")
-    assert watch.look() == ""
-    torch.ones(1, requires_grad=True).register_hook(nothing)
-    assert watch.look() == "walked"
 
 
 def test_hooks_that_libraries_need_are_not_the_users() -> None:

@@ -1,16 +1,18 @@
-"""Adapters over resized or tied embeddings: merged, they compute what they did before, and they answer."""
+"""Adapters, also over resized or tied embeddings: merged, they compute what they did before, and they answer."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from sft_material import SENTENCES, TEMPLATE, Material, make_tokenizer, save_model, write_jsonl
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from fastpack_trl.cli.main import main
 from fastpack_trl.testing import tiny_model
@@ -19,7 +21,7 @@ ROWS = 304
 ALL = {"target_modules": "all-linear"}
 EMBEDDINGS = {"target_modules": ["q_proj", "embed_tokens"]}
 BOTH = {"modules_to_save": ["embed_tokens", "lm_head"]}
-UNTIED, RESIZED = "lm_head: a weight of its own (tie_word_embeddings=false)", "embeddings: 304 rows -> 320"
+UNTIED, RESIZED = "lm_head: untied from the embeddings (tie_word_embeddings=false)", "embeddings: 304 rows -> 320"
 
 
 VISION = dict(  # noqa: C408
@@ -49,7 +51,7 @@ def base_of(kind: str) -> Any:
     return getattr(transformers, name)(AutoConfig.for_model(family, text_config=TEXT | text, **towers))
 
 
-def logits(model: Any, rows: int) -> torch.Tensor:
+def logits(model: Any, rows: int = 61) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = model.eval()(input_ids=torch.tensor([[5, 9, 33, 120, 7, 60, rows - 1]])).logits.float()
     return found
@@ -149,7 +151,7 @@ def test_rows_that_an_adapter_was_saved_without_are_said_to_be_new(
 ) -> None:
     adapter, _ = save_adapter(tmp_path, "qwen3 tied", 320, ALL, save_embedding_layers=False)
     assert main(["merge", str(adapter)]) == 0
-    assert "; rows from 304 on are drawn anew, as the adapter was saved" in capsys.readouterr().out
+    assert "; rows from 304 on are newly initialized, because the adapter was saved" in capsys.readouterr().out
     merged = AutoModelForCausalLM.from_pretrained(f"{adapter}-merged")
     assert merged.get_input_embeddings().weight.shape[0] == 320
     assert merged.get_input_embeddings().weight is merged.get_output_embeddings().weight
@@ -176,3 +178,88 @@ def test_another_model_is_not_merged_with_nor_a_folder_with_files_merged_into(
     assert times() == before
     (tmp_path / "empty").mkdir()
     assert main(["merge", str(adapter), "--output", str(tmp_path / "empty")]) == 0
+
+
+LORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": "all-linear", "learning_rate": 0.05}
+
+
+def trained(material: Material, **more: object) -> Path:
+    """The YAML of a run that has left an adapter."""
+    path = material.yaml(**LORA | more)
+    assert main(["sft", "--config", str(path)]) == 0
+    return path
+
+
+@pytest.mark.parametrize("named", ["--config", "--load_in_4bit"])
+def test_after_qlora_it_is_merged_into_the_base_that_was_trained_on(
+    material: Material, capsys: pytest.CaptureFixture[str], named: str
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    model = material.folder / "wide"
+    tiny_model("qwen3", hidden_size=64, head_dim=16, intermediate_size=64, vocab_size=304).save_pretrained(model)
+    tokenizer = make_tokenizer(pad_token="<pad>", eos_token="<eos>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(model)
+    path = trained(material, model_name_or_path=str(model), load_in_4bit=True, max_length=32)
+    merged = material.folder / "out-merged"
+    words = ["--config", path] if named == "--config" else [material.out, "--load_in_4bit"]
+    assert main(["merge", *map(str, words)]) == 0
+    assert f"{model} as during training: quantized, then dequantized" in capsys.readouterr().out
+    assert "quantization_config" not in json.loads((merged / "config.json").read_text(encoding="utf-8"))
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    dense = AutoModelForCausalLM.from_pretrained(model, quantization_config=quantization).dequantize()
+    expected = logits(PeftModel.from_pretrained(dense, material.out))
+    unquantized = logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), material.out))
+    found = logits(AutoModelForCausalLM.from_pretrained(merged))
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+    assert (found - expected).abs().mean() < 0.2 * (found - unquantized).abs().mean()
+
+
+def test_a_run_is_merged_and_its_answers_stand_beside_those_of_the_base(
+    material: Material, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, merged, record = trained(material), material.folder / "merged", material.folder / "answers.json"
+    assert main(["merge", str(material.out), "--output", str(merged)]) == 0
+    assert f"{material.out} merged into {material.model}\nwritten: {merged}" in capsys.readouterr().out
+    base = AutoModelForCausalLM.from_pretrained(material.model)
+    before = logits(base)
+    expected = logits(PeftModel.from_pretrained(base, material.out))
+    assert (expected - before).abs().max() > 0.01, "the adapter has learned"
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(merged)), expected, rtol=1e-4, atol=1e-4)
+    assert (merged / "tokenizer_config.json").is_file()
+    assert not (merged / "adapter_config.json").exists()
+
+    def answers(*words: object) -> list[dict[str, str]]:
+        asked = [*words, "--prompt", "the quick", "--prompt", "a b", "--max_new_tokens", 6, "--json", record]
+        assert main(["generate", *map(str, asked)]) == 0
+        return list(json.loads(record.read_text(encoding="utf-8"))["rows"])
+
+    rows, out = answers("--config", path), capsys.readouterr().out
+    assert [row.keys() for row in rows] == [{"prompt", "base", "adapter"}] * 2
+    assert any(row["base"] != row["adapter"] for row in rows)
+    assert all(f"{name}: {text.strip()}" in out for row in rows for name, text in row.items())
+    assert [row["model"] for row in answers(material.model)] == [row["base"] for row in rows]
+
+
+def test_a_base_that_was_not_trained_on_is_not_merged_into(
+    material: Material, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = shutil.copytree(material.model, material.folder / "own")
+    path = trained(material, model_name_or_path=str(own))
+    path.write_text(path.read_text(encoding="utf-8").replace(str(own), str(material.model)), encoding="utf-8")
+    words = ["merge", "--config", str(path), "--output", str(material.folder / "merged")]
+    assert main(words) == 2
+    assert f"is for '{own}', {path} names '{material.model}': choose with --base DIR" in capsys.readouterr().err
+    assert main([*words, "--base", str(material.model)]) == 0
+    shutil.rmtree(material.folder / "merged")
+    shutil.rmtree(own)  # it may have moved to the other
+    assert main(words) == 0
+
+
+def test_an_answer_without_text_is_said(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
+    silent = AutoModelForCausalLM.from_pretrained(material.model)
+    torch.nn.init.zeros_(silent.lm_head.weight)  # all logits alike: the first token, which pads
+    silent.save_pretrained(folder := material.folder / "silent")
+    make_tokenizer(pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    assert main(["generate", str(folder), "--prompt", "the quick", "--max_new_tokens", "8"]) == 0
+    assert "prompt: the quick\nmodel: (no text)\n" in capsys.readouterr().out

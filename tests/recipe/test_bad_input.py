@@ -8,16 +8,14 @@ from __future__ import annotations
 import json
 
 import pytest
-from sft_material import TEXT_ROWS, Material, make_tokenizer, refused, save_model, write_jsonl
+from sft_material import Material, make_tokenizer, refused, save_model, write_jsonl
 
-from fastpack_trl.cli.main import main
 from fastpack_trl.errors import UserError
 
 MANY = "[" * 5000 + "]" * 5000
 CONFIGS: dict[bytes, list[str]] = {
     b"": ["is empty", "YAML mapping"],
     b"- a\n- b\n": ["holds a list", "YAML mapping"],
-    b"max_length: 64\npacking: [true\nmax_steps: 3\n": ["line 3, column", "not valid YAML"],
     b"env:\n\tA: 1\n": ["line 2, column 1"],
     b"\xff\xfe\x00": ["cannot be read as UTF-8"],
     f"qqq: {MANY}".encode(): ["not valid YAML"],
@@ -101,12 +99,6 @@ def test_chat_template_that_is_missing_or_cannot_render(
     assert all(part in line for part in parts), line
 
 
-def test_output_dir_that_is_a_file(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
-    file = write_jsonl(material.folder / "taken", TEXT_ROWS[:1])
-    line = refused(material, capsys, "--config", material.yaml(), "--output_dir", file / "run/1")
-    assert f"nothing can be written in {str(file)!r} (the system says: Not a directory)" in line
-
-
 def test_launch_flags_under_a_launcher_and_from_python(
     material: Material, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,8 +111,3 @@ def test_launch_flags_under_a_launcher_and_from_python(
     line = refused(material, capsys, *words)
     assert "--num_processes 4" in line
     assert "give them to the launcher" in line
-
-
-def test_traceback_shows_where_a_line_comes_from(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sft", "--config", str(material.yaml()), "--max_length", "abc", "--traceback"]) == 2
-    assert "Traceback" in capsys.readouterr().err

@@ -38,7 +38,7 @@ def test_signal_leaves_a_checkpoint_that_resumes(material: Material, number: sig
         assert "before any checkpoint: nothing to resume" in said
         return
     assert f"{'terminated' if number == signal.SIGTERM else 'interrupted'} at step" in said
-    checkpoint = said.partition("go on from ")[2].partition(":")[0]
+    checkpoint = said.partition("resume from ")[2].partition(":")[0]
     assert not checkpoint_fault(material.out / checkpoint)
     again = shlex.split(said.rpartition("fastpack-trl ")[2])
     assert again == ["sft", *flags, "--resume_from_checkpoint", "true"]

@@ -96,7 +96,7 @@ def test_a_recipe_is_refused_with_the_command_that_converts_it_and_then_trains(
         pytest.importorskip("bitsandbytes")
     path, (_, tool, command) = written(name, files), RECIPES[name]
     said = refused(material, capsys, "--config", path, command=command)
-    assert f"is a YAML of {tool}: `fastpack-trl convert {path}` writes it in our names" in said
+    assert f"is a config of {tool}: `fastpack-trl convert {path}` translates it" in said
     assert main(["convert", str(path)]) == 0
     output = files["folder"] / f"{name}-fastpack.yaml"
     assert f"train: fastpack-trl {command} --config {output.name}" in capsys.readouterr().out
@@ -188,9 +188,12 @@ def test_columns_of_a_format_name_the_option_and_a_wrong_format_its_columns(
     path = material.yaml(dataset_name=str(files["alpaca"]))
     assert ", in the format of Alpaca: dataset_format: alpaca reads them" in refused(material, capsys, "--config", path)
     path = material.yaml(dataset_format="alpaca")
-    assert "dataset_format=alpaca: the train data set has the columns text and not instruction and output" in refused(
-        material, capsys, "--config", path
+    assert (
+        "dataset_format=alpaca needs instruction and output, but the train data set has the columns text: leave"
+        in refused(material, capsys, "--config", path)
     )
     write_jsonl(material.folder / "rows.jsonl", [{"conversations": [{"from": "narrator", "value": "a"}]}])
     path = material.yaml(dataset_name=str(material.folder / "rows.jsonl"), dataset_format="sharegpt")
-    assert "a turn is from 'narrator', which is none of human" in refused(material, capsys, "--config", path)
+    assert "a turn has the unknown role 'narrator': rename it to one of human" in refused(
+        material, capsys, "--config", path
+    )

@@ -24,10 +24,9 @@ from fastpack_trl.attention.backends import BACKENDS, choose
 from fastpack_trl.cli.main import main
 from fastpack_trl.config import _CHOICES, Settings
 from fastpack_trl.model.facts import read_features
-from fastpack_trl.recipe.forecast import predict, stand_in
+from fastpack_trl.recipe.forecast import model_of, predict, stand_in
 from fastpack_trl.recipe.gpus import GPUS, Gpu, as_if_on
 from fastpack_trl.recipe.make_trainer import short_run_arguments
-from fastpack_trl.recipe.probe import model_of
 from fastpack_trl.testing import FAMILIES, tiny_model
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -73,13 +72,14 @@ def kinds() -> dict[tuple[int, int], list[Gpu]]:
 
 
 def precision_of(gpu: Gpu) -> str:
-    return "bf16" if gpu.has_bf16 else "fp16"
+    return "bf16" if gpu.capability >= (8, 0) else "fp16"
 
 
 def of_gpu(arguments: Any, gpu: Gpu) -> Any:
     """Return the arguments in the precision that a kind of GPU has."""
     training = copy(arguments.training)
-    training.bf16, training.fp16 = gpu.has_bf16, not gpu.has_bf16
+    training.bf16 = precision_of(gpu) == "bf16"
+    training.fp16 = not training.bf16
     return replace(arguments, training=training)
 
 
