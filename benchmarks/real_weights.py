@@ -72,7 +72,7 @@ class Task:
 
 _PACKED = {"packing": True, "max_length": LONGEST, "per_device_train_batch_size": 1}
 TASKS = {
-    "names": Task("names", fields={**_PACKED, "num_train_epochs": 3}),
+    "names": Task("names", fields={**_PACKED, "max_length": LONGEST // 2, "num_train_epochs": 3}),
     "code": Task("code", fields={**_PACKED, "max_steps": 100}),
     "dpo": Task("names", "dpo", {"per_device_train_batch_size": 16, "max_steps": 60}, ("lora",), PAIR, 1),
     "grpo": Task(
@@ -204,12 +204,13 @@ def _train_seed(
 
     begin = time.perf_counter()
     cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
     set_seed(seed)
     trainer = make_trainer(task, mode, side, texts["train"], folder, out, seed, steps)
     if exam and not before:
         before |= exam.scores(trainer.model)
+    free_memory("cuda" if cuda else "cpu")
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
     set_seed(seed)
     started = time.perf_counter()
     trainer.train()
@@ -248,7 +249,13 @@ def groups_left(args: Namespace, done: Sequence[Mapping[str, Any]], tree: str) -
 
 
 def run(args: Namespace) -> int:
-    """Train what is left, several processes at once; 1 if one failed."""
+    """Train what is left, several processes at once; 1 if one failed.
+
+    Raises:
+        UserError: the folder has no weights.
+    """
+    if not (args.data / "config.json").is_file():
+        raise UserError(f"--data {str(args.data)!r} has no config.json: run `real_weights convert --out DIR` first")
     done = read(args.json) if args.json is not None and args.json.exists() else []
     about = facts_of(args, ())
     left = groups_left(args, done, about["tree"])
@@ -304,13 +311,24 @@ def summary(run: Mapping[str, Any]) -> str:
 
 
 def parse(words: Sequence[str]) -> Namespace:
-    """Return the options of ``run``.
+    """Return the options of a command.
 
     Raises:
-        UserError: an unknown name, a folder without weights, a file that cannot be written.
+        UserError: an unknown name, a file that cannot be written.
     """
-    parser = Parser("real_weights run", __doc__, f"sides: {', '.join(dict.fromkeys((*PRETRAINED, FP8, AGAIN)))}")
+    name = next(iter(words), "")
+    if name not in COMMANDS:
+        parser = Parser("real_weights", __doc__)
+        parser.add_argument("command", choices=COMMANDS, help="COMMAND --help lists its options")
+        return parser.parse_args(words)
+    parser = Parser(f"real_weights {name}", __doc__, f"sides: {', '.join(dict.fromkeys((*PRETRAINED, FP8, AGAIN)))}")
     add = parser.add_argument
+    if name == "convert":
+        add("--out", type=Path, metavar="DIR", required=True, help="folder for weights, tokenizer and texts")
+        return parser.parse_args(words[1:])
+    if name == "tables":
+        add("--add", metavar="FILE", nargs="+", default=[], type=Path, help="take over records of `run`")
+        return parser.parse_args(words[1:])
     add("--data", type=Path, required=True, metavar="DIR", help="folder that `convert` has written")
     add("--tasks", nargs="+", metavar="TASK", default=[*TASKS], help=f"of {', '.join(TASKS)} (default: all)")
     add("--modes", nargs="+", metavar="MODE", default=[*MODES], help=f"of {', '.join(MODES)} (default: all)")
@@ -319,26 +337,25 @@ def parse(words: Sequence[str]) -> Namespace:
     add("--steps", type=int, default=0, help="steps of a run (default: those of the task)")
     add("--jobs", type=int, default=1, help="processes on each GPU at once (default: %(default)s)")
     add("--gpus", nargs="+", default=[""], metavar="GPU", help="numbers of the GPUs (default: the first)")
-    add("--until", type=float, default=86_400, metavar="SECONDS", help="stop cleanly after so many seconds")
+    add("--until", type=float, default=86_400, metavar="SECONDS", help="end all processes after so many seconds")
     add("--list", action="store_true", help="print what is left, and train nothing")
-    args = parser.measurement(words, threads=min(4, torch.get_num_threads()))
-    args.words = ["real_weights", "run", *words]
+    args = parser.measurement(words[1:], threads=min(4, torch.get_num_threads()))
+    args.words = ["real_weights", *words]
     args.tasks, args.modes = known_names("task", args.tasks, TASKS), known_names("mode", args.modes, MODES)
-    args.sides = [*known_names("side", args.sides, (*SIDES, AGAIN))] if args.sides else None
-    if not (args.data / "config.json").is_file():
-        raise UserError(f"--data {str(args.data)!r} has no config.json: run `real_weights convert --out DIR` first")
+    args.sides = known_names("side", args.sides, (*SIDES, AGAIN)) if args.sides else None
     return args
 
 
+COMMANDS = ("convert", "run", "tables")
+
+
 def main(words: Sequence[str]) -> int:
-    """Convert the weights, train what is left, or write the page."""
-    name, *rest = words or ["--help"]
-    if name == "run":
-        return run(parse(rest))
-    if name == "tables":
-        return accuracy.main(rest)
-    parser = Parser("real_weights", __doc__)
-    parser.add_argument("command", choices=("convert", "run", "tables"), help="`run --help` lists its options")
-    parser.add_argument("--out", type=Path, metavar="DIR", required=True, help="folder for weights and texts")
-    convert(parser.parse_args(words).out)
+    """Convert the weights, train what is left, or write the pages."""
+    args, command = parse(words), words[0]
+    if command == "convert":
+        convert(args.out)
+    elif command == "tables":
+        accuracy.write(args.add)
+    else:
+        return run(args)
     return 0
