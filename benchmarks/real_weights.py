@@ -48,6 +48,8 @@ MODES = ("lora", "full", "nf4")
 FIRST_RUN_SECONDS = 45.0
 """No process is started with less time left; its later runs take as long as the longest before them."""
 PAIR = ("trl", "fastpack")
+SHOTS = "Spain in French: Espagne\nPoland in German: Polen\nAustria in Italian: Austria\n"
+"""Before the prompts of GRPO: without examples hardly any completion of the base has a reward."""
 CURVES = {"losses": "loss", "grad_norms": "grad_norm", "rewards": "reward"}
 """By the name in a record: what a trainer logs at each step."""
 
@@ -94,7 +96,7 @@ def examples_of(task: Task, texts: Sequence[Mapping[str, str]], seed: int) -> An
     if task.method == "sft":
         found = [{key: value for key, value in text.items() if key != "name"} for text in chosen]
     elif task.method == "grpo":
-        found = [{"prompt": text["prompt"], "name": text["name"]} for text in chosen]
+        found = [{"prompt": SHOTS + text["prompt"], "name": text["name"]} for text in chosen]
     else:
         wrong = draw.sample(chosen, len(chosen))
         found = [
