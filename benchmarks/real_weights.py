@@ -206,10 +206,10 @@ def _train_seed(
 
     begin = time.perf_counter()
     cuda = torch.cuda.is_available()
+    if exam and not before:  # a model of its own: on a CPU an evaluation packs 4-bit weights for inference
+        before |= exam.scores(load(folder, mode, "cuda" if cuda else "cpu"))
     set_seed(seed)
     trainer = make_trainer(task, mode, side, texts["train"], folder, out, seed, steps)
-    if exam and not before:
-        before |= exam.scores(trainer.model)
     free_memory("cuda" if cuda else "cpu")
     if cuda:
         torch.cuda.reset_peak_memory_stats()
