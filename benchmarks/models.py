@@ -223,7 +223,7 @@ def source_text(tokens: int, vocabulary: int, longest: int, whole_files: bool = 
     tokenizer = _code_tokenizer(min(vocabulary, 8000))
     rows: list[list[int]] = []
     total = 0
-    for text in itertools.cycle(_files() if whole_files else _definitions()):
+    for text in itertools.cycle(_files() if whole_files else definitions()):
         rows.append((tokenizer(text)["input_ids"] + [tokenizer.eos_token_id])[:longest])
         total += len(rows[-1])
         if total >= tokens:
@@ -243,7 +243,7 @@ def _code_tokenizer(vocabulary: int) -> Any:
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary, special_tokens=[*SPECIAL.values()], initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(itertools.islice(_definitions(), 2000), trainer=trainer)
+    tokenizer.train_from_iterator(itertools.islice(definitions(), 2000), trainer=trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL)
 
 
@@ -255,7 +255,7 @@ def _files() -> Iterator[str]:
             yield path.read_text(encoding="utf-8", errors="replace")
 
 
-def _definitions() -> Iterator[str]:
+def definitions() -> Iterator[str]:
     for source in _files():
         try:
             tree = ast.parse(source)

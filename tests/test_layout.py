@@ -48,7 +48,7 @@ BUDGETS = {
     "trainers": 1000,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 23150, "benchmarks": 2000, "tests": 26050}
+TOTALS = {"fastpack_trl": 23150, "benchmarks": 2800, "tests": 26200}
 
 
 @cache
@@ -148,8 +148,8 @@ def test_every_room_keeps_to_its_budget() -> None:
     assert set(BUDGETS) == {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
     whole = {folder: lines_of(ROOT / folder) for folder in TOTALS}
     assert all(whole[folder] <= most for folder, most in TOTALS.items()), whole
-    records = sum(path.stat().st_size for path in (ROOT / "benchmarks/results").iterdir())
-    assert records <= 500_000
+    records = [path for path in (ROOT / "benchmarks/results").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in records) <= 900_000
 
 
 def test_the_architecture_has_every_room_on_one_floor() -> None:

@@ -1,0 +1,116 @@
+"""`real_weights` trains every side alike, goes on where it ended, and its pages say what the records say."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import accuracy
+from benchmarks.__main__ import main
+from benchmarks.accuracy import Training, interval
+from benchmarks.models import build_model, shape_of, word_tokenizer
+from benchmarks.real_weights import AGAIN, TASKS, prefix_reward, train_seeds
+from benchmarks.records import read, tree_now
+
+ABOUT: dict[str, Any] = {
+    "command": "python -m benchmarks real_weights run", "commit": "0123456789", "tree": tree_now(),
+    "versions": dict.fromkeys(("torch", "transformers", "trl", "peft"), "1"), "machine": {"threads": 1},
+}  # fmt: skip
+OPTIONS: dict[str, Any] = {"threads": 1, "share": 1.0, "until": math.inf, "about": ABOUT}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("tiny")
+    build_model(shape_of("tiny-qwen3"), positions=1024, seed=0, device="cpu").save_pretrained(found)
+    word_tokenizer(512).save_pretrained(found)
+    pairs = [
+        {"prompt": f"t{index} t{index % 7 + 2}", "completion": f" t{index // 7 + 2}", "name": f"t{index // 7 + 2}"}
+        for index in range(4, 500)
+    ]
+    texts = {"train": pairs[8:], "held": pairs[:4], "unseen": pairs[4:8]}
+    (found / "names.json").write_text(json.dumps(texts))
+    return found
+
+
+@pytest.fixture(scope="module")
+def records(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    file = tmp_path_factory.mktemp("records") / "mine.jsonl"
+    options: dict[str, Any] = {"data": str(folder), "json_file": str(file), "steps": 2, **OPTIONS}
+    train = partial(train_seeds, {"task": "names", "mode": "lora"}, **options)
+    train("trl", seeds=[0, 1])
+    train("fastpack", seeds=[0, 1])
+    train(AGAIN, seeds=[0])
+    return read(file)
+
+
+def test_sides_train_alike_from_the_same_weights(records: list[dict[str, Any]]) -> None:
+    assert [run["side"] for run in records] == ["trl", "trl", "fastpack", "fastpack", AGAIN]
+    for trl, ours in ((records[0], records[2]), (records[1], records[3]), (records[0], records[4])):
+        assert len(trl["losses"]) == len(trl["grad_norms"]) == 2
+        for key in ("losses", "grad_norms"):
+            assert ours[key] == pytest.approx(trl[key], rel=1e-3)
+        assert ours["after"]["loss"] == pytest.approx(trl["after"]["loss"], rel=1e-3)
+    assert records[0]["losses"] != records[1]["losses"], "another order"
+    assert records[0]["after"]["loss"] < records[0]["before"]["loss"]
+
+
+def test_the_list_names_what_has_no_record(
+    records: list[dict[str, Any]], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(f"{json.dumps(run)}\n" for run in records))
+    words = ["run", "--data", str(folder), "--json", str(file), "--tasks", "names", "--modes", "lora", "--list"]
+    assert main(["real_weights", *words, "--seeds", "3"]) == 0
+    listed = capsys.readouterr().out
+    assert "names lora, fastpack: seeds [2]" in listed
+    assert AGAIN not in listed
+    assert "8 runs are left" in listed, "two of TRL and ours, three of two other sides"
+
+
+def test_the_pages_are_rendered_from_the_records(records: list[dict[str, Any]], tmp_path: Path) -> None:
+    for _ in range(2):
+        accuracy.add(records, tmp_path / "kept" / "records.jsonl")
+    kept = read(tmp_path / "kept" / "records.jsonl")
+    assert kept == records
+    accuracy.draw(kept, tmp_path / "figure.png")
+    page = accuracy.page(kept)
+    assert len(page.split()) < 500
+    assert f"| country names, LoRA | {records[0]['before']['loss']:.3f} |" in page
+    assert "TRL again" in accuracy.details(kept)
+
+
+def test_the_kept_pages_are_what_the_kept_records_say() -> None:
+    kept = read(accuracy.RECORDS) if accuracy.RECORDS.exists() else []
+    for file, text in ((accuracy.PAGE, accuracy.page), (accuracy.DETAILS, accuracy.details)):
+        assert (file.read_text() if file.exists() else "") == (text(kept) if kept else "")
+
+
+def test_the_interval_is_students() -> None:
+    assert interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 4.303 / math.sqrt(3)), rel=1e-4)
+    assert interval([0.1, -0.1, 0.05, 0.0, 0.05]) == pytest.approx((0.02, 2.776 * 0.0758288 / math.sqrt(5)), rel=1e-4)
+    runs = [{"side": side, "seed": seed, "after": {"loss": loss}, "losses": [2.0, loss]}
+            for side, losses in {"trl": (1.0, 2.0, 3.0), "fastpack": (1.1, 2.0, 3.2)}.items()
+            for seed, loss in enumerate(losses)]  # fmt: skip
+    assert Training(runs).compared("fastpack", "loss") == pytest.approx((0.1, 0.2484), rel=1e-3)
+    assert Training(runs).apart("fastpack") == pytest.approx((0.1, 0.1 / 6 + 0.2 / 18), rel=1e-3)
+
+
+def test_a_reward_is_the_share_of_the_name() -> None:
+    assert prefix_reward([" Allema", "x", "Allemagne et"], name=["Allemagne"] * 3) == pytest.approx([6 / 9, 0, 1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["dpo", "grpo"])
+def test_preference_and_online_trainers_run(folder: Path, task: str) -> None:
+    options: dict[str, Any] = {"data": str(folder), "json_file": None, "steps": 1, **OPTIONS}
+    row = {"task": task, "mode": "lora"}
+    found = [train_seeds(row, side, seeds=[0], **options)["records"][0] for side in TASKS[task].sides]
+    assert found[0]["losses"] == pytest.approx(found[1]["losses"], rel=1e-3, abs=1e-5)
+    if task == "dpo":
+        assert found[0]["losses"][0] == pytest.approx(math.log(2), abs=1e-4)
