@@ -10,20 +10,16 @@ import pytest
 import torch
 from preference_material import assert_same, build, trained
 from transformers import TrainerCallback
-from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 import fastpack_trl
 from fastpack_trl.capture.graphs import BackboneGraphs
 
-STEPS = {"GRPO": 26, "RLOO": 26}
-"""Rows of the online ones are not known before they come."""
 CAPTURED = {"packed_attention": "varlen", "cuda_graph": "on", "share_prefixes": "auto"}
 
 
 def run(name: str, folder: Path, devices: Any, around: Callable[[Any], Any] = lambda made: None, **options: Any) -> Any:
     """A finished run of ours, which `around` has changed before; the graphs of its device are in ``devices.made``."""
-    steps = STEPS.get(name, 8)
-    settings = {"max_steps": steps, "eval_steps": steps, "gradient_checkpointing": False, **CAPTURED, **options}
+    settings = {"max_steps": 8, "eval_steps": 8, "gradient_checkpointing": False, **CAPTURED, **options}
     config = getattr(fastpack_trl, f"Fast{name}Config")
     made = build(name, folder, fast=True, config=config, **settings)
     devices.options["model"] = made.model
@@ -106,19 +102,3 @@ def test_layers_that_do_not_train(tmp_path: Path, devices: Any) -> None:
     assert "replay" in devices.made[0].log
     assert ours.fastpack_report["cuda_graph"].path == "captured"
     assert_same(ours, eager)
-
-
-@pytest.mark.parametrize("graph", ["on", "off"])
-def test_a_collator_of_the_user_is_called_for_batches_only(graph: str, tmp_path: Path, devices: Any) -> None:
-    """One may draw from torch's generator, or count."""
-    calls: list[int] = []
-
-    class Counting(DataCollatorForPreference):
-        def __call__(self, examples: list[Any], *args: Any, **kwargs: Any) -> Any:
-            calls.append(len(examples))
-            return super().__call__(examples, *args, **kwargs)
-
-    given = {"trainer": {"data_collator": Counting(pad_token_id=0)}, "eval_strategy": "no"}
-    ours = run("DPO", tmp_path, devices, cuda_graph=graph, max_steps=20, **given)
-    assert ours.fastpack_report["cuda_graph"].path == ("captured" if graph == "on" else "eager")
-    assert len(calls) <= 20 + 4  # a loader is one batch ahead, in each epoch of five
