@@ -55,7 +55,7 @@ def _reasons(run: Run) -> Iterator[object]:
     plugin = getattr(run.trainer.accelerator.state, "dynamo_plugin", None)
     whole = plugin is not None and plugin.backend.value != "NO"
     yield whole and "accelerate compiles the whole model"
-    yield not run.packs and "stock's batches have no packed metadata"
+    yield not run.packs and "TRL's batches have no packed metadata"
     yield run.is_sharded and not run.is_fsdp2 and SHARDED
     yield not decoder_layers(run.model) and "the model has no list of decoder layers with packed attention"
     rarely = setting == "auto" and device == "cpu"

@@ -1,6 +1,6 @@
 """The loss of `FastSFTTrainer` at the positions that the collator chose, and its figures: a forward around TRL's.
 
-TRL selects the positions with a loss by a boolean mask, which synchronises to count them. The collator knows them
+TRL selects the positions with a loss by a boolean mask, which synchronizes to count them. The collator knows them
 (`PackedBatch.loss_positions`), so they are gathered by index. Labels may be edited anywhere on their way, last by a
 hook on the model: whether they are still the collator's is looked at here, where they arrive. The decoder is called by
 `BackboneCall`, eagerly or from a recording.
@@ -267,7 +267,7 @@ def step_loss(
     num_items_in_batch: Tensor | int | None,
     batch: PackedBatch | None,
 ) -> tuple[Tensor, Tensor, list[int], bool | None]:
-    """Return the loss of one micro-batch, normalised as in TRL's ``compute_loss``, and its figures; keeps nothing.
+    """Return the loss of one micro-batch, normalized as in TRL's ``compute_loss``, and its figures; keeps nothing.
 
     These are () fp32 with gradient; (num_parts, 3) fp32 without, a row for each micro-batch of a merged row: sum of the
     entropies, correct tokens, auxiliary loss (of no meaning if there is none); the tokens with a loss of each; and
@@ -316,7 +316,7 @@ def step_loss(
 
 
 def _of_stock(outputs: Any, loss_type: str) -> ChosenLoss:
-    """Read the result of TRL's forward at the positions with a loss; synchronises."""
+    """Read the result of TRL's forward at the positions with a loss; synchronizes."""
     losses = -outputs.log_probs
     if loss_type == "dft":
         losses = losses * outputs.log_probs.exp().detach()
