@@ -209,6 +209,7 @@ def _around(stock: Callable[..., Any], constants: dict[str, Any], call_backbone:
             counted = sizes
         else:
             positions, next_tokens = loss_batch.loss_positions, loss_batch.loss_labels
+            assert positions is not None
             weights = documents.loss_weights if documents is not None else None
             sizes = [part.loss_tokens for part in parts] or [positions.numel()]
             whole = sizes if documents is None or weights is None else [documents.loss_tokens]
