@@ -15,7 +15,7 @@ from fastpack_trl.callbacks.save_report import save_report
 from fastpack_trl.capture.feature import cuda_graph, side_stream
 from fastpack_trl.checkpointing.activation_memory import activation_memory
 from fastpack_trl.checkpointing.checkpoint_offload import checkpoint_offload
-from fastpack_trl.compile.layer_compile import layer_compile, start_workers
+from fastpack_trl.compile.layer_compile import layer_compile
 from fastpack_trl.lora.feature import lora
 from fastpack_trl.lora.frozen_base import frozen_base
 from fastpack_trl.model.facts import UNREADABLE, text_model
@@ -83,7 +83,6 @@ FEATURES: tuple[Feature, ...] = (
     Feature(_cpu_packing, "any", falls_back=False),
     Feature(side_stream, "sft", "training", falls_back=False),  # also restores after the packing check and the plan
     Feature(plan_rows_again, "any", falls_back=False),
-    Feature(start_workers, "any", "training", falls_back=False),  # they start during the packing check and the plan
     Feature(moe, "any"),  # on four-bit experts PEFT's own forward would fail in the packing proof
     Feature(install_attention, "any", falls_back=False),  # to padded rows, by itself
     Feature(lora, "any"),  # keeps copies of frozen weights before memory is planned

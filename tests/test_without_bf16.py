@@ -93,7 +93,7 @@ def test_a_run_under_the_loss_scaler_is_stock_s_with_a_step_that_overflows(
     on = {line.feature for line in report if line.status == "on"}
     assert {"packed_attention", "sync_free", *(["lora"] if kind == "lora" else [])} <= on
     assert ("merge_accumulation" in on) == ("gradient_accumulation_steps" in more)
-    assert "the loss scaler of fp16 asks the device" in report["sync_free"].reason
+    assert "the loss scaler of fp16 synchronizes" in report["sync_free"].reason
 
 
 def test_documents_run_one_by_one_where_no_kernel_runs_a_row() -> None:

@@ -7,9 +7,8 @@ all processes agree on; then one all-reduce per dtype follows. So how a process 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import compress, groupby
 from typing import Any
 
 import torch
@@ -28,36 +27,6 @@ _MOST_BYTES = 512 << 20
 NVLink at most. Those of a whole model are better reduced beside the backward pass, as DDP does."""
 
 
-class _Flat:
-    """The gradients of one dtype in one tensor, to be reduced.
-
-    Args:
-        parameters: in the same order in every process.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
-        sizes = [parameter.numel() for parameter in parameters]
-        self._whole = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
-        parts = self._whole.split(sizes)
-        self._parts = [part.view_as(one) for part, one in zip(parts, parameters, strict=True)]
-
-    @torch.no_grad()
-    def reduce(self, group: Any) -> None:
-        """Set each gradient to its mean over the processes; one that is missing here counts as zeros."""
-        self._whole.zero_()
-        for parameter in self._parameters:
-            if parameter.grad is None and parameter.requires_grad:  # not one that was frozen since
-                parameter.grad = torch.zeros_like(parameter)
-        pairs = zip(self._parts, self._parameters, strict=True)
-        there = [(part, parameter.grad) for part, parameter in pairs if parameter.grad is not None]
-        parts, gradients = [part for part, _ in there], [gradient for _, gradient in there]
-        torch._foreach_copy_(parts, gradients)
-        self._whole.mul_(1 / group.size())  # before the sum, as DDP does
-        distributed.all_reduce(self._whole, group=group)
-        torch._foreach_copy_(gradients, parts)
-
-
 class FlatReduce(TrainerCallback):
     """Reduces the gradients of a model under DDP between its micro-steps, once all processes agree to.
 
@@ -72,9 +41,8 @@ class FlatReduce(TrainerCallback):
 
     def _begin(self, step: int) -> None:
         self._first, self.is_pending, self._is_first = step, True, False
-        self._flats: list[_Flat] = []
         self._parameters: list[nn.Parameter] = []
-        self._trained: list[bool] = []
+        self._trained: set[nn.Parameter] = set()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin with DDP's own reduction: the model may be wrapped anew."""
@@ -91,18 +59,24 @@ class FlatReduce(TrainerCallback):
             self._graphs.disable(why)
             return
         self._parameters = _reduced(model)
-        self._trained = [False] * len(self._parameters)
-        self._flatten()
         self._is_first = True
 
-    def _flatten(self) -> None:
-        """Take in what trains by now: a callback may have unfrozen it, in all processes."""
-        trained = [one.requires_grad or before for one, before in zip(self._parameters, self._trained, strict=True)]
-        if trained == self._trained:
-            return
-        self._trained = trained
-        found = sorted(compress(self._parameters, trained), key=lambda parameter: str(parameter.dtype))  # stable
-        self._flats = [_Flat(list(alike)) for _, alike in groupby(found, key=lambda parameter: parameter.dtype)]
+    @torch.no_grad()
+    def _reduce(self, group: Any) -> None:
+        """Set each gradient to its mean over the processes; one that is missing here counts as zeros."""
+        self._trained.update(parameter for parameter in self._parameters if parameter.requires_grad)
+        trained = [parameter for parameter in self._parameters if parameter in self._trained]
+        for dtype in dict.fromkeys(parameter.dtype for parameter in trained):
+            alike = [parameter for parameter in trained if parameter.dtype == dtype]
+            gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in alike]
+            whole = torch.cat([gradient.flatten() for gradient in gradients])
+            whole.mul_(1 / group.size())  # before the sum, as DDP does
+            distributed.all_reduce(whole, group=group)
+            parts = whole.split([gradient.numel() for gradient in gradients])
+            torch._foreach_copy_(gradients, [part.view_as(one) for part, one in zip(parts, gradients, strict=True)])
+            for parameter, gradient in zip(alike, gradients, strict=True):
+                if parameter.requires_grad:  # not one that was frozen since
+                    parameter.grad = gradient
 
     def _why_not(self, model: nn.Module) -> str:
         return "micro-steps run eager" if self._graphs.has_ended else first_reason(_refusals(model))
@@ -110,12 +84,12 @@ class FlatReduce(TrainerCallback):
     @property
     def is_on(self) -> bool:
         """Gradients are reduced between micro-steps: one may run again by itself."""
-        return bool(self._flats)
+        return bool(self._parameters)
 
     @contextmanager
     def after(self, model: Any) -> Iterator[None]:
         """Reduce the gradients after a micro-batch in the context, where DDP would have in its backward pass."""
-        if not self._flats:
+        if not self.is_on:
             yield
             return
         if self._is_first and model.broadcast_buffers and model.modules_buffers:
@@ -125,9 +99,7 @@ class FlatReduce(TrainerCallback):
         with model.no_sync(), patch_attribute(model, "require_forward_param_sync", False):
             yield
         if is_last:
-            self._flatten()
-            for flat in self._flats:
-                flat.reduce(model.process_group)
+            self._reduce(model.process_group)
         self._is_first = is_last
 
 

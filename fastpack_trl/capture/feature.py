@@ -17,11 +17,11 @@ from fastpack_trl.errors import first_reason
 from fastpack_trl.model.changes import callbacks_added, during_training, patch_attribute
 from fastpack_trl.model.checkpoint_seam import checkpointing_modules, checkpoints_reentrantly
 from fastpack_trl.model.facts import dropout_of
-from fastpack_trl.model.hooks import hook_inside, hook_on_a_gradient, replaced_methods
+from fastpack_trl.model.hooks import replaced_methods
 from fastpack_trl.packing.buckets import Bucket
-from fastpack_trl.run import DEEPSPEED, SHARDED, Run
+from fastpack_trl.run import Run
 from fastpack_trl.step.loss import BackboneCall
-from fastpack_trl.step.merge_accumulation import rope_follows_length
+from fastpack_trl.step.merge_accumulation import looks_inside
 from fastpack_trl.step.sync_free import SyncFreeStep
 
 LEAST_CAPABILITY = (8, 0)
@@ -151,10 +151,8 @@ def _reasons_of_layers(run: Run) -> Iterator[object]:
     args, model = run.args, run.model
     checkpointing = args.gradient_checkpointing_kwargs or {}
     yield run.refuses_static(Bucket(1, 1, 1))
-    yield run.is_sharded and SHARDED
-    yield run.is_deepspeed and DEEPSPEED
     yield args.n_gpu > 1 and "several devices in one process"
-    yield args.fp16 and "the loss scaler of fp16 asks the device"
+    yield args.fp16 and "the loss scaler of fp16 synchronizes"
     offloads = run.step.offloads or getattr(args, "activation_offloading", False) or checkpointing.get("offload")
     yield offloads and "layer inputs go to host memory in the micro-step"
     reentrant = any(map(checkpoints_reentrantly, checkpointing_modules(model)))  # known once training has begun
@@ -162,15 +160,10 @@ def _reasons_of_layers(run: Run) -> Iterator[object]:
     recomputes = any(module.gradient_checkpointing for module in checkpointing_modules(model))
     drawn = recomputes and dropout_of(model)
     yield drawn and f"{drawn} is drawn in the forward and again in a recompute"
-    yield args.neftune_noise_alpha and "NEFTune draws noise in a hook"
     empties = args.torch_empty_cache_steps
     yield empties and f"torch_empty_cache_steps={empties} empties memory inside of the micro-step"
-    optim = str(getattr(args.optim, "value", args.optim)).lower()
-    yield "lomo" in optim and f"optim={optim!r} steps in the backward pass"
-    yield rope_follows_length(model) and "the rotary embedding depends on the longest document of a row"
+    yield from looks_inside(run)
     yield run.experts_refuse_capture()
-    watched = hook_on_a_gradient(model, model.parameters()) or hook_inside(model)
-    yield watched and f"{watched} does not run in a replay"
     held, left = run.step.activation_bytes / 2**30, run.step.activations_left
     lacks = left is not None and left < run.step.activation_bytes
     yield lacks and f"graphs hold {held:.1f} GiB beside an eager step, the plan leaves {(left or 0) / 2**30:.1f}"

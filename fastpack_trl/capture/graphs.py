@@ -11,7 +11,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,14 +18,13 @@ from accelerate.logging import get_logger
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from fastpack_trl.capture.buckets import RowBuckets, draw_sizes
 from fastpack_trl.capture.decision import FEATURE, IdleRule
 from fastpack_trl.capture.device import CudaGraphs
 from fastpack_trl.capture.slot import Key, Open, Slot, of_row
 from fastpack_trl.capture.state import GradientBuffers, ModelState
 from fastpack_trl.errors import PackingError, close_frames, describe, first_cause
 from fastpack_trl.model.hooks import HookWatch, hook_on_a_gradient, replaced_methods, trained_parameters
-from fastpack_trl.packing.buckets import Bucket
+from fastpack_trl.packing.buckets import Bucket, Buckets
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.run import Run
 from fastpack_trl.step.hostwork import ModelContents
@@ -37,8 +35,6 @@ logger = get_logger(__name__)
 WARM_ROWS = 1
 """Rows of a bucket that run eagerly in its static shapes: they load and tune kernels, which cannot be recorded. One
 more if a recording fails after them."""
-PATIENCE = 4
-"""Rows of a bucket for which its recording waits for a larger bucket's."""
 MAX_RERECORDINGS = 3
 """How often graphs are recorded again because the model was changed."""
 LOSS_METHODS = ("compute_loss", "training_step")
@@ -75,13 +71,13 @@ class BackboneGraphs(TrainerCallback):
         self._backbones: dict[int, _Backbone] = {}
         self._open: weakref.ref[Open] | None = None
         self._watching = ExitStack()
+        self._buckets = Buckets()
         self.has_ended = False
         self.replayed = self._warmed = self._recorded = self._changes = 0
         self._forget()
 
     def _forget(self) -> None:
         self._slots: dict[Key, Slot] = {}
-        self._buckets = RowBuckets(partial(draw_sizes, self._run))
         self._buffers: GradientBuffers | None = None
         self._version: int | None = None
         for backbone in self._backbones.values():
@@ -152,7 +148,10 @@ class BackboneGraphs(TrainerCallback):
 
     def _bucket(self, batch: PackedBatch) -> Bucket | None:
         """Return the shapes of a row; None if it runs eagerly in its own."""
-        if not self._rule.pays or not self._rule.is_settled:
+        if not self._rule.is_settled:
+            return None
+        bucket = self._buckets.find(Bucket.of(batch))  # also while it waits for the rule: the largest are known then
+        if not self._rule.pays:
             return None
         if self._run.step.version != self._version:  # layers run otherwise since: compiled, kept
             if why := self._why_not():
@@ -160,16 +159,11 @@ class BackboneGraphs(TrainerCallback):
                 return None
             self.drop()
             self._version = self._run.step.version
-        bucket = self._buckets.find(Bucket.of(batch), max(1, len(batch.parts)))
-        if bucket is not None and not self._run.refuses_static(bucket):
-            return bucket
-        if self._buckets.are_outgrown():
-            self._drop_graphs()
-        return None
+        return None if bucket is None or self._run.refuses_static(bucket) else bucket
 
     def _run_slot(self, slot: Slot, key: Key, tokens: int) -> tuple[Tensor, ...] | None:
         """Run the row that was copied into `slot`; None if that has to be done eagerly."""
-        if slot.forward is None and self._is_due(slot, key) and (self._buffers is not None or not key.trains):
+        if slot.forward is None and slot.warm >= slot.needs and (self._buffers is not None or not key.trains):
             self._record(slot)
             if self.has_ended:
                 return None
@@ -187,15 +181,16 @@ class BackboneGraphs(TrainerCallback):
             outputs[0].grad_fn.metadata["fastpack_open"] = self._opened()
         return of_row(outputs, tokens)
 
-    def _is_due(self, slot: Slot, key: Key) -> bool:
-        """Return whether a slot is to be recorded; larger buckets go first for a while: others reuse their memory."""
-        larger = [other for other in self._buckets.choice or () if other.tokens > key.bucket.tokens]
-        slots = [self._slots.get(key._replace(bucket=other)) for other in larger]
-        waits = any(other is None or other.forward is None for other in slots)
-        return slot.warm >= slot.needs + PATIENCE * waits
-
     def _record(self, slot: Slot) -> None:
-        """Record a slot; a failure is tried once more after another row, then reported."""
+        """Record a slot; a failure is tried once more after another row, then reported.
+
+        The largest bucket so far frees the graphs of all others, which are recorded again in the memory of its own.
+        """
+        recorded = [other for other in self._slots.values() if other.graphs]
+        if recorded and all(other.inputs.bucket.tokens < slot.inputs.bucket.tokens for other in recorded):
+            for other in recorded:
+                other.reset()
+            self._device.forget()
         if lacks := self._device.lacks_room():
             self.disable(lacks)
             return
@@ -265,13 +260,9 @@ class BackboneGraphs(TrainerCallback):
         self._run.set_status(FEATURE, "on", "captured", "; ".join(filter(None, (self._rule.note, memory))))
 
     def drop(self) -> None:
-        """Drop all graphs and buckets; they are made again from the rows that follow."""
-        self._drop_graphs()
-        self._forget()
-
-    def _drop_graphs(self) -> None:
+        """Drop all graphs; they are recorded again from the rows that follow."""
         if not self._is_open:  # else its graphs go with it
             for slot in self._slots.values():
                 slot.reset()
-        self._slots = {}
         self._device.forget()
+        self._forget()

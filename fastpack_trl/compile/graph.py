@@ -98,20 +98,11 @@ class CompiledLayer:
         if call.place not in self._traced:
             self._traced.add(call.place)
             _mark_constant(call, hidden)
-        return _run_at_place(call, hidden, self._layer, self._with_checkpoint)
-
-
-def run_eagerly(call: LayerCall, hidden: Tensor) -> tuple[Any, Recorded]:
-    """Run the function of a `CompiledLayer`, uncompiled."""
-    return _run_at_place(call, hidden, _run, _run)
-
-
-def _run_at_place(call: LayerCall, hidden: Tensor, run_layer: Any, run_with_checkpoint: Any) -> tuple[Any, Recorded]:
-    place = call.place
-    forward = _forward_of(call, checkpointed=place != "alone")
-    function, checkpoint = (run_with_checkpoint, call.checkpoint) if place == "outside" else (run_layer, None)
-    run = partial(function, call.names, checkpoint, forward, call.layer, rest=call.rest, kwargs=call.kwargs)
-    return call.checkpoint(run, hidden) if place == "inside" else run(hidden)
+        place = call.place
+        forward = _forward_of(call, checkpointed=place != "alone")
+        function, checkpoint = (self._with_checkpoint, call.checkpoint) if place == "outside" else (self._layer, None)
+        run = partial(function, call.names, checkpoint, forward, call.layer, rest=call.rest, kwargs=call.kwargs)
+        return call.checkpoint(run, hidden) if place == "inside" else run(hidden)
 
 
 def packed_call(

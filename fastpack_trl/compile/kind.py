@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -20,13 +20,11 @@ from fastpack_trl.compile.graph import (
     hand_over,
     hooks_active,
     nothing_recorded,
-    run_eagerly,
     tensors_in,
 )
 from fastpack_trl.errors import close_frames, first_cause
 from fastpack_trl.measure.failures import FAILURES
 from fastpack_trl.measure.payback import StartUpCost, StepsLeft
-from fastpack_trl.measure.timing import clock_of, timed
 from fastpack_trl.model.changes import restore_buffers
 from fastpack_trl.model.checkpoint_seam import is_reentrant
 from fastpack_trl.model.hooks import HookWatch
@@ -40,6 +38,9 @@ COMPILE_SECONDS = 8.0
 """Seconds to compile one kind of layer: 7 to 9 on an H200 for dense layers, 10 and 6 for those of gpt-oss."""
 SAVED = 0.3
 """Share of an eager layer step that compiling saves: 0.2 to 0.42 there. In 71 comparisons it was never slower."""
+LAUNCH_SECONDS, FLOPS_PER_SECOND = 3e-3, 5e14
+"""Seconds that the host takes to launch the forward and backward pass of a layer, and the rate at which an H200 runs
+its matmuls if these take longer: an eager step is assumed to take the larger of the two."""
 
 
 class CompiledLayers:
@@ -58,13 +59,11 @@ class CompiledLayers:
         backend: str | Callable[..., Any],
         left: Callable[[], StepsLeft | None] | None,
         on_change: Callable[[CompiledLayers], None] | None,
-        verbose: bool,
     ) -> None:
         self.kinds: list[LayerKind] = []
-        self.backend, self.left, self.verbose = backend, left, verbose
+        self.backend, self.left, self._has_warned = backend, left, False
         self._watches = {layer: HookWatch(layer, name) for layer, name in names.items()}
         self._on_change = on_change
-        self._warned: set[str] = set()
 
     def changed(self) -> None:
         """Report that a kind was decided, or that a layer got its first hook or lost its last."""
@@ -76,21 +75,22 @@ class CompiledLayers:
         watch = self._watches[layer]
         before, hook = watch.found, watch.look()
         if hook != before:
-            what = hook.partition(" on ")[0]
-            if what and what not in self._warned:
-                self._warned.add(what)
-                logger.warning(
-                    f"layer_compile: {hook}: layers that it reaches run eager while it is there; remove it to have "
-                    "them compiled, or set layer_compile='off'"
-                )
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(f"layer_compile: {self._hooked}, or set layer_compile='off'")
             self.changed()
         return bool(hook)
 
     @property
+    def _hooked(self) -> str:
+        """Return what the first hook of the user that is on a layer or inside one does; empty if there is none."""
+        hook = next((watch.found for watch in self._watches.values() if watch.found), "")
+        return hook and f"{hook}: layers that it reaches run eager; remove it to have them compiled"
+
+    @property
     def path(self) -> str:
         """Return the paths in use, e.g. ``inductor`` or ``eager, inductor``."""
-        paths = {"eager" if self._watches[layer].found else kind.path for kind in self.kinds for layer in kind.members}
-        return ", ".join(sorted(paths))
+        return ", ".join(sorted({kind.path for kind in self.kinds} | ({"eager"} if self._hooked else set())))
 
     @property
     def unpaid(self) -> bool:
@@ -100,12 +100,7 @@ class CompiledLayers:
     @property
     def reason(self) -> str:
         """Return what each kind does and why."""
-        reasons = [kind.reason for kind in self.kinds if kind.reason]
-        compiled = (layer for kind in self.kinds if kind.path != "eager" for layer in kind.members)
-        hooks = [hook for layer in compiled if (hook := self._watches[layer].found)]
-        if hooks:
-            layers = "1 layer runs" if len(hooks) == 1 else f"{len(hooks)} layers run"
-            reasons.append(f"{layers} eager for {hooks[0]}: remove it to have them compiled")
+        reasons = [text for text in (*(kind.reason for kind in self.kinds), self._hooked) if text]
         later = ", after the first step" if self.left is not None else ""
         pending = sorted({kind.name for kind in self.kinds if kind.path == "pending"})
         return "; ".join([*reasons, *(f"{name} is compiled at its first packed row{later}" for name in pending)])
@@ -119,7 +114,7 @@ class LayerKind:
         members: the layers.
         path: ``pending`` until the first packed row, then ``inductor`` (or the name of another backend) or ``eager``.
         reason: how long compiling took, or why the layers are not compiled.
-        seconds: of the first forward and backward of each graph, compilation included; 0 before.
+        seconds: time to compile it.
         unpaid: not compiled because too few steps are left.
     """
 
@@ -168,42 +163,34 @@ class LayerKind:
         if is_reentrant(call.checkpoint):
             self._give_up("reentrant checkpointing: set gradient_checkpointing_kwargs={'use_reentrant': False}")
             return
-        with _isolated(call):
-            trial = call.for_trial()
-            if self.path != "pending" or left is None or self._pays(trial, left):
-                self._compile(trial)
+        if self.path == "pending" and left is not None and not self._pays(call, left):
+            self.path, self.unpaid = "eager", True
+        else:
+            self._compile(call.for_trial())
         self._handle.changed()
 
     def _pays(self, call: LayerCall, left: StepsLeft) -> bool:
-        """Return whether the remaining steps pay for compiling, by one timed eager layer step."""
-        try:
-            seconds = [_timed_step(run_eagerly, call) for _ in range(2)][-1]
-        except FAILURES as error:  # the compiled step will tell
-            close_frames(error)
-            return True
+        """Return whether the remaining steps pay for compiling."""
+        weights = sum(weight.numel() for weight in call.layer.parameters() if weight.dim() == 2)  # without experts
+        seconds = max(LAUNCH_SECONDS, 6 * weights * call.hidden.shape[1] / FLOPS_PER_SECOND)
         cost = StartUpCost(COMPILE_SECONDS, SAVED * seconds * len(self.members) * left.rows)
-        if cost.pays(left.steps):
-            return True
-        self.path, self.unpaid = "eager", True
         self.reason = (
-            f"{self.name} x {len(self.members)} not compiled: {left.steps:,} steps left, {COMPILE_SECONDS:.0f} s would "
-            f"pay from {math.ceil(cost.steps):,} on; eager {1000 * seconds:.2f} ms per layer and row of "
-            f"{call.hidden.shape[1]:,} tokens"
+            f"{self.name} x {len(self.members)} not compiled: {left.steps:,} steps left, it pays off from "
+            f"{math.ceil(cost.steps):,} on"
         )
-        return False
+        return cost.pays(left.steps)
 
     def _compile(self, call: LayerCall) -> None:
-        handle = self._handle
-        if handle.verbose:  # it takes seconds
-            print(f"layer_compile: compiling {self.name} ...", file=sys.stderr, flush=True)
+        backend, start = self._handle.backend, time.perf_counter()
         try:
-            seconds = _timed_step(self._compiled, call)
+            with _isolated(call):
+                _step(self._compiled, call)
         except FAILURES + self._compile_errors as error:
             close_frames(error)
             self._give_up(error)
             return
-        self.seconds += seconds
-        self.path = handle.backend if isinstance(handle.backend, str) else "compiled"
+        self.seconds += time.perf_counter() - start
+        self.path = backend if isinstance(backend, str) else "compiled"
         self.reason = f"{self.name} x {len(self.members)} compiled in {self.seconds:.1f} s"
 
     def _give_up(self, error: BaseException | str) -> None:
@@ -237,19 +224,12 @@ def _isolated(call: LayerCall) -> Iterator[None]:
         yield
 
 
-def _timed_step(run: Callable[[LayerCall, Tensor], Any], call: LayerCall) -> float:
-    """Return the seconds of forward and backward.
-
-    The gradients go to nobody: no ``.grad``, no hook of a reducer or of the user.
-    """
-
-    def differentiate() -> None:
-        hidden = call.hidden.detach().requires_grad_()
-        roots = [tensor for tensor in tensors_in(run(call, hidden)) if tensor.requires_grad]
-        ones = [torch.ones_like(tensor) for tensor in roots]
-        torch.autograd.grad(roots, [hidden, *_trained(call.layer)], ones, allow_unused=True)
-
-    return timed(differentiate, clock_of(call.hidden.device.type, call.hidden.device))[1]
+def _step(run: Callable[[LayerCall, Tensor], Any], call: LayerCall) -> None:
+    """Run forward and backward. The gradients go to nobody: no ``.grad``, no hook of a reducer or of the user."""
+    hidden = call.hidden.detach().requires_grad_()
+    roots = [tensor for tensor in tensors_in(run(call, hidden)) if tensor.requires_grad]
+    ones = [torch.ones_like(tensor) for tensor in roots]
+    torch.autograd.grad(roots, [hidden, *_trained(call.layer)], ones, allow_unused=True)
 
 
 def _trained(layer: nn.Module) -> Iterator[Tensor]:

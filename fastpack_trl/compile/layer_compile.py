@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from fastpack_trl.compile.kind import CompiledLayers
 from fastpack_trl.compile.layers import compiled_layers, decoder_layers
 from fastpack_trl.errors import first_reason
-from fastpack_trl.model.upstream import resolve
 from fastpack_trl.report import Status
 from fastpack_trl.run import SHARDED, Run
 
@@ -36,7 +35,6 @@ def layer_compile(run: Run) -> Iterator[None]:
         left=(lambda: None if run.is_in_first_step else run.steps_left()) if weighs else None,
         hooks_outside=run.is_fsdp2,
         on_change=tell,
-        verbose=run.trainer.is_world_process_zero(),
     ) as layers:
         tell(layers)
         pending = run.step.waiting_for(lambda: any(kind.path == "pending" for kind in layers.kinds))
@@ -56,25 +54,9 @@ def _reasons(run: Run) -> Iterator[object]:
     plugin = getattr(run.trainer.accelerator.state, "dynamo_plugin", None)
     whole = plugin is not None and plugin.backend.value != "NO"
     yield whole and "accelerate compiles the whole model"
-    yield not run.packs and "stock's batches have no packed metadata"
+    yield not run.packs and "TRL's batches have no packed metadata"
     yield run.is_sharded and not run.is_fsdp2 and SHARDED
     yield not decoder_layers(run.model) and "the model has no list of decoder layers with packed attention"
     rarely = setting == "auto" and device == "cpu"
     yield rarely and f"on {device} compiling takes longer than most runs; layer_compile='on' compiles"
     yield run.choice.refuses_compile
-
-
-def start_workers(run: Run) -> None:
-    """Start the processes to which Inductor gives its Triton kernels, where layers of this run may be compiled.
-
-    They import torch first, which takes seconds; kernels that come before are compiled one after the other in this
-    process. torch starts them when it has traced the first graph, so here they get ready during the packing check
-    and the plan. Nothing is started twice, and torch's own settings hold (``TORCH_WARM_POOL=0``,
-    ``TORCHINDUCTOR_COMPILE_THREADS=1``).
-    """
-    if run.device.type != "cuda" or why_not(run):  # other devices compile no Triton
-        return
-    start = resolve("torch._inductor.async_compile.maybe_warm_pool")
-    if start is not None:
-        with suppress(OSError):  # no further process can be started: torch finds out by itself
-            start()

@@ -47,7 +47,6 @@ def compiled_layers(
     left: Callable[[], StepsLeft | None] | None = None,
     hooks_outside: bool = False,
     on_change: Callable[[CompiledLayers], None] | None = None,
-    verbose: bool = True,
     _backend: str | Callable[..., Any] = "inductor",
 ) -> Iterator[CompiledLayers]:
     """Compile the decoder layers of `model`, one graph per kind, when they first see a packed training row.
@@ -69,11 +68,10 @@ def compiled_layers(
     Args:
         model: a transformers causal language model, plain or inside PEFT.
         left: returns the remaining steps of the run, None while it is too early to decide. Layers are compiled only if
-            that pays back (`measure.payback`), by one timed eager layer step. None: compile however many are left.
+            that pays back (`measure.payback`). None: compile however many are left.
         hooks_outside: compile the layers' own forwards, beneath their hooks. For FSDP 2, whose hooks gather the
             parameters of a layer before it runs; the model may be sharded meanwhile.
         on_change: called with the yielded object whenever a kind was decided.
-        verbose: print one line before each compilation to stderr.
 
     Raises:
         ValueError: `model` has no decoder layers that call transformers' attention interface.
@@ -84,7 +82,7 @@ def compiled_layers(
     if not layers:
         raise ValueError(f"{type(model).__name__} has no decoder layers with packed attention: set layer_compile='off'")
     names = {module: name for name, module in model.named_modules() if module in layers}
-    handle = CompiledLayers(names, _backend, left, on_change, verbose)
+    handle = CompiledLayers(names, _backend, left, on_change)
     groups: dict[Any, list[nn.Module]] = {}
     for layer in layers:
         if layer._compiled_call_impl is None:  # otherwise it is compiled already

@@ -1,29 +1,22 @@
-"""Shapes of static batches: a few buckets, chosen from the sizes of a sample of rows."""
+"""Shapes of static batches: the sizes of rows, rounded up, in a few buckets that grow with the rows of a run."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
-from itertools import combinations, pairwise
-from operator import itemgetter
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import NamedTuple
 
 from fastpack_trl.packing.packed_batch import PackedBatch, rounded_length
 
-MOST_BUCKETS = 4
-"""Each costs a recording, and an eager row before it."""
-_TOKEN_STEPS = (8, 64)
-"""Tokens are rounded up to them, below and from `_LONG` on: whole tiles of the matmuls."""
-_LONG = 1024
-_STEPS = 24
-"""Rows are cut at the quantiles of so many equal parts."""
-_LEAST_GAIN = 0.02
-"""Share of all tokens that one more bucket has to save."""
-_LEAST_SHARE = 0.02
-"""Share of the rows that a bucket has to serve: a row beyond the ordinary has none."""
+MOST_BUCKETS = 12
+"""In a run. Each costs a recording, and an eager row before it."""
+_KEPT_FOR_LARGER = 4
+"""Of these, buckets that only rows make that fit into no other."""
+_TOKEN_STEPS = 16
+"""Per power of two: tokens are rounded up by at most a sixteenth, from 1,024 on to whole tiles of matmuls."""
+_LOOSE = 1.15
+"""Cost of a bucket, as a multiple of the row's, above which the row makes a bucket of its own."""
+_MOST_PADDED = 3.0
+"""Tokens of a bucket, as a multiple of the row's, above which the row runs eagerly: a small model at 2,048 tokens takes
+four times as long then."""
 _BLOCK_COST = 0.0025
 """Tokens that a surplus token of segments x max_seqlen costs with torch's kernel: blocks that find nothing to do.
 0.0023 to 0.0030 in a layer of Qwen3-0.6B's shape on an H200, at 2,048 and 8,192 tokens; half of it in Qwen3-8B's."""
@@ -59,6 +52,13 @@ class Bucket(NamedTuple):
         """The size with keys: each token's own if nothing is shared."""
         return self if self.keys else self._replace(keys=self.tokens, max_seqlen_k=self.max_seqlen)
 
+    @property
+    def cost(self) -> float:
+        """Cost in tokens, for comparisons."""
+        # Forward has blocks of queries, backward of keys: if nothing is shared these are the same.
+        blocks = self.segments * (self.max_seqlen + max(self.max_seqlen, self.max_seqlen_k)) / 2
+        return self.tokens + _BLOCK_COST * blocks + _KEY_COST * self.keys
+
     def pieces_of(self, size: Bucket) -> int:
         """Return the segments of the tail: none has more tokens, or sees more keys, than the bucket's longest."""
         pieces = -(-(self.tokens - size.tokens) // self.max_seqlen)
@@ -75,62 +75,42 @@ class Bucket(NamedTuple):
         return fits and size.max_seqlen_k <= self.max_seqlen_k and pieces <= tail <= self.keys - size.keys
 
 
-def smallest_fitting(buckets: Iterable[Bucket], size: Bucket) -> Bucket | None:
-    """Return the bucket in which a row of this size costs least; None if it fits into none."""
-    fitting = (bucket for bucket in buckets if bucket.holds(size))
-    return min(fitting, key=lambda bucket: float(_cost(*bucket)), default=None)
+class Buckets:
+    """The buckets of a run. A row that fits none, or only far larger ones, makes another, until there are enough."""
+
+    def __init__(self) -> None:
+        self.made: list[Bucket] = []
+
+    def find(self, size: Bucket) -> Bucket | None:
+        """Return the bucket in which a row of this size costs least; None if the row has to run eagerly."""
+        tight = _LOOSE * _around(size).cost
+        bucket = min((one for one in self.made if one.holds(size)), key=lambda one: one.cost, default=None)
+        left = MOST_BUCKETS - len(self.made)
+        if (left > 0 and bucket is None) or (left > _KEPT_FOR_LARGER and bucket is not None and bucket.cost > tight):
+            # Around an earlier bucket too if that costs little: packed rows soon have one for all of them.
+            wider = (_around(size, one) for one in self.made)
+            self.made.append(
+                max((one for one in wider if one.cost <= tight), key=lambda one: one.cost, default=_around(size))
+            )
+            return self.made[-1]
+        return None if bucket is None or bucket.tokens > _MOST_PADDED * _rounded(size.tokens) else bucket
 
 
-def choose_buckets(sizes: Sequence[Bucket]) -> tuple[Bucket, ...]:
-    """Choose at most `MOST_BUCKETS` buckets for rows of these sizes.
-
-    Rows are ordered by their tokens, or those of about as many tokens by their longest document. The buckets are the
-    maxima, rounded up, of the consecutive groups for which padding costs least.
-    """
+def _around(*sizes: Bucket) -> Bucket:
+    """Return the bucket of rows of these sizes: their maxima, rounded up, with segments for the tail of each row."""
     if any(size.keys for size in sizes):
-        sizes = [size.with_keys for size in sizes]
-    orders = (sorted(sizes), sorted(sizes, key=lambda size: (rounded_length(size.tokens), *size[2:], *size)))
-    _, groups = min((_groups(np.array(rows, dtype=np.int64)) for rows in orders), key=itemgetter(0))
-    return tuple({_around(group): None for group in groups if len(group) >= _LEAST_SHARE * len(sizes)})
-
-
-def _groups(rows: NDArray[np.int64]) -> tuple[float, list[NDArray[np.int64]]]:
-    """Return the cost of all rows in their buckets, and the groups into which the (N, 5) ordered rows are cut."""
-    count = len(rows)
-    # The rare rows beyond the ordinary come last; they may be a group of their own, for which there is no bucket.
-    places = sorted({count * step // _STEPS for step in range(_STEPS + 1)} | {count - int(_LEAST_SHARE * count)})
-    costs = {(a, b): (b - a) * _cost(*rows[a:b].max(axis=0)) for a, b in combinations(places, 2)}
-    best, chosen = math.inf, tuple[int, ...]()
-    for cuts in range(MOST_BUCKETS):
-        ways = [(0, *inner, count) for inner in combinations(places[1:-1], cuts)]
-        cost, way = min(((sum(costs[pair] for pair in pairwise(way)), way) for way in ways), default=(math.inf, ()))
-        if cost > best - _LEAST_GAIN * rows[:, 0].sum():
-            break
-        best, chosen = cost, way
-    return best, np.split(rows, chosen[1:-1])
-
-
-def _cost(tokens: Any, segments: Any, longest: Any, keys: Any, longest_k: Any) -> Any:
-    # Forward has blocks of queries, backward of keys: if nothing is shared these are the same.
-    blocks = segments * (longest + np.maximum(longest, longest_k)) / 2
-    return tokens + _BLOCK_COST * blocks + _KEY_COST * keys
-
-
-def _around(group: NDArray[np.int64]) -> Bucket:
-    """Return the bucket of a group: its maxima, rounded up, with room for the tail of each row."""
-    tokens, segments, longest, keys, longest_k = map(int, group.max(axis=0))
-    tokens, longest = _rounded(tokens + bool(keys)), rounded_length(longest)  # left-over keys need a tail to see them
-    tails = tokens - group[:, 0]
-    pieces = -(-tails // longest)
+        sizes = tuple(size.with_keys for size in sizes)
+    tokens, segments, longest, keys, longest_k = map(max, zip(*sizes, strict=True))
+    # Keys left over need a tail that sees them.
+    bucket = Bucket(_rounded(tokens + bool(keys)), segments, rounded_length(longest), keys, rounded_length(longest_k))
     if keys:
-        longest_k, keys = rounded_length(longest_k), _rounded(int((group[:, 3] + tails).max()))
-        pieces = np.maximum(pieces, -(-(keys - group[:, 3]) // longest_k))
-    needed = max(segments + 1 + bool(keys), int((group[:, 1] + pieces).max()))
-    return Bucket(tokens, _next_capacity(needed), longest, keys, longest_k)
+        bucket = bucket._replace(keys=_rounded(max(size.keys + bucket.tokens - size.tokens for size in sizes)))
+    needed = max(size.segments + bucket.pieces_of(size) for size in sizes)
+    return bucket._replace(segments=_next_capacity(needed + 1 + bool(keys)))
 
 
 def _rounded(value: int) -> int:
-    step = _TOKEN_STEPS[value >= _LONG]
+    step = max(8, (1 << (value - 1).bit_length()) // (2 * _TOKEN_STEPS))
     return -(-value // step) * step
 
 

@@ -113,7 +113,7 @@ def head_loss(
         raise ValueError(f"loss_type={loss_type!r} is not available: use one of {', '.join(LOSS_TYPES)}")
     differentiable = torch.is_grad_enabled()
     form = (logit_scale, softcap, tile_elements)
-    return HeadLoss(*_HeadLossFunction.apply(hidden, weight, bias, targets, weights, loss_type, differentiable, form))
+    return HeadLoss(*_HeadFunction.apply(hidden, weight, bias, targets, weights, loss_type, differentiable, form))
 
 
 class _Pass:
@@ -174,7 +174,9 @@ class _Pass:
         out.copy_(part)
 
 
-class _HeadLossFunction(torch.autograd.Function):
+class _HeadFunction(torch.autograd.Function):
+    """Returns a `HeadLoss`; without a loss type its log-probabilities have the gradient, by hidden states alone."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -183,7 +185,7 @@ class _HeadLossFunction(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         weights: Tensor | None,
-        loss_type: str,
+        loss_type: str | None,
         differentiable: bool,
         form: _Form,
     ) -> tuple[Tensor, ...]:
@@ -197,10 +199,11 @@ class _HeadLossFunction(torch.autograd.Function):
         for rows, inputs, tile, folded in over.tiles(targets):
             # Gradient of the sum of the losses with respect to each log-probability.
             log_probs = over.log_probs[rows]
-            factors = -log_probs.exp() if loss_type == "dft" else torch.full_like(log_probs, -1.0)
+            factors = -log_probs.exp() if loss_type == "dft" else torch.full_like(log_probs, -1.0 if loss_type else 1.0)
             if weights is not None:
                 factors *= weights[rows]
-            total += (factors * log_probs).sum()
+            if loss_type:
+                total += (factors * log_probs).sum()
             if not any(wants):
                 continue
             over.kernels.differentiate(tile, targets[rows], folded, factors)
@@ -213,13 +216,16 @@ class _HeadLossFunction(torch.autograd.Function):
                 grad_bias += tile.sum(dim=0, dtype=torch.float32)
         ctx.gradients = (grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = (hidden.dtype, weight.dtype, bias.dtype if bias is not None else None)
-        ctx.mark_non_differentiable(over.log_probs, over.entropy, over.is_top1)
+        ctx.is_loss = loss_type is not None
+        ctx.mark_non_differentiable(over.log_probs if loss_type else total, over.entropy, over.is_top1)
         ctx.set_materialize_grads(False)  # backward is handed no zeros for them
         return total, over.log_probs, over.entropy, over.is_top1
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_total: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_total: Tensor, grad_log_probs: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        if not ctx.is_loss:
+            return (ctx.gradients[0] * grad_log_probs[:, None]).to(ctx.dtypes[0]), *[None] * 7
         if ctx.gradients is None:
             raise RuntimeError(
                 "backward ran a second time through one loss, whose gradients were scaled in place the first time: "
@@ -252,36 +258,10 @@ def head_log_probs(
     Args:
         hidden, weight, bias, targets, logit_scale, softcap, tile_elements: see `head_loss`.
     """
+    frozen = (weight.detach(), None if bias is None else bias.detach())
     form = (logit_scale, softcap, tile_elements)
-    found: tuple[Tensor, Tensor, Tensor] = _HeadLogProbsFunction.apply(
-        hidden, weight.detach(), None if bias is None else bias.detach(), targets, torch.is_grad_enabled(), form
-    )
-    return found
-
-
-class _HeadLogProbsFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, differentiable: bool,
-        form: _Form,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        over = _Pass(hidden, weight, bias, form, trained=False)
-        slopes = torch.empty_like(hidden) if differentiable and ctx.needs_input_grad[0] else None
-        for rows, _, tile, folded in over.tiles(targets):
-            if slopes is not None:
-                over.kernels.differentiate(tile, targets[rows], folded, torch.ones_like(over.log_probs[rows]))
-                over.through_weight(tile, slopes[rows])
-        if slopes is not None:
-            ctx.save_for_backward(slopes)
-        ctx.mark_non_differentiable(over.entropy, over.is_top1)
-        ctx.set_materialize_grads(False)
-        return over.log_probs, over.entropy, over.is_top1
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_log_probs: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        (slopes,) = ctx.saved_tensors
-        return ((slopes * grad_log_probs[:, None]).to(slopes.dtype), *[None] * 5)
+    figures = HeadLoss(*_HeadFunction.apply(hidden, *frozen, targets, None, None, torch.is_grad_enabled(), form))
+    return figures.log_probs, figures.entropy, figures.is_top1
 
 
 def _slices(weight: Tensor, dtype: torch.dtype) -> list[slice]:

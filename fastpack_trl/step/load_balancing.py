@@ -1,20 +1,20 @@
 """The load-balancing loss of all layers at once (Switch Transformer, arXiv 2101.03961, equations 4 to 6).
 
-transformers goes layer by layer and keeps the softmax of each for backward. Here the layers are stacked, nothing but
-the router logits is kept, and the gradient is a formula: the loss is linear in the mean routing probabilities.
+transformers goes layer by layer and keeps the softmax of each for backward. Here layers are stacked and recomputed in
+backward, so that nothing but the router logits is kept.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from fastpack_trl.model.changes import patch_attribute
 
@@ -27,8 +27,8 @@ def load_balancing_losses(
 ) -> Tensor | None:
     """Return the load-balancing loss of each micro-batch in a row: (num_parts,) fp32, differentiable in the logits.
 
-    It is a product of two means over tokens, so that the loss of the row is not the mean of its parts'. Never
-    synchronises.
+    ``E * sum_e f_e p_e``: f the share of routed slots, p the mean probability of each expert, over all layers. It
+    is a product of two means over tokens: the loss of a row is not the mean of its parts'. Never synchronizes.
 
     Args:
         router_logits: a tuple with (tokens, num_experts) per layer; anything else gives None (a loss of 0).
@@ -47,50 +47,27 @@ def load_balancing_losses(
     if copies is not None:
         copies = copies[:num_tokens].to(device)
         sizes = sizes.new_zeros(len(sizes) + 1).index_add_(0, part, copies)[:-1].clamp(min=1)
-    losses: Tensor = _BalancingLoss.apply(top_k, part, sizes * len(router_logits), copies, *router_logits)
-    return losses
+    bins = counted = probabilities = torch.zeros(len(counts), first.shape[1], dtype=torch.float32, device=device)
+    per_run = max(1, _CHUNK // max(1, first.numel()))
+    for start in range(0, len(router_logits), per_run):
+        logits = router_logits[start : start + per_run]
+        slots, mass = checkpoint(
+            _sums, top_k, part, copies, bins, *logits, use_reentrant=False, preserve_rng_state=False
+        )
+        counted, probabilities = counted + slots, probabilities + mass
+    sizes = sizes[:, None] * len(router_logits)
+    return (counted[:-1] / sizes * (probabilities[:-1] / sizes)).sum(1) * first.shape[1]
 
 
-class _BalancingLoss(torch.autograd.Function):
-    """``E * sum_e f_e p_e``: f the share of routed slots, p the mean probability of each expert, over all layers."""
-
-    @staticmethod
-    def forward(ctx: Any, top_k: int, part: Tensor, tokens: Tensor, copies: Tensor | None, *logits: Tensor) -> Tensor:
-        num_parts, num_experts, device = len(tokens), logits[0].shape[1], logits[0].device
-        counts = torch.zeros(num_parts + 1, num_experts, dtype=torch.float32, device=device)
-        probabilities = torch.zeros_like(counts)
-        for stacked in _chunks(logits, device):
-            routing = torch.softmax(stacked, dim=-1)
-            slots = torch.topk(routing, top_k, dim=-1).indices + part[:, None] * num_experts
-            # Sums of ones are exact in fp32 in any order.
-            each = counts.new_ones(slots.shape) if copies is None else copies[:, None].expand(slots.shape)
-            counts.view(-1).scatter_add_(0, slots.reshape(-1), each.reshape(-1))
-            routed = routing.sum(0, dtype=torch.float32)
-            probabilities.index_add_(0, part, routed if copies is None else routed * copies[:, None])
-        share = counts[:-1] / tokens[:, None]
-        # What a token adds per unit of probability; in no part, nothing.
-        slope = torch.nn.functional.pad(share * (num_experts / tokens[:, None]), (0, 0, 0, 1))
-        ctx.save_for_backward(slope, part, copies, *logits)
-        return (share * (probabilities[:-1] / tokens[:, None])).sum(1) * num_experts
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        slope, part, copies, *logits = ctx.saved_tensors
-        slope = (slope * torch.nn.functional.pad(grad, (0, 1))[:, None])[part]
-        slope = slope if copies is None else slope * copies[:, None]
-        grads: list[Tensor] = []
-        for layer in logits:
-            routing, local = torch.softmax(layer.float(), dim=-1), slope.to(layer.device)
-            grads.append((routing * (local - (routing * local).sum(-1, keepdim=True))).to(layer.dtype))
-        return None, None, None, None, *grads
-
-
-def _chunks(logits: tuple[Tensor, ...], device: torch.device) -> Iterator[Tensor]:
-    """Yield (layers, tokens, E) pieces of at most `_CHUNK` elements, or one layer."""
-    step = max(1, _CHUNK // max(1, logits[0].numel()))
-    for start in range(0, len(logits), step):
-        yield torch.stack([layer.to(device) for layer in logits[start : start + step]])
+def _sums(top_k: int, part: Tensor, copies: Tensor | None, bins: Tensor, *logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return routed slots and summed probabilities of each expert in each part, over some layers."""
+    routing = torch.softmax(torch.stack([layer.to(bins.device) for layer in logits]), dim=-1)
+    chosen = torch.topk(routing.detach(), top_k, dim=-1).indices + part[:, None] * bins.shape[1]
+    # Sums of ones are exact in fp32 in any order.
+    each = bins.new_ones(chosen.shape) if copies is None else copies[:, None].expand(chosen.shape)
+    slots = bins.view(-1).scatter_add(0, chosen.reshape(-1), each.reshape(-1)).view_as(bins)
+    routed = routing.sum(0, dtype=torch.float32)
+    return slots, bins.index_add(0, part, routed if copies is None else routed * copies[:, None])
 
 
 def replaced_by() -> str:

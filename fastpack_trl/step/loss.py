@@ -1,6 +1,6 @@
 """The loss of `FastSFTTrainer` at the positions that the collator chose, and its figures: a forward around TRL's.
 
-TRL selects the positions with a loss by a boolean mask, which synchronises to count them. The collator knows them
+TRL selects the positions with a loss by a boolean mask, which synchronizes to count them. The collator knows them
 (`PackedBatch.loss_positions`), so they are gathered by index. Labels may be edited anywhere on their way, last by a
 hook on the model: whether they are still the collator's is looked at here, where they arrive. The decoder is called by
 `BackboneCall`, eagerly or from a recording.
@@ -12,7 +12,7 @@ import functools
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from transformers.utils import ModelOutput
 from trl import SFTTrainer
 
 from fastpack_trl.model.upstream import missing_reason
-from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, Part, to_transformers_kwargs
+from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, to_transformers_kwargs
 from fastpack_trl.step.head import head_loss, missing_tile_functions
 from fastpack_trl.step.load_balancing import experts_named, load_balancing_losses
 
@@ -77,22 +77,25 @@ class BackboneCall:
 
 @dataclass
 class ChosenLoss(ModelOutput):
-    """Result of the forward for a batch with `loss_positions`.
+    """Result of the forward at the positions with a loss.
 
     Args:
-        total, log_probs, entropy, is_top1: see `HeadLoss`.
-        aux_loss: () load-balancing loss if router logits are requested; (num_parts,) of a merged row.
-        positions: (N,) int64, where the labels are not the collator's any more; None where they are.
-        weights: (N,) fp32, how many documents count each position; None: one.
+        total, entropy, is_top1: see `HeadLoss`.
+        aux_loss: load-balancing loss of each micro-batch, (num_parts,), if router logits are requested.
+        weights: (N,) fp32, number of documents that count each position; None: one.
+        sizes: positions of each micro-batch in the row.
+        counted: tokens that the loss counts in each: more than positions if documents share some.
+        is_edited: the labels are no longer the collator's.
     """
 
     total: Tensor | None = None
-    log_probs: Tensor | None = None
     entropy: Tensor | None = None
     is_top1: Tensor | None = None
     aux_loss: Tensor | None = None
-    positions: Tensor | None = None
     weights: Tensor | None = None
+    sizes: list[int] | None = None
+    counted: list[int] | None = None
+    is_edited: bool | None = None
 
 
 class LossForward:
@@ -197,60 +200,65 @@ def _around(stock: Callable[..., Any], constants: dict[str, Any], call_backbone:
             kwargs.setdefault("output_router_logits", True)
         # Looked up on each call, as in TRL: PEFT and accelerate replace modules later.
         outputs = call_backbone(getattr(self, backbone_attr), loss_batch, *args, **kwargs)
-        hidden, edited = outputs.last_hidden_state, None
-        positions, next_tokens = loss_batch.loss_positions, loss_batch.loss_labels
-        documents = loss_batch.documents
-        weights = documents.loss_weights if documents is not None else None
+        hidden, documents, parts = outputs.last_hidden_state, loss_batch.documents, loss_batch.parts
         cut = documents is None and labels is not None and hidden.shape[:2] != labels.shape
-        if shift_labels is not None or not loss_batch.counts(labels) or cut:
-            positions, next_tokens = _counted(hidden, labels, shift_labels, loss_batch)
-            edited, weights = positions, None
+        is_edited = shift_labels is not None or not loss_batch.counts(labels) or cut
+        weights: Tensor | None = None
+        if is_edited:
+            positions, next_tokens, sizes = _find_positions(hidden, labels, shift_labels, loss_batch)
+            counted = sizes
+        else:
+            positions, next_tokens = loss_batch.loss_positions, loss_batch.loss_labels
+            assert positions is not None
+            weights = documents.loss_weights if documents is not None else None
+            sizes = [part.loss_tokens for part in parts] or [positions.numel()]
+            whole = sizes if documents is None or weights is None else [documents.loss_tokens]
+            counted = [part.counted or part.loss_tokens for part in parts] or whole
         chosen = hidden.flatten(0, 1).index_select(0, positions)
         loss = compute(chosen, *whole_head(self), next_tokens, weights=weights, loss_type=loss_type)
         asked = kwargs.get("output_router_logits")
         aux_loss = _balancing(outputs, text_config.num_experts_per_tok, loss_batch) if asked else None
-        return ChosenLoss(*loss, aux_loss=aux_loss, positions=edited, weights=weights)
+        return ChosenLoss(loss.total, loss.entropy, loss.is_top1, aux_loss, weights, sizes, counted, is_edited)
 
     return forward
 
 
 def _balancing(outputs: Any, top_k: int, batch: PackedBatch) -> Tensor:
-    """Return the load-balancing loss of each micro-batch in a row, () of one by itself; padding does not count."""
+    """Return the load-balancing loss of each micro-batch in a row; padding does not count."""
     length = outputs.last_hidden_state.shape[1]  # a row may have been cut short
     parts = [part.tokens for part in batch.parts] or [min(batch.total_tokens - batch.num_padding, length)]
     copies = None if batch.documents is None else batch.documents.copies
     losses = load_balancing_losses(outputs.router_logits, top_k, parts, copies)
     if losses is None:  # this model records no router logits
         losses = torch.zeros(len(parts), dtype=torch.float32, device=outputs.last_hidden_state.device)
-    return losses if batch.parts else losses[0]
+    return losses
 
 
-def _counted(hidden: Tensor, labels: Any, shift_labels: Tensor | None, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """Return positions with a loss and their next tokens, by TRL's rule, from the labels themselves; synchronises.
+def _find_positions(
+    hidden: Tensor, labels: Any, shift_labels: Tensor | None, batch: PackedBatch
+) -> tuple[Tensor, Tensor, list[int]]:
+    """Return positions with a loss, their next tokens, and positions per micro-batch, by TRL's rule; synchronizes.
 
     Raises:
         ValueError: labels of another shape than the tokens.
     """
     documents = batch.documents
     shape = hidden.shape[:2] if documents is None else (1, documents.token_of.numel())
+    tokens = [part.tokens for part in batch.parts] if documents is None else documents.parts if batch.parts else []
+    ends = list(itertools.accumulate(tokens))
     next_tokens = shift_labels
     if next_tokens is None:
         next_tokens = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
-        if batch.parts:  # what comes after the last token of a micro-batch is of another one
-            last = ends(batch.parts) if documents is None else itertools.accumulate(documents.parts)
-            next_tokens[:, [end - 1 for end in last]] = IGNORE_INDEX
+        next_tokens[:, [end - 1 for end in ends]] = IGNORE_INDEX  # what comes next is of another micro-batch
     if next_tokens.shape != shape:
         raise ValueError(
             f"labels of shape {tuple(next_tokens.shape)} for tokens of shape {tuple(shape)}: cut both alike"
         )
     next_tokens = next_tokens.to(hidden.device, torch.int64).flatten()
-    positions = next_tokens.ne(IGNORE_INDEX).nonzero().squeeze(1)
-    return positions if documents is None else documents.token_of[positions], next_tokens[positions]
-
-
-def ends(parts: Sequence[Part]) -> list[int]:
-    """Return the ends of the micro-batches in a merged row, in tokens."""
-    return list(itertools.accumulate(part.tokens for part in parts))
+    has_loss = next_tokens.ne(IGNORE_INDEX)
+    positions = has_loss.nonzero().squeeze(1)
+    sizes = torch.stack([part.sum() for part in has_loss.tensor_split(ends[:-1])]).tolist()
+    return positions if documents is None else documents.token_of[positions], next_tokens[positions], sizes
 
 
 def step_loss(
@@ -259,12 +267,12 @@ def step_loss(
     inputs: dict[str, Any],
     num_items_in_batch: Tensor | int | None,
     batch: PackedBatch | None,
-) -> tuple[Tensor, Tensor, list[int], bool]:
-    """Return the loss of one micro-batch, normalised as in TRL's ``compute_loss``, and its figures; keeps nothing.
+) -> tuple[Tensor, Tensor, list[int], bool | None]:
+    """Return the loss of one micro-batch, normalized as in TRL's ``compute_loss``, and its figures; keeps nothing.
 
     These are () fp32 with gradient; (num_parts, 3) fp32 without, a row for each micro-batch of a merged row: sum of the
-    entropies, correct tokens, auxiliary loss (of no meaning where there is none); the tokens with a loss of each; and
-    whether the labels are not the collator's any more.
+    entropies, correct tokens, auxiliary loss (of no meaning if there is none); the tokens with a loss of each; and
+    whether the labels are no longer the collator's.
 
     Args:
         trainer: a `SFTTrainer` whose model has a `LossForward`.
@@ -282,11 +290,10 @@ def step_loss(
     else:
         # Without `fused_lm_head`: TRL's forward of a trainer that was made since hands the call on to ours.
         outputs = model(**inputs, loss_batch=batch, loss_type=loss_type)
-    split = _Split(batch, outputs)
     items: Any
     ranks = 1
     if num_items_in_batch is None:
-        items, steps = split.count(), 1
+        items, steps = max(1, sum(outputs.counted)), 1
     else:
         # A mean per micro-batch: with a count of the whole step nobody else divides it by the micro-batches.
         items, steps = torch.as_tensor(num_items_in_batch).clamp(min=1), trainer.current_gradient_accumulation_steps
@@ -300,58 +307,21 @@ def step_loss(
     aux_losses = outputs.aux_loss if trainer.aux_loss_enabled else None
     if aux_losses is not None:
         loss = loss + trainer.router_aux_loss_coef * aux_losses.sum() / steps
-    weights = outputs.weights
-    entropy, correct = (
-        split.sums(figures if weights is None else figures * weights) for figures in (outputs.entropy, outputs.is_top1)
-    )
-    figures = [entropy, correct, correct if aux_losses is None else aux_losses.detach().float()]
-    table = torch.stack(figures)[None] if split.is_one else torch.stack(figures, dim=1)
-    return loss, table, split.counted, outputs.positions is not None
-
-
-class _Split:
-    """The micro-batches of a row, to which the positions of `outputs` belong.
-
-    Attributes:
-        sizes: positions of each. Synchronizes only after an edit of the labels.
-        counted: tokens that the loss counts in each: more than positions where documents share some.
-        is_one: the row is a micro-batch by itself.
-    """
-
-    def __init__(self, batch: PackedBatch | None, outputs: ChosenLoss) -> None:
-        self.sizes: list[int] = []
-        self.counted: list[int] = []
-        parts = () if batch is None else batch.parts
-        self.is_one = not parts
-        if not parts:
-            assert outputs.entropy is not None
-            self.sizes = [outputs.entropy.numel()]
-            documents = None if batch is None or outputs.weights is None else batch.documents
-            self.counted = self.sizes if documents is None else [documents.loss_tokens]
-        elif outputs.positions is None:
-            self.sizes = [part.loss_tokens for part in parts]
-            self.counted = [part.counted or part.loss_tokens for part in parts]
-        else:
-            bounds = torch.tensor(ends(parts), device=outputs.positions.device)
-            part_of = torch.bucketize(outputs.positions, bounds, right=True)
-            self.counted = self.sizes = part_of.bincount(minlength=len(parts)).tolist()
-
-    def count(self) -> int:
-        """Return the positions that the loss counts in the whole row, at least 1."""
-        return max(1, sum(self.counted))
-
-    def sums(self, figures: Tensor) -> Tensor:
-        """Return the sum over each micro-batch, (num_parts,) fp32; () for a row by itself."""
-        if self.is_one:
-            return figures.sum(dtype=torch.float32)
-        return torch.stack([part.sum(dtype=torch.float32) for part in figures.split(self.sizes)])
+    columns = [outputs.entropy, outputs.is_top1]
+    if outputs.weights is not None:
+        columns = [column * outputs.weights for column in columns]
+    sums = [[part.sum(dtype=torch.float32) for part in column.split(outputs.sizes)] for column in columns]
+    aux = sums[1] if aux_losses is None else aux_losses.detach().float().view(-1).unbind()
+    table = torch.stack([*sums[0], *sums[1], *aux]).view(3, -1).t()
+    return loss, table, outputs.counted, outputs.is_edited
 
 
 def _of_stock(outputs: Any, loss_type: str) -> ChosenLoss:
-    """Read the result of TRL's forward at the positions with a loss; synchronises."""
+    """Read the result of TRL's forward at the positions with a loss; synchronizes."""
     losses = -outputs.log_probs
     if loss_type == "dft":
         losses = losses * outputs.log_probs.exp().detach()
     mask = outputs.label_mask
     entropy, is_top1 = outputs.entropy.detach()[mask], outputs.is_top1[mask]
-    return ChosenLoss(losses.sum(), outputs.log_probs.detach()[mask], entropy, is_top1, outputs.aux_loss)
+    sizes = [entropy.numel()]
+    return ChosenLoss(losses.sum(), entropy, is_top1, outputs.aux_loss, sizes=sizes, counted=sizes)

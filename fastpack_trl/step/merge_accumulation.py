@@ -217,29 +217,35 @@ def _reasons(run: Run) -> Iterator[object]:
     args, device = run.args, run.device.type
     yield setting == "off" and "switched off"
     yield args.gradient_accumulation_steps == 1 and "gradient_accumulation_steps is 1"
-    yield run.is_deepspeed and DEEPSPEED
     yield not run.loss_is_ours and "loss and metrics per micro-batch need sync_free"
     dense = attention == "sdpa" and setting == "auto"
     yield dense and f"the dense mask of {attention} grows with the square of a row"
     yield (own := replaced_methods(trainer, BATCH_METHODS)) and f"{own} may expect one micro-batch"
-    yield run.is_sharded and f"{SHARDED}, which needs as many forward passes on each rank"
     yield not trainer.model_accepts_loss_kwargs and "the loss is a mean per micro-batch"
     yield callback_between(trainer)
-    yield hook_on_a_gradient(trainer.model, trainer.model.parameters())
-    yield (hook := hook_inside(trainer.model)) and f"{hook} runs once per micro-batch"
+    yield from looks_inside(run)
     yield is_invoked_once_per_row(trainer.model) and ALORA
     config = trainer.model.config.get_text_config()
     drops = any(getattr(config, name, 0) for name in ("layerdrop", "decoder_layerdrop"))
     yield drops and "layerdrop would drop a layer for all micro-batches of a row"
-    yield args.neftune_noise_alpha and "NEFTune's noise depends on the length of a row"
-    optim = str(getattr(args.optim, "value", args.optim))
-    yield "lomo" in optim.lower() and f"optim={optim!r} steps in the backward pass"
-    yield rope_follows_length(trainer.model) and "the rotary embedding depends on the longest document of a row"
     if setting == "auto":
         yield not _row_tokens(run) and f"no row length is known to help on {device}"
         two_rows = 2 * (args.max_length or 0) * args.per_device_train_batch_size if args.packing else 0
         most = _row_tokens(run)
         yield two_rows > most and f"two rows are more than the {most:,} tokens up to which it helps on {device}"
+
+
+def looks_inside(run: Run) -> Iterator[object]:
+    """Yield what of a run needs the forward and backward pass of each micro-batch as TRL launches it."""
+    args, model = run.args, run.model
+    yield run.is_deepspeed and DEEPSPEED
+    yield run.is_sharded and SHARDED
+    yield args.neftune_noise_alpha and "NEFTune's noise depends on the length of a row"
+    optim = str(getattr(args.optim, "value", args.optim)).lower()
+    yield "lomo" in optim and f"optim={optim!r} steps in the backward pass"
+    yield rope_follows_length(model) and "the rotary embedding depends on the longest document of a row"
+    yield hook_on_a_gradient(model, model.parameters())
+    yield (hook := hook_inside(model)) and f"{hook} runs once per micro-batch"
 
 
 def rope_follows_length(model: Any) -> bool:

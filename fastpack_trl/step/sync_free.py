@@ -24,7 +24,7 @@ _EDITED_LABELS = (
     "labels were copied (accelerate does so with a streamed evaluation set: dispatch_batches) or edited after "
     "collation: their positions are found again, which synchronizes with the device"
 )
-_EVALUATION = "evaluation with compute_metrics runs as stock"
+_EVALUATION = "evaluation with compute_metrics is TRL's"
 _REENTRANT = "it is without effect: reentrant checkpointing drops its gradient, set use_reentrant=False"
 _STATE = ("_metrics", "_total_train_tokens", "_tp_size", "aux_loss_enabled", "router_aux_loss_coef")
 
@@ -62,10 +62,10 @@ class SyncFreeStep:
             batch, why_stock = None, "a batch without packed_batch"
         elif not batch.parts and (why_stock := hook_on_the_outputs(trainer.model_wrapped)):
             inputs, batch = unshared(inputs), None
-        # On one rank of several, perhaps: what the ranks do together is the same with outputs of stock's.
+        # On one rank of several, perhaps: what the ranks do together is the same with outputs of TRL's forward.
         loss, table, loss_tokens, edited = step_loss(trainer, model, inputs, num_items_in_batch, batch)
         if why_stock:
-            run.report.remark("sync_free", f"the model's outputs as stock for {why_stock}")
+            run.report.remark("sync_free", f"TRL's model outputs for {why_stock}")
         if edited:
             run.report.remark("sync_free", _EDITED_LABELS)
         # As TRL counts them, but for positions of several sections: a row may have been cut short.
@@ -106,7 +106,7 @@ def sync_free(run: Run) -> Iterator[None]:
     host = not run.is_deepspeed
     ours = (["loss, metrics"] if not stock else []) + (["host work"] if host else [])
     path = "host work only" if ours == ["host work"] else ", ".join(ours) or "stock"
-    why = f"loss and metrics as stock: {stock}" if stock else "logits made once"
+    why = f"TRL's loss and metrics: {stock}" if stock else "logits made once"
     run.set_status("sync_free", "on" if ours else "stock", path, "; ".join([why, *remarks]), holds=not stock and host)
     run.loss_is_ours = not stock
     try:
@@ -151,10 +151,10 @@ def _only_stock_batch(run: Run, inputs: Any, return_outputs: bool) -> Iterator[o
     if not trainer.model.training:
         unlike = return_outputs or padded
         yield unlike and trainer.compute_metrics is not None and _EVALUATION
-        yield unlike and "evaluation of padded batches, or with predictions, runs as stock"
-    yield return_outputs and "loss and metrics as stock where compute_loss is called with return_outputs=True"
-    yield padded and "loss and metrics as stock for rows with an attention mask, or without position_ids"
-    yield inputs.get("labels") is None and "loss and metrics as stock for batches without labels"
+        yield unlike and "evaluation of padded batches, or with predictions, is TRL's"
+    yield return_outputs and "TRL's loss and metrics if compute_loss is called with return_outputs=True"
+    yield padded and "TRL's loss and metrics for rows with an attention mask or without position_ids"
+    yield inputs.get("labels") is None and "TRL's loss and metrics for batches without labels"
     why = needs_logits(trainer)
     yield why and f"{why}, on rows as collated: it was set in the middle of the run"
 
@@ -171,11 +171,11 @@ def _remarks(run: Run, own_step: str) -> list[str]:
     stays = bool(own_step) and not run.is_deepspeed
     counts = str(args.include_num_input_tokens_seen).lower() not in ("no", "false")
     remarks = (
-        args.fp16 and "the loss scaler of fp16 asks the device once per optimizer step",
+        args.fp16 and "the loss scaler of fp16 synchronizes once per optimizer step",
         trainer.compute_metrics is not None and _EVALUATION,
-        stays and f"the NaN filter asks the device: {own_step} may look at the loss",
-        counts and "include_num_input_tokens_seen asks the device in each micro-batch",
-        run.is_deepspeed and f"host work, NaN filter included, as stock: {DEEPSPEED}",
+        stays and f"the NaN filter synchronizes: {own_step} may look at the loss",
+        counts and "include_num_input_tokens_seen synchronizes in each micro-batch",
+        run.is_deepspeed and f"TRL's host work and NaN filter: {DEEPSPEED}",
         trainer.aux_loss_enabled and f"load-balancing loss with coefficient {trainer.router_aux_loss_coef:g}",
         trainer.aux_loss_enabled and _is_reentrant(args) and _REENTRANT,
     )

@@ -12,7 +12,7 @@ from trainer_material import make_dataset
 from transformers import TrainerCallback
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.capture import graphs, slot
+from fastpack_trl.capture import slot
 from fastpack_trl.testing import tiny_model
 
 UNMERGED, MERGED = {"merge_accumulation": "off"}, {"merge_accumulation": "on"}
@@ -79,18 +79,27 @@ def test_gradients_are_as_in_stock_between_steps(tmp_path: Path, devices: Any) -
     assert torch.equal(model.unused, torch.ones(3))
 
 
-def test_a_larger_bucket_is_recorded_first(tmp_path: Path, devices: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A smaller one's activations then lie in its memory; without a row of it they wait for a few rows only."""
-    monkeypatch.setattr(graphs, "PATIENCE", 10**9)
-    order: list[int] = []
-    record = slot.Slot.record
+def test_smaller_buckets_are_recorded_in_the_memory_of_the_largest(
+    tmp_path: Path, devices: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that comes later frees their graphs: they lie in its memory then."""
+    alive: dict[slot.Slot, int] = {}
+    orders: list[list[int]] = []
+    record, reset = slot.Slot.record, slot.Slot.reset
 
-    def noted(self: slot.Slot, *args: Any) -> None:
-        order.append(self.inputs.bucket.tokens)
+    def recorded(self: slot.Slot, *args: Any) -> None:
         record(self, *args)
+        alive[self] = self.inputs.bucket.tokens
+        orders.append(list(alive.values()))
 
-    monkeypatch.setattr(slot.Slot, "record", noted)
-    options = {"data": "prompt_completion", "packing": False, "per_device_train_batch_size": 2, "max_steps": 40}
-    build(FastSFTTrainer, tmp_path, devices, **options).train()
-    assert len(order) >= 2
-    assert order == sorted(order, reverse=True)
+    def dropped(self: slot.Slot) -> None:
+        reset(self)
+        alive.pop(self, None)
+
+    monkeypatch.setattr(slot.Slot, "record", recorded)
+    monkeypatch.setattr(slot.Slot, "reset", dropped)
+    options = {"data": "prompt_completion", "packing": False, "per_device_train_batch_size": 2, "max_steps": 24}
+    ours, eager = both(tmp_path, devices, **options)
+    assert_same_run(ours, eager)
+    assert max(map(len, orders)) >= 2
+    assert all(order[0] == max(order) for order in orders), orders

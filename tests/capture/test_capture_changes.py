@@ -34,27 +34,26 @@ from fastpack_trl.capture.graphs import BackboneGraphs
 
 
 @pytest.mark.parametrize(
-    ("act", "step"),
-    [(act, 7) for act in (*CHANGES, evaluate_mode, generate, raise_the_rate, edit_frozen)]
-    + [(swap_data, 3), (replace_forward, 4), (generate, 3), (raise_the_rate, 4)],
+    ("acts", "lora"),
+    [
+        *([[(7, act)], False] for act in (*CHANGES, evaluate_mode, generate, raise_the_rate, edit_frozen)),
+        *([[(step, act)], False] for step, act in ((3, swap_data), (4, replace_forward), (3, generate))),
+        *([[(0, freeze), (step, unfreeze)], False] for step in (2, 7)),
+        *([[(7, act)], True] for act in (merge, disable)),
+    ],
+    ids=lambda value: "-".join(f"{act.__name__}_{step}" for step, act in value) if isinstance(value, list) else "",
 )
 def test_what_a_callback_does_in_the_middle_counts_from_then_on(
-    tmp_path: Path, devices: Any, act: Any, step: int
+    tmp_path: Path, devices: Any, acts: list[tuple[int, Any]], lora: bool
 ) -> None:
-    options = {"callbacks": [At(step, act)], "max_steps": 14, "max_grad_norm": 0.0, "weight_decay": 0.1}
-    ours, eager = both(tmp_path, devices, **options)
+    options = {"callbacks": [At(*one) for one in acts], "max_steps": 14, "max_grad_norm": 0.0, "weight_decay": 0.1}
+    ours, eager = both(tmp_path, devices, lora=lora, **options)
     log = devices.made[0].log
-    assert "replay" in log
-    if step == 7:
+    assert log.count("replay") >= 4
+    step, act = acts[-1]
+    if step == 7 and not lora:
         dropped = log.index("reset") < log.index("together")
-        assert dropped == (act in CHANGES), log
-    assert_same_run(ours, eager)
-
-
-@pytest.mark.parametrize("step", [2, 7], ids=["before-recording", "after"])
-def test_what_is_unfrozen_in_the_middle_trains_from_then_on(tmp_path: Path, devices: Any, step: int) -> None:
-    ours, eager = both(tmp_path, devices, callbacks=[At(0, freeze), At(step, unfreeze)], max_steps=12)
-    assert "replay" in devices.made[0].log
+        assert dropped == (act in (*CHANGES, unfreeze)), log
     assert_same_run(ours, eager)
 
 
@@ -77,13 +76,6 @@ def test_what_is_frozen_gets_no_gradient_in_rows_that_fit_no_bucket(tmp_path: Pa
     )  # fmt: skip
     assert devices.made[0].log.count("replay") >= 4
     assert not seen
-    assert_same_run(ours, eager)
-
-
-@pytest.mark.parametrize("act", [merge, disable])
-def test_adapters_may_be_merged_and_switched_off_in_the_middle(tmp_path: Path, devices: Any, act: Any) -> None:
-    ours, eager = both(tmp_path, devices, callbacks=[At(7, act)], max_steps=12, lora=True)
-    assert devices.made[0].log.count("replay") >= 4
     assert_same_run(ours, eager)
 
 

@@ -14,10 +14,8 @@ from transformers import TrainerCallback
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.capture import decision, feature
-from fastpack_trl.capture.buckets import RowBuckets
 from fastpack_trl.checkpointing.streams import GIB
 from fastpack_trl.moe.layout import experts_modules
-from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.run import Run
 from fastpack_trl.testing import tiny_model
 
@@ -46,13 +44,6 @@ def test_what_cannot_be_recorded_runs_eager_named_once(
     eager = build(FastSFTTrainer, tmp_path / "eager", devices, fast={"cuda_graph": "off"}, max_steps=14)
     eager.train()
     assert_same_run(ours, eager)
-
-
-def test_a_row_is_not_padded_to_several_times_its_length() -> None:
-    long = Bucket(tokens=9000, segments=4, max_seqlen=4000)
-    buckets = RowBuckets(lambda parts: [long] * 64)
-    assert buckets.find(long) is not None
-    assert buckets.find(long._replace(tokens=2000, max_seqlen=900)) is None
 
 
 def test_a_model_that_lacks_room_for_a_graph_runs_eager(tmp_path: Path, devices: Any) -> None:
@@ -106,23 +97,6 @@ def test_two_steps_are_over_before_anything_is_recorded(tmp_path: Path, devices:
     trainer = build(FastSFTTrainer, tmp_path, devices, max_steps=2)
     trainer.train()
     assert [entry for entry in devices.made[0].log if entry != "forget"] == ["apart", "together"]
-
-
-def test_rows_of_other_sizes_get_other_buckets() -> None:
-    usual = Bucket(tokens=160, segments=9, max_seqlen=30)
-    buckets = RowBuckets(lambda parts: [usual] * 64)
-    first = buckets.find(usual)
-    assert first is not None
-    assert first.holds(usual)
-    other = usual._replace(tokens=500, segments=30)
-    for _ in range(64):
-        assert buckets.find(other) is None
-        if buckets.are_outgrown():
-            break
-    assert buckets.choice is None
-    found = buckets.find(other)
-    assert found is not None
-    assert found.holds(other)
 
 
 @pytest.mark.parametrize(

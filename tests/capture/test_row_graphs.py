@@ -10,20 +10,16 @@ import pytest
 import torch
 from preference_material import assert_same, build, trained
 from transformers import TrainerCallback
-from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 import fastpack_trl
 from fastpack_trl.capture.graphs import BackboneGraphs
 
-STEPS = {"GRPO": 26, "RLOO": 26}
-"""Rows of the online ones are not known before they come."""
 CAPTURED = {"packed_attention": "varlen", "cuda_graph": "on", "share_prefixes": "auto"}
 
 
 def run(name: str, folder: Path, devices: Any, around: Callable[[Any], Any] = lambda made: None, **options: Any) -> Any:
     """A finished run of ours, which `around` has changed before; the graphs of its device are in ``devices.made``."""
-    steps = STEPS.get(name, 8)
-    settings = {"max_steps": steps, "eval_steps": steps, "gradient_checkpointing": False, **CAPTURED, **options}
+    settings = {"max_steps": 8, "eval_steps": 8, "gradient_checkpointing": False, **CAPTURED, **options}
     config = getattr(fastpack_trl, f"Fast{name}Config")
     made = build(name, folder, fast=True, config=config, **settings)
     devices.options["model"] = made.model
@@ -40,45 +36,34 @@ def both(name: str, folder: Path, devices: Any, **options: Any) -> tuple[Any, An
 
 
 @pytest.mark.parametrize(
-    ("name", "lora"),
+    ("name", "options"),
     [
-        ("DPO", True),
-        ("DPO", False),
-        ("KTO", True),
-        ("Reward", True),
-        ("Reward", False),
-        ("GRPO", True),
-        ("RLOO", False),
+        ("DPO", {"lora": True}),
+        ("DPO", {"lora": False, "gradient_checkpointing": True}),
+        ("DPO", {"lora": True, "gradient_accumulation_steps": 2}),
+        ("KTO", {"lora": True}),
+        ("Reward", {"lora": True}),
+        ("Reward", {"lora": False}),
+        ("Reward", {"lora": False, "around": lambda made: made.model.model.requires_grad_(False)}),
+        ("GRPO", {"lora": True}),
+        ("RLOO", {"lora": False}),
     ],
+    ids=["DPO-lora", "DPO-full", "DPO-accumulated", "KTO", "Reward-lora", "Reward-full", "Reward-head", "GRPO", "RLOO"],
 )
-def test_captured_runs_equal_eager_ones(name: str, lora: bool, tmp_path: Path, devices: Any) -> None:
-    ours, eager = both(name, tmp_path, devices, lora=lora)
-    assert "replay" in devices.made[0].log
+def test_captured_runs_equal_eager_ones(name: str, options: dict[str, Any], tmp_path: Path, devices: Any) -> None:
+    """Also a reward model whose score alone trains."""
+    ours, eager = both(name, tmp_path, devices, **options)
+    log = devices.made[0].log
+    assert "replay" in log
+    # Forward and backward of the policy, and the forward of a reference.
+    assert log.count("record") >= (3 if name == "DPO" else 1 if "around" in options else 2)
     report = ours.fastpack_report
     assert (report["cuda_graph"].path, report["share_prefixes"].path) == ("captured", "prompts once")
+    assert ours.fastpack_run.get_state(BackboneGraphs) is None
     assert_same(ours, eager)
     expected = trained(eager.model)
     for key, value in trained(ours.model).items():
         torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"gradient_checkpointing": True}, id="checkpointing"),
-        pytest.param({"gradient_accumulation_steps": 2}, id="accumulation"),
-    ],
-)
-def test_settings_of_a_run(options: dict[str, Any], tmp_path: Path, devices: Any) -> None:
-    ours, eager = both("DPO", tmp_path, devices, **options)
-    assert "replay" in devices.made[0].log
-    assert_same(ours, eager)
-
-
-def test_reference_and_policy_have_graphs_of_their_own(tmp_path: Path, devices: Any) -> None:
-    made = run("DPO", tmp_path, devices)
-    assert devices.made[0].log.count("record") >= 3  # forward and backward of the policy, forward of the reference
-    assert made.fastpack_run.get_state(BackboneGraphs) is None
 
 
 def test_a_hook_of_the_user_ends_it_by_name(tmp_path: Path, devices: Any) -> None:
@@ -94,31 +79,3 @@ def test_a_hook_of_the_user_ends_it_by_name(tmp_path: Path, devices: Any) -> Non
     line = ours.fastpack_report["cuda_graph"]
     assert line.status == "off"
     assert "does not run in a replay: remove it" in line.reason
-
-
-def test_layers_that_do_not_train(tmp_path: Path, devices: Any) -> None:
-    """A reward model whose score alone trains."""
-
-    def around(made: Any) -> None:
-        made.model.model.requires_grad_(False)
-
-    ours, eager = both("Reward", tmp_path, devices, around=around, lora=False)
-    assert "replay" in devices.made[0].log
-    assert ours.fastpack_report["cuda_graph"].path == "captured"
-    assert_same(ours, eager)
-
-
-@pytest.mark.parametrize("graph", ["on", "off"])
-def test_a_collator_of_the_user_is_called_for_batches_only(graph: str, tmp_path: Path, devices: Any) -> None:
-    """One may draw from torch's generator, or count."""
-    calls: list[int] = []
-
-    class Counting(DataCollatorForPreference):
-        def __call__(self, examples: list[Any], *args: Any, **kwargs: Any) -> Any:
-            calls.append(len(examples))
-            return super().__call__(examples, *args, **kwargs)
-
-    given = {"trainer": {"data_collator": Counting(pad_token_id=0)}, "eval_strategy": "no"}
-    ours = run("DPO", tmp_path, devices, cuda_graph=graph, max_steps=20, **given)
-    assert ours.fastpack_report["cuda_graph"].path == ("captured" if graph == "on" else "eager")
-    assert len(calls) <= 20 + 4  # a loader is one batch ahead, in each epoch of five

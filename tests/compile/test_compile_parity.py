@@ -54,7 +54,7 @@ def test_layers_of_apply_lora_keep_one_graph_while_their_adapters_change() -> No
             stack.enter_context(packed_attention(model, compute_dtype=torch.bfloat16))
             stack.enter_context(torch.autocast("cpu", torch.bfloat16))
             if with_graph:
-                layers = stack.enter_context(compiled_layers(model, verbose=False, _backend=backend))
+                layers = stack.enter_context(compiled_layers(model, _backend=backend))
             optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
             losses = []
             for one in data:
@@ -111,7 +111,7 @@ def adapted(family: str, backend: Any) -> Iterator[tuple[Any, Any]]:
         stack.enter_context(packed_attention(model, "varlen"))
         stack.enter_context(apply_moe(model))
         stack.callback(apply_lora(model).revert)
-        yield model, stack.enter_context(compiled_layers(model, verbose=False, _backend=backend))
+        yield model, stack.enter_context(compiled_layers(model, _backend=backend))
 
 
 def run(model: Any, inputs: Any) -> None:

@@ -26,9 +26,7 @@ def test_inductor_within_twice_the_error_of_eager(inductor: None) -> None:
 
 
 @pytest.mark.slow
-def test_the_trainer_compiles_on_request_and_trains_the_same(
-    tmp_path: Path, inductor: None, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_trainer_compiles_on_request_and_trains_the_same(tmp_path: Path, inductor: None) -> None:
     """Again where the entries of the cache cannot be read: another version's have other names, these other content.
 
     The graph is that of the test before, whose kernels, most of a minute on a CPU, are in the cache.
@@ -48,7 +46,6 @@ def test_the_trainer_compiles_on_request_and_trains_the_same(
     line = on.fastpack_report["layer_compile"]
     assert (line.status, line.path) == ("on", "inductor"), line
     assert "LlamaDecoderLayer x 2 compiled in" in line.reason
-    assert capsys.readouterr().err.count("layer_compile: compiling LlamaDecoderLayer ...") == 1
     for mine, plain in zip(figures(on), figures(off), strict=True):
         assert mine == pytest.approx(plain, rel=1e-5, abs=2e-6)
     assert all(layer._compiled_call_impl is None for layer in decoder_layers(on.model))

@@ -48,7 +48,7 @@ def compiled(*, checkpointing: bool) -> dict[int, int]:
     model, embedded, batch = material(checkpointing=checkpointing)
     backbone = model.get_base_model().model
     layers, kept = backbone.layers, {}
-    with packed_attention(model, "varlen"), compiled_layers(model, verbose=False, _backend=PARTITIONED) as handle:
+    with packed_attention(model, "varlen"), compiled_layers(model, _backend=PARTITIONED) as handle:
         forward(model, embedded, batch).square().sum().backward()
         assert handle.path == PARTITIONED, handle.reason
         for count in (1, LAYERS):

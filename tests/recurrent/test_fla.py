@@ -121,7 +121,7 @@ def test_every_layer_reads_the_same_tensors_and_the_run_is_that_of_plain_torch(
 def test_compiled_layers_call_it(installed: Any, varlen_on_the_cpu: None) -> None:
     installed(PACKAGE)
     model, backend = hybrid_model("qwen3_5_text").bfloat16(), Counting(differentiate=True)
-    with packed_attention(model), compiled_layers(model, verbose=False, _backend=backend) as compiled:
+    with packed_attention(model), compiled_layers(model, _backend=backend) as compiled:
         seen = sys.modules["fla.ops.gated_delta_rule"].seen
         seen.clear()
         one_step(model, *long_row())

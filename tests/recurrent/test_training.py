@@ -56,7 +56,7 @@ def test_rows_of_other_lengths_share_a_few_graphs(family: str, varlen_on_the_cpu
     """No break inside of a layer, and at most three graphs for a kind of layer."""
     reached(family)
     model, backend = hybrid_model(family), Counting(differentiate=family == "lfm3")
-    with packed_attention(model), compiled_layers(model, verbose=False, _backend=backend) as layers:
+    with packed_attention(model), compiled_layers(model, _backend=backend) as layers:
         for lengths in ((150, 3, 40), (64, 64), (300, 9), (20, 11, 5), (129, 127)):
             ids = torch.randint(3, 90, (1, sum(lengths)), generator=torch.Generator().manual_seed(0))
             one_step(model, ids, PackedBatch.from_lengths(lengths, labels=ids))

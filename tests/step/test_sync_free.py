@@ -243,9 +243,7 @@ def test_what_one_process_on_a_cpu_cannot_run_goes_to_stock_by_name(
 def test_fp16_scales_its_loss_as_in_stock_and_says_that_it_asks(tmp_path: Path) -> None:
     ours, stock = both(tmp_path, packing=True, fp16=True, use_cpu=False)
     assert_same_log(ours, stock, rtol=2e-2, atol=2e-2)
-    assert "the loss scaler of fp16 asks the device once per optimizer step" in (
-        ours.fastpack_report["sync_free"].reason
-    )
+    assert "the loss scaler of fp16 synchronizes once per optimizer step" in (ours.fastpack_report["sync_free"].reason)
 
 
 @pytest.mark.cuda
@@ -267,7 +265,7 @@ def test_on_cuda_no_step_waits(
     assert counter.per_micro_batch == 0, counter.syncs
 
 
-PADDED = "evaluation of padded batches, or with predictions, runs as stock"
+PADDED = "evaluation of padded batches, or with predictions, is TRL's"
 
 
 def of_stock(cls: type[SFTTrainer], what: str) -> Any:
@@ -291,8 +289,8 @@ def said(messages: list[str], text: str) -> int:
 @pytest.mark.parametrize(
     ("what", "text"),
     [
-        ("outputs", "loss and metrics as stock where compute_loss is called with return_outputs=True"),
-        ("mask", "loss and metrics as stock for rows with an attention mask, or without position_ids"),
+        ("outputs", "TRL's loss and metrics if compute_loss is called with return_outputs=True"),
+        ("mask", "TRL's loss and metrics for rows with an attention mask or without position_ids"),
     ],
 )
 def test_what_only_trls_loss_takes_is_named_once(
@@ -315,8 +313,8 @@ def test_what_still_asks_the_device_and_evaluation_with_predictions_are_named_on
     ours, stock = both(tmp_path, packing=True, include_num_input_tokens_seen="all", trainer=metrics)
     assert_same_log(ours, stock)
     reason = ours.fastpack_report["sync_free"].reason
-    assert reason.count("evaluation with compute_metrics runs as stock") == 1
-    assert "include_num_input_tokens_seen asks the device" in reason
+    assert reason.count("evaluation with compute_metrics is TRL's") == 1
+    assert "include_num_input_tokens_seen synchronizes" in reason
     assert PADDED not in reason
     trainer = build(FastSFTTrainer, tmp_path, eval_strategy="no")
     with caplog.at_level(logging.WARNING):

@@ -19,7 +19,7 @@ from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention.varlen import Varlen
-from fastpack_trl.capture import feature, graphs
+from fastpack_trl.capture import feature
 
 STEPS = 8
 CAPTURED: dict[str, Any] = {"packed_attention": "varlen", "cuda_graph": "on"}
@@ -39,7 +39,6 @@ def capturing(**options: Any) -> Iterator[SimpleNamespace]:
         patch.setattr(Varlen, "refuses", lambda self, features: "")
         patch.setattr(feature, "unavailable", lambda device: "")
         patch.setattr(feature, "CudaGraphs", make)
-        patch.setattr(graphs, "PATIENCE", 0)  # runs of a few steps
         yield SimpleNamespace(made=made, options=pending)
 
 

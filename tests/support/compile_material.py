@@ -114,7 +114,7 @@ def compare(
     computes = torch.autocast(device, autocast) if autocast is not None else contextlib.nullcontext()
     with packed_attention(model, compute_dtype=autocast), computes:
         eager = run()
-        with compiled_layers(model, verbose=False, _backend=backend) as layers:
+        with compiled_layers(model, _backend=backend) as layers:
             compiled = run()
     assert all(kind.path != "eager" for kind in layers.kinds), layers.reason
     mean_error, mean_budget = (values.square().mean(0).sqrt() for values in (compiled, eager))
@@ -136,7 +136,7 @@ def compiled(model: Any, backend: Any = None, *, attention: str | None = None, *
     """Packed attention and compiled layers around steps, as training has them."""
     given = () if attention is None else (attention,)
     with packed_attention(model, *given):
-        with compiled_layers(model, verbose=False, _backend=backend or Counting(), **options) as layers:
+        with compiled_layers(model, _backend=backend or Counting(), **options) as layers:
             yield layers
 
 
