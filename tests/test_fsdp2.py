@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 import transformers.integrations
 from compile_material import Counting, compile_with
-from fsdp2 import fsdp2
 from model_material import STEPS, gemma4
 from peft import LoraConfig
-from ranks import BASE, two_ranks
+from ranks import BASE, fsdp2, two_ranks
 from replayed_graphs import TapeDevice
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy

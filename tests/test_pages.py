@@ -17,18 +17,9 @@ from trainer_material import assert_same_log, both, callback
 
 from fastpack_trl.config import Settings
 from fastpack_trl.features import FEATURES, Feature
-from fastpack_trl.recipe.gpus import GPUS
 from fastpack_trl.trainers import featured as wiring
 
 PACKAGE = ROOT / "fastpack_trl"
-
-
-def test_the_files_to_read_exist() -> None:
-    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| [^|`]+ \| ((?:`\w+/\w+\.py`(?:, )?)+) \|$", page, re.MULTILINE)
-    files = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
-    assert len(files) > 10
-    assert not [name for name in files if not (PACKAGE / name).is_file()]
 
 
 TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
@@ -79,13 +70,6 @@ def test_tables_are_what_the_rules_of_the_features_say(table: str, monkeypatch: 
     assert table != "rows" or all(f"| {name} |" in made for name in SOME_ROWS)
     is_true = {*made.splitlines()} <= {*text.splitlines()} if table == "rows" else made == text
     assert is_true, f"run: python {hardware_doc.__file__} {table}"
-
-
-def test_every_gpu_that_doctor_knows_has_a_column() -> None:
-    assert sum(map(len, hardware_doc.kinds().values())) == len(GPUS)
-    head = re.search(r".*\| feature \|.*", (hardware_doc.DOCS / "hardware.md").read_text(encoding="utf-8"))
-    assert head
-    assert all(name in head[0] for name in GPUS)
 
 
 def test_the_feature_of_the_guide_trains_as_stock_and_leaves_nothing(

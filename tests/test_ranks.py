@@ -14,9 +14,8 @@ import torch.distributed as dist
 import transformers.training_args
 import trl
 from compile_material import Counting, compile_with
-from fsdp2 import fsdp2
 from peft import LoraConfig
-from ranks import BASE, command_of, fork_ranks, free_port, run_ranks, start_ranks, two_ranks
+from ranks import BASE, command_of, fork_ranks, free_port, fsdp2, run_ranks, start_ranks, two_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor

@@ -44,19 +44,16 @@ def all_blocks(*kinds: str) -> list[Block]:
 
 
 def commands() -> dict[str, str]:
-    """Return the command lines of all console blocks: the line without comment -> where it is."""
+    """Return the command lines of the pages: the line without comment -> where it is.
+
+    Those of console blocks, and what stands as `fastpack-trl ...` in the text, unless it has a word to fill in.
+    """
     found: dict[str, str] = {}
     for block in all_blocks("console"):
         for line in block.text.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             if words:
                 found.setdefault(shlex.join(words), block.name)
-    return found
-
-
-def inline_commands() -> dict[str, str]:
-    """Return what stands as `fastpack-trl ...` in the text of the pages, unless it has a word to fill in."""
-    found: dict[str, str] = {}
     for page in PAGES:
         text = re.sub(r"^( *)```.*?^\1```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
         for command in re.findall(r"(?<!`)`(fastpack-trl [^`]+)`", text):

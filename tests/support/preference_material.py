@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import trl
 from datasets import Dataset
+from model_material import away_from_zero
 from peft import LoraConfig
 from side_by_side import assert_equal
 from torch import Tensor, nn
@@ -103,14 +104,6 @@ def name_on_disk(model: Any, folder: Path) -> None:
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
     model.config._name_or_path = str(folder / "model")
-
-
-def away_from_zero(model: nn.Module) -> None:
-    """Give the second factor of each adapter values: with zeros there, half of the gradients are zero."""
-    draw = torch.Generator().manual_seed(1)
-    for name, value in model.named_parameters():
-        if "lora_B" in name and "ref" not in name:
-            value.data = torch.randn(value.shape, generator=draw) * 0.05
 
 
 def trained(model: nn.Module) -> dict[str, Tensor]:

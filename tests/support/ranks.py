@@ -1,7 +1,7 @@
 """Tests that two processes of one training run execute, on the CPU under gloo.
 
 A test with `two_ranks` runs in two forked processes, in the folder of the test; the second one's ``dist.get_rank()`` is
-1. `fork_ranks` runs a function of a test file so, and `run_ranks` under a launcher.
+1. `fork_ranks` runs a function of a test file so, and `run_ranks` under a launcher; `fsdp2` shards a trainer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -88,6 +89,32 @@ def _run(command: list[str], variables: list[dict[str, str]], timeout: float) ->
                 process.wait()
         log.seek(0)
         assert not any(codes), log.read()[-3000:]
+
+
+@contextmanager
+def fsdp2(trainer: Any, **plugin: Any) -> Iterator[Any]:
+    """Let `trainer` train under FSDP 2 with fields of accelerate's plugin; the process is as before afterwards.
+
+    accelerate chooses FSDP on accelerators only. Its state is told here, once the trainer is made, what ``accelerate
+    launch --use_fsdp --fsdp_version 2`` would have; all that follows is accelerate's and torch's own.
+    """
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    plugin = {"cpu_ram_efficient_loading": False, "state_dict_type": "FULL_STATE_DICT"} | plugin
+    chosen = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap", **plugin)
+    whole, part = AcceleratorState._shared_state, PartialState._shared_state
+    before = part["distributed_type"]
+    part["distributed_type"] = whole["distributed_type"] = DistributedType.FSDP
+    whole["fsdp_plugin"] = chosen
+    trainer.is_fsdp_enabled = True
+    assert trainer.accelerator.is_fsdp2
+    try:
+        yield trainer
+    finally:
+        part["distributed_type"] = whole["distributed_type"] = before
+        whole["fsdp_plugin"] = None
 
 
 def free_port() -> str:

@@ -125,7 +125,7 @@ def build(
     with _prepared_once():
         return cls(
             tiny_model(family) if model is None else model,
-            args=SFTConfig(**args) if fast is None else FastSFTConfig(**args, **fast),
+            args=SFTConfig(**args) if fast is None else FastSFTConfig(**args | fast),
             processing_class=make_tokenizer(),
             **given | (trainer or {}),
         )

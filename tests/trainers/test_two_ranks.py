@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from datasets import Dataset
-from fsdp2 import fsdp2
 from preference_material import DATA, NAMES, assert_changed_alike, assert_same, build, trained
-from ranks import two_ranks
+from ranks import fsdp2, two_ranks
 
 pytestmark = pytest.mark.slow
 
