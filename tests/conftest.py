@@ -92,7 +92,7 @@ class _Collections:
             self.slowest = 0.0
 
 
-_COLLECTIONS = pytest.StashKey[_Collections]()
+_COLLECTIONS = _Collections()
 
 
 def _leave_out(patch: pytest.MonkeyPatch) -> None:
@@ -142,16 +142,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     patch = pytest.MonkeyPatch()
     session.config.add_cleanup(patch.undo)
     _leave_out(patch)
-    collections = session.config.stash[_COLLECTIONS] = _Collections()
-    collections.freeze()
-    gc.callbacks.append(collections)
-    session.config.add_cleanup(lambda: gc.callbacks.remove(collections))
+    _COLLECTIONS.freeze()
+    gc.callbacks.append(_COLLECTIONS)
+    session.config.add_cleanup(lambda: gc.callbacks.remove(_COLLECTIONS))
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item) -> None:
+def pytest_runtest_teardown() -> None:
     """What a test was the first to need, once its own objects are gone."""
-    item.config.stash[_COLLECTIONS].freeze()
+    _COLLECTIONS.freeze()
 
 
 def pytest_unconfigure() -> None:
