@@ -37,6 +37,11 @@ def blocks(page: Path) -> list[Block]:
     return made
 
 
+def text_of(page: Path) -> str:
+    """Return a page without its blocks."""
+    return re.sub(r"^( *)```.*?^\1```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
 def all_blocks(*kinds: str) -> list[Block]:
     """Return the blocks of all pages that are of these kinds, each text once."""
     found = {block.text: block for page in reversed(PAGES) for block in reversed(blocks(page)) if block.kind in kinds}
@@ -55,8 +60,7 @@ def commands() -> dict[str, str]:
             if words:
                 found.setdefault(shlex.join(words), block.name)
     for page in PAGES:
-        text = re.sub(r"^( *)```.*?^\1```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-        for command in re.findall(r"(?<!`)`(fastpack-trl [^`]+)`", text):
+        for command in re.findall(r"(?<!`)`(fastpack-trl [^`]+)`", text_of(page)):
             line = " ".join(command.split())
             if not re.search(r"\b[A-Z]{3,}\b|\.\.\.|/\.\.", line):
                 found.setdefault(line, str(page.relative_to(ROOT)))
