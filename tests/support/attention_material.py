@@ -155,9 +155,10 @@ def errors(actual: list[Tensor], exact: list[Tensor]) -> Tensor:
 def relative_errors(actual: tuple[float, dict[str, Tensor]], exact: tuple[float, dict[str, Tensor]]) -> Tensor:
     """Of the loss, and of all gradients together in the 2-norm."""
     assert actual[1].keys() == exact[1].keys()
-    distance = sum(float((actual[1][name].double().cpu() - g.cpu()).square().sum()) for name, g in exact[1].items())
-    size = sum(float(g.square().sum()) for g in exact[1].values())
-    return torch.tensor([abs(actual[0] - exact[0]) / abs(exact[0]), (distance / size) ** 0.5])
+    pairs = [(actual[1][name].cpu().double(), gradient.cpu().double()) for name, gradient in exact[1].items()]
+    distance = torch.stack([(ours - gradient).norm() for ours, gradient in pairs]).norm()
+    size = torch.stack([gradient.norm() for _, gradient in pairs]).norm()
+    return torch.tensor([abs(actual[0] - exact[0]) / abs(exact[0]), distance / size])
 
 
 def attend(layer: Any, window: int | None = None, softcap: float | None = None, device: Any = CPU) -> Any:

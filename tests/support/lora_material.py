@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_material import relative_errors
 from counted_operators import Counted
 from model_material import away_from_zero
 from peft import LoraConfig, get_peft_model
@@ -71,11 +72,7 @@ def step(model: Any, ids: Tensor, *, autocast: bool = False) -> Tensor:
 
 def joint_error(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """``|actual - expected| / |expected|`` over all gradients as one vector."""
-    assert actual.keys() == expected.keys()
-    squares = [((actual[name].double() - g.double()).square().sum(), g.double().square().sum()) for name, g in
-               expected.items()]  # fmt: skip
-    difference, size = (torch.stack(column).sum() for column in zip(*squares, strict=True))
-    return float((difference / size).sqrt())
+    return float(relative_errors((1.0, dict(actual)), (1.0, dict(expected)))[1])
 
 
 def saved_bytes(model: Any, ids: Tensor) -> int:
