@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -112,25 +113,28 @@ def trained(model: nn.Module) -> dict[str, Tensor]:
 
 def assert_same(ours: Any, stock: Any, rtol: float = 1e-5, atol: float = 2e-6) -> None:
     """The logs of two trainers are equal."""
-    logs = [[{k: v for k, v in row.items() if k != "step_time"} for row in figures(each)] for each in (ours, stock)]
 
     def own(name: str) -> float:
         return max((error for part, error in ABSOLUTE.items() if part in name), default=0.0)
 
-    assert_equal(*logs, rtol, atol, own)
+    assert_equal(figures(ours), figures(stock), rtol, atol, own)
 
 
-def both(name: str, folder: Path, options: Callable[[], dict[str, Any]] | None = None, **more: Any) -> tuple[Any, Any]:
+def both(
+    name: str, folder: Path, options: Callable[[], dict[str, Any]] = dict, around: Any = nullcontext, **more: Any
+) -> tuple[Any, Any]:
     """Ours and stock's after `train`, from the same weights on the same data; `weights_before` are on both.
 
     Args:
         options: makes what each of the two has to have of its own: models, tokenizers.
+        around: a context that a trainer trains in.
     """
     made = []
     for fast in (True, False):
-        runner = build(name, folder / str(fast), fast=fast, **more | (options() if options is not None else {}))
+        runner = build(name, folder / str(fast), fast=fast, **more | options())
         runner.weights_before = trained(runner.model)
-        runner.train()
+        with around(runner):
+            runner.train()
         made.append(runner)
     return made[0], made[1]
 

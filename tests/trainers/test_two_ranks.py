@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
+import preference_material
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from datasets import Dataset
-from preference_material import DATA, NAMES, assert_changed_alike, assert_same, build, trained
+from preference_material import DATA, NAMES, assert_changed_alike, assert_same
 from ranks import fsdp2, two_ranks
 
 pytestmark = pytest.mark.slow
@@ -20,16 +20,9 @@ SGD = {"optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "l
 STEPS = {**SGD, "max_steps": 3, "eval_steps": 3, "per_device_train_batch_size": 4}
 
 
-def both(name: str, around: Any = contextlib.nullcontext, **options: Any) -> tuple[Any, Any]:
-    made = []
-    for fast in (True, False):
-        torch.manual_seed(0)
-        runner = build(name, Path(f"{name}-{fast}"), fast=fast, **{**STEPS, **options})
-        runner.weights_before = trained(runner.model)
-        with around(runner):
-            runner.train()
-        made.append(runner)
-    ours, stock = made
+def both(name: str, **options: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    ours, stock = preference_material.both(name, Path(name), **{**STEPS, **options})
     report = ours.fastpack_report
     assert report["batches"].status == "on", report.table()
     assert ours._fastpack_rows.ran >= 3, report.table()
@@ -67,7 +60,7 @@ def test_two_ranks_compute_the_reference_before() -> None:
 @pytest.mark.parametrize("name", ["DPO", "GRPO"])
 @two_ranks
 def test_two_ranks_under_fsdp2_log_what_stock_logs(name: str) -> None:
-    ours, _ = both(name, fsdp2, eval_strategy="no", gradient_checkpointing=False)
+    ours, _ = both(name, around=fsdp2, eval_strategy="no", gradient_checkpointing=False)
     assert type(ours.model).__name__.startswith("FSDP"), type(ours.model)
     line = ours.fastpack_report["verify_packing"]
     assert (line.status, line.path) == ("on", "proof"), line
