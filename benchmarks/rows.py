@@ -24,7 +24,7 @@ from benchmarks.models import (
     source_text,
     word_tokenizer,
 )
-from fastpack_trl.moe.quantised import quantize_experts
+from fastpack_trl.moe.quantized import quantize_experts
 
 LONGEST_DOCUMENT = 2048
 PROMPTS, COMPLETIONS = (50, 400), (30, 200)

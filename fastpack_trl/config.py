@@ -61,6 +61,9 @@ REMOVED = {
         ("fastpack-trl doctor --audit", "fastpack-trl doctor --steps"),
         ("0.2.0", "run `fastpack-trl bench --config FILE`, whose table counts host syncs per step"),
     ),
+    "fastpack-trl bench --device": ("0.2.0", "give --use_cpu True, or set CUDA_VISIBLE_DEVICES"),
+    "fastpack-trl verify --lengths": ("0.2.0", "call `verify_packing(model, lengths=(9, 1, 14, 6))`"),
+    "fastpack-trl verify --device": ("0.2.0", "leave it out; CUDA_VISIBLE_DEVICES='' runs it on the CPU"),
     "fastpack-trl generate --file": ("0.2.0", "give --prompt once per text"),
     **dict.fromkeys(
         ("fastpack-trl generate --raw", "fastpack-trl generate --seed"),

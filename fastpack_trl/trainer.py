@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from copy import copy
 from typing import Any
 
-from accelerate.logging import get_logger
 from datasets import Dataset
 from torch import Tensor
 from torch.utils.data import DataLoader
 from trl import SFTTrainer
 
-from fastpack_trl.attention.feature import choose_attention
 from fastpack_trl.capture.ddp import reduced_after
 from fastpack_trl.checkpointing.activation_memory import gathered_once
-from fastpack_trl.config import Settings
-from fastpack_trl.model.precision import fit_precision
-from fastpack_trl.model.preflight import bound, check_given
-from fastpack_trl.packing.batching import fast_view, is_stock_collator, packing_collator
+from fastpack_trl.model.changes import patch_attribute
+from fastpack_trl.model.preflight import check_given
+from fastpack_trl.packing.batching import fast_view, is_stock_collator, packing_collator, plan_batches
 from fastpack_trl.packing.collator import unshared
 from fastpack_trl.packing.dataset import prepare_in_two_passes
 from fastpack_trl.packing.documents import DocumentsCollator, as_one_row
-from fastpack_trl.packing.examples import check_label_column, check_not_empty
+from fastpack_trl.packing.examples import check_label_column
 from fastpack_trl.packing.packed_inputs import PackedInputs
-from fastpack_trl.run import Run
-from fastpack_trl.step.hostwork import HostWork
 from fastpack_trl.step.metrics import FlushedOnRead
 from fastpack_trl.step.sync_free import SyncFreeStep
 from fastpack_trl.trainers.featured import FeaturedTrainer
 from fastpack_trl.trainers.optimizer_step import OptimizerStep, clear_derived
-
-logger = get_logger(__name__)
 
 
 class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
@@ -46,80 +39,63 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         fastpack_run: decisions of this trainer, for its features.
 
     Raises:
-        ValueError: in addition to those of `SFTTrainer`: an attention that would be wrong for the model, token ids
-            outside the vocabulary, labels and tokens of different lengths, an empty data set.
+        ValueError: in addition to those of `SFTTrainer`: an attention that would be wrong for the model, labels and
+            tokens of different lengths, an empty data set.
     """
 
     _fastpack_stock = SFTTrainer
     _fastpack_kinds = ("any", "sft")
+    _fastpack_plan = staticmethod(plan_batches)
     data_collator: Any  # set by transformers' Trainer; swapped while a loader is built
     _metrics = FlushedOnRead()
     _total_train_tokens = FlushedOnRead()
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = bound(SFTTrainer, self, args, kwargs)
-        run = self.fastpack_run = Run(self, Settings.of(given.get("args")))
-        self._fastpack_optimizer_step = OptimizerStep(run)
-        self._fastpack_replaced = ""
-        self._fastpack_own_collator = given.get("data_collator") is not None
-        self._fastpack_disabled = self._fastpack_why_disabled()
-        if self._fastpack_disabled:
-            super().__init__(*args, **kwargs)
-            run.set_status("fastpack", "off", "stock", self._fastpack_disabled)
-            return
+    def _fastpack_constructing(self, given: dict[str, Any]) -> AbstractContextManager[None]:
         check_given(given)
-        check_not_empty(given.get("train_dataset"))
-        super().__init__(*args, **kwargs)
-        self._fastpack_quantize(self.model)  # unless the model was moved already
-        run.report.facts |= fit_precision(self)
-        if run.settings.sync_free != "off":
-            run.set_state(SyncFreeStep(self.model))  # before accelerate wraps the model
-        choose_attention(run)
+        self._fastpack_own_collator = given.get("data_collator") is not None
+        return nullcontext()
 
-    def _prepare_dataset(
-        self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
-    ) -> Any:
-        given = (dataset, processing_class, args, packing, formatting_func, dataset_name)
+    def _fastpack_replace_forward(self) -> None:
+        if self.fastpack_run.settings.sync_free != "off":
+            step = SyncFreeStep(self.model)
+            self.fastpack_run.set_state(step)
+            self._fastpack_host = step.host
+
+    def _prepare_dataset(self, *given: Any) -> Any:
         return self._fastpack_name_faults(self._fastpack_prepare, super()._prepare_dataset, *given)
 
-    def _fastpack_prepare(self, dataset: Any, *given: Any) -> Any:
-        run, dataset_name = self.fastpack_run, given[-1]
+    def _fastpack_prepare(self, *given: Any) -> Any:
+        run, dataset, dataset_name = self.fastpack_run, given[0], given[-1]
         if self._fastpack_own_collator:
-            return super()._prepare_dataset(dataset, *given)
+            return super()._prepare_dataset(*given)
         check_label_column(dataset, dataset_name)
-        # An evaluation set may have that name too, and may be passed during a run.
+        # An evaluation set may have that name too, and be passed during a run.
         count = run.facts is None and dataset_name == "train" and not self._fastpack_entered
-        prepared, facts = prepare_in_two_passes(super()._prepare_dataset, dataset, *given, count=count)
+        prepared, facts = prepare_in_two_passes(super()._prepare_dataset, *given, count=count)
         if facts is not None:
             run.facts = facts
         return prepared
 
     def _get_dataloader(self, dataset: Any, description: str, *args: Any, **kwargs: Any) -> DataLoader[Any]:
-        training = kwargs.get("is_training", False)
-        if not self._fastpack_collates(dataset, training, description):
+        training, collator = kwargs.get("is_training", False), self.data_collator
+        if self._fastpack_collates(dataset, training, description):
+            if self.fastpack_run.packs:
+                shares = self.fastpack_run.shares_prefixes and training
+                collator, dataset = packing_collator(self, share_prefixes=shares), fast_view(self, dataset)
+            else:
+                collator = DocumentsCollator(collator)
+        with patch_attribute(self, "data_collator", collator):
             return super()._get_dataloader(dataset, description, *args, **kwargs)
-        stock: Any = self.data_collator
-        if self.fastpack_run.packs:
-            shares = self.fastpack_run.shares_prefixes and training
-            self.data_collator, dataset = packing_collator(self, share_prefixes=shares), fast_view(self, dataset)
-        else:
-            self.data_collator = DocumentsCollator(stock)
-        try:
-            return super()._get_dataloader(dataset, description, *args, **kwargs)
-        finally:
-            self.data_collator = stock
 
     def _fastpack_collates(self, dataset: Any, is_training: bool, description: str) -> bool:
         """Return whether a loader gets our collator; evaluation that returns predictions keeps TRL's shapes."""
         run = self.fastpack_run
-        if self._fastpack_disabled or not self._fastpack_entered or run.plan.kind == "stock":
+        if not self._fastpack_entered or run.plan.kind == "stock":
             return False
         if not is_stock_collator(self.data_collator):  # set by the user during the run
             why = f"data_collator was replaced by {type(self.data_collator).__name__}"
-            if self._fastpack_replaced != why:
-                self._fastpack_replaced = why
-                run.set_status("batches", "stock", "stock", why)
-                logger.warning(f"batches: stock ({why})")
+            if run.report["batches"].reason != why:
+                run.disable("batches", "stock", why)
             return False
         if is_training or run.plan.kind != "padding_free":
             return True
@@ -128,14 +104,12 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         return self.compute_metrics is None and description.lower() != "test" and isinstance(dataset, Dataset)
 
     def _fastpack_enter(self, stack: ExitStack) -> None:
-        stack.callback(self._fastpack_optimizer_step.close)
+        self._fastpack_optimizer_step = OptimizerStep(self.fastpack_run)
+        stack.callback(setattr, self, "_fastpack_optimizer_step", OptimizerStep(self.fastpack_run))  # holds no batch
 
     @property
     def _fastpack_step(self) -> SyncFreeStep | None:
         return self.fastpack_run.get_state(SyncFreeStep)
-
-    def _fastpack_lists(self) -> HostWork | None:
-        return None if self._fastpack_step is None else self._fastpack_step.host
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         batches, num_items_in_batch = super().get_batch_samples(*args, **kwargs)
@@ -181,20 +155,13 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
             step.filter.restore()  # this is the first call after the line that reads it
         return super().floating_point_ops(inputs)
 
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        if self.control.should_log or self.control.should_evaluate:
-            self._fastpack_flush()
-        super()._maybe_log_save_evaluate(*args, **kwargs)
-
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+    def log(self, *args: Any, **kwargs: Any) -> None:
         self._fastpack_flush()
-        return super()._finalize_training(*args, **kwargs)
+        super().log(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        self._fastpack_flush()  # TRL logs the number of trained tokens with the evaluation
-        outputs = super().evaluation_loop(*args, **kwargs)
-        self._fastpack_flush()
-        return outputs
+        self._fastpack_flush()  # TRL's own loss reads the number of trained tokens on each rank
+        return super().evaluation_loop(*args, **kwargs)
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         stock = super().prediction_step

@@ -123,7 +123,7 @@ _FIRST = (
     "test_compile_parity", "test_compile", "test_users_hooks", "test_capture_changes", "test_sft_command", "test_run",
     "test_nested", "test_capture", "test_inductor", "test_capture_limits", "test_trl_examples", "test_forecast",
     "test_activation_memory", "test_without_bf16", "test_moved_names", "test_package", "test_pages", "test_pays",
-    "test_unreadable_models", "test_packed_inputs", "test_lora_copies", "test_gemma4", "test_quantised_experts",
+    "test_unreadable_models", "test_packed_inputs", "test_lora_quantized", "test_gemma4", "test_quantized_experts",
     "test_moe_compile", "test_random_runs", "test_quickstart", "test_docs",
 )  # fmt: skip
 """Files of few tests that take 13 to 110 seconds; at the end one process would wait for another's."""
@@ -188,6 +188,16 @@ def inductor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)  # no test programs of what the CPU knows
         patch.setattr(torch._inductor.config.cpp, "simdlen", 1)
         yield
+
+
+@pytest.fixture
+def offloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let layer inputs go to host memory, however small, also on a machine without a device."""
+    from fastpack_trl.checkpointing import activation_memory, checkpoint_offload, offload
+
+    monkeypatch.setattr(offload, "MIN_BYTES", 1)
+    for place in (activation_memory, checkpoint_offload):
+        monkeypatch.setattr(place, "offload_unavailable", lambda device: "")
 
 
 @pytest.fixture

@@ -25,8 +25,8 @@ from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention.varlen import Varlen
 from fastpack_trl.capture import feature as capture
 from fastpack_trl.checkpointing import checkpoint_offload as feature
+from fastpack_trl.checkpointing import offload
 from fastpack_trl.checkpointing.activation_memory import ActivationMemory
-from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.config import Settings
 from fastpack_trl.errors import PackingError
 from fastpack_trl.testing import tiny_model
@@ -134,8 +134,7 @@ def memory(patch: pytest.MonkeyPatch) -> None:
     assert_same_log(looked[0], looked[1], rtol=1e-6, atol=1e-7)
     both(gradient_checkpointing=True, max_grad_norm=0.05, fast={"activation_memory_gib": 1.0})
     patch.setattr(feature, "offload_unavailable", lambda device: "")
-    patch.setattr(feature, "CudaStreams", HostStreams)
-    patch.setattr(feature, "MIN_BYTES", 1)
+    patch.setattr(offload, "MIN_BYTES", 1)
     ours = both(gradient_checkpointing=True, fast={"checkpoint_offload": "double_buffer"})
     assert ours.fastpack_report["checkpoint_offload"].status == "on"
     assert "offload, host memory" in ours.fastpack_report.facts, ours.fastpack_report.table()

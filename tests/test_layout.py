@@ -31,24 +31,24 @@ TABLE = re.findall(r"^\| *(\d*) *\| `(\w+)` \|", ARCHITECTURE, re.MULTILINE)
 """Rooms and files of the package from the highest floor to the lowest: each imports from floors below its own."""
 
 BUDGETS = {
-    "attention": 2250,
-    "bench": 1150,
+    "attention": 2150,
+    "bench": 1050,
     "callbacks": 300,
     "capture": 1350,
-    "checkpointing": 1300,
-    "cli": 1050,
+    "checkpointing": 1200,
+    "cli": 1000,
     "compile": 850,
     "kernels": 1150,
     "lora": 1250,
     "measure": 750,
     "model": 1450,
     "moe": 1100,
-    "packing": 2050,
+    "packing": 2000,
     "recurrent": 800,
     "recipe": 1900,
     "run": 450,
     "step": 1800,
-    "trainers": 1200,
+    "trainers": 1000,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
 TOTALS = {"fastpack_trl": 23150, "benchmarks": 2000, "tests": 26050}
@@ -189,9 +189,9 @@ def test_each_decision_of_a_run_has_one_writer_and_the_step_one_override() -> No
 def test_what_is_decided_cannot_be_decided_again_while_steps_run() -> None:
     decisions = Decisions(Settings())
     decisions.training = True
-    with decisions.fixed(), pytest.raises(AssertionError, match=r"run\.training is decided before the first step"):
+    decisions._are_fixed = True
+    with pytest.raises(AssertionError, match=r"run\.training is decided before the first step"):
         decisions.training = False
-    decisions.training = False
 
 
 def test_a_plain_config_has_the_defaults_of_ours() -> None:

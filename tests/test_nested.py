@@ -114,17 +114,6 @@ def test_training_changes_no_function_or_class_of_a_library(tmp_path: Path, fami
     assert changed(before) == []
 
 
-@pytest.mark.parametrize(("family", "lora"), [("gpt_oss", False), ("qwen3", True), ("qwen3_moe", False)])
-def test_a_stock_trainer_inside_of_ours_is_stock(tmp_path: Path, family: str, lora: bool) -> None:
-    alone = make(SFTTrainer, tmp_path / "alone", family, lora=lora)
-    alone.train()
-    stock = make(SFTTrainer, tmp_path / "stock", family, lora=lora)
-    ours = make(FastSFTTrainer, tmp_path / "ours", family, lora=lora)
-    ours.add_callback(once("on_step_begin", 1, lambda _: stock.train()))
-    ours.train()
-    assert_same_log(stock, alone, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("first", [0, 1], ids=["outer-first", "inner-first"])
 def test_runs_that_overlap_may_end_in_either_order(tmp_path: Path, first: int) -> None:
     alone = make(SFTTrainer, tmp_path / "alone", "qwen3_moe", max_steps=3)

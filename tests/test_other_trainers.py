@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from offload_material import HostStreams
 from peft import LoraConfig
 from preference_material import DATA, build, trained
 from side_by_side import assert_equal
@@ -27,7 +26,6 @@ def together(trainer: Any) -> Any:
     """LoRA, experts, offloaded checkpoints."""
     offload, report = AsyncCheckpointCallback(), apply_lora(trainer.model)
     assert len(report.fast) == 8, report  # q, k, v and o of two layers
-    offload._options = {"min_bytes": 1, "streams": HostStreams}  # a machine without a device
     trainer.add_callback(offload)
     with apply_moe(trainer.model) as experts:
         assert [layer.path for layer in experts.layers] == ["fastpack"] * 2, experts
@@ -68,6 +66,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     return cache(lambda name: run(name, tmp_path_factory.mktemp(name)))
 
 
+@pytest.mark.usefixtures("offloads")
 @pytest.mark.parametrize(("part", "rtol"), [(together, 2e-5), (exact, 0.0)])
 @pytest.mark.parametrize("name", ["DPO", "KTO", "Reward", "GRPO"])
 def test_two_steps_with_parts_are_those_without(name: str, part: Any, rtol: float, tmp_path: Path, stock: Any) -> None:

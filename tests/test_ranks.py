@@ -131,7 +131,7 @@ def _fails(where: str) -> None:
 @pytest.mark.parametrize(
     ("where", "said"),
     [
-        ("no memory", ["a step of several processes cannot be run again", "lower activation_memory_gib"]),
+        ("no memory", ["a step of several processes cannot run again", "lower activation_memory_gib"]),
         ("plan", ["RankFailedError: rank 1: RuntimeError: the kernel failed", "wait for this one", "in plan_memory"]),
         ("step", ["RuntimeError: the kernel failed", "in training_step"]),
         ("dispatched", ["TypeError: Can only concatenate tensors but got"]),  # as under stock

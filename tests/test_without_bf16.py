@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from attention_material import prepared
-from lora_material import adapted, quantised
+from lora_material import adapted, quantized
 from old_device import T4, add_scaler, forced_capability
 from trainer_material import build, callback, figures, make_dataset
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer, apply_lora
 from fastpack_trl.attention.backends import choose
-from fastpack_trl.attention.interface import AttentionCall
-from fastpack_trl.attention.per_document import has_grouped_kernel
 from fastpack_trl.capture.feature import unavailable
 from fastpack_trl.kernels._triton import is_supported
 from fastpack_trl.lora import linear
@@ -25,7 +22,6 @@ from fastpack_trl.model import precision
 from fastpack_trl.model.facts import read_features
 from fastpack_trl.model.precision import emulates_bf16, fit_precision, unscales_bf16
 from fastpack_trl.moe.feature import moe
-from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.run import Run
 from fastpack_trl.testing import tiny_model
 
@@ -63,7 +59,7 @@ def run_both(folder: Path, kind: str, **options: Any) -> list[Any]:
 
 
 MODELS = {
-    "nf4": lambda: quantised("nf4", nested=True, dtype=torch.float16),
+    "nf4": lambda: quantized("nf4", nested=True, dtype=torch.float16),
     "lora": lambda: adapted("qwen3"),
     "full": lambda: tiny_model("qwen3"),
 }
@@ -101,34 +97,16 @@ def test_a_run_under_the_loss_scaler_is_stock_s_with_a_step_that_overflows(
     assert "the loss scaler of fp16 asks the device" in report["sync_free"].reason
 
 
-def test_documents_run_one_by_one_and_heads_are_repeated_where_no_kernel_groups_them() -> None:
+def test_documents_run_one_by_one_where_no_kernel_runs_a_row() -> None:
     model = read_features(tiny_model("qwen3"))
-    for dtype, capability, grouped, path in (
-        (torch.float16, T4, False, "per_document"), (torch.float16, (8, 0), True, "varlen"),
-        (torch.float32, (9, 0), False, "per_document"),
+    for dtype, capability, path in (
+        (torch.float16, T4, "per_document"), (torch.float16, (8, 0), "varlen"),
+        (torch.float32, (9, 0), "per_document"),
     ):  # fmt: skip
         features = replace(model, device_type="cuda", capability=capability, compute_dtype=dtype)
-        assert has_grouped_kernel(features) is grouped
         choice = choose("auto", features)
         assert choice.path == path
         assert path == "varlen" or "calls a kernel per document" in choice.refuses_compile
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-@pytest.mark.parametrize("window", [None, 5])
-def test_repeated_heads_give_what_grouped_ones_do(window: int | None, device: str) -> None:
-    torch.manual_seed(0)
-    batch = PackedBatch.from_lengths((3, 17, 1, 9)).to(torch.device(device))
-    layer = prepared("per_document", batch, *([window] if window else []), device=device)
-    drawn = [torch.randn(1, heads, 30, 8, device=device) for heads in (6, 2, 2)]
-    results = []
-    for grouped in (True, False):
-        query, key, value = (tensor.clone().requires_grad_() for tensor in drawn)
-        out = layer._replace(grouped=grouped).attend(AttentionCall(query, key, value, 0.3, window))
-        out.sin().sum().backward()
-        results.append([out, query.grad, key.grad, value.grad])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(other, one)
 
 
 def test_graphs_triton_and_experts_are_for_capability_8_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +128,7 @@ def test_graphs_triton_and_experts_are_for_capability_8_on(tmp_path: Path, monke
 
 def test_4_bit_layers_stay_peft_s_in_emulated_bf16_and_are_fast_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "emulates_bf16", lambda device: True)
-    model = quantised("nf4", compute=torch.float16)
+    model = quantized("nf4", compute=torch.float16)
     report = apply_lora(model, compute_dtype=torch.bfloat16)
     assert not report.fast
     assert "bf16 is emulated on this device" in str(report)
@@ -161,7 +139,7 @@ def test_4_bit_layers_stay_peft_s_in_emulated_bf16_and_are_fast_in_fp16(monkeypa
 def test_adapters_in_bf16_become_fp32_where_the_scaler_has_no_kernel_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = quantised("nf4", compute=torch.float16)
+    model = quantized("nf4", compute=torch.float16)
     trainer = build(FastSFTTrainer, tmp_path, model=model, fp16=True, eval_strategy="no")
     adapters = [p for p in trainer.model.parameters() if p.requires_grad]
     assert {p.dtype for p in adapters} == {torch.bfloat16}  # TRL's
@@ -192,7 +170,7 @@ def test_fp16_on_a_device_that_says_it_is_a_t4_is_stock_s(kind: str, more: dict[
 def test_stock_ends_in_its_first_step_with_adapters_in_bf16_and_ours_trains(tmp_path: Path) -> None:
     assert not unscales_bf16(CUDA), "torch has the kernel now: `fit_precision` need not cast any more"
     for cls in (SFTTrainer, FastSFTTrainer):
-        model = quantised("nf4", dtype=torch.float16).to("cuda")
+        model = quantized("nf4", dtype=torch.float16).to("cuda")
         trainer = build(cls, tmp_path, model=model, fp16=True, use_cpu=False, eval_strategy="no", **UNPACKED)
         if cls is SFTTrainer:
             with pytest.raises(NotImplementedError, match="BFloat16"):

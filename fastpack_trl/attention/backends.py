@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -21,7 +20,7 @@ from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.run import Choice
 
 _WINDOW = 5
-_LENGTHS = (8, 4)  # tokens per document: one past the window, and a shorter one, which shows what of the first it sees
+_LENGTHS = (8, 4)  # tokens per document: one that exceeds the window, and a shorter one that must not see the first
 _MOST_ERROR = 0.1
 """Relative error allowed in a 16-bit trial, where gradients of sinks nearly cancel; a wrong factor exceeds it."""
 
@@ -44,7 +43,6 @@ def choose(
     *,
     stock_requested: str | None = None,
     attempt: Callable[[Backend, ModelFeatures], str] | None = None,
-    elements: float = math.inf,
 ) -> Choice:
     """Choose the path for a model.
 
@@ -53,7 +51,6 @@ def choose(
         stock_requested: an `attn_implementation` that the user set. One of `ORDINARY` says how batches
             that are not packed run; ``auto`` leaves packed rows to any other, which has a kernel for them.
         attempt: returns why a backend that should be right fails on this machine, or ``""`` (`failure`); None: untried.
-        elements: of the queries of the whole run (`Backend.too_costly`).
 
     Raises:
         ValueError: the requested backend does not exist, or would be wrong for the model; names the remedy.
@@ -69,12 +66,10 @@ def choose(
     asked = [f"batches that are not packed run attn_implementation={stock_requested!r}"] if stock_requested else []
     refusals: list[str] = []
     for backend in [BACKENDS[requested]] if by_name else [one for one in AUTO if one.considered(features)]:
-        refusal = features.gap or backend.refuses(features) or (not by_name and backend.too_costly(features, elements))
-        refusal = refusal or (attempt(backend, features) if attempt else "")
+        refusal = features.gap or backend.refuses(features) or (attempt(backend, features) if attempt else "")
         if not refusal:
-            reasons = (
-                ["asked for", backend.reason(features)] if by_name else [backend.reason(features), *asked, *refusals]
-            )
+            reason = backend.reason(features)
+            reasons = ["asked for", reason] if by_name else [reason, *asked, *refusals]
             return Choice(backend.name, "; ".join(reasons), backend.flattens, backend.refuses_compile)
         refusals.append(refusal)
     if by_name:

@@ -38,7 +38,7 @@ def stock_error(features: ModelFeatures) -> str:
     """Return how transformers' attention differs from the model's definition, or ``""``."""
     # transformers 5.17 gives gemma2 sdpa; later versions refuse it themselves.
     wrong = features.softcap and features.implementation == "sdpa"
-    return "stock sdpa leaves out the softcap: load the model with attn_implementation='eager'" if wrong else ""
+    return "transformers' sdpa leaves out the softcap: load the model with attn_implementation='eager'" if wrong else ""
 
 
 class Dense(Backend):
@@ -52,7 +52,7 @@ class Dense(Backend):
         return stock_error(features)
 
     def reason(self, features: ModelFeatures) -> str:
-        return f"stock {features.implementation} with a dense mask built once per batch"
+        return f"transformers' {features.implementation} with a dense mask built once per batch"
 
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> DenseLayer:
         masks = {window: dense_mask(batch, window, device) for window in (None, *features.windows)}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 from accelerate.logging import get_logger
 from datasets import Dataset
@@ -17,20 +15,14 @@ from fastpack_trl.attention.backends import BACKENDS, choose, failure
 from fastpack_trl.attention.start_proof import is_examined, prove, tell_stock_error
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.changes import patch_attribute
-from fastpack_trl.model.facts import asked_for, attention_modules, read_features
-from fastpack_trl.packing.batching import BatchPlan, vocabulary
-from fastpack_trl.packing.dataset import check_vocabulary, is_token_lists, padding_cost
+from fastpack_trl.model.facts import asked_for, read_features
+from fastpack_trl.packing.batching import BatchPlan
+from fastpack_trl.packing.dataset import padding_cost
 from fastpack_trl.packing.documents import PADDED_DOCUMENTS
 from fastpack_trl.report import Status
 from fastpack_trl.run import Choice, Run
 
 logger = get_logger(__name__)
-
-
-class _Asked(NamedTuple):
-    """The setting for which a run has chosen its attention."""
-
-    setting: str
 
 
 def choose_attention(run: Run) -> None:
@@ -39,28 +31,16 @@ def choose_attention(run: Run) -> None:
     Raises:
         ValueError: the requested path would be wrong for the model; names the fix.
     """
-    run.set_state(_Asked(""))  # if this fails, the next start chooses again
     keywords = run.args.model_init_kwargs or {}
     features = read_features(run.model, run.compute_dtype)
-    run.choice = choose(
+    choice = choose(
         run.settings.packed_attention,
         features,
         stock_requested=asked_for(run.model, keywords.get("attn_implementation")),
         attempt=failure,
-        elements=_tokens_of(run) * features.num_heads * features.head_dim * len(attention_modules(run.model)),
     )
+    run.choice = replace(choice, setting=run.settings.packed_attention)
     plan_rows(run)
-    run.set_state(_Asked(run.settings.packed_attention))
-
-
-def _tokens_of(run: Run) -> float:
-    """Return the most tokens that a run can train on, as far as its arguments and its data set say."""
-    args, dataset = run.args, run.trainer.train_dataset
-    if args.max_steps > 0:
-        rows: float = args.max_steps * args.gradient_accumulation_steps * args.per_device_train_batch_size
-    else:
-        rows = args.num_train_epochs * len(dataset) if isinstance(dataset, Dataset) else math.inf
-    return rows * run.sequences * (run.max_length or math.inf)
 
 
 def plan_rows(run: Run, plan: BatchPlan | None = None) -> None:
@@ -106,7 +86,7 @@ def plan_rows_again(run: Run) -> None:
 
     def why_stock() -> str:
         nonlocal own
-        if run.get_state(_Asked) != _Asked(run.settings.packed_attention):
+        if run.choice.setting != run.settings.packed_attention:
             choose_attention(run)
             logger.warning(f"packed_attention: {run.choice.path} ({run.choice.reason})")
         own = _plan(run)
@@ -139,9 +119,6 @@ def _install(run: Run, stack: ExitStack) -> None:
 
     An explicit path stops instead.
     """
-    dataset = run.trainer.train_dataset
-    if run.training and isinstance(dataset, Dataset) and is_token_lists(dataset, ("input_ids",)):
-        check_vocabulary(dataset, vocabulary(run.model))
     if run.training:
         tell_stock_error(run)
     attempt = stack.enter_context(ExitStack())
@@ -170,6 +147,7 @@ def _install(run: Run, stack: ExitStack) -> None:
     if not failed:
         return
     attempt.close()
-    run.choice = replace(run.choice, unproven=failed) if unasked else Choice(PADDED_DOCUMENTS, failed)
+    padded = Choice(PADDED_DOCUMENTS, failed, setting=run.choice.setting)
+    run.choice = replace(run.choice, unproven=failed) if unasked else padded
     plan_rows(run)
     logger.warning(f"batches: {run.plan.kind} ({failed})")

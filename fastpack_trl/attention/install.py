@@ -120,7 +120,8 @@ def backend_installed(model: nn.Module, handle: PackedAttention) -> Iterator[Non
     """Run packed rows of `model` on the backend that a handle names, for the features that it has."""
     prepare = _Prepare(BACKENDS[handle.path], handle, model)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(switched(model, handle.features))
+        base = text_model(model)
+        stack.enter_context(shared(base, "_fastpack_switched", lambda: _switched(base, handle.features)))
         stack.enter_context(recurrent_layers(model))
         stack.callback(prepare.clear_last)
         # On the backbone, not on the whole model: TRL reads the outer attention_mask for the auxiliary loss of experts.
@@ -131,21 +132,24 @@ def backend_installed(model: nn.Module, handle: PackedAttention) -> Iterator[Non
         yield
 
 
-def switched(model: nn.Module, features: ModelFeatures) -> contextlib.AbstractContextManager[None]:
-    """Switch the text config to our name over its own implementation, give each layer its window; restored on exit."""
-    base = text_model(model)
-    return shared(base, "_fastpack_switched", lambda: _switch(base, features))
-
-
 @contextlib.contextmanager
-def _switch(base: Any, features: ModelFeatures) -> Iterator[None]:
+def _switched(base: Any, features: ModelFeatures) -> Iterator[None]:
+    """Switch the text config to our name over its own implementation, give each layer its window; restored on exit.
+
+    The name remains registered: without `packed_layer` it is transformers' function, and a copy of the model that a
+    callback made during training (such as an average of weights) keeps working.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
     stock = features.implementation
     if stock not in OVER:
         raise ValueError(
             f"attn_implementation={stock!r} cannot be replaced: load the model with attn_implementation='sdpa', or "
             "set packed_attention='off'"
         )
-    _register(OVER[stock], stock)
+    AttentionInterface.register(OVER[stock], partial(_attention, stock))
+    # With attention alone, transformers would skip masks, and a left-padded batch would be wrong.
+    AttentionMaskInterface.register(OVER[stock], ALL_MASK_ATTENTION_FUNCTIONS[stock])
     with contextlib.ExitStack() as stack:
         for module in attention_modules(base):
             stack.enter_context(patch_attribute(module, "_fastpack_window", window_of(module)))
@@ -155,21 +159,8 @@ def _switch(base: Any, features: ModelFeatures) -> Iterator[None]:
         yield
 
 
-def _register(name: str, stock: str) -> None:
-    """Register `name` as attention and as mask function, on first use.
-
-    It remains registered: without `packed_layer` it is transformers' function, and a copy of the model that a callback
-    made during training (such as an average of weights) keeps working.
-    """
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
-
-    # With attention alone, transformers would skip masks, and a left-padded batch would be wrong.
-    AttentionInterface.register(name, partial(_attention, stock))
-    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[stock])
-
-
 class _Prepare:
-    """The hook in which the keyword `packed_batch` becomes what the layers read; a model can be copied with it."""
+    """The forward pre-hook that converts the keyword `packed_batch` for the layers; a model can be copied with it."""
 
     def __init__(self, backend: Backend, handle: PackedAttention, model: nn.Module) -> None:
         self.backend, self.handle, self.features = backend, handle, handle.features
@@ -208,15 +199,11 @@ class _Prepare:
         made = batch.position_ids
         if positions.dim() > 2 or (batch.describes(row, made) and torch.equal(positions, made)):
             return True
-        if batch.shared is not None:
+        if batch.shared is not None or self.features.mixers:
+            who = "shared prefixes" if batch.shared is not None else f"recurrent layers of {self.features.model_type}"
             raise ValueError(
-                "position_ids of a row whose documents share a prefix were edited after collation: they alone do not "
-                "tell the documents; set share_prefixes='off'"
-            )
-        if self.features.mixers:
-            raise PackingError(
-                f"position_ids were edited after collation, and recurrent layers of {self.features.model_type} cannot "
-                "tell documents by them: edit them when the data set is prepared, or set packing=False"
+                f"position_ids were edited after collation, and {who} do not find the documents by them: set "
+                "share_prefixes='off', or edit positions when you prepare the data set, or set packing=False"
             )
         self.handle.remark(EDITED)
         self.handle.remark = str  # once
@@ -236,10 +223,10 @@ class _Prepare:
                 "rows hold several documents, with and without packing=True: set it before the run, or set "
                 "packed_attention='off'"
             )
-        if batch.is_static and (reason := self.backend.refuses_static(Bucket.of(batch), self.features)):
-            raise PackingError(f"a static batch cannot run: {reason}; give the model the plain batch")
-        if batch.shared is not None and (reason := shared_refusal(self.backend, self.features)):
-            raise PackingError(f"a row with shared prefixes cannot run: {reason}; give the model each prefix repeated")
+        refused = self.backend.refuses_static(Bucket.of(batch), self.features) if batch.is_static else ""
+        refused = refused or (shared_refusal(self.backend, self.features) if batch.shared is not None else "")
+        if refused:
+            raise PackingError(f"a row cannot run: {refused}; give the model the plain batch, with prefixes repeated")
         for name in KINDS if self.by_kind else ():
             if isinstance(kwargs.get(name), Tensor) and (kwargs[name] > 0).any():  # synchronizes in rows with such ids
                 raise PackingError(
@@ -281,9 +268,9 @@ def _attention(
     if not (query.shape[2] == key.shape[2] == value.shape[2] == expected):
         raise PackingError(
             f"{type(module).__name__} attends with {query.shape[2]} queries over {key.shape[2]} keys and "
-            f"{value.shape[2]} values, and the documents of its row (cu_seqlens) end at {expected}: every token has to "
-            "be there in all layers; leave out what cuts rows inside of the model (logits_to_keep, where layers share "
-            "keys), or set packing=False and packed_attention='off'"
+            f"{value.shape[2]} values, but the documents of its row (cu_seqlens) end at {expected}: every layer needs "
+            "every token; remove what cuts rows inside the model (logits_to_keep, if layers share keys), or set "
+            "packing=False and packed_attention='off'"
         )
     # The autocast dtype, else that of the value projection, which is the weights'. Never the query's: rotary embeddings
     # and norms return it in fp32 while the run computes in bf16.

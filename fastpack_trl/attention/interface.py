@@ -34,7 +34,7 @@ class AttentionCall(NamedTuple):
     dropout: float = 0.0
     """Probability that an attention weight is dropped."""
     module: Any = None
-    """The attention module, for stock's own functions."""
+    """The attention module, for transformers' own functions."""
 
 
 class PackedLayer(Protocol):
@@ -74,10 +74,6 @@ class Backend(ABC):
         """Return whether ``auto`` considers it, and reports why it refuses."""
         return True
 
-    def too_costly(self, features: ModelFeatures, elements: float) -> str:
-        """Return why a run whose queries have `elements`, of all tokens and layers, does not pay its start-up back."""
-        return ""
-
     @abstractmethod
     def reason(self, features: ModelFeatures) -> str:
         """Return the reason that the report gives when it is chosen."""
@@ -89,9 +85,9 @@ class Backend(ABC):
     def refuses_static(self, bucket: Bucket, features: ModelFeatures) -> str:
         """Return why it cannot attend over static batches of this bucket, or ``""``.
 
-        A CUDA graph runs their layers again for other documents: these may hold tensors and what follows from shapes.
+        A CUDA graph runs their layers again for other documents, so layers may hold tensors and values of shapes only.
         """
-        return f"{self.name} makes what its layers read from the documents of one batch"
+        return f"{self.name} prepares its layers for the documents of one batch"
 
 
 def described(features: ModelFeatures) -> str:
@@ -105,5 +101,5 @@ def described(features: ModelFeatures) -> str:
 def shared_refusal(backend: Backend, features: ModelFeatures) -> str:
     """Return why rows with shared prefixes cannot run in a model with `backend`, or ``""``."""
     if features.mixers:
-        return f"a state ({', '.join(sorted(features.mixers))}) goes on from one token to one other, not to several"
-    return "" if backend.shares else f"{backend.name} has no form for rows that hold a shared prefix once"
+        return f"a recurrent state ({', '.join(sorted(features.mixers))}) cannot branch after a prefix"
+    return "" if backend.shares else f"{backend.name} does not support shared prefixes"

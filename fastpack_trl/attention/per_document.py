@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastpack_trl.attention.interface import AttentionCall, Backend, described
 from fastpack_trl.attention.reference import band_mask, document_attention
-from fastpack_trl.attention.varlen_common import FLASH_CAPABILITY, FLASH_DTYPES, gather_keys
+from fastpack_trl.attention.varlen_common import gather_keys
 from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.packing.packed_batch import PackedBatch
 
@@ -24,8 +24,8 @@ class PerDocumentLayer(NamedTuple):
     """Keys of each segment: its own tokens, after those of a shared prefix."""
     masks: dict[int | None, Tensor]
     """Per window that a segment exceeds: (keys, keys) bool of the longest one; None: the causal mask of shared rows."""
-    grouped: bool = True
-    """The device's kernel takes fewer heads of keys than of queries."""
+    repeats: bool = False
+    """Heads of keys are repeated for the device's kernel."""
     key_index: Tensor | None = None
     """(total_keys,) int64 on the device: the tokens of the row that are keys (`SharedKeys`); None: each token once."""
     calls_per_document: bool = True
@@ -64,8 +64,8 @@ class PerDocumentLayer(NamedTuple):
             out: Tensor = checkpoint(_eager, *inputs, use_reentrant=False, preserve_rng_state=False)
             return out
         groups = query.shape[1] // key.shape[1]
-        # Of torch's fused kernels on CUDA, only flash takes groups of heads, and none with a mask.
-        if groups > 1 and not (self.grouped and (mask is None or not query.is_cuda)):
+        # Of torch's fused kernels on CUDA, only flash takes groups of heads; what it can run has `varlen`.
+        if groups > 1 and self.repeats:
             key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=call.scale,
@@ -101,12 +101,4 @@ class PerDocument(Backend):
         windows += [None] if shared is not None else []
         masks = {window: band_mask(longest, window or longest, device) for window in windows}
         index = None if shared is None else shared.key_index.to(device)
-        return PerDocumentLayer(lengths, keys, masks, has_grouped_kernel(features), index)
-
-
-def has_grouped_kernel(features: ModelFeatures) -> bool:
-    """Return whether `scaled_dot_product_attention` has a fused kernel with fewer key heads: on CUDA, flash alone."""
-    if features.device_type != "cuda":
-        return True
-    capable = features.capability is None or features.capability >= FLASH_CAPABILITY
-    return capable and features.compute_dtype in FLASH_DTYPES
+        return PerDocumentLayer(lengths, keys, masks, features.device_type == "cuda", index)

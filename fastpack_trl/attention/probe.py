@@ -19,13 +19,12 @@ from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.sharded import embeddings_put_in
 from fastpack_trl.packing.chunks import CHUNK
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
-from fastpack_trl.packing.prefixes import SharedRow, packed_batch
 
 DEFAULT_LENGTHS = (9, 1, 14, 6)
 """Tokens per document: unequal, one of a single token, one longer than both of its neighbours."""
 SHARED_LENGTHS = (7, 6, 1, 5, 4, 9)
 SHARED_PARENTS = (-1, 0, 0, 0, 3, -1)
-"""A prefix with three branches, one of them a single token and one that goes on, and a document beside them."""
+"""A prefix with three branches, one of them a single token and one that branches again, and an unrelated document."""
 LARGEST_WINDOW = {"cuda": 1024}
 """Per device: the largest window, in tokens, that a document of the probe exceeds; 512 on others."""
 PAST = 16
@@ -33,14 +32,14 @@ PAST = 16
 
 
 class Probe:
-    """One packed row of random tokens, whose segments may go on from each other.
+    """One packed row of random tokens, whose segments may continue each other.
 
     The backbone runs without a head and gets token ids too, which some families read in addition to embeddings.
 
     Args:
-        attention: what `packed_attention` yielded for the model.
+        attention: the handle from `packed_attention` for the model.
         lengths: tokens of each segment.
-        parents: the segment that each one goes on from, -1 for none; None: segments are whole documents.
+        parents: the segment that each one continues, -1 for none; None: segments are whole documents.
     """
 
     def __init__(
@@ -62,15 +61,12 @@ class Probe:
         """For each segment the tokens of the row from the beginning of its document to its own end."""
         for tokens, parent in zip(own, self.parents, strict=True):
             self.paths.append(tokens if parent < 0 else torch.cat([self.paths[parent], tokens]))
-        self.batch = (self._shared_batch() if parents else PackedBatch.from_lengths(self.lengths)).to(device)
+        before = np.array([len(path) for path in self.paths]) - np.array(self.lengths)
+        prefixes = before, torch.cat(self.paths).numpy()
+        self.batch = PackedBatch.from_lengths(self.lengths, prefixes=prefixes).to(device)
         self.packed_keywords = to_transformers_kwargs(self.batch)
         if attention.path != "off":
             self.packed_keywords["packed_batch"] = self.batch
-
-    def _shared_batch(self) -> PackedBatch:
-        lengths, tokens = np.array(self.lengths), np.arange(sum(self.lengths))
-        before = np.array([len(path) for path in self.paths]) - lengths
-        return packed_batch(SharedRow(lengths, before, torch.cat(self.paths).numpy(), tokens, tokens))
 
     def packed(self) -> tuple[Tensor, Tensor]:
         """Run the packed row; return its embeddings, (1, tokens, hidden), a leaf, and hidden states, (tokens, hidden).
@@ -88,7 +84,7 @@ class Probe:
             return self._run(self.ids[:, self.paths[segment].to(self.ids.device)])[1].detach()
 
     def _right_stock(self) -> AbstractContextManager[None]:
-        """Compare with the model's own function if transformers' attention computes another one."""
+        """Use the eager function if the model's own implementation in transformers is wrong."""
         if self.attention.path not in BACKENDS or not stock_error(self.attention.features):
             return nullcontext()
         return patch_attribute(text_config(self.model), "_attn_implementation_internal", "eager")
@@ -124,9 +120,10 @@ class Probe:
 def measured_reach(model: nn.Module, queries: Sequence[int]) -> Iterator[dict[tuple[str, int], int]]:
     """Measure how far back each attention layer that runs inside looks: exact in every dtype, unlike a loss.
 
-    A key that a query does not see has a gradient of exactly zero, one that it sees has not. So the first position with
-    a gradient says how many tokens a layer sees, whatever computes it. A layer keeps its activations only until it is
-    measured: what runs inside cannot be differentiated afterwards. Layers of another form are left out.
+    A key that a query does not see has a gradient of exactly zero, a key that it sees has a nonzero one. So the first
+    position with a gradient gives the number of tokens that a layer sees, whatever computes it. A layer keeps its
+    activations only until it is measured, so nothing that runs inside can be differentiated afterwards. Layers that do
+    not map hidden states to hidden states are left out.
 
     Args:
         model: a transformers causal language model, to be run on one row of embeddings that take a gradient.
@@ -164,7 +161,7 @@ def measured_reach(model: nn.Module, queries: Sequence[int]) -> Iterator[dict[tu
 
 
 def _never(_packed: None) -> Tensor:
-    raise RuntimeError("what runs while its reach is measured keeps nothing for a backward pass")
+    raise RuntimeError("activations are not kept while the reach of layers is measured: no backward pass is possible")
 
 
 def text_config(model: nn.Module) -> Any:

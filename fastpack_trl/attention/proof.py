@@ -34,14 +34,14 @@ class PackingProof:
         lengths: tokens of each document of the probe, or of each segment where documents share a prefix.
         leaks: ``(i, j, gradient)`` for every pair in which document j's hidden states depend on document i's
             embeddings, with the largest absolute gradient. Must be empty.
-        difference: the largest relative difference of a document's hidden states, packed and by itself under stock
-            attention: the norm of the difference over the norm.
+        difference: the largest relative difference of a document's hidden states, packed and by itself under
+            transformers' attention: the norm of the difference over the norm.
         budget: the largest allowed value; None if it is only reported (below fp32, and in TF32).
         not_exercised: windows that no document of the probe exceeds.
         windows: ``(layer, packed, separate)`` for every attention layer whose last token of a document sees another
-            number of tokens in the packed row than in the document by itself. Empty is right.
-        unseen: ``(i, j)`` for every segment j of a row with shared prefixes that goes on from segment i and does not
-            depend on it. Empty is right.
+            number of tokens in the packed row than in the document by itself. Must be empty.
+        unseen: ``(i, j)`` for every segment j of a row with shared prefixes that continues segment i but does not
+            depend on it. Must be empty.
     """
 
     path: str
@@ -82,7 +82,7 @@ class PackingProof:
         """Return self, or raise.
 
         Args:
-            remedy: what to do instead; default: the setting that would be right.
+            remedy: the fix that the message names; default: the setting that avoids the failure.
 
         Raises:
             PackingError: a leak, a wrong window or a difference over the budget; names the remedy.
@@ -109,7 +109,7 @@ def verify_packing(
     """Check on a few tokens that no packed document of `model` depends on another.
 
     (1) For every pair i != j the gradient of document j's hidden states with respect to document i's input embeddings
-    is exactly zero. (2) In fp32 the hidden states are those of the documents run one by one under the model's stock
+    is exactly zero. (2) In fp32 the hidden states are those of the documents run one by one under transformers'
     attention. (3) In a model with windows each attention layer sees as many tokens in the packed row as in the document
     by itself, in a row with a document that exceeds the window.
 
@@ -121,7 +121,7 @@ def verify_packing(
         implementation: as in `packed_attention`; ``off`` checks transformers' attention.
         lengths: tokens per document of the probe, at least two documents; None: `default_lengths`, and for windows that
             these do not exceed a second row with a document that does (up to `LARGEST_WINDOW`).
-        attention: what `packed_attention` yielded, when the model is already inside of it.
+        attention: the handle from `packed_attention`, if the model is already inside that context.
         seed: of the probe's tokens.
 
     Raises:
@@ -149,14 +149,14 @@ def verify_packing(
 
 
 def verify_shared(model: nn.Module, attention: PackedAttention, *, seed: int = 0) -> PackingProof:
-    """Prove on a few tokens that documents of `model` may share what they begin with in a row.
+    """Check on a few tokens that documents of `model` can share a prefix in a row.
 
-    As `verify_packing`: the embeddings of a segment that is not before another in its document have a gradient of
-    exactly zero, and those of the segment that it goes on from have not.
+    As in `verify_packing`, segments of other documents must have a gradient of exactly zero, and the segment that each
+    one continues a nonzero gradient.
 
     Args:
         model: a transformers causal language model, plain or inside PEFT.
-        attention: what `packed_attention` yielded for it, inside of its context.
+        attention: the handle from `packed_attention`, whose context is entered.
         seed: of the probe's tokens.
     """
     with isolated_run(model, training=False):
@@ -209,7 +209,7 @@ def _name_non_finite(model: nn.Module) -> None:
             bad = int((~torch.isfinite(tensor.detach().float())).sum()) if tensor.is_floating_point() else 0
             if bad:
                 raise NonFiniteError(f"{kind} {name} has non-finite values: {bad:,} of {tensor.numel():,}")
-    raise NonFiniteError("hidden states of separate documents under stock are not finite, though every parameter is")
+    raise NonFiniteError("hidden states of separate documents under TRL are not finite, although every parameter is")
 
 
 def _compute_dtype(model: nn.Module) -> torch.dtype:

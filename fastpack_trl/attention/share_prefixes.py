@@ -23,14 +23,14 @@ from fastpack_trl.run import Run
 FEATURE = "share_prefixes"
 FACT = "shared prefixes"
 MOST_COMPUTED = 0.95
-"""Of the documents' tokens, above which ``auto`` leaves rows as they are: finding prefixes and gathering keys costs."""
+"""Share of the documents' tokens above which ``auto`` does not share: it costs time too."""
 _SAMPLE = 64
-"""Micro-batches that are looked at."""
+"""Number of micro-batches in the sample."""
 
 
 @contextmanager
 def share_prefixes(run: Run) -> Iterator[None]:
-    """Let the rows of a training hold shared prefixes once; after `sync_free`, whose loss counts them as often."""
+    """Store shared prefixes once in training rows; after `sync_free`, whose loss counts them once per document."""
     looks = run.settings.share_prefixes != "off" and run.packs
     computed = computed_share(run.trainer) if looks else None
     share = f"tokens computed: {computed:.0%} of the documents' tokens" if computed else ""
@@ -44,7 +44,7 @@ def share_prefixes(run: Run) -> Iterator[None]:
             run.report.facts[FACT] = f"off: {found}{saves}"
         yield
         return
-    run.set_status(FEATURE, "on", "prefixes once", share or "how many tokens that spares is not known of a stream")
+    run.set_status(FEATURE, "on", "prefixes once", share or "the saving is unknown for a streamed data set")
     with patch_attribute(run, "shares_prefixes", True):
         yield
 
@@ -57,7 +57,7 @@ def _reasons(run: Run, little: bool, share: str) -> Iterator[object]:
     yield from counts_tokens(trainer)
     yield not run.loss_is_ours and "the loss of shared positions needs sync_free"
     streamed = setting == "auto" and not isinstance(trainer.train_dataset, Dataset)
-    yield streamed and "a stream has no sample that would say what it saves: share_prefixes='on' shares"
+    yield streamed and "the saving is unknown for a streamed data set: set share_prefixes='on' to share anyway"
     yield little and setting != "on" and f"little to share, {share}"
     attention, backend = run.get_state(PackedAttention), BACKENDS.get(run.choice.path)
     assert attention is not None
@@ -67,7 +67,7 @@ def _reasons(run: Run, little: bool, share: str) -> Iterator[object]:
     states = facts.state_modules(model)
     yield states and f"{type(states[-1]).__name__} carries state along the row"
     noise = facts.dropout_of(model)
-    yield noise and f"{noise} would be the same on a prefix for all documents: 0 shares them"
+    yield noise and f"{noise} would be the same on a prefix for all documents: set it to 0 to share prefixes"
     if run.settings.verify_packing != "off":  # last: it runs the model
         yield _failed_check(run, attention)
 
@@ -82,7 +82,7 @@ def _failed_check(run: Run, attention: PackedAttention) -> str:
 
 
 def computed_share(trainer: SFTTrainer) -> float | None:
-    """Return the tokens that are left of the documents' in rows that share, of a sample; None of a stream.
+    """Return the share of the documents' tokens that rows compute if they share prefixes, by a sample; None: a stream.
 
     Micro-batches are drawn at random, as the trainer draws them.
     """

@@ -1,4 +1,4 @@
-"""The feature `verify_packing`: the packing check when training starts, and what its outcome does to the run."""
+"""The feature `verify_packing`: the packing check when training starts, and the effect of its outcome on the run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fastpack_trl.run import Choice, Run
 
 logger = get_logger(__name__)
 
-INSIST = "verify_packing='off' trains all the same"
+INSIST = "verify_packing='off' trains anyway"
 # What a model raises that does not take the arguments of the check, or runs by a kernel that is not installed.
 _CANNOT_RUN = (*UNREADABLE, ImportError)
 _SMALL_VOCABULARY = 256
@@ -56,31 +56,56 @@ def prove(run: Run, attention: PackedAttention | None) -> str:
         run.set_status("verify_packing", "off", "not run", "switched off")
         return ""
     if attention is None and joins_documents(run.trainer):
-        raise PackingError(f"packed rows under stock: LEAK: every row is one document to the model; {_remedy(run)}")
-    proof, unproven = _proof(run, attention)
+        raise PackingError(f"packed rows of TRL: LEAK: every row is one document to the model; {_remedy(run)}")
+    proof, unproven = None, ""
+    try:
+        with run.autocast():
+            proof = _checked(run, attention)
+    except PackingError:
+        raise
+    except (torch.OutOfMemoryError, *_CANNOT_RUN) as error:
+        unproven = _why_not_run(run, attention, error)
     if attention is not None:  # the check of TRL's rows says nothing about ours
         run.set_state(_Examined(run.choice, ref(run.model)))
     if proof is None:
         return unproven
+    run.set_state(proof)
     run.set_status("verify_packing", "on", "proof" if attention else "proof of stock", str(proof))
+    # A collator of the user's own may pass metadata that TRL's does not.
     collator = run.trainer.data_collator
     is_known = isinstance(collator, DataCollatorForLanguageModeling) or run.settings.verify_packing == "on"
     if attention is not None or is_known:
         proof.raise_if_failed("" if attention else _remedy(run))
-    elif not proof.proven:  # the user's collator may pass metadata that TRL's does not
-        logger.warning(
-            f"rows as stock packs them: {proof}; what {type(collator).__name__} makes of them is not examined"
-        )
+    elif not proof.proven:
+        logger.warning(f"rows as TRL packs them: {proof}; rows of {type(collator).__name__} were not checked")
     return ""
+
+
+def _why_not_run(run: Run, attention: PackedAttention | None, error: Exception) -> str:
+    """Report why the check did not run; return the reason if the model causes it."""
+    is_strict, unproven = run.settings.verify_packing == "on" and run.training, ""
+    reason, fix = str(error), "set verify_packing='auto' or 'off'"
+    if isinstance(error, NonFiniteError):
+        fix = "load finite weights, or set verify_packing='off'"
+        logger.warning(f"verify_packing: not run: {reason}; training continues with the non-finite weights, as in TRL")
+    elif isinstance(error, torch.OutOfMemoryError):
+        if is_strict or attention is not None:
+            raise error  # callers that try smaller batches look for its type
+        reason = "no memory for the packing check"
+    else:
+        reason = unproven = f"the packing check cannot run on this model: {type(error).__name__}: {error}"
+    if is_strict:
+        raise ValueError(f"verify_packing='on': {reason}; {fix}") from error
+    run.set_status("verify_packing", "off", "not run", reason)
+    return unproven
 
 
 def _remedy(run: Run) -> str:
     """Return the setting to change if TRL's own rows leak, for the error."""
-    if run.choice.path != "off":
-        return f"rows are stock's here ({run.plan.reason}): leave that out, or set packing=False; {INSIST}"
-    if run.settings.packed_attention == "auto":
-        return f"{run.choice.reason}: leave it out, or set packing=False; {INSIST}"
-    return f"set packed_attention='auto'; {INSIST}"
+    if run.settings.packed_attention == "off":
+        return f"set packed_attention='auto'; {INSIST}"
+    cause = run.choice.reason if run.choice.path == "off" else run.plan.reason
+    return f"{cause}: leave that out, or set packing=False; {INSIST}"
 
 
 def tell_stock_error(run: Run) -> None:
@@ -97,36 +122,8 @@ def tell_stock_error(run: Run) -> None:
         run.report.facts["stock loss"] = f"differs from the loss of this run, which is right: {why}"
 
 
-def _proof(run: Run, attention: PackedAttention | None) -> tuple[PackingProof | None, str]:
-    """Check `attention`, or stock; return None, and the reason if it lies in the model, if that cannot be done."""
-    fix, unproven = "set verify_packing='auto' or 'off'", ""
-    is_strict = run.settings.verify_packing == "on" and run.training
-    cause: Exception
-    try:
-        with run.autocast():
-            proof = _checked(run, attention)
-        run.set_state(proof)
-        return proof, ""
-    except NonFiniteError as error:
-        reason, cause, fix = str(error), error, "load finite weights, or set verify_packing='off'"
-        logger.warning(f"verify_packing: not run: {reason}; training goes on with the non-finite weights, as in TRL")
-    except torch.OutOfMemoryError as error:
-        if is_strict or attention is not None:
-            raise  # callers that try smaller batches look for its type
-        reason, cause = "no memory for the packing check", error
-    except _CANNOT_RUN as error:
-        if isinstance(error, PackingError):
-            raise
-        reason = unproven = f"the packing check cannot run on this model: {type(error).__name__}: {error}"
-        cause = error
-    if is_strict:
-        raise ValueError(f"verify_packing='on': {reason}; {fix}") from cause
-    run.set_status("verify_packing", "off", "not run", reason)
-    return None, unproven
-
-
 def _checked(run: Run, attention: PackedAttention | None) -> PackingProof:
-    """Check the model, or a small copy of one whose parameters other processes hold, or will."""
+    """Check the model; if its parameters are, or will be, in several processes, check a small copy instead."""
     if not run.is_sharded:
         with suppress(ImportError):  # TRL's own forward lacks a kernel (weights in FP8, say), which ours does without
             return verify_packing(run.model, implementation="off", attention=attention)
@@ -151,15 +148,12 @@ def small_copy(model: nn.Module, device: torch.device, dtype: torch.dtype | None
         for name, value in each.items():
             setattr(text, name, value[:layers])
         text.num_hidden_layers = min(layers, count)
-    for part in {id(config): config, id(text): text}.values():
+    for part in (config, text):  # which may be the same
         part.pad_token_id = None
         for name in ("vocab_size", "vocab_size_per_layer_input"):
             if getattr(part, name, None):
                 setattr(part, name, _SMALL_VOCABULARY)
-        if hasattr(part, "quantization_config"):
-            del part.quantization_config
-    indices = [device.index or 0] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=indices):
-        with device:
-            copy = type(base)(config)
-        yield copy.to(device, dtype or base.dtype).train(model.training)
+        vars(part).pop("quantization_config", None)
+    with torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else []), device:
+        copy = type(base)(config)
+    yield copy.to(device, dtype or base.dtype).train(model.training)

@@ -12,27 +12,20 @@ import torch
 from torch import Tensor
 
 from fastpack_trl.attention import varlen_common as common
-from fastpack_trl.attention.interface import Backend
-from fastpack_trl.errors import first_reason
 from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.model.upstream import missing_reason
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 
-class Varlen(Backend):
+class Varlen(common.RowBackend):
     """The backend ``varlen``: CUDA from compute capability 8.0 on, bf16 or fp16, windows and sinks."""
 
-    name = "varlen"
-    flattens = shares = True
+    name, library = "varlen", "torch's flash kernel"
+    generations, needs = range(8, 100), "8.0"
 
     def refuses(self, features: ModelFeatures) -> str:
-        is_old = features.capability is not None and features.capability < common.FLASH_CAPABILITY
-        lacks = common.lacks(self.name, features, is_old and "8.0")
-        return missing_reason(self.name) or first_reason(lacks) or ("varlen has no softcap" if features.softcap else "")
-
-    def reason(self, features: ModelFeatures) -> str:
-        return common.reason_for("torch's flash kernel", features)
+        return missing_reason(self.name) or super().refuses(features)
 
     def refuses_static(self, bucket: Bucket, features: ModelFeatures) -> str:
         if can_index(bucket.tokens, features, bucket.segments):
@@ -51,7 +44,7 @@ class Varlen(Backend):
                 f"a row of {batch.total_tokens:,} tokens in {segments:,} segments is too long for varlen's int32 "
                 "backward: set packed_attention='per_document', or a smaller max_length"
             )
-        return common.RowLayer.of("varlen", batch, device)
+        return super().prepare(batch, features, device)
 
 
 def can_index(tokens: int, features: ModelFeatures, segments: int) -> bool:

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
-from fastpack_trl.attention.interface import AttentionCall, described
+from fastpack_trl.attention.interface import AttentionCall, Backend, described
 from fastpack_trl.attention.reference import NO_SOFTCAP, NO_WINDOW, band_mask, document_attention
+from fastpack_trl.errors import first_reason
 from fastpack_trl.kernels.operators import arguments_of, differentiable, operator, recording
 from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.packing.packed_batch import PackedBatch, rounded_length
@@ -30,7 +31,6 @@ from fastpack_trl.packing.packed_batch import PackedBatch, rounded_length
 MAX_HEAD_DIM = 256
 """Of flash kernels."""
 HEAD_ALIGNMENT = 8
-FLASH_CAPABILITY = (8, 0)
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -174,7 +174,7 @@ def _flops_backward(_grad_out: Tensor, _out: Tensor, _lse: Tensor, *fields: Any,
 
 
 class RowLayer(NamedTuple):
-    """Segments of a row, as a kernel over the whole row reads them: what crosses a layer boundary."""
+    """Segments of a row for a kernel over the whole row; crosses a layer boundary."""
 
     kernel: str
     """Its key in `KERNELS`."""
@@ -201,10 +201,12 @@ class RowLayer(NamedTuple):
         """Attend over the whole row.
 
         Raises:
-            ValueError: a dtype, dropout or softcap that the kernel does not support; names the fix.
+            ValueError: dropout or a softcap, which the kernel does not support; names the fix.
         """
         attention, has_softcap = KERNELS[self.kernel]
-        _check_call(self.kernel, call, has_softcap)
+        if call.dropout or (call.softcap is not None and not has_softcap):
+            what = "dropout" if call.dropout else "softcap"
+            raise ValueError(f"{self.kernel} has no {what}: set packed_attention='per_document' or 'sdpa'")
         width = -(-max(call.query.shape[-1], call.value.shape[-1]) // HEAD_ALIGNMENT) * HEAD_ALIGNMENT
         tensors = [tensor[0].transpose(0, 1) for tensor in (call.query, call.key, call.value)]
         # Zeros change no score, and no value before them.
@@ -225,15 +227,6 @@ class RowLayer(NamedTuple):
 
 KERNELS: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], bool]] = {}
 """By name of the backend: its operator, and whether it supports a softcap. Each backend's file adds its own."""
-
-
-def _check_call(name: str, call: AttentionCall, has_softcap: bool) -> None:
-    wrong_dtype = call.query.is_cuda and call.query.dtype not in FLASH_DTYPES
-    # The message is made only when it is needed: inside a graph its parts are symbols.
-    if wrong_dtype or call.dropout or (call.softcap is not None and not has_softcap):
-        what = f"dropout {call.dropout}" if call.dropout else f"softcap {call.softcap}"
-        what = f"dtype {_short(call.query.dtype)}" if wrong_dtype else what
-        raise ValueError(f"{name} has no {what}: set packed_attention='per_document' or 'sdpa'")
 
 
 def gather_keys(tensor: Tensor, index: Tensor, dim: int = 0) -> Tensor:
@@ -275,27 +268,42 @@ def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | No
     return -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum(1).to(sinks.dtype)
 
 
-def reason_for(kernel: str, features: ModelFeatures) -> str:
-    """Return the reason for the report: ``flash-attn-4, bfloat16, sm90; plain causal``."""
-    return f"{kernel}, {_short(features.compute_dtype)}, sm{dotted(features, '')}; {described(features)}"
+class RowBackend(Backend):
+    """A backend whose flash kernel runs over a whole row, with windows and sinks.
 
+    Attributes:
+        library: the kernel's name in reports.
+        generations: major compute capabilities that it supports; `needs` says so in messages.
+    """
 
-def lacks(name: str, features: ModelFeatures, device: object) -> Iterator[object]:
-    """Yield features of a model that a flash kernel lacks; `device`: why its device is not supported, or False."""
-    yield features.device_type != "cuda" and f"{name} needs CUDA, the model is on {features.device_type}"
-    yield device and f"{name} needs compute capability {device}, this device has {dotted(features)}"
-    dtype = features.compute_dtype
-    yield (
-        dtype not in FLASH_DTYPES and f"{name} needs bf16 or fp16, this run computes in {_short(dtype)} (bf16=False?)"
-    )
-    too_wide = features.head_dim > MAX_HEAD_DIM
-    yield too_wide and f"head_dim {features.head_dim} is over {name}'s limit of {MAX_HEAD_DIM}"
-    yield features.dropout and f"{name} has no dropout, the model's is {features.dropout}"
+    flattens = shares = True
+    library: str
+    generations: range
+    needs: str
 
+    def refuses(self, features: ModelFeatures) -> str:
+        return first_reason(self._lacks(features))
 
-def dotted(features: ModelFeatures, dot: str = ".") -> str:
-    """Return the compute capability of a model's device: ``9.0``."""
-    return dot.join(map(str, features.capability or ()))
+    def reason(self, features: ModelFeatures) -> str:
+        capability = "".join(map(str, features.capability or ()))
+        return f"{self.library}, {_short(features.compute_dtype)}, sm{capability}; {described(features)}"
+
+    def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> RowLayer:
+        return RowLayer.of(self.name, batch, device)
+
+    def _lacks(self, features: ModelFeatures) -> Iterator[object]:
+        """Yield why the kernel cannot run a model."""
+        name, dtype, capability = self.name, features.compute_dtype, features.capability
+        device = ".".join(map(str, capability or ()))
+        yield features.device_type != "cuda" and f"{name} needs CUDA, the model is on {features.device_type}"
+        unsupported = capability is not None and capability[0] not in self.generations
+        yield unsupported and f"{name} needs compute capability {self.needs}, this device has {device}"
+        unsupported = dtype not in FLASH_DTYPES
+        yield unsupported and f"{name} needs bf16 or fp16, this run computes in {_short(dtype)} (bf16=False?)"
+        too_wide = features.head_dim > MAX_HEAD_DIM
+        yield too_wide and f"head_dim {features.head_dim} is over {name}'s limit of {MAX_HEAD_DIM}"
+        yield features.dropout and f"{name} has no dropout, the model's is {features.dropout}"
+        yield features.softcap and not KERNELS[name][1] and f"{name} has no softcap"
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -15,21 +15,15 @@ from fastpack_trl.packing.packed_batch import PackedBatch
 
 
 class XformersLayer(NamedTuple):
-    """One `BlockDiagonalCausalMask` per window (None: full): what crosses a layer boundary."""
+    """One `BlockDiagonalCausalMask` per window (None: full); crosses a layer boundary."""
 
     biases: dict[int | None, Any]
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Call xFormers' kernel with the prepared mask.
-
-        Raises:
-            ValueError: sinks or softcap, which it does not have.
-        """
+        """Call xFormers' kernel with the prepared mask; `Xformers.refuses` models with sinks or a softcap."""
         from xformers.ops import memory_efficient_attention
 
-        query, key, value, scale, window, sinks, softcap, dropout, _ = call
-        if sinks is not None or softcap is not None:
-            raise ValueError("xformers has neither sinks nor softcap: set packed_attention='auto'")
+        query, key, value, scale, window, _sinks, _softcap, dropout, _ = call
         groups = query.shape[1] // key.shape[1]
         tokens = [tensor.transpose(1, 2) for tensor in (query, key, value)]
         if groups > 1:  # (1, tokens, kv heads, queries per kv head, head_dim), keys and values without a copy

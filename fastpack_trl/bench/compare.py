@@ -30,22 +30,17 @@ import datasets
 import torch
 from tqdm.auto import tqdm
 
-from fastpack_trl.bench.sides import COMPILED, OURS, SIDES, STOCK, Side, side_of
-from fastpack_trl.bench.watch import GRADIENT_NORM, LOSS, SETTLING, TIMED, WARMUP, SideResult, Watch, run_side
+from fastpack_trl.bench.sides import COMPILED, OURS, SIDES, STOCK, Build, train_side
+from fastpack_trl.bench.watch import GRADIENT_NORM, LOSS, TIMED, WARMUP, SideResult
 from fastpack_trl.errors import UserError, did_you_mean
 from fastpack_trl.measure.code_hash import code_hashes
 from fastpack_trl.measure.device_memory import free_memory
 from fastpack_trl.measure.failures import FAILURES, describe_failure
-from fastpack_trl.measure.payback import LONG_RUN
 from fastpack_trl.measure.record import date_now, machine, source, versions
 from fastpack_trl.measure.tables import aligned
 
-Build = Callable[..., Any]
-"""``build(trainer_class, config_class, **changes)`` returns a new trainer; see `compare`."""
 GATE, ROUNDS = 2, 2
 FLOAT32_TOLERANCE = 1e-5
-LONG = {"max_steps": LONG_RUN, "report_to": "none", "save_strategy": "no", "eval_strategy": "no", "disable_tqdm": True}
-"""Fields of every side: the watch ends the run; nothing is written."""
 
 
 class LossParityError(UserError):
@@ -75,7 +70,7 @@ def compare(
     Args:
         build: ``build(trainer_class, config_class, **changes)`` returns a new `trainer_class` whose configuration is
             ``config_class(**(settings | changes))``, with a model that no other trainer has.
-        sides: two or more of ``stock``, ``stock_compiled``, ``fastpack`` and ``fastpack_plan`` (`side_of`).
+        sides: two or more of ``stock``, ``stock_compiled``, ``fastpack`` and ``fastpack_plan`` (`train_side`).
         warmup: minimum number of steps before the timed ones; it lasts until all features of a side are decided.
         timed: steps of each side and round that are timed.
         rounds: how often each side trains.
@@ -85,60 +80,22 @@ def compare(
         A record with versions, commit and machine, and one row, of `compare_sides`.
 
     Raises:
-        UserError: unknown sides, steps that cannot be timed, or a `build` that does not do what it is asked for.
+        UserError: unknown sides, a number of steps that is too small, or a `build` that ignores its arguments.
         LossParityError: a side computes other losses; a `UserError`.
     """
     for name in sides:
         if name not in SIDES:
-            raise UserError(f"there is no side {name!r}{did_you_mean(name, SIDES)} (sides: {', '.join(SIDES)})")
+            raise UserError(f"side {name!r} does not exist{did_you_mean(name, SIDES)} (sides: {', '.join(SIDES)})")
     if not 1 < len(set(sides)) == len(sides):
         raise UserError(f"sides={list(sides)}: give two or more different ones of {', '.join(SIDES)}")
+    if min(rounds, timed) < 1 or min(warmup, gate_steps) < 0:
+        given = f"rounds={rounds}, timed={timed}, warmup={warmup}, gate_steps={gate_steps}"
+        raise UserError(f"{given}: rounds and timed must be >= 1, warmup and gate_steps >= 0")
     steps: dict[str, Any] = {"warmup": max(warmup, gate_steps), "timed": timed, "gate": gate_steps, "seed": seed}
-    runs = {name: partial(train_side, build, side_of(name), **steps) for name in SIDES if name in sides}
+    runs = {name: partial(train_side, build, name, **steps) for name in SIDES if name in sides}
     with quiet():
         row = compare_sides(runs, rounds=rounds, gate=gate_steps, progress=progress)
     return record_of(row, steps | {"rounds": rounds})
-
-
-def train_side(build: Build, side: Side, *, warmup: int, timed: int, gate: int, seed: int) -> SideResult:
-    """Build the trainer of a side and train it under a `Watch`."""
-    settling = SETTLING if torch.cuda.is_available() else 0
-    watch = Watch(warmup=warmup, timed=timed, gate=gate, settling=settling, profiled=2, count_syncs=True)
-
-    def checked() -> Any:
-        requested = {**LONG, **side.changes}
-        trainer = build(side.trainer_class, side.config_class, **requested)
-        if not isinstance(trainer, side.trainer_class):
-            wanted, got = side.trainer_class.__name__, type(trainer).__name__
-            raise UserError(f"build returned a {got}: it must return a {wanted}, its first argument")
-        for name in ("max_steps", *side.changes):
-            value = getattr(trainer.args, name, None)
-            if value != requested[name]:
-                raise UserError(
-                    f"build ignored {name}={requested[name]!r} (its trainer has {value!r}): make the configuration by "
-                    "config_class(**(settings | changes))"
-                )
-        if trainer.args.world_size > 1 or trainer.args.n_gpu > 1:
-            raise UserError("the comparison runs on one device and in one process: set CUDA_VISIBLE_DEVICES=0")
-        watch.result.setting = setting_of(trainer)
-        return trainer
-
-    return run_side(checked, watch, around=side.around, compares=side.compares, seed=seed)
-
-
-def setting_of(trainer: Any) -> str:
-    """Return the run in a line, without names of paths: ``qwen3, 4 layers of 192, LoRA, checkpointing, ...``."""
-    args, model = trainer.args, trainer.model
-    config = model.config.get_text_config()
-    parts = [
-        f"{config.model_type}, {config.num_hidden_layers} layers of {config.hidden_size}",
-        "4-bit" if getattr(model, "is_loaded_in_4bit", False) else "",
-        "LoRA" if getattr(model, "peft_config", None) else "",
-        "checkpointing" if args.gradient_checkpointing else "no checkpointing",
-        f"{args.per_device_train_batch_size} x {args.gradient_accumulation_steps} rows per step",
-        f"max_length {args.max_length}" if getattr(args, "max_length", None) else "",
-    ]
-    return ", ".join(filter(None, parts))
 
 
 def compare_sides(
@@ -147,25 +104,19 @@ def compare_sides(
     """Run each side to its end, then the next, `rounds` times in alternating order; compare losses, then times.
 
     Args:
-        runs: by name, each trains its side and returns the result. The first one is the reference of the gate;
-            ``fastpack``, or the last one, is the subject that the others are compared with.
+        runs: by name, each trains its side and returns the result. The first one is the reference of the gate.
         gate: first steps whose losses must agree; 0 for no gate.
 
     Returns:
-        ``sides``: per side the figures, or ``failed`` with the reason; ``ratios``: per other side its seconds per step
-        / those of the subject (above 1 the subject is faster), over all steps and per round; ``gate``, the losses that
-        agreed; ``loss_difference``, the largest relative one in later steps; ``order``; ``complete``, False after an
-        interrupt.
+        ``sides``: per side the figures, or ``failed`` with the reason; ``gate``: which figures agreed, and how closely;
+        ``loss_difference``, the largest relative one in later steps; ``complete``, False after an interrupt.
 
     Raises:
         LossParityError: a side has other losses than the reference: nothing is compared.
         UserError: a side cannot be trained, for another reason than its memory. ``stock_compiled`` is only left out.
     """
-    if rounds < 1 or gate < 0:
-        raise UserError(f"rounds={rounds}, gate_steps={gate}: give rounds >= 1 and gate_steps >= 0")
-    reference, subject = next(iter(runs)), OURS if OURS in runs else list(runs)[-1]
     results: dict[str, list[SideResult]] = {name: [] for name in runs}
-    failed, order, is_complete = dict[str, str](), list[str](), True
+    reference, failed, is_complete = next(iter(runs)), dict[str, str](), True
     turns = [name for number in range(rounds) for name in [*runs][:: -1 if number % 2 else 1]]
     with tqdm(turns, unit="run", disable=None if progress else True, dynamic_ncols=True) as bar:
         try:
@@ -175,7 +126,6 @@ def compare_sides(
                     continue
                 try:
                     results[name].append(runs[name]())
-                    order.append(name)
                     if results[reference]:
                         check_losses(reference, results[reference][0], name, results[name][-1], gate)
                 except FAILURES as error:
@@ -194,16 +144,15 @@ def compare_sides(
         raise UserError("no side could be measured: " + "; ".join(f"{name}: {why}" for name, why in failed.items()))
     first, *others = [done[0] for done in good.values()]
     later = [pair for other in others for pair in zip(other.compared[gate:], first.compared[gate:], strict=False)]
+    allowed = tolerance(first.dtype, first.compares)
+    gated = {"figure": first.compares, "dtype": first.dtype, "tolerance": allowed, "steps": gate}
     return {
-        "subject": subject,
         "sides": {
             **{name: _side_figures(done) for name, done in good.items()},
             **{name: {"failed": reason} for name, reason in failed.items()},
         },
-        "ratios": {name: _ratio(good[name], good[subject]) for name in good if name != subject and subject in good},
-        "gate": _gate_of(good, gate) if gate and others else None,
+        "gate": gated if gate and others else None,
         "loss_difference": max((abs(own - value) / (abs(value) or 1.0) for own, value in later), default=0.0),
-        "order": order,
         "complete": is_complete,
     }
 
@@ -230,15 +179,11 @@ def _side_figures(results: Sequence[SideResult]) -> dict[str, Any]:
     """Return the figures of one side over its rounds: quartiles of steps, most memory; the rest of the first round."""
     rates = [result.tokens / sum(result.seconds) for result in results if result.tokens]
     return asdict(results[0]) | {
-        "seconds": quartiles(_seconds(results)),
+        "seconds": quartiles([step for result in results for step in result.seconds]),
         "tokens_per_second": median(rates) if rates else None,
         "peak_gib": max(result.peak_gib or 0.0 for result in results) or None,
         "reserved_gib": max(result.reserved_gib or 0.0 for result in results) or None,
     }
-
-
-def _seconds(results: Sequence[SideResult]) -> list[float]:
-    return [step for result in results for step in result.seconds]
 
 
 def quartiles(values: Sequence[float]) -> dict[str, Any]:
@@ -247,29 +192,19 @@ def quartiles(values: Sequence[float]) -> dict[str, Any]:
     return {"median": middle, "q1": q1, "q3": q3, "values": list(values)}
 
 
-def _ratio(others: Sequence[SideResult], ours: Sequence[SideResult]) -> dict[str, Any]:
-    by_round = [median(a.seconds) / median(b.seconds) for a, b in zip(others, ours, strict=False)]
-    return {"median": median(_seconds(others)) / median(_seconds(ours)), "rounds": by_round}
-
-
-def _gate_of(good: Mapping[str, Sequence[SideResult]], gate: int) -> dict[str, Any]:
-    """Return the losses that had to agree before times were compared."""
-    first = next(iter(good.values()))[0]
-    return {
-        "figure": first.compares,
-        "dtype": first.dtype,
-        "tolerance": tolerance(first.dtype, first.compares),
-        "steps": [{name: done[0].compared[step] for name, done in good.items()} for step in range(gate)],
-    }
-
-
 def record_of(row: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row of `compare_sides` as a record with versions, commit and machine."""
     device = next((side["device"] for side in row["sides"].values() if "device" in side), "cpu")
-    about = {"case": "config", "complete": row["complete"], "date": date_now(), "settings": dict(settings)}
-    code = {"seed": settings["seed"], "versions": versions(), "source": source(), "code": code_hashes()}
-    place = {**machine(device), "threads": torch.get_num_threads()}
-    return about | code | {"machine": place, "rows": [dict(row)]}
+    return {
+        "complete": row["complete"],
+        "date": date_now(),
+        "settings": dict(settings),
+        "versions": versions(),
+        "source": source(),
+        "code": code_hashes(),
+        "machine": {**machine(device), "threads": torch.get_num_threads()},
+        "rows": [dict(row)],
+    }
 
 
 def table(record: Mapping[str, Any]) -> str:
@@ -298,8 +233,8 @@ def losses_line(row: Mapping[str, Any]) -> str:
     if gate is None:
         return f"losses were not compared; {later}"
     is_learner = gate["figure"] == GRADIENT_NORM
-    figures = "completions and rewards are made up; gradient norms" if is_learner else "losses"
-    agree = f"agree within {gate['tolerance']:.0e} ({gate['dtype']}) in the first {len(gate['steps'])} steps"
+    figures = "random completions and rewards; gradient norms" if is_learner else "losses"
+    agree = f"agree within {gate['tolerance']:.0e} ({gate['dtype']}) in the first {gate['steps']} steps"
     return f"{figures} {agree}; {later}"
 
 

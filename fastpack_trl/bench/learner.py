@@ -1,7 +1,7 @@
-"""Steps of trainers that generate, of the learner alone: completions and rewards are made up, the same on all sides.
+"""Time only the learner of trainers that generate: completions and rewards are random, and the same on all sides.
 
-What is sampled depends on the last bits of the weights: two sides would soon train on other tokens. And what generation
-takes is the same on both.
+Sampled tokens depend on the last bits of the weights, so two sides would soon train on different tokens. Generation
+takes the same time on both.
 """
 
 from __future__ import annotations

@@ -13,8 +13,7 @@ STYLE = {
     "grid.color": "#E4E4E4", "figure.facecolor": "white",
 }  # fmt: skip
 """matplotlib's rcParams inside of `draw`; what the caller has set is untouched."""
-COLORS = {"stock": "#9AA0A6", "stock_compiled": "#5F6368", "rebuild": "#C58B5B"}
-OURS = ("#0B7A75", "#6FB8B4")
+COLORS = {"stock": "#9AA0A6", "stock_compiled": "#5F6368", "fastpack": "#0B7A75", "fastpack_plan": "#6FB8B4"}
 
 
 def draw(record: Mapping[str, Any], file: str | Path | None = None) -> Any:
@@ -28,14 +27,13 @@ def draw(record: Mapping[str, Any], file: str | Path | None = None) -> Any:
 
     (row,) = record["rows"]
     sides = {name: side for name, side in row["sides"].items() if "failed" not in side}
-    ours = iter(OURS * len(sides))
-    colors = [COLORS.get(name) or next(ours) for name in sides]
+    colors = [COLORS[name] for name in sides]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9, 3.6), layout="constrained")
         panels = figure.subplots(1, 3, width_ratios=(1, 1, 1.3))
         times = [{name: 1e3 * side["seconds"][name] for name in ("median", "q1", "q3")} for side in sides.values()]
         medians = [time["median"] for time in times]
-        speeds = [f"{median:,.0f} ms\n{medians[0] / median:.2f}x" for median in medians]
+        speeds = [f"{median:,.0f}\n{medians[0] / median:.2f}x" for median in medians]
         _bars(panels[0], "ms per step (lines: quartiles)", sides, colors, medians, speeds)
         spread = [[t["median"] - t["q1"] for t in times], [t["q3"] - t["median"] for t in times]]
         panels[0].errorbar(range(len(sides)), medians, yerr=spread, fmt="none", ecolor="black", capsize=3)
@@ -51,6 +49,7 @@ def draw(record: Mapping[str, Any], file: str | Path | None = None) -> Any:
             steps = range(1, len(side["losses"]) + 1)
             panels[2].plot(steps, side["losses"], color=color, linewidth=width, label=name)
         panels[2].set_xlabel("step")
+        panels[2].xaxis.get_major_locator().set_params(integer=True)
         panels[2].set_title(f"loss (largest difference: {row['loss_difference']:.0e})", fontsize=9)
         panels[2].legend(frameon=False)
         machine, setting = record["machine"], next(iter(sides.values()))["setting"]

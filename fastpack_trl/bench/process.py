@@ -78,10 +78,7 @@ class OwnProcess:
         """Run a command to its end, its output into `log`; return why it has no answer, None if it may have one."""
         env = {**os.environ, **self.environment}
         with log.open("w", encoding="utf-8") as out:
-            try:
-                process = subprocess.Popen(command, stdout=out, stderr=out, env=env, start_new_session=True)  # noqa: S603
-            except OSError as error:
-                return f"{command[0]} does not run: {error}"
+            process = subprocess.Popen(command, stdout=out, stderr=out, env=env, start_new_session=True)  # noqa: S603
         try:
             process.wait(self.timeout)
         except subprocess.TimeoutExpired:

@@ -1,71 +1,92 @@
-"""The named sides of a comparison: TRL as installed, or compiled, and fastpack."""
+"""The sides of a comparison: TRL as installed, or compiled, and fastpack."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import transformers.utils
 
 from fastpack_trl.bench.learner import learner_alone
-from fastpack_trl.bench.watch import GRADIENT_NORM, LOSS
+from fastpack_trl.bench.watch import GRADIENT_NORM, LOSS, SETTLING, SideResult, Watch, run_side
+from fastpack_trl.errors import UserError
+from fastpack_trl.measure.payback import LONG_RUN
 from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.recipe.methods import SFT, Method
 
 STOCK, COMPILED, OURS, PLANNED = SIDES = "stock", "stock_compiled", "fastpack", "fastpack_plan"
-SAME_CHECKPOINTS = {"activation_memory": "off", "checkpoint_offload": "off"}
-"""Fields with which a side recomputes as `gradient_checkpointing` says, as TRL does."""
+Build = Callable[..., Any]
+"""``build(trainer_class, config_class, **changes)`` returns a new trainer; see `compare`."""
+LONG = {"max_steps": LONG_RUN, "report_to": "none", "save_strategy": "no", "eval_strategy": "no", "disable_tqdm": True}
+"""Fields of every side: the watch ends the run; nothing is written."""
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One side: its classes, its fields over those of the run, and a context around its training.
-
-    Attributes:
-        around: given the trainer; may yield a text that names the implementations that run.
-        compares: the figure that the gate compares, `LOSS` or `GRADIENT_NORM`.
-    """
-
-    trainer_class: Any
-    config_class: Any
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    around: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext
-    compares: str = LOSS
-
-
-def side_of(name: str, method: Method = SFT) -> Side:
-    """Return a side of `SIDES` for the trainers of a method.
+def train_side(
+    build: Build, name: str, method: Method = SFT, *, warmup: int, timed: int, gate: int, seed: int
+) -> SideResult:
+    """Build the trainer of a side and train it under a `Watch`.
 
     - ``stock``: TRL's trainer as installed and configured.
     - ``stock_compiled``: the same with the best flash-attn that is installed, Liger's kernels if they load, and decoder
       layers compiled through accelerate.
-    - ``fastpack``: ours, which recomputes what `gradient_checkpointing` says, as TRL.
-    - ``fastpack_plan``: ours as configured, which recomputes only what the memory requires.
+    - ``fastpack``: ours, which recomputes what `gradient_checkpointing` says, as TRL does.
+    - ``fastpack_plan``: ours as configured, which recomputes only what memory requires.
     """
-    classes = method.of_trl if name in (STOCK, COMPILED) else method.classes
-    has_liger = torch.cuda.is_available() and transformers.utils.is_liger_kernel_available()
-    fields: Mapping[str, Mapping[str, Any]] = {
-        OURS: SAME_CHECKPOINTS,
-        COMPILED: {"use_liger_kernel": True} if has_liger else {},
-    }
+    cuda = torch.cuda.is_available()
+    trainer_class, config_class = method.of_trl if name in (STOCK, COMPILED) else method.classes
+    changes: dict[str, Any] = {}
+    if name == OURS:
+        changes = {"activation_memory": "off", "checkpoint_offload": "off"}
+    elif name == COMPILED and cuda and transformers.utils.is_liger_kernel_available():
+        changes = {"use_liger_kernel": True}
+    watch = Watch(warmup=warmup, timed=timed, gate=gate, settling=SETTLING * cuda, profiled=2, count_syncs=True)
+
+    def checked() -> Any:
+        trainer = build(trainer_class, config_class, **LONG, **changes)
+        if not isinstance(trainer, trainer_class):
+            wanted, returned = trainer_class.__name__, type(trainer).__name__
+            raise UserError(f"build returned a {returned}: it must return a {wanted}, its first argument")
+        if (steps := trainer.args.max_steps) != LONG_RUN:
+            raise UserError(
+                f"build ignored max_steps={LONG_RUN} (its trainer has {steps}): make the configuration by "
+                "config_class(**(settings | changes))"
+            )
+        if trainer.args.world_size > 1 or trainer.args.n_gpu > 1:
+            raise UserError("the comparison runs on one device and in one process: set CUDA_VISIBLE_DEVICES=0")
+        watch.result.setting = _setting_of(trainer)
+        return trainer
 
     @contextlib.contextmanager
     def around(trainer: Any) -> Iterator[Any]:
-        with (
-            learner_alone(trainer) if method.scores_rewards else contextlib.nullcontext(),
-            _compiled(trainer) if name == COMPILED else contextlib.nullcontext() as path,
-        ):
-            yield path
+        with contextlib.ExitStack() as stack:
+            if method.scores_rewards:
+                stack.enter_context(learner_alone(trainer))
+            yield stack.enter_context(_compiled(trainer)) if name == COMPILED else None
 
-    return Side(*classes, fields.get(name, {}), around, GRADIENT_NORM if method.scores_rewards else LOSS)
+    compares = GRADIENT_NORM if method.scores_rewards else LOSS
+    return run_side(checked, watch, around=around, compares=compares, seed=seed)
+
+
+def _setting_of(trainer: Any) -> str:
+    """Return the run in a line, without names of paths: ``qwen3, 4 layers of 192, LoRA, checkpointing, ...``."""
+    args, model = trainer.args, trainer.model
+    config = model.config.get_text_config()
+    parts = [
+        f"{config.model_type}, {config.num_hidden_layers} layers of {config.hidden_size}",
+        "4-bit" if getattr(model, "is_loaded_in_4bit", False) else "",
+        "LoRA" if getattr(model, "peft_config", None) else "",
+        "checkpointing" if args.gradient_checkpointing else "no checkpointing",
+        f"{args.per_device_train_batch_size} x {args.gradient_accumulation_steps} rows per step",
+        f"max_length {args.max_length}" if getattr(args, "max_length", None) else "",
+    ]
+    return ", ".join(filter(None, parts))
 
 
 @contextlib.contextmanager
 def _compiled(trainer: Any) -> Iterator[str]:
+    """Choose the best attention and compile the layers; yield what runs, for people."""
     attention = str(trainer.model.config.get_text_config()._attn_implementation)
     is_half = torch.cuda.is_available() and (trainer.args.bf16 or trainer.args.fp16)
     for version in (3, 2) if is_half and not attention.startswith("flash") else ():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,10 +78,11 @@ class SideResult:
         return [loss if norm is None else norm for loss, norm in zip(self.losses, self.grad_norms, strict=True)]
 
 
+@dataclass(kw_only=True, eq=False)
 class Watch(TrainerCallback):
     """Record the steps of one training from its log, and stop it after the timed ones.
 
-    Args:
+    Attributes:
         warmup: minimum number of steps before the timed ones.
         timed: number of timed steps; the device is synchronized at the end of each.
         gate: first steps of the warm-up, with dropout off, whose losses are compared.
@@ -92,41 +93,30 @@ class Watch(TrainerCallback):
         count_syncs: count the host syncs of one more step.
     """
 
-    def __init__(
-        self, *, warmup: int = WARMUP, timed: int = TIMED, gate: int = 0, settling: int = 0,
-        longest_warmup: int = LONGEST_WARMUP, profiled: int = 0, kernels: str = "", count_syncs: bool = False,
-    ) -> None:  # fmt: skip
-        if timed < 1 or not 0 <= gate <= warmup:
-            raise UserError(
-                f"warmup={warmup}, timed={timed}, gate={gate}: give timed >= 1, and warmup >= gate >= 0 (the gate's "
-                "steps are the first of the warm-up)"
-            )
-        self.result = SideResult()
-        self.timed, self._warmup, self._gate = timed, warmup, gate
-        self._settling, self._longest_warmup = settling, longest_warmup
-        self._profiled = profiled if torch.cuda.is_available() or kernels else 0
-        self._kernels, self._count_syncs = kernels, count_syncs
-        self._is_logged, self._start, self._end, self._tokens = True, 0.0, 0.0, 0
+    warmup: int = WARMUP
+    timed: int = TIMED
+    gate: int = 0
+    settling: int = 0
+    longest_warmup: int = LONGEST_WARMUP
+    profiled: int = 0
+    kernels: str = ""
+    count_syncs: bool = False
+    result: SideResult = field(init=False, default_factory=SideResult)
 
-    @contextlib.contextmanager
-    def attached(self, trainer: Any) -> Iterator[None]:
-        """Watch `trainer` inside; restore it on exit."""
+    def start(self, trainer: Any) -> Generator[None, Mapping[str, Any]]:
+        """Begin to watch a trainer that is about to train; return what to close after it, which restores dropout."""
         args, result = trainer.args, self.result
         weights = str(text_model(trainer.model).dtype).removeprefix("torch.")
         result.dtype = "bfloat16" if args.bf16 else "float16" if args.fp16 else weights
         result.device = torch.device(args.device).type
-        self._steps = self._script(trainer)
         trainer.add_callback(self)
-        with contextlib.closing(self._steps):  # restores dropout if training fails in the gate
-            self._synchronize()
-            if result.device == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            self._start = time.perf_counter()
-            next(self._steps)
-            try:
-                yield
-            finally:
-                trainer.remove_callback(self)
+        self._synchronize()
+        if result.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        self._start, self._tokens, self._is_logged = time.perf_counter(), 0, True
+        self._steps = self._script(trainer)
+        next(self._steps)
+        return self._steps
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the time of the step, before its log."""
@@ -149,15 +139,16 @@ class Watch(TrainerCallback):
 
     def _script(self, trainer: Any) -> Generator[None, Mapping[str, Any]]:
         """Go through all steps in order: each ``yield`` waits for the log of one, or for its end if it has none."""
-        result, unsettled = self.result, self._settling + 1
+        result, unsettled = self.result, self.settling + 1
         with ExitStack() as gate:
-            if self._gate:
+            if self.gate:
                 gate.enter_context(without_dropout(trainer.model))
-            while (done := len(result.losses)) < self._warmup or (unsettled > 0 and done < self._longest_warmup):
+            while (done := len(result.losses)) < self.warmup or (unsettled > 0 and done < self.longest_warmup):
                 yield from self._step()
-                if len(result.losses) == self._gate:
+                if len(result.losses) == self.gate:
                     gate.close()
-                unsettled -= is_warmed_up(trainer)
+                # Features of a trainer of ours may still wait for their first steps.
+                unsettled -= not hasattr(trainer, "fastpack_run") or trainer.fastpack_run.step.is_warmed_up
         result.warmup_steps, result.warmup_seconds = len(result.losses), self._end - self._start
         tokens = self._tokens
         for _ in range(self.timed):
@@ -171,16 +162,16 @@ class Watch(TrainerCallback):
             result.report = report.to_dict()
             result.path = ", ".join(f"{line.feature} {line.path}" for line in report if line.status == "on")
         self._is_logged = False  # a log reads the device, and launches kernels
-        if self._profiled:
+        if self.profiled and (result.device == "cuda" or self.kernels):
             with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profiler:
-                for _ in range(self._profiled):
+                for _ in range(self.profiled):
                     yield
-            result.profile = profile_figures(profiler.events() or (), self._profiled)
-            if self._kernels:
+            result.profile = profile_figures(profiler.events() or (), self.profiled)
+            if self.kernels:
                 order = f"self_{'cuda' if result.device == 'cuda' else 'cpu'}_time_total"
                 table = profiler.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=90)
-                Path(self._kernels).write_text(table, encoding="utf-8")
-        if self._count_syncs:
+                Path(self.kernels).write_text(table, encoding="utf-8")
+        if self.count_syncs:
             with count_host_syncs(device=result.device) as syncs:
                 yield
             result.host_syncs = syncs.total
@@ -202,12 +193,6 @@ class Watch(TrainerCallback):
     def _synchronize(self) -> None:
         if self.result.device == "cuda":
             torch.cuda.synchronize()
-
-
-def is_warmed_up(trainer: Any) -> bool:
-    """Return whether no feature of a trainer of ours still waits for its first steps."""
-    run = getattr(trainer, "fastpack_run", None)
-    return run is None or run.step.is_warmed_up
 
 
 def run_side(
@@ -233,15 +218,14 @@ def run_side(
         for callback in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(callback)
         free_memory(torch.device(trainer.args.device).type)
-        with around(trainer) as path:
+        with around(trainer) as path, contextlib.closing(watch.start(trainer)):
             result.path = path if isinstance(path, str) else ""
             set_seed(seed)
-            with watch.attached(trainer):
-                trainer.train()
+            trainer.train()
         if len(result.seconds) < watch.timed:
             raise UserError(
                 f"training ended by itself after {len(result.losses)} steps: a callback or an empty data set stopped "
-                "it; take that away for the measurement"
+                "it; remove that for the measurement"
             )
         return result
     finally:
@@ -251,7 +235,7 @@ def run_side(
 
 @contextlib.contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Drop nothing inside: sides that draw other random numbers would differ in their losses."""
+    """Disable dropout inside: sides draw different random numbers, so their losses would differ."""
     with contextlib.ExitStack() as stack:
         for module in model.modules():
             for name in ("p",) if isinstance(module, nn.modules.dropout._DropoutNd) else _DROPOUT_FIELDS:
@@ -261,23 +245,18 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def device_events(events: Iterable[Any]) -> list[Any]:
-    """Return the kernels and copies of a profile."""
-    on_device = [event for event in events if event.device_type == DeviceType.CUDA]
-    return [event for event in on_device if not getattr(event, "is_user_annotation", False)]
-
-
-def profile_figures(events: Sequence[Any], steps: int) -> dict[str, float]:
+def profile_figures(events: Iterable[Any], steps: int) -> dict[str, float]:
     """Return launches and busy seconds of the device, each per step of `steps`.
 
     The idle share of a step is 1 - ``busy_seconds`` / its seconds, timed without the profiler.
     """
-    kernels = device_events(events)
-    launches = [event for event in events if event.device_type == DeviceType.CPU and event.name.startswith(_LAUNCHES)]
-    return {
-        "launches": len(launches) / steps,
-        "busy_seconds": covered((event.time_range.start, event.time_range.end) for event in kernels) / 1e6 / steps,
-    }
+    launches, spans = 0, list[tuple[float, float]]()
+    for event in events:
+        if event.device_type == DeviceType.CPU:
+            launches += event.name.startswith(_LAUNCHES)
+        elif event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
+            spans.append((event.time_range.start, event.time_range.end))
+    return {"launches": launches / steps, "busy_seconds": covered(spans) / 1e6 / steps}
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:

@@ -5,25 +5,24 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
 
 from fastpack_trl.checkpointing.checkpoint_offload import offload_conflict, offload_unavailable
+from fastpack_trl.checkpointing.offload import Mode
 from fastpack_trl.checkpointing.plan import LayerCost, Level, Plan, checkpointable_layers, describe, layer_levels
 from fastpack_trl.checkpointing.streams import GIB
-from fastpack_trl.checkpointing.trace import layer_costs, probe_tokens
+from fastpack_trl.checkpointing.trace import layer_costs, probe_batches
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model import sharded
 from fastpack_trl.model.changes import callbacks_added, during_training
 from fastpack_trl.model.facts import UNREADABLE
 from fastpack_trl.model.hooks import HookWatch
 from fastpack_trl.model.preflight import against_plan, check_recompute
-from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.run import ONCE_SHARDED, Run
-from fastpack_trl.run.budget import budget_bytes, head_bytes, largest_dense, largest_row, memory_to_come
+from fastpack_trl.run.budget import budget_bytes, head_bytes, largest_dense, largest_row
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ def activation_memory(run: Run) -> Iterator[None]:
     Raises:
         ValueError: a level was requested that another setting excludes.
     """
-    reason = run.ranks.first_reason(lambda: _why_not(run))
+    reason = run.ranks.first_reason(lambda: first_reason(_why_not(run)))
     if reason:
         # A conflict with a requested level has raised. One of these reasons is that layers keep everything anyway.
         run.set_status(FEATURE, "off", "stock", reason, holds=run.settings.activation_memory == "keep")
@@ -52,8 +51,8 @@ def activation_memory(run: Run) -> Iterator[None]:
             stack.callback(setattr, run.step, "activations_left", None)
             installed = stack.enter_context(contextlib.ExitStack())
             stack.enter_context(during_training(run.trainer, at_begin=lambda: _install_sharded(run, installed)))
-        elif (planned := _install(run, stack)) is not None:
-            stack.enter_context(during_training(run.trainer, at_begin=planned.begin))
+        elif (memory := plan_memory(run, stack)) is not None:
+            stack.enter_context(during_training(run.trainer, at_begin=memory.begin))
         yield
 
 
@@ -61,15 +60,15 @@ def _install_sharded(run: Run, installed: contextlib.ExitStack) -> None:
     """Plan and install when training begins: only then are the parameters in their places."""
     installed.close()  # `train` may begin again by itself, with smaller batches
     try:
-        planned = _install(run, installed)
+        memory = plan_memory(run, installed)
     finally:
         sharded.reshard_all(run.model)
-    if planned is not None:
-        planned.keep_gathered()
-        planned.begin()
+    if memory is not None:
+        memory.keep_gathered()
+        memory.begin()
 
 
-def _install(run: Run, stack: contextlib.ExitStack) -> ActivationMemory | None:
+def plan_memory(run: Run, stack: contextlib.ExitStack) -> ActivationMemory | None:
     """Make the plan, the same in every process, and keep it until `stack` closes; None if any process has none.
 
     Raises:
@@ -78,7 +77,7 @@ def _install(run: Run, stack: contextlib.ExitStack) -> ActivationMemory | None:
     setting = run.settings.activation_memory
     try:
         with run.ranks.propagate_failures():
-            planned = plan_memory(run)
+            memory = ActivationMemory(run)
     except UNREADABLE as error:
         reason = f"no plan can be made: {type(error).__name__}: {error}"
         if setting != "auto":
@@ -86,44 +85,62 @@ def _install(run: Run, stack: contextlib.ExitStack) -> ActivationMemory | None:
         run.set_status(FEATURE, "off", "stock", reason)
         return None
     # Its own free memory may have given a process another plan; all would wait for the one that recomputes most.
-    levels = run.ranks.all_max([float(level) for level in planned.plan.levels])
-    plan = planned.plan = replace(planned.plan, levels=tuple(Level(int(level)) for level in levels))
-    planned.report()
+    recomputed, below = run.ranks.all_max([-memory.plan.count, memory.plan.below])
+    plan = memory.plan = memory.plan.last_kept(-int(recomputed), Level(int(below)))
+    memory.report()
     # A rest that no further layer fits in is not given to what saves less per byte: a prediction may be a tenth off.
     run.step.activations_left = 0 if setting == "auto" and not plan.keeps_all else plan.left
-    run.step.activation_bytes = plan.predicted + planned.head_bytes
+    run.step.activation_bytes = plan.predicted + memory.head_bytes
     run.step.offloads = Level.OFFLOAD in plan.levels
-    stack.callback(planned.end)
-    stack.enter_context(callbacks_added(run.trainer, planned))
-    stack.enter_context(run.keeping(planned))
-    return planned
+    stack.callback(memory.end)
+    stack.enter_context(callbacks_added(run.trainer, memory))
+    stack.enter_context(run.keeping(memory))
+    return memory
 
 
 class ActivationMemory(TrainerCallback):
     """A model's layers at the levels of a plan while training runs.
 
+    Made by counting what layers keep. Each fallback is reported.
+
     Args:
         run: whose trainer trains.
-        plan: the levels installed when training begins.
-        notes: what fell back while the plan was made.
-        head_bytes: memory of the head's step, which is in no budget of the layers.
 
     Attributes:
+        plan: the levels.
+        head_bytes: memory of the head's step, which is in no budget of the layers.
         gathered: layers whose weights FSDP 2 gathers once for forward and backward pass.
+
+    Raises:
+        ValueError: rows of any length.
+        RuntimeError: the decoder cannot be run by itself, or another process cannot plan.
     """
 
-    def __init__(self, run: Run, plan: Plan, notes: Sequence[str], head_bytes: int) -> None:
-        self.plan, self.head_bytes = plan, head_bytes
+    def __init__(self, run: Run) -> None:
+        self._run, self._notes, setting = run, list[str](), run.settings.activation_memory
+        with run.ranks.propagate_failures():  # none may run a sharded model without the others
+            tokens, longest = largest_row(run)
+            self.head_bytes, own = head_bytes(run.model, tokens), float(budget_bytes(run, self._say))
+        budget = max(0, int(run.ranks.all_min([own])[0]) - self.head_bytes)
+        dense, can_offload = largest_dense(run.model), not offload_unavailable(run.device)
+        plan = Plan.keeping_all(count_layers(run), tokens, longest, budget, dense, can_offload)
+        if setting == "auto":
+            plan = plan.best()
+            if not plan.fits:
+                self._say(f"nothing fits the budget: {plan}")
+        elif setting != "keep":
+            plan = plan.last_kept(0, Level[setting.upper()])
+        self.plan, self._layers = plan, checkpointable_layers(run.model)
         self.gathered: list[Any] = []
-        self._run, self._notes, self._out_of_memory = run, notes, ""
-        self._layers = checkpointable_layers(run.model)
-        self._stack = contextlib.ExitStack()
         # What a user's hooks see is as under TRL's checkpointing, unless the user chose the level.
-        self._is_chosen = run.settings.activation_memory != "auto"
-        self._watches = [] if self._is_chosen else [HookWatch(layer) for layer in self._layers]
+        self._watches = [HookWatch(layer) for layer in self._layers if setting == "auto"]
         self._hooks: list[str] = []
-        self._installed = list(plan.levels)
-        self._static = self._gathered_bytes = 0
+        self._out_of_memory = ""
+        self._stack = contextlib.ExitStack()
+
+    def _say(self, message: str) -> None:
+        self._notes.append(message)
+        logger.warning(f"{FEATURE}: {message}")
 
     def keep_gathered(self) -> None:
         """Gather weights once a step if the plan keeps all and leaves room: all processes do, or none.
@@ -135,29 +152,24 @@ class ActivationMemory(TrainerCallback):
         needed = sharded.whole_bytes(layers, (run.compute_dtype or torch.float32).itemsize)
         reshards = run.trainer.accelerator.state.fsdp_plugin.reshard_after_forward is True and run.ranks.count > 1
         if run.ranks.all(reshards and self.plan.keeps_all and needed * _AMPLE <= self.plan.left):
-            self.gathered, self._gathered_bytes = layers, needed
+            self.gathered = layers
+            self._notes.append(f"weights gathered once a step ({needed / GIB:.2f} GiB)")
 
     def begin(self) -> None:
         """Install the plan when training begins: checkpointing has just been switched on."""
-        self._stack.close()
-        run, device = self._run, self._run.device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            self._static = torch.cuda.memory_allocated(device) + memory_to_come(run) + self._gathered_bytes
+        if self._run.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._run.device)
         self._install()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Install again if a hook of the user came or went, and after the first step."""
-        if [watch.look() for watch in self._watches] != self._hooks or self._to_install(self.plan) != self._installed:
+        """Install again if a hook of the user came or went."""
+        if [watch.look() for watch in self._watches] != self._hooks:
             self._install()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Report two peaks: activations alone (no weights, gradients, optimizer state), and all that torch reserved."""
+        """Report the peak of what torch reserved."""
         if args.device.type == "cuda":
-            measured = (torch.cuda.max_memory_allocated(args.device) - self._static) / GIB
             reserved = torch.cuda.max_memory_reserved(args.device) / GIB
-            predicted = f"{measured:.2f} GiB measured, {self.plan.predicted / GIB:.2f} GiB predicted"
-            self._run.report.facts["activation memory, peak"] = predicted
             self._run.report.facts["device memory, peak"] = f"{reserved:.2f} GiB reserved, all included"
 
     def end(self) -> None:
@@ -168,49 +180,31 @@ class ActivationMemory(TrainerCallback):
     def _install(self) -> None:
         self._stack.close()
         self._hooks = [watch.look() for watch in self._watches]
-        self._installed = self._to_install(self.plan)
-        self._stack.enter_context(layer_levels(self._layers, self._installed, **offload_options(self._run)))
-        self._run.step.offloads = Level.OFFLOAD in self._installed
-        self._run.step.version += 1
+        run, levels = self._run, self._levels()
+        mode: Mode = "single_buffer" if run.settings.checkpoint_offload == "single_buffer" else "double_buffer"
+        self._stack.enter_context(layer_levels(self._layers, levels, mode))
+        run.step.offloads = Level.OFFLOAD in levels
+        run.step.version += 1
         self.report()
 
-    def _to_install(self, plan: Plan) -> list[Level]:
-        """Return the levels of a plan, with layers checkpointed for now if they are compiled after the first step.
-
-        Uncompiled layers keep a third more than compiled ones: that step alone would set the peak of the run, to save
-        the recompute of one step. It is as planned if other features measure its memory, and if inputs go to host
-        memory: the copies would be set up twice.
-        """
-        run, levels = self._run, self._with_hooks(plan)
-        waits = run.is_in_first_step and run.compiles_later and not run.measures_first_step
-        if waits and not self._is_chosen and Level.OFFLOAD not in levels:
-            return [max(level, Level.CHECKPOINT) for level in levels]
-        return levels
-
-    def _with_hooks(self, plan: Plan) -> list[Level]:
-        """Return a plan's levels; a layer with a user's hook is recomputed as under TRL: the hook sees it."""
-        hooks = self._hooks or [""] * len(plan.levels)
-        return [max(level, Level.CHECKPOINT) if hook else level for level, hook in zip(plan.levels, hooks, strict=True)]
+    def _levels(self) -> list[Level]:
+        """Return the plan's levels; a layer with a user's hook is recomputed as under TRL: the hook sees it."""
+        hooks = self._hooks or [""] * len(self._layers)
+        levels = zip(self.plan.levels, hooks, strict=True)
+        return [max(level, Level.CHECKPOINT) if hook else level for level, hook in levels]
 
     def report(self) -> None:
         """Set the plan's line in the report."""
-        levels = self._with_hooks(self.plan)
-        notes = [str(self.plan), *self._notes, self._out_of_memory]
-        if self.gathered:
-            notes.append(f"weights gathered once a step ({self._gathered_bytes / GIB:.2f} GiB)")
+        levels, notes = self._levels(), [str(self.plan), *self._notes, self._out_of_memory]
         if levels != list(self.plan.levels):
             notes.append(f"{describe(levels)} for {next(filter(None, self._hooks))}, which runs in each recompute")
-        path = " + ".join(str(level) for level in sorted(set(levels)))
-        self._run.set_status(FEATURE, "on", path, "; ".join(filter(None, notes)))
+        self._run.set_status(FEATURE, "on", " + ".join(map(str, sorted(set(levels)))), "; ".join(filter(None, notes)))
 
     def go_deeper(self) -> bool:
         """Install a plan with less after an out-of-memory; return False if there is none."""
-        plan = self.plan.deeper()
-        while plan is not None and self._to_install(plan) == self._installed:  # checkpointed for now
-            plan = plan.deeper()
-        if plan is None:
+        if (plan := self.plan.deeper()) is None:
             return False
-        told = f"a step ran out of memory with {describe(self._installed)}; it was run again with less"
+        told = f"a step ran out of memory with {describe(self._levels())}; it was run again with less"
         if not self._out_of_memory:
             logger.warning(f"{FEATURE}: {told}")
         self._out_of_memory, self.plan = told, plan
@@ -225,35 +219,27 @@ def gathered_once(run: Run) -> contextlib.AbstractContextManager[None]:
 
 
 def _conflicts(run: Run) -> Iterator[object]:
-    yield run.is_deepspeed and "DeepSpeed makes its own copies of weights and gradients, which no plan knows"
+    yield run.is_deepspeed and "DeepSpeed makes its own copies of weights and gradients, which the plan cannot count"
     yield offload_conflict(run.args, run.trainer)
     checkpoints = run.is_fsdp2 and run.trainer.accelerator.state.fsdp_plugin.activation_checkpointing
     yield checkpoints and "activation_checkpointing of FSDP says what to keep"
     yield from against_plan(run.args, run.settings.activation_memory, run.settings.checkpoint_offload)
 
 
-def _why_not(run: Run) -> str:
-    """Return why the user's own settings stay as they are; empty if a plan may be made.
+def _why_not(run: Run) -> Iterator[object]:
+    """Yield why the user's own settings stay as they are, instead of a plan.
 
     Raises:
         ValueError: a level was requested that another setting excludes.
     """
-    setting = run.settings.activation_memory
-    if setting == "off":
-        return "switched off: as gradient_checkpointing says"
+    setting, has_budget = run.settings.activation_memory, run.settings.activation_memory_gib is not None
+    yield setting == "off" and "switched off: as gradient_checkpointing says"
     check_recompute(run.args, setting, run.settings.checkpoint_offload, _conflicts(run))
-    if conflict := first_reason(_conflicts(run)):
-        return conflict
-    if setting == "auto" and run.device.type != "cuda" and run.settings.activation_memory_gib is None:
-        return f"{run.device} has no memory of its own: activation_memory_gib=... plans for a budget"
-    if not checkpointable_layers(run.model):
-        return "the model has no layers that transformers checkpoints"
-    return offload_unavailable(run.device) if setting == "offload" else ""
-
-
-def offload_options(run: Run) -> dict[str, Any]:
-    """Return the arguments of `offload_checkpoints` for layers at the level ``offload``."""
-    return {"mode": "single_buffer" if run.settings.checkpoint_offload == "single_buffer" else "double_buffer"}
+    yield from _conflicts(run)
+    if setting == "auto" and run.device.type != "cuda" and not has_budget:
+        yield f"{run.device} has no memory of its own: activation_memory_gib=... plans for a budget"
+    yield not checkpointable_layers(run.model) and "the model has no layers that transformers checkpoints"
+    yield setting == "offload" and offload_unavailable(run.device)
 
 
 def count_layers(run: Run) -> list[LayerCost]:
@@ -262,42 +248,15 @@ def count_layers(run: Run) -> list[LayerCost]:
     Raises:
         RuntimeError: the decoder cannot be run by itself.
     """
-    batches = {tokens: PackedBatch.from_lengths([tokens]).to(run.device) for tokens in probe_tokens(run.model)}
+    batches, layers = probe_batches(run.model, run.device), checkpointable_layers(run.model)
     decoder = run.trainer.model_wrapped if run.is_fsdp2 else None
     together = run.ranks.propagate_failures(sharded.FAILURE_GRACE_SECONDS) if run.is_fsdp2 else contextlib.nullcontext()
     with together, run.trainer.accelerator.autocast():
-        return layer_costs(run.model, checkpointable_layers(run.model), batches, decoder=decoder, packs=run.packs)
+        return layer_costs(run.model, layers, batches, decoder=decoder, packs=run.packs)
 
 
 def row_bytes(run: Run, costs: Sequence[LayerCost], tokens: int, longest: int) -> int:
     """Return the memory of a row's forward and backward pass, with the layers as they are set now."""
     plan = Plan.keeping_all(costs, tokens, longest, 0, largest_dense(run.model))
-    checkpoints = [layer.gradient_checkpointing for layer in checkpointable_layers(run.model)]
-    levels = tuple(Level.CHECKPOINT if each else Level.KEEP for each in checkpoints)
-    return replace(plan, levels=levels).predicted + head_bytes(run.model, tokens)
-
-
-def plan_memory(run: Run) -> ActivationMemory:
-    """Count what layers keep and choose their levels; each fallback is reported.
-
-    Raises:
-        ValueError: rows of any length.
-        RuntimeError: the decoder cannot be run by itself, or another process cannot plan.
-    """
-    notes: list[str] = []
-
-    def say(message: str) -> None:
-        notes.append(message)
-        logger.warning(f"{FEATURE}: {message}")
-
-    setting = run.settings.activation_memory
-    with run.ranks.propagate_failures():  # none may run a sharded model without the others
-        tokens, longest = largest_row(run)
-        head, own = head_bytes(run.model, tokens), float(budget_bytes(run, say))
-    budget = max(0, int(run.ranks.all_min([own])[0]) - head)
-    dense, can_offload = largest_dense(run.model), not offload_unavailable(run.device)
-    plan = Plan.keeping_all(count_layers(run), tokens, longest, budget, dense, can_offload)
-    plan = plan.best() if setting == "auto" else replace(plan, levels=(Level[setting.upper()],) * len(plan.kept))
-    if setting == "auto" and not plan.fits:
-        say(f"nothing fits the budget: {plan}")
-    return ActivationMemory(run, plan, notes, head)
+    count = sum(not layer.gradient_checkpointing for layer in checkpointable_layers(run.model))
+    return plan.last_kept(count).predicted + head_bytes(run.model, tokens)

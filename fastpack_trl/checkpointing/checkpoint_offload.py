@@ -5,22 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, get_args
 
 import torch
 from transformers import Trainer, TrainerCallback
 
-from fastpack_trl.checkpointing.offload import (
-    MIN_BYTES,
-    HostUse,
-    Mode,
-    Offload,
-    checkpointed_layers,
-    offload_checkpoints,
-)
-from fastpack_trl.checkpointing.streams import CudaStreams
+from fastpack_trl.checkpointing.offload import HostUse, Mode, Offload, checkpointed_layers, offload_checkpoints
 from fastpack_trl.config import refusing_removed
-from fastpack_trl.errors import short_repr
+from fastpack_trl.errors import first_reason, short_repr
 from fastpack_trl.model.changes import callbacks_added, callers
 from fastpack_trl.model.preflight import other_offload
 from fastpack_trl.run import Run
@@ -28,7 +21,6 @@ from fastpack_trl.run import Run
 logger = logging.getLogger(__name__)
 
 FEATURE = "checkpoint_offload"
-MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 def offload_unavailable(device: torch.device) -> str:
@@ -60,21 +52,24 @@ def checkpoint_offload(run: Run) -> Iterator[None]:
     Raises:
         ValueError: requested under an engine that excludes it.
     """
-    mode = next((mode for mode in MODES if run.settings.checkpoint_offload == mode), None)
-    planned = run.step.activations_left is not None
-    reason = "by the plan of activation_memory" if planned else _why_off(run, mode)
-    if mode is None or reason or not run.training:
-        # By that plan, in the requested mode; or the memory of the layers is the host's already.
-        run.set_status(FEATURE, "off", "stock", reason, holds=True)
+    mode: Any = run.settings.checkpoint_offload
+    planned = run.step.activations_left is not None  # by the plan, in the requested mode
+    conflict = "" if planned or mode in ("auto", "off") else offload_conflict(run.args, run.trainer)
+    reason = conflict or first_reason(
+        [
+            planned and "by the plan of activation_memory",
+            mode == "off" and "switched off",
+            mode == "auto" and "not needed: checkpoint_offload='double_buffer' trades host memory for device memory",
+            offload_unavailable(run.device),
+        ]
+    )
+    if reason or not run.training:
+        run.set_status(FEATURE, "off", "stock", reason, holds=not conflict)
         yield
         return
 
-    def say(message: str) -> None:
-        run.set_status(FEATURE, "on", mode, message.removeprefix(f"{FEATURE}: "))
-        logger.warning(message)
-
     callback = AsyncCheckpointCallback(mode)
-    callback._options["tell"] = say
+    callback._options["tell"] = partial(run.set_status, FEATURE, "on", mode)
     run.set_status(FEATURE, "on", mode, "asked for; layer inputs go to pinned host memory")
     run.step.offloads = True
     try:
@@ -84,22 +79,6 @@ def checkpoint_offload(run: Run) -> Iterator[None]:
         run.step.offloads = False
         if callback.use is not None:
             run.report.facts["offload, host memory"] = str(callback.use)
-
-
-def _why_off(run: Run, mode: Mode | None) -> str:
-    """Return why the offload stays off; empty if it runs.
-
-    Raises:
-        ValueError: requested, and excluded by another setting.
-    """
-    if run.settings.checkpoint_offload == "off":
-        return "switched off"
-    if mode is None:
-        return "not needed: checkpoint_offload='double_buffer' trades host memory for device memory"
-    conflict = offload_conflict(run.args, run.trainer)
-    if conflict and run.training:
-        raise ValueError(f"checkpoint_offload={mode!r}: {conflict}; set checkpoint_offload='auto' to train without it")
-    return offload_unavailable(run.device)
 
 
 class AsyncCheckpointCallback(TrainerCallback):
@@ -127,14 +106,13 @@ class AsyncCheckpointCallback(TrainerCallback):
 
     @refusing_removed
     def __init__(self, mode: Mode = "double_buffer") -> None:
-        if mode not in MODES:
-            raise ValueError(f"mode={short_repr(mode)} is not available: use one of {', '.join(MODES)}")
+        if mode not in get_args(Mode):
+            raise ValueError(f"mode={short_repr(mode)} is not available: use one of {', '.join(get_args(Mode))}")
         self.mode: Mode = mode
         self.offload: Offload | None = None
         self.use: HostUse | None = None
         self.reason = ""
-        # Of `offload_checkpoints`: set by tests on machines without a device, and by the feature `checkpoint_offload`.
-        self._options: dict[str, Any] = {}
+        self._options: dict[str, Any] = {}  # of `offload_checkpoints`
         self._stack = ExitStack()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -142,13 +120,11 @@ class AsyncCheckpointCallback(TrainerCallback):
         self.close()  # what an exception in an earlier run left behind
         if conflict := offload_conflict(args, next(callers(Trainer.train), None)):
             raise ValueError(f"AsyncCheckpointCallback: {conflict}")
-        options: dict[str, Any] = {"min_bytes": MIN_BYTES, "streams": CudaStreams, "tell": logger.warning}
-        options |= self._options
-        self.reason = "" if "streams" in self._options else offload_unavailable(args.device)
+        self.reason = offload_unavailable(args.device)
         if self.reason:
-            options["tell"](f"{FEATURE}: off ({self.reason})")
+            logger.warning(f"{FEATURE}: off ({self.reason})")
             return
-        offload = offload_checkpoints(checkpointed_layers(model), self.mode, **options)
+        offload = offload_checkpoints(checkpointed_layers(model), self.mode, **self._options)
         self.offload = self._stack.enter_context(offload)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -30,8 +30,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from fastpack_trl.checkpointing.streams import GIB, CudaStreams, HostStreams
-from fastpack_trl.model.checkpoint_seam import Nesting, checkpoint_wrapped, stock_checkpoint
+from fastpack_trl.checkpointing.streams import GIB, Streams
+from fastpack_trl.model.checkpoint_seam import (
+    Nesting,
+    checkpoint_wrapped,
+    is_reentrant,
+    outermost_layers,
+    stock_checkpoint,
+)
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
 logger = logging.getLogger(__name__)
@@ -46,7 +52,7 @@ _ALIGNMENT = 16  # bytes; kernels choose their vector path, and with it the orde
 
 def checkpointed_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
     """Return the layers of `model` that are checkpointed in training, first to last."""
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = outermost_layers(model)
     return [layer for layer in layers if layer.gradient_checkpointing and stock_checkpoint(layer) is not None]
 
 
@@ -55,16 +61,15 @@ def why_not_offloadable(layers: Sequence[GradientCheckpointingLayer]) -> str:
     if not layers:
         return "no layer is checkpointed: set gradient_checkpointing=True on a model that supports it"
     for inner in map(stock_checkpoint, layers):
-        function, keywords = (inner.func, inner.keywords) if isinstance(inner, functools.partial) else (inner, {})
-        if keywords.get("use_reentrant", inner is checkpoint):
+        if isinstance(inner, functools.partial) and inner.func is not checkpoint:
+            return (
+                f"layers are checkpointed by {getattr(inner.func, '__qualname__', inner.func)}, not by "
+                "torch.utils.checkpoint: leave out 'offload' in gradient_checkpointing_kwargs"
+            )
+        if inner is checkpoint or is_reentrant(inner):
             return (
                 "use_reentrant=True stores layer inputs where no hook sees them: set "
                 "gradient_checkpointing_kwargs={'use_reentrant': False}"
-            )
-        if function is not inner and function is not checkpoint:
-            return (
-                f"layers are checkpointed by {getattr(function, '__qualname__', function)}, not by "
-                "torch.utils.checkpoint: leave out 'offload' in gradient_checkpointing_kwargs"
             )
     return ""
 
@@ -93,7 +98,7 @@ class SavedInput:
 
     index: int
     source: Tensor
-    streams: HostStreams
+    streams: Streams
     on_host: bool = False
 
 
@@ -112,13 +117,14 @@ class _Copy(NamedTuple):
 
     saved: Callable[[], SavedInput | None]
     memory: Tensor
-    streams: HostStreams
+    streams: Streams
     compute: Any
     done: Any
     version: int
 
-    def release(self) -> None:
-        # Without the wait, the allocator would give the memory to a kernel while the copy is in flight.
+    def finish(self) -> None:
+        # Without the wait, a kernel would read the memory before the copy is done, which is garbage, or be given it by
+        # the allocator while the copy is in flight.
         self.streams.wait(self.compute, self.done)
 
 
@@ -128,9 +134,8 @@ class Offload:
     Args:
         mode: ``double_buffer``, or ``single_buffer``: each input is fetched when it is needed.
         budget_bytes: most host memory to pin.
-        min_bytes: smaller inputs stay on the device.
         streams: makes the streams of a device.
-        tell: called with a line for each fallback.
+        tell: called with the message of each fallback, which is logged too.
 
     Attributes:
         prefetch: fetch the next input while a layer is recomputed.
@@ -142,13 +147,12 @@ class Offload:
         mode: Mode,
         *,
         budget_bytes: int,
-        min_bytes: int = MIN_BYTES,
-        streams: Callable[[torch.device], HostStreams] = CudaStreams,
-        tell: Callable[[str], None] = logger.warning,
+        streams: Callable[[torch.device], Streams] = Streams,
+        tell: Callable[[str], object] = str,
     ) -> None:
         self.prefetch = mode == "double_buffer"
         self.fallbacks: list[str] = []
-        self._budget, self._min_bytes, self._tell = budget_bytes, min_bytes, tell
+        self._budget, self._tell = budget_bytes, tell
         self._streams = functools.cache(streams)
         self._lock = threading.Lock()
         self._buffers: dict[int, Tensor] = {}
@@ -167,15 +171,15 @@ class Offload:
     def say(self, message: str) -> None:
         if message not in self.fallbacks:
             self.fallbacks.append(message)
-            self._tell(f"checkpoint_offload: {message}")
+            logger.warning(f"checkpoint_offload: {message}")
+            self._tell(message)
 
     @torch.compiler.disable
     def call(self, index: int, keep: bool, inner: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run the checkpoint `inner` of a layer: a `model.checkpoint_seam.Wrapper`, once the first two are given."""
-        hidden = args[0] if args else None
-        if not torch.is_grad_enabled() or not isinstance(hidden, Tensor) or not hidden.is_floating_point():
+        if not torch.is_grad_enabled() or not args or not isinstance(args[0], Tensor):
             return inner(function, *args, **kwargs)
-        place = _place(hidden)
+        place = _place(args[0])
 
         def pack(tensor: Tensor) -> Tensor | SavedInput:
             # Masks and positions are shared by all layers: a copy would free nothing.
@@ -202,8 +206,8 @@ class Offload:
             self._finish_write()
             self._drop_ahead()
             saved = SavedInput(index, tensor, self._streams(tensor.device))
-            if not keep and tensor.nbytes >= self._min_bytes:
-                if why := self._why_kept(index, tensor) or self._grow(saved):
+            if not keep and tensor.nbytes >= MIN_BYTES:
+                if why := self._why_kept(saved):
                     self.say(f"layer inputs stay on the device: {why}")
                 else:
                     self._write(saved, tensor)
@@ -221,8 +225,13 @@ class Offload:
             # If another graph holds the buffer of this layer, it holds those before too.
             is_own = saved.on_host or saved.index not in self._holders
             before = self._holders.get(saved.index - 1) if self.prefetch and is_own else None
-            if before is not None:
-                self._fetch_ahead(before)
+            if before is not None and not (self._ahead and self._ahead.saved() is before):
+                self._drop_ahead()
+                try:
+                    self._ahead = self._fetch(before)
+                except torch.OutOfMemoryError:
+                    self.prefetch = False
+                    self.say("a second layer input does not fit on the device: single buffer, without prefetch")
             return tensor
 
     def close(self) -> None:
@@ -232,23 +241,20 @@ class Offload:
             self._drop_ahead()
             self._buffers.clear()
 
-    def _why_kept(self, index: int, tensor: Tensor) -> str:
+    def _why_kept(self, saved: SavedInput) -> str:
+        """Give a layer a buffer for its input; return why the input stays on the device, empty if it has one."""
+        index, tensor = saved.index, saved.source
         if type(tensor) is not Tensor or tensor.layout is not torch.strided:
             return f"one is a {type(tensor).__name__} of layout {tensor.layout}"
-        if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
-            return "the strides of one leave gaps or overlap"
-        if tensor.data_ptr() % _ALIGNMENT:
-            return f"one is not aligned to {_ALIGNMENT} bytes, and kernels may sum in another order if it is"
+        if not torch.ops.aten.is_non_overlapping_and_dense(tensor) or tensor.data_ptr() % _ALIGNMENT:
+            return f"one has gaps or overlaps in memory, or is not aligned to {_ALIGNMENT} bytes"
+        if index in self._holders:
+            return "another graph that is not used yet has their buffer"
         # A free buffer may be written at once although a copy out of it is enqueued: one stream has all copies.
-        return "another graph that is not used yet has their buffer" if index in self._holders else ""
-
-    def _grow(self, saved: SavedInput) -> str:
-        """Give a layer a buffer for its input; return why it cannot be had."""
-        index, nbytes = saved.index, saved.source.nbytes
-        if index in self._buffers and len(self._buffers[index]) >= nbytes:
+        if index in self._buffers and len(self._buffers[index]) >= tensor.nbytes:
             return ""
         self._buffers.pop(index, None)
-        size = 1 << (nbytes - 1).bit_length()  # what torch's pinned allocator takes for `nbytes`
+        size = 1 << (tensor.nbytes - 1).bit_length()  # what torch's pinned allocator takes for so many bytes
         if self.use.pinned + size > self._budget:
             return f"half of the host memory that was free, {self._budget / GIB:.3g} GiB, is in use"
         try:
@@ -270,7 +276,7 @@ class Offload:
         copy, self._writing = self._writing, None
         if copy is None:
             return
-        copy.release()
+        copy.finish()
         if copy.memory._version != copy.version and copy.saved() is not None:
             raise RuntimeError(
                 f"the input of a checkpointed layer, {tuple(copy.memory.shape)}, was changed in place after it was "
@@ -278,24 +284,13 @@ class Offload:
             )
 
     def _take(self, saved: SavedInput) -> Tensor:
-        compute, copy = saved.streams.compute(), self._ahead
-        if copy is not None and copy.saved() is saved and copy.compute == compute:
-            self._ahead = None
-        else:
+        ahead = self._ahead
+        if ahead is not None and (ahead.saved() is not saved or ahead.compute != saved.streams.compute()):
+            ahead = None
             self._drop_ahead()  # of a backward pass that left its order or broke off
-            copy = self._fetch(saved)
-        saved.streams.wait(compute, copy.done)  # read before the copy is done: garbage
+        copy, self._ahead = ahead or self._fetch(saved), None
+        copy.finish()
         return copy.memory
-
-    def _fetch_ahead(self, before: SavedInput) -> None:
-        if self._ahead is not None and self._ahead.saved() is before:
-            return
-        self._drop_ahead()
-        try:
-            self._ahead = self._fetch(before)
-        except torch.OutOfMemoryError:
-            self.prefetch = False
-            self.say("a second layer input does not fit on the device: single buffer from here on, without prefetch")
 
     def _fetch(self, saved: SavedInput) -> _Copy:
         source = saved.source
@@ -312,7 +307,7 @@ class Offload:
 
     def _drop_ahead(self) -> None:
         if self._ahead is not None:
-            self._ahead.release()
+            self._ahead.finish()
             self._ahead = None
 
 
@@ -337,7 +332,7 @@ def offload_checkpoints(
         layers: in the order of the forward pass; each is checkpointed without reentry (`why_not_offloadable`).
         mode: ``double_buffer`` fetches the next input while a layer is recomputed, ``single_buffer`` each when needed.
         keep_last: number of final layers whose inputs stay on the device: backward needs them at once.
-        options: `min_bytes`, `streams`, `tell` of `Offload`.
+        options: `budget_bytes`, `streams`, `tell` of `Offload`.
 
     Raises:
         ValueError: layers that cannot be offloaded.
@@ -347,17 +342,9 @@ def offload_checkpoints(
     processes = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     options.setdefault("budget_bytes", psutil.virtual_memory().available // 2 // processes)
     offload = Offload(mode, **options)
-    if any(_compiled_around(layer) for layer in layers):
-        offload.say("layers compiled around their checkpoint run eagerly: compile what is inside of it")
     with ExitStack() as stack:
         stack.callback(offload.close)
         for index, layer in enumerate(layers):
             wrapper = functools.partial(offload.call, index, index >= len(layers) - keep_last)
             stack.enter_context(checkpoint_wrapped(layer, wrapper, Nesting.OFFLOAD))
         yield offload
-
-
-def _compiled_around(layer: nn.Module) -> bool:
-    """Return whether the user compiled a whole layer; `layer_compile` compiles only the code inside of our wrapper."""
-    call = getattr(layer, "_compiled_call_impl", None)
-    return call is not None and not type(call).__module__.startswith("fastpack_trl.")

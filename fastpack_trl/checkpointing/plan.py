@@ -13,10 +13,10 @@ from typing import Any
 
 from torch.utils.checkpoint import checkpoint
 
-from fastpack_trl.checkpointing.offload import Offload, offload_checkpoints
+from fastpack_trl.checkpointing.offload import Mode, Offload, offload_checkpoints
 from fastpack_trl.checkpointing.streams import GIB
 from fastpack_trl.model.changes import patch_attribute
-from fastpack_trl.model.checkpoint_seam import CHECKPOINT
+from fastpack_trl.model.checkpoint_seam import CHECKPOINT, outermost_layers
 from fastpack_trl.model.facts import text_model
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
@@ -52,48 +52,46 @@ def describe(levels: Sequence[Level]) -> str:
 
 
 def checkpointable_layers(model: Any) -> list[GradientCheckpointingLayer]:
-    """Return the layers of `model` that transformers can checkpoint, first to last."""
-    return [module for module in text_model(model).modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
-def level_function(level: Level) -> Callable[..., Any]:
-    """Return the checkpoint function of a layer at `level`; `OFFLOAD` has the one of `CHECKPOINT`."""
-    return operator.call if level is Level.KEEP else functools.partial(checkpoint, use_reentrant=False)
+    """Return the layers of `model` that transformers can checkpoint, first to last, without those inside of another."""
+    return outermost_layers(text_model(model))
 
 
 @contextmanager
 def layer_functions(
-    layers: Sequence[GradientCheckpointingLayer], functions: Sequence[tuple[Callable[..., Any], bool]]
+    layers: Sequence[GradientCheckpointingLayer], functions: Sequence[Callable[..., Any] | None]
 ) -> Iterator[None]:
-    """Give each layer its own checkpoint function, and whether it is called at all; both are restored afterwards."""
+    """Give each layer its own checkpoint function; None: it is not checkpointed. All is restored afterwards."""
     with ExitStack() as stack:
-        for layer, (function, enabled) in zip(layers, functions, strict=True):
-            stack.enter_context(patch_attribute(layer, CHECKPOINT, function))
-            stack.enter_context(patch_attribute(layer, "gradient_checkpointing", enabled))
+        for layer, function in zip(layers, functions, strict=True):
+            for inner in layer.modules():  # one inside of a layer is recomputed with it
+                if isinstance(inner, GradientCheckpointingLayer):
+                    enabled = inner is layer and function is not None
+                    stack.enter_context(patch_attribute(inner, "gradient_checkpointing", enabled))
+            stack.enter_context(patch_attribute(layer, CHECKPOINT, function or operator.call))
         yield
 
 
 @contextmanager
 def layer_levels(
-    layers: Sequence[GradientCheckpointingLayer], levels: Sequence[Level], **offload: Any
+    layers: Sequence[GradientCheckpointingLayer], levels: Sequence[Level], mode: Mode = "double_buffer"
 ) -> Iterator[Offload | None]:
     """Put every layer at its level while the context is open; yield the offload if a layer has that level.
 
     Args:
         layers: all decoder layers, first to last.
         levels: one per layer.
-        offload: arguments of `offload_checkpoints`.
+        mode: of the offload.
     """
-    with ExitStack() as stack:
-        functions = [(level_function(level), level is not Level.KEEP) for level in levels]
-        stack.enter_context(layer_functions(layers, functions))
+    recompute = functools.partial(checkpoint, use_reentrant=False)
+    with layer_functions(layers, [None if level is Level.KEEP else recompute for level in levels]):
         if Level.OFFLOAD not in levels:
             yield None
             return
         recomputed = [layer for layer, level in zip(layers, levels, strict=True) if level is not Level.KEEP]
         # The last recomputed layer keeps its input on the device: while it runs, the input before it is fetched.
         keep_last = max(1, list(levels).count(Level.CHECKPOINT))
-        yield stack.enter_context(offload_checkpoints(recomputed, keep_last=keep_last, **offload))
+        with offload_checkpoints(recomputed, mode, keep_last=keep_last) as offloaded:
+            yield offloaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,21 +126,23 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A level for every layer, for rows of one size.
+    """The last layers keep everything, those before have one other level: for rows of one size.
 
     Attributes:
-        levels: first layer to last.
         kept, inputs, working: bytes of each layer for the largest row: what it keeps whole and checkpointed, and what
             its backward pass holds in addition.
         budget: bytes for all of these.
+        count: number of last layers that keep everything.
+        below: level of the layers before.
         can_offload: layer inputs may go to host memory.
     """
 
-    levels: tuple[Level, ...]
     kept: tuple[int, ...]
     inputs: tuple[int, ...]
     working: tuple[int, ...]
     budget: int
+    count: int
+    below: Level = Level.CHECKPOINT
     can_offload: bool = True
 
     @classmethod
@@ -157,22 +157,28 @@ class Plan:
         kept = tuple(cost.at(tokens, longest) for cost in costs)
         inputs = tuple(round(cost.per_input * tokens) for cost in costs)
         working = tuple(round(whole * cost.working) + dense for whole, cost in zip(kept, costs, strict=True))
-        return cls((Level.KEEP,) * len(kept), kept, inputs, working, budget, can_offload)
+        return cls(kept, inputs, working, budget, len(kept), can_offload=can_offload)
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """Return the level of each layer, first to last."""
+        return (self.below,) * (len(self.kept) - self.count) + (Level.KEEP,) * self.count
 
     @property
     def predicted(self) -> int:
         """Return the most that layers hold at once: in backward, what those before keep and what one works on.
 
         The layers after it have freed theirs by then, so that kept ones at the end and recomputed ones at the beginning
-        need their memory one after the other.
+        need their memory one after the other. An input that is fetched meanwhile is not counted: recorded peaks are
+        rather below the prediction without it.
         """
         held = peak = 0
         for index, level in enumerate(self.levels):
-            whole, work = self.kept[index], self.working[index]
-            held += {Level.KEEP: whole, Level.CHECKPOINT: self.inputs[index], Level.OFFLOAD: 0}[level]
-            peak = max(peak, held + work + (0 if level is Level.KEEP else whole))
+            whole, own = self.kept[index], self.inputs[index]
+            held += {Level.KEEP: whole, Level.CHECKPOINT: own, Level.OFFLOAD: 0}[level]
+            peak = max(peak, held + self.working[index] + (0 if level is Level.KEEP else whole))
             if self.levels[index : index + 2] == (Level.OFFLOAD, Level.KEEP):
-                held += self.inputs[index]  # stays on the device, see `layer_levels`
+                held += own  # stays on the device, see `layer_levels`
         return peak
 
     @property
@@ -182,7 +188,7 @@ class Plan:
     @property
     def keeps_all(self) -> bool:
         """Return whether nothing is recomputed."""
-        return set(self.levels) == {Level.KEEP}
+        return self.count == len(self.kept)
 
     @property
     def left(self) -> int:
@@ -195,24 +201,19 @@ class Plan:
 
     def last_kept(self, count: int, below: Level = Level.CHECKPOINT) -> Plan:
         """Return the plan that keeps the last `count` layers and has the others at `below`."""
-        return replace(self, levels=(below,) * (len(self.kept) - count) + (Level.KEEP,) * count)
+        return replace(self, count=count, below=below)
 
     def best(self) -> Plan:
         """Return the plan that keeps the most last layers: others checkpointed; offloaded only if that does not fit.
 
         If nothing fits, the plan of the least memory.
         """
-        plans = (
-            self.last_kept(count, below)
-            for below in (Level.CHECKPOINT, Level.OFFLOAD)[: 1 + self.can_offload]
-            for count in range(len(self.kept), -1, -1)
-        )
-        least = self.last_kept(0, Level.OFFLOAD if self.can_offload else Level.CHECKPOINT)
-        return next((plan for plan in plans if plan.fits), least)
+        below = (Level.CHECKPOINT, Level.OFFLOAD)[: 1 + self.can_offload]
+        plans = (self.last_kept(count, level) for level in below for count in range(len(self.kept), -1, -1))
+        return next((plan for plan in plans if plan.fits), self.last_kept(0, below[-1]))
 
     def deeper(self) -> Plan | None:
         """Return the plan after this one ran out of memory: half the kept layers, none, offload; None at the end."""
-        first, count = self.levels[0], self.levels.count(Level.KEEP)
-        if count:
-            return self.last_kept(count // 2, max(first, Level.CHECKPOINT))
-        return self.last_kept(0, Level.OFFLOAD) if self.can_offload and first is Level.CHECKPOINT else None
+        if self.count:
+            return self.last_kept(self.count // 2, self.below)
+        return self.last_kept(0, Level.OFFLOAD) if self.can_offload and self.below is Level.CHECKPOINT else None

@@ -7,7 +7,8 @@ tensors have no memory, one of each kind.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,17 +27,18 @@ _PROBE_TOKENS = (64, 128, 192)
 """Three lengths of one document: enough for a parabola."""
 
 
-def probe_tokens(model: nn.Module) -> tuple[int, ...]:
-    """Return the lengths of the documents over which `layer_costs` counts; shorter ones if positions end earlier."""
+def probe_batches(model: nn.Module, device: torch.device | str = "cpu", documents: int = 1) -> list[PackedBatch]:
+    """Return the rows over which `layer_costs` counts, each of equal documents; shorter if positions end earlier."""
     positions = getattr(facts.text_model(model).config.get_text_config(), "max_position_embeddings", None)
     longest = min(_PROBE_TOKENS[-1], positions or _PROBE_TOKENS[-1])
-    return tuple(2 * (tokens * longest // (2 * _PROBE_TOKENS[-1])) for tokens in _PROBE_TOKENS)  # two even documents
+    halves = (tokens * longest // (2 * _PROBE_TOKENS[-1]) for tokens in _PROBE_TOKENS)  # for two even documents
+    return [PackedBatch.from_lengths([2 * half // documents] * documents).to(device) for half in halves]
 
 
 def layer_costs(
     model: nn.Module,
     layers: Sequence[GradientCheckpointingLayer],
-    batches: Mapping[int, PackedBatch],
+    batches: Sequence[PackedBatch],
     *,
     decoder: Any = None,
     packs: bool = True,
@@ -47,7 +49,7 @@ def layer_costs(
     Args:
         model: its parameters and buffers are not activations.
         layers: its decoder layers.
-        batches: by their tokens, on the device of the model, of `probe_tokens`.
+        batches: `probe_batches`, on the device of the model.
         decoder: what runs; None: the model without its head.
         packs: layers are given the `PackedBatch`.
         stand_ins: for each layer the one that is counted for it; the others pass their input on. None: all run.
@@ -58,58 +60,55 @@ def layer_costs(
     points: dict[int, list[tuple[int, int]]] = {index: [] for index in stand_ins}
     per_input = dict.fromkeys(stand_ins, 0.0)
 
-    def counted(index: int, tokens: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        saved = SavedBytes(layers[index], weights, [args[1:], kwargs, layer_keywords(function)])
-        with saved_tensors_hooks(saved.pack, lambda saved: saved):
-            out = function(*args, **kwargs)
-        points[index].append((tokens, saved.total))
-        per_input[index] = args[0].untyped_storage().nbytes() / tokens
+    def counted(index: int, function: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        shared = tree_leaves([args, kwargs, layer_keywords(function)])  # what all layers are given
+        known = weights | {storage_of(each) for each in shared if isinstance(each, Tensor)}
+        with storages_saved(layers[index], known) as saved:
+            out = function(hidden, *args, **kwargs)
+        points[index].append((tokens, sum(storage.nbytes() for storage in saved)))
+        per_input[index] = hidden.untyped_storage().nbytes() / tokens
         return out
 
+    functions = [
+        functools.partial(counted, index) if index in points else lambda _function, hidden, *args, **kwargs: hidden
+        for index in range(len(layers))
+    ]
     table = facts.token_table(model)
-    with isolated_run(model, training=True), head_sees_last(model, 1):
-        for tokens, batch in batches.items():
-            device = batch.position_ids.device
+    with isolated_run(model, training=True), head_sees_last(model, 1), layer_functions(layers, functions):
+        for batch in batches:
+            device, tokens = batch.position_ids.device, batch.position_ids.shape[-1]
             ids = torch.arange(tokens, device=device)[None] % table.num_embeddings
             leaf = torch.randn(1, tokens, table.embedding_dim, device=device, dtype=table.weight.dtype)
             keywords = to_transformers_kwargs(batch) | ({"packed_batch": batch} if packs else {})
-            functions = [
-                (functools.partial(counted, index, tokens) if index in points else _pass_on, True)
-                for index in range(len(layers))
-            ]
-            with layer_functions(layers, functions), embeddings_put_in(model, leaf.requires_grad_()):
+            with embeddings_put_in(model, leaf.requires_grad_()):
                 decoder(input_ids=ids, use_cache=False, **keywords)
-    working = {index: EXPERTS_SHARE if _has_experts(layers[index]) else WORKING_SHARE for index in points}
-    return [LayerCost.through(points[index], per_input[index], working[index]) for index in stand_ins]
+    costs = {}
+    for index, measured in points.items():
+        has_experts = any(name.endswith("experts") for name, _ in layers[index].named_modules())
+        costs[index] = LayerCost.through(measured, per_input[index], EXPERTS_SHARE if has_experts else WORKING_SHARE)
+    return [costs[index] for index in stand_ins]
 
 
-class SavedBytes:
-    """Counts the distinct storages that autograd saves in one call of a layer, and keeps none of them.
+@contextmanager
+def storages_saved(layer: nn.Module, known: set[int]) -> Iterator[list[torch.UntypedStorage]]:
+    """Collect the distinct storages that autograd saves in one call of a layer; the graph keeps none of them.
 
     Args:
-        layer: its parameters are not counted, also those that FSDP has gathered.
-        weights: addresses of storages that are no activations.
-        shared: what all layers are given.
-
-    Attributes:
-        total: bytes, without parameters and without what all layers share.
+        layer: its parameters are not collected, also those that FSDP has gathered.
+        known: addresses of others that are not; those found are added.
     """
+    saved: list[torch.UntypedStorage] = []
 
-    def __init__(self, layer: nn.Module, weights: set[int], shared: Any) -> None:
-        self.total = 0
-        self._layer = layer
-        self._known = weights | {storage_of(each) for each in tree_leaves(shared) if isinstance(each, Tensor)}
-        self._alive: list[torch.UntypedStorage] = []
-
-    def pack(self, tensor: Tensor) -> None:
-        """Count a tensor; autograd saves nothing in its place, since no backward pass follows."""
-        if not self._alive:  # only now, inside of the layer, has FSDP gathered them
-            self._known.update(map(storage_of, self._layer.parameters()))
+    def pack(tensor: Tensor) -> None:
+        if not saved:  # only now, inside of the layer, has FSDP gathered them
+            known.update(map(storage_of, layer.parameters()))
         place = storage_of(tensor)
-        if place not in self._known and tensor.layout is torch.strided and tensor.numel():
-            self._known.add(place)
-            self._alive.append(tensor.untyped_storage())  # no other tensor gets this address while we count
-            self.total += self._alive[-1].nbytes()
+        if place not in known and tensor.layout is torch.strided and tensor.numel():
+            known.add(place)
+            saved.append(tensor.untyped_storage())  # no other tensor gets this address while we count
+
+    with saved_tensors_hooks(pack, lambda saved: saved):
+        yield saved
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -118,11 +117,3 @@ def storage_of(tensor: Tensor) -> int:
         return id(tensor)
     storage = tensor.untyped_storage()
     return storage._cdata if storage.device.type == "meta" else storage.data_ptr()
-
-
-def _has_experts(layer: nn.Module) -> bool:
-    return any(name.endswith("experts") for name, _ in layer.named_modules())
-
-
-def _pass_on(_function: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return hidden

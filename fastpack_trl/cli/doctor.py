@@ -1,4 +1,4 @@
-"""``fastpack-trl doctor``: show what this machine has, what a config would run and why, and in how much memory."""
+"""``fastpack-trl doctor``: show this machine, what a config would run and why, and in how much memory."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from fastpack_trl.errors import UserError, describe, preparing
+from fastpack_trl.errors import UserError, preparing
 from fastpack_trl.measure.tables import aligned
-from fastpack_trl.recipe.paths import add_json, json_file, titled
+from fastpack_trl.recipe.paths import titled
 
 EXTRAS = {
     "qlora": ("bitsandbytes", "4-bit and 8-bit base weights (load_in_4bit, load_in_8bit)"),
@@ -33,64 +33,53 @@ _OPTIONAL = ("triton", "bitsandbytes", "xformers", "flash_attn", "liger_kernel",
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of ``fastpack-trl doctor``; imports nothing heavy."""
     add = parser.add_argument
-    config_help = "a YAML of a command that trains, whose options override it: shows what would run"
-    add("--config", metavar="FILE", help=config_help)
-    add("--trainer", metavar="NAME", help="the command that the YAML is for, e.g. dpo (default: as its keys say)")
-    gpu_help = "memory of a step on GPUs that are not here: names (4090, H100, ...) or 24GiB,8.9; reads no weights"
+    config = (
+        "show what a YAML of a training command would run (--trainer NAME says which command, if its keys do not); "
+        "other options are those of that command"
+    )
+    add("--config", metavar="FILE", help=config)
+    gpu_help = "predict memory on GPUs that are not here: names (4090, H100, ...) or 24GiB,8.9; reads no weights"
     add("--gpu", metavar="GPU", nargs="+", help=gpu_help)
-    add_json(parser, "everything")
     parser.set_defaults(more=[])
 
 
-def run(args: Namespace) -> int:
-    """Print the sections as they are found; write the JSON, after an error that of the sections before it.
+def run(args: Namespace, record: dict[str, Any]) -> int:
+    """Print and record each section as soon as it is complete.
 
     Returns:
         0: a missing package is a finding, not a failure.
     """
     if args.gpu and not args.config:
-        raise UserError("--gpu is about a config: give --config FILE")
-    # Under `accelerate launch` and torchrun only the first process prints.
-    first = os.environ.get("RANK", "0") == "0"
-    file, record = json_file(args) if first else None, dict[str, Any](error=None)
-    try:
-        with nullcontext() if first else redirect_stdout(io.StringIO()):
-            _run(record, args)
-    except UserError as error:
-        record["error"] = describe(error)
-        raise
-    finally:
-        if file is not None:
-            from fastpack_trl.measure.record import write_json
-
-            write_json(file, record)
-    return 0
-
-
-def _run(record: dict[str, Any], args: Namespace) -> None:
+        raise UserError("--gpu needs a config: give --config FILE")
     from transformers.utils import is_torch_bf16_gpu_available
 
     from fastpack_trl.recipe.yaml import load_config
 
+    record["error"] = None
     config = load_config(args.config) if args.config else {}  # refuse a wrong name before looking at the machine
-    flags = [*([] if args.trainer is None else ["--trainer", args.trainer]), *args.more]
-    if not args.gpu:
-        _machine(record)
     lacks_gpu = config.get("bf16", True) and not config.get("use_cpu") and not is_torch_bf16_gpu_available()
-    with TemporaryDirectory(prefix="fastpack-doctor-") as folder:
+    # Under `accelerate launch` and torchrun only the first process prints.
+    is_first = os.environ.get("RANK", "0") == "0"
+    with (
+        nullcontext() if is_first else redirect_stdout(io.StringIO()),
+        TemporaryDirectory(prefix="fastpack-doctor-") as folder,
+    ):
+        if not args.gpu:
+            _machine(record)
         if args.config and (args.gpu or lacks_gpu):
-            _forecast(record, args, folder, flags)
+            _forecast(record, args, folder)
             if not args.gpu:
                 print("no GPU here: name one with --gpu (4090, or 24GiB,8.9); on a CPU: use_cpu: true, bf16: false")
         elif args.config:
-            _config(record, args.config, folder, flags)
+            _config(record, args, folder)
+    return 0
 
 
 def _section(title: str, rows: Mapping[str, Any]) -> None:
     print("\n".join([title, *(f"  {line}" for line in titled(rows)), ""]), flush=True)
 
 
-def _forecast(record: dict[str, Any], args: Namespace, folder: str, flags: list[str]) -> None:
+def _forecast(record: dict[str, Any], args: Namespace, folder: str) -> None:
     """Show the memory of a step on each GPU, part by part, the features, and a change if it does not fit."""
     from fastpack_trl.recipe.forecast import forecast
     from fastpack_trl.recipe.gpus import COMMON, gpu_of
@@ -98,7 +87,7 @@ def _forecast(record: dict[str, Any], args: Namespace, folder: str, flags: list[
 
     gpus = [gpu_of(text) for text in args.gpu or COMMON]
     # Without --use_cpu transformers refuses bf16 on a machine that lacks such a GPU.
-    arguments = short_run_arguments(args.config, folder, *flags, "--use_cpu", "True")
+    arguments = short_run_arguments(args.config, folder, *args.more, "--use_cpu", "True")
     with preparing():
         check_settings(arguments)
         report = record["forecast"] = forecast(arguments, gpus)
@@ -126,28 +115,21 @@ def _size(gib: float | None) -> str:
 
 
 def _machine(record: dict[str, Any]) -> None:
-    from fastpack_trl.model.upstream import look_up
-
-    record |= {"versions": _versions(), "device": _device(), "attention": _attention(), "missing": list(_missing())}
-    _section("versions", record["versions"])
-    _section("device", record["device"])
-    _section("attention, for a plain causal model", record["attention"])
-    rows = {row["name"]: f"{row['needed_for']}: {row['install']}" for row in record["missing"]}
-    _section("missing", rows or {"nothing": "every extra is installed"})
-    names = record["upstream"] = look_up()
-    there = [row["name"].partition(".")[0] for row in names if row["there"]]
-    lacking = {row["name"]: f"missing; needed by {', '.join(row['needed_by'])}" for row in names if not row["there"]}
-    counts = {library: f"{there.count(library)} found" for library in dict.fromkeys(there)}
-    counts |= lacking or {"missing": "none; docs/upstream.md says what each is for"}
-    _section("private names of other libraries that features use; a new version may lack some", counts)
-
-
-def _versions() -> dict[str, str]:
+    """Show versions, the device, what could be installed, and private names of libraries that are not there."""
     from fastpack_trl.measure.record import versions
+    from fastpack_trl.model.upstream import look_up
 
     # "unknown": a module that was not installed as a package
     optional = {module: _version(module.replace("_", "-")) or "unknown" for module in _OPTIONAL if _is_there(module)}
-    return versions() | optional
+    record |= {"versions": versions() | optional, "device": _device(), "missing": list(_missing())}
+    _section("versions", record["versions"])
+    _section("device", record["device"])
+    rows = {row["name"]: f"{row['needed_for']}: {row['install']}" for row in record["missing"]}
+    _section("missing", rows or {"nothing": "every extra is installed"})
+    names = record["upstream"] = look_up()
+    lacking = {row["name"]: f"missing; needed by {', '.join(row['needed_by'])}" for row in names if not row["there"]}
+    there = f"{len(names) - len(lacking)} of {len(names)}; docs/upstream.md says what each is for"
+    _section("private names of other libraries that features use", {"found": there, **lacking})
 
 
 def _version(package: str) -> str:
@@ -162,32 +144,17 @@ def _device() -> dict[str, Any]:
 
     from fastpack_trl.measure.record import machine
 
-    facts = {name: value for name, value in machine("cuda" if torch.cuda.is_available() else "cpu").items() if value}
-    facts["threads"] = torch.get_num_threads()
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        facts["devices"] = torch.cuda.device_count()
-        facts["compute capability"] = f"{properties.major}.{properties.minor}"
-        facts["memory"] = f"{properties.total_memory / (1 << 30):.1f} GiB"
-        facts["bf16"] = torch.cuda.is_bf16_supported(including_emulation=False)
-    return facts
-
-
-def _attention() -> dict[str, str]:
-    """Return ``available`` or the reason against it per backend, for heads of 128 without windows, sinks or softcap."""
-    import torch
-
-    from fastpack_trl.attention.backends import BACKENDS
-    from fastpack_trl.model.facts import ModelFeatures
-
-    cuda = torch.cuda.is_available()
-    features = ModelFeatures(
-        model_type="plain", implementation="sdpa", device_type="cuda" if cuda else "cpu", windows=frozenset(),
-        sinks=False, softcap=False, dropout=0.0, num_heads=32, head_dim=128,
-        compute_dtype=torch.bfloat16 if cuda else torch.float32,
-        capability=torch.cuda.get_device_capability() if cuda else None, gap="",
-    )  # fmt: skip
-    return {name: backend.refuses(features) or "available" for name, backend in BACKENDS.items()}
+    if not torch.cuda.is_available():
+        return {**machine("cpu"), "threads": torch.get_num_threads()}
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        **{name: value for name, value in machine("cuda").items() if value},
+        "threads": torch.get_num_threads(),
+        "devices": torch.cuda.device_count(),
+        "compute capability": f"{properties.major}.{properties.minor}",
+        "memory": f"{properties.total_memory / (1 << 30):.1f} GiB",
+        "bf16": torch.cuda.is_bf16_supported(including_emulation=False),
+    }
 
 
 def _missing() -> Iterator[dict[str, str]]:
@@ -214,17 +181,16 @@ def _is_there(module: str) -> bool:
         return False
 
 
-def _config(record: dict[str, Any], config: str, folder: str, flags: list[str]) -> None:
+def _config(record: dict[str, Any], args: Namespace, folder: str) -> None:
+    """Show the banner of the trainer that training would make, also if fastpack is disabled."""
     from fastpack_trl.recipe.make_trainer import make_trainer, short_run_arguments
 
-    arguments = short_run_arguments(config, folder, *flags)
-    record["config"] = {"not_used": arguments.launch}
+    arguments = short_run_arguments(args.config, folder, *args.more)
     if arguments.launch and "WORLD_SIZE" not in os.environ:
-        print(f"one process; options of `accelerate launch` are not used: {' '.join(arguments.launch)}\n", flush=True)
-    # The banner is printed below, even if fastpack is disabled and the trainer prints none.
+        print(f"one process; options of `accelerate launch` are ignored: {' '.join(arguments.launch)}\n", flush=True)
     with preparing(), redirect_stdout(io.StringIO()):
         trainer = make_trainer(arguments)
         with trainer._fastpack_features(announce=True):  # which fills the report
             pass
-    record["config"] |= trainer.fastpack_report.to_dict()
+    record["config"] = {"not_used": arguments.launch, **trainer.fastpack_report.to_dict()}
     print(f"{trainer.fastpack_report.table()}\n", flush=True)

@@ -9,48 +9,46 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NamedTuple, NoReturn
 
 from fastpack_trl._version import __version__
-from fastpack_trl.errors import TerminatedError, UserError, describe, did_you_mean
+from fastpack_trl.errors import TerminatedError, UserError, describe, did_you_mean, first_reason
 from fastpack_trl.recipe.methods import METHODS
 
 PROG = "fastpack-trl"
 EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143  # 128 + SIGINT and SIGTERM, as shells report them
 
 
 class Command(NamedTuple):
-    """A sub-command: `module` has ``add_arguments(parser)`` and ``run(args) -> int``, except for those that train."""
+    """A command: its module has ``add_arguments(parser)`` and ``run(args, record) -> int``, unless it trains.
+
+    ``--json FILE`` writes what `run` has put into `record`.
+    """
 
     module: str
     help: str
     option: str = ""
-    """What a word without an option is probably meant for."""
+    """The option that a word without one is probably meant for."""
 
 
-_TRAINS = "fastpack_trl.cli.train"
+_CONFIGS, _TRAIN, _TRAINED = "fastpack_trl.cli.configs", "fastpack_trl.cli.train", "fastpack_trl.cli.trained"
+_ANSWERS = "print the answers of a trained model; for an adapter, also those of its base model"
+_DOCTOR = "show this machine's versions and GPU, and what a config would run, why, and in how much memory"
 COMMANDS = {
-    "init": Command("fastpack_trl.cli.init", "write one of the shipped YAML files here, or list them"),
+    "init": Command(_CONFIGS, "write one of the shipped YAML files here, or list them"),
     **{
-        name: Command(_TRAINS, f"{method.what}: all options of `trl {name}`, and ours")
+        name: Command(_TRAIN, f"{method.what}: all options of `trl {name}`, and ours")
         for name, method in METHODS.items()
     },
-    "convert": Command("fastpack_trl.cli.convert", "write a YAML of Axolotl, LLaMA-Factory or Unsloth in our names"),
-    "merge": Command("fastpack_trl.cli.trained", "write a model with the adapter of a run in its weights"),
-    "generate": Command(
-        "fastpack_trl.cli.trained", "print what a trained model answers; for an adapter, also what its base answers"
-    ),
-    "verify": Command("fastpack_trl.cli.verify", "check that packed documents do not see each other", "--model"),
-    "doctor": Command(
-        "fastpack_trl.cli.doctor",
-        "show what this machine has, and what a config would run, why, and in how much memory",
-        "--config",
-    ),
-    "bench": Command("fastpack_trl.bench.command", "measure TRL against fastpack on this machine", "--config"),
+    "convert": Command(_CONFIGS, "translate a YAML of Axolotl, LLaMA-Factory or Unsloth"),
+    "merge": Command(_TRAINED, "merge the adapter of a run into its base model"),
+    "generate": Command(_TRAINED, _ANSWERS),
+    "verify": Command("fastpack_trl.cli.verify", "check that packed documents are isolated", "--model"),
+    "doctor": Command("fastpack_trl.cli.doctor", _DOCTOR, "--config"),
+    "bench": Command("fastpack_trl.bench.command", "measure TRL vs. fastpack on this machine", "--config"),
 }
 
 
@@ -58,32 +56,32 @@ class CommandParser(argparse.ArgumentParser):
     """A parser that raises `UserError` for a wrong argument instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise `UserError` with the message, and with the choice that a wrong one is near to."""
+        """Raise `UserError` with the message and the choice that is nearest to a wrong one."""
         if choices := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
             message += did_you_mean(choices[1], re.findall(r"[\w.-]+", choices[2]))
         raise UserError(f"{message} (see `{self.prog} --help`)")
 
 
 def _parser(chosen: str | None) -> tuple[CommandParser, CommandParser]:
-    """Return the parser of all commands, and that of the chosen one, which alone has its options."""
-    parser = CommandParser(
-        prog=PROG,
-        description="Faster fine-tuning for Hugging Face TRL, on packed rows.",
-        epilog=f"`{PROG} COMMAND --help` lists the options of a command.",
-        allow_abbrev=False,
-    )
+    """Return the parser of all commands, and that of the chosen one, the only one with its options."""
+    common = CommandParser(add_help=False)
+    traceback_help = "show the traceback of an error that is otherwise one line (also: FASTPACK_TRACEBACK=1)"
+    common.add_argument("--traceback", action="store_true", help=traceback_help)
+    parser = CommandParser(prog=PROG, parents=[common], allow_abbrev=False)
+    parser.description = "Faster fine-tuning for Hugging Face TRL, on packed rows."
+    parser.epilog = f"`{PROG} COMMAND --help` lists the options of a command."
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    add = parser.add_subparsers(dest="command", metavar="COMMAND").add_parser
     parsers = {
-        name: subparsers.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
+        name: add(name, help=command.help, description=command.help, allow_abbrev=False, parents=[common])
         for name, command in COMMANDS.items()
     }
-    traceback_help = "show the traceback of an error that is otherwise one line (also: FASTPACK_TRACEBACK=1)"
-    for each in (parser, *parsers.values()):
-        each.add_argument("--traceback", action="store_true", help=traceback_help)
-    if chosen is not None:
-        import_module(COMMANDS[chosen].module).add_arguments(parsers[chosen])
-    return parser, parsers[chosen] if chosen else parser
+    if chosen is None:
+        return parser, parser
+    import_module(COMMANDS[chosen].module).add_arguments(parsers[chosen])
+    if COMMANDS[chosen].module != _CONFIGS:
+        parsers[chosen].add_argument("--json", metavar="FILE", help="also write all results to FILE, for machines")
+    return parser, parsers[chosen]
 
 
 def _dispatch(arguments: list[str], chosen: str | None) -> int:
@@ -96,63 +94,56 @@ def _dispatch(arguments: list[str], chosen: str | None) -> int:
     if chosen is not None and chosen not in COMMANDS:
         if chosen == "quickstart":
             _refuse_removed(chosen)
-        raise UserError(
-            f"there is no command {chosen!r}{did_you_mean(chosen, COMMANDS)} (commands: {', '.join(COMMANDS)})"
-        )
+        near = did_you_mean(chosen, COMMANDS)
+        raise UserError(f"command {chosen!r} does not exist{near} (commands: {', '.join(COMMANDS)})")
     parser, of_command = _parser(chosen)
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
-        _refuse_removed(*(f"{chosen} {word.partition('=')[0]}" for word in unknown))
-    if unknown and getattr(args, "config", None) is not None and hasattr(args, "more"):
-        args.more, unknown = unknown, []  # `bench --config` and `doctor --config` hand them to the parser of `sft`
-    if unknown:
-        name, option = unknown[0], COMMANDS[chosen].option if chosen else ""
-        meant = did_you_mean(name.split("=")[0], (word for word in of_command._option_string_actions if word[1] == "-"))
-        meant = f"; did you mean {option} {name}?" if option and not name.startswith("-") else meant
-        raise UserError(f"unknown argument {name!r}{meant} (see `{of_command.prog} --help`)")
+        _accept_unknown(args, unknown, of_command)
     if chosen is None:
         parser.print_help()
         return 0
-    code: int = import_module(COMMANDS[chosen].module).run(args)
-    return code
+    return _run(args)
+
+
+def _accept_unknown(args: argparse.Namespace, words: list[str], parser: CommandParser) -> None:
+    """Keep words for the parser of the training command if there is a ``--config``; else raise `UserError`."""
+    _refuse_removed(*(f"{args.command} {word.partition('=')[0]}" for word in words))
+    name = words[0]
+    if getattr(args, "config", None) is not None and hasattr(args, "more"):
+        for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
+            if similar := get_close_matches(flag, parser._option_string_actions, n=1, cutoff=0.85):
+                raise UserError(f"unknown option {flag!r}; did you mean {similar[0]!r}?")
+        args.more = words
+        return
+    option = COMMANDS[args.command].option if args.command else ""
+    near = did_you_mean(name.split("=")[0], (word for word in parser._option_string_actions if word[1] == "-"))
+    near = f"; did you mean {option} {name}?" if option and not name.startswith("-") else near
+    raise UserError(f"unknown argument {name!r}{near} (see `{parser.prog} --help`)")
 
 
 def _refuse_removed(*words: str) -> None:
-    from fastpack_trl.config import refuse_removed  # which imports torch
+    from fastpack_trl.config import removal  # which imports torch
 
+    if reason := first_reason(removal(f"{PROG} {word}") for word in words):
+        raise UserError(reason)
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Run a command; write what it has recorded, after an error as well. Only the first process of a run writes."""
+    from fastpack_trl.measure.record import check_writable, write_json
+
+    record: dict[str, Any] = {}
+    file = check_writable(args.json) if getattr(args, "json", None) else None
     try:
-        refuse_removed(f"{PROG} {word}" for word in words)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Drop notes that nobody can act on, and ``[RANK 0]``, which accelerate puts before each line of a single process.
-
-    bitsandbytes warns on import that a CPU kernel is not on the hub; trl and peft import it for all commands.
-    transformers 5.23 renamed a property that PEFT 0.21 reads from every model.
-    """
-    notes = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    level, make = notes.level, logging.getLogRecordFactory()
-    notes.setLevel(logging.ERROR)
-
-    def without_rank(*args: Any, **kwargs: Any) -> logging.LogRecord:
-        record = make(*args, **kwargs)
-        if isinstance(record.msg, str):
-            record.msg = record.msg.removeprefix("[RANK 0] ")
-        return record
-
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        logging.setLogRecordFactory(without_rank)
-    try:
-        with warnings.catch_warnings():
-            renamed = "`is_gradient_checkpointing` is deprecated"
-            warnings.filterwarnings("ignore", message=renamed, category=FutureWarning)
-            yield
+        code: int = import_module(COMMANDS[args.command].module).run(args, record)
+    except UserError as error:
+        record |= {"error": describe(error)} if record else {}
+        raise
     finally:
-        logging.setLogRecordFactory(make)
-        notes.setLevel(level)
+        if file is not None and record and os.environ.get("RANK", "0") == "0":
+            write_json(file, record)
+    return code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -162,26 +153,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     error, a bug or one raised by a training step, leaves with its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    wanted = os.environ.get("FASTPACK_TRACEBACK", "").lower() in {"1", "true", "yes", "on"}
-    show_traceback = wanted or "--traceback" in arguments
-    chosen = next((word for word in arguments if word != "--traceback"), None)
-    chosen = None if chosen is None or chosen.startswith("-") else chosen
-    name = f"{PROG} {chosen}" if chosen in COMMANDS else PROG
+    first = next((word for word in arguments if word != "--traceback"), "-")
+    chosen = None if first.startswith("-") else first
     # Under a launcher every process reports its own error, labeled by its rank except for rank 0.
     rank = os.environ.get("RANK", "0")
     of_rank = "" if rank == "0" else f" [rank {rank}]"
+    # bitsandbytes, which trl and peft import, warns that a CPU kernel is not on the hub: nobody can act on that.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
-        with _quiet():
+        with warnings.catch_warnings():
+            # transformers 5.23 renamed a property that PEFT 0.21 reads from every model.
+            renamed = "`is_gradient_checkpointing` is deprecated"
+            warnings.filterwarnings("ignore", message=renamed, category=FutureWarning)
             return _dispatch(arguments, chosen)
     except (UserError, KeyboardInterrupt, TerminatedError) as error:
-        if show_traceback:
+        wanted = os.environ.get("FASTPACK_TRACEBACK", "").lower() in {"1", "true", "yes", "on"}
+        if wanted or "--traceback" in arguments:
             traceback.print_exc()
-        if isinstance(error, UserError):
-            print(f"{name}: error{of_rank}: {describe(error)}", file=sys.stderr)
-            return EXIT_USER_ERROR
-        interrupted = isinstance(error, KeyboardInterrupt)
-        kind = "interrupted" if interrupted else "terminated"
-        print(f"{name}: {kind}{of_rank} {error}".strip(), file=sys.stderr)
-        return EXIT_INTERRUPTED if interrupted else EXIT_TERMINATED
+        kind, code, text = "error", EXIT_USER_ERROR, f": {describe(error)}"
+        if not isinstance(error, UserError):
+            # 128 + SIGINT and SIGTERM, as shells report them
+            kind, code = ("interrupted", 130) if isinstance(error, KeyboardInterrupt) else ("terminated", 143)
+            text = f" {error}".rstrip()
+        print(f"{PROG}{f' {chosen}' if chosen in COMMANDS else ''}: {kind}{of_rank}{text}", file=sys.stderr)
+        return code
     except SystemExit as exit_request:  # argparse leaves this way after --help and --version
         return exit_request.code if isinstance(exit_request.code, int) else int(bool(exit_request.code))

@@ -25,7 +25,7 @@ from fastpack_trl.report import enable_verbose
 
 # Set for the processes that we launch, which ignore the launch options of the YAML.
 _LAUNCHED = "FASTPACK_LAUNCHED"
-_QUANTISATION = {"load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"}
+_QUANTIZATION = {"load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"}
 
 
 def main(argv: Sequence[str], method: Method = SFT) -> int:
@@ -33,26 +33,26 @@ def main(argv: Sequence[str], method: Method = SFT) -> int:
     if {"-h", "--help", "--help-all"} & set(argv):
         _print_help(method, whole="--help-all" in argv)
         return 0
-    if not set(argv) - {"--traceback", "--verbose"}:
+    words = [word for word in argv if word not in ("--traceback", "--verbose")]
+    if not words:
         raise UserError(
-            "no settings: --config FILE names a YAML ('fastpack-trl init' writes one), or --model_name_or_path and "
-            "--dataset_name name model and data; --help lists all"
+            "no settings: give --config FILE ('fastpack-trl init' writes one), or --model_name_or_path and "
+            "--dataset_name; --help lists all options"
         )
     if "--verbose" in argv:
         enable_verbose()
     # Read before anything is imported: configuration classes set such variables themselves.
     launched = under_launcher()
     with preparing():
-        words = [word for word in argv if word not in ("--traceback", "--verbose")]
         arguments = parse(words, method, may_launch=not launched or _LAUNCHED in os.environ)
         launches = not launched and (bool(arguments.launch) or _launches_by_default())
         if launches:
             check_settings(arguments)  # once and here, not once per process
     if launches:
-        return launch(arguments, extra=["--traceback"] if "--traceback" in argv else [])
+        return launch(arguments, ["--traceback"] * ("--traceback" in argv))
     if arguments.launch and _LAUNCHED not in os.environ and os.environ.get("RANK", "0") == "0":
         unused = " ".join(arguments.launch)
-        note = f"fastpack-trl {method.command}: note: a launcher has started this process; not used: {unused}"
+        note = f"fastpack-trl {method.command}: note: a launcher started this process; ignored: {unused}"
         print(note, file=sys.stderr)
     if train_parsed(arguments).is_world_process_zero() and (commands := _what_next(arguments)):
         print(f"next: {commands}")
@@ -81,7 +81,7 @@ def _what_next(arguments: Arguments) -> str:
         return ""
     words, (config, flags) = [str(folder)], split_off("config", arguments.words)
     given = {word[2:].partition("=")[0].replace("-", "_") for word in flags if word.startswith("--")}
-    if config and (model.load_in_4bit or model.load_in_8bit) and given.isdisjoint(_QUANTISATION):
+    if config and (model.load_in_4bit or model.load_in_8bit) and given.isdisjoint(_QUANTIZATION):
         words += ["--config", *config, "--base", str(model.model_name_or_path)]  # merged as it was in training
     elif model.load_in_4bit:
         words += ["--load_in_4bit"]
@@ -114,24 +114,16 @@ def launch(arguments: Arguments, extra: Sequence[str] = ()) -> int:
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    def refuse(message: str) -> None:
-        raise UserError(f"accelerate launch: {message}")
-
-    parser = launch_command_parser()
-    parser.error = refuse  # prints its usage (200 lines) and exits otherwise
     words = [*arguments.launch, "--module", "fastpack_trl", arguments.method.command, *arguments.words, *extra]
-    with preparing():
-        launch_args = parser.parse_args(words)
     os.environ[_LAUNCHED] = "1"
     try:
         with preparing():
-            launch_command(launch_args)
-    except subprocess.CalledProcessError as error:
-        # The process has reported its error itself. A negative code is the signal that ended it.
-        return error.returncode if error.returncode > 0 else 128 - error.returncode
+            launch_command(launch_command_parser().parse_args(words))
+        return 0
+    except subprocess.CalledProcessError as error:  # the process has reported its error itself
+        code = error.returncode
     except ChildFailedError as error:
         code = error.get_first_failure()[1].exitcode
-        return code if code > 0 else 128 - code
     finally:
         os.environ.pop(_LAUNCHED, None)
-    return 0
+    return code if code > 0 else 128 - code  # a negative code is the signal that ended it

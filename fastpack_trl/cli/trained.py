@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from argparse import ArgumentParser, Namespace
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fastpack_trl.errors import UserError, preparing, short_repr
-from fastpack_trl.recipe.paths import add_json, json_file, model_folder
+from fastpack_trl.recipe.paths import model_folder
 
 _ADAPTER = "adapter_config.json"
 
@@ -20,44 +20,38 @@ def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="DIR", nargs="?", help="what a run has saved: the folder of an adapter or of a model")
     add("--config", metavar="FILE", help="the YAML of that run: its output_dir, model and quantization")
-    add("--base", metavar="DIR", help="the model of the adapter (default: the one that the adapter names)")
-    add("--load_in_4bit", action="store_true", help="the adapter was trained over a base in NF4 (--config knows it)")
+    add("--base", metavar="DIR", help="the adapter's base model (default: the one that the adapter names)")
+    add(
+        "--load_in_4bit", action="store_true", help="the adapter was trained on a base model in NF4 (--config knows it)"
+    )
     dtypes = ("auto", "float32", "bfloat16", "float16")
     add("--dtype", choices=dtypes, default="auto", help="of the weights (default: that of the checkpoint)")
     add("--trust_remote_code", action="store_true", help="run code that comes with the checkpoint (default: never)")
     if parser.prog.endswith(" merge"):
         add("--output", metavar="DIR", help="where to write it (default: the adapter's folder + -merged)")
         add("--push_to_hub", metavar="NAME", help="also push it to the hub under this name")
-        add_json(parser, "the folders")
         return
-    prompt_help = "what a user says; without a chat template, a text to continue; may be repeated"
+    prompt_help = "a user's message, or a text to continue if there is no chat template; may be repeated"
     add("--prompt", metavar="TEXT", action="append", help=prompt_help)
     add("--max_new_tokens", metavar="N", type=int, default=128, help="longest answer (default: %(default)s)")
-    add("--temperature", metavar="T", type=float, default=0.0, help="0 takes the likeliest token (default)")
-    add_json(parser, "prompts and answers")
+    add("--temperature", metavar="T", type=float, default=0.0, help="0, the default, takes the likeliest token")
 
 
-def run(args: Namespace) -> int:
-    """Merge or generate; write the JSON."""
-    from fastpack_trl.measure.record import write_json
-
-    file = json_file(args)
-    record = _merge(args) if args.command == "merge" else _generate(args)
-    if file is not None:
-        write_json(file, record)
+def run(args: Namespace, record: dict[str, Any]) -> int:
+    """Merge or generate."""
+    record |= _merge(args) if args.command == "merge" else _generate(args)
     return 0
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A model, or an adapter and the model that it is for."""
+    """What a run has left: a model, or an adapter (then `base` is its model)."""
 
     folder: str
-    base: str | None = None
-    """The model of an adapter; None where `folder` is a model."""
-    options: dict[str, Any] = field(default_factory=dict)
+    base: str | None
+    options: dict[str, Any]
     """Keywords of `from_pretrained`."""
-    classifies: bool = False
+    classifies: bool
 
     def tokenizer(self) -> Any:
         """Load the tokenizer saved with the adapter or model, else that of the base."""
@@ -68,10 +62,10 @@ class Trained:
         return AutoTokenizer.from_pretrained(self.folder if has_own else self.base, trust_remote_code=code)
 
     def load(self, *, dequantized: bool) -> tuple[Any, str]:
-        """Return the model, in evaluation mode, and a line on what had to change; an adapter over its base.
+        """Return the model in evaluation mode, an adapter over its base, and a line on a change of its size.
 
         Args:
-            dequantized: a base in four or eight bits becomes dense, with the values that it had in training.
+            dequantized: convert a base in four or eight bits to dense weights of the same values.
         """
         from fastpack_trl.recipe.adapters import resize_to_adapter, with_adapter
 
@@ -85,8 +79,8 @@ class Trained:
             if (adapted := with_adapter(model, self.folder)) is not None:
                 return adapted.eval(), resized
         raise UserError(
-            f"the adapter {short_repr(self.folder)} lacks weights that one over '{self.base}' has: name the model "
-            "that it was trained over with --base DIR"
+            f"the adapter {short_repr(self.folder)} has no weights for some layers of '{self.base}': give the model "
+            "that it was trained on with --base DIR"
         )
 
     def _classes(self) -> list[Any]:
@@ -98,63 +92,52 @@ class Trained:
 
         if self.classifies:
             return [transformers.AutoModelForSequenceClassification]
-        config = transformers.AutoConfig.from_pretrained(self.base or self.folder, **_for_config(self.options))
+        config = transformers.AutoConfig.from_pretrained(self.base or self.folder, **_config_options(self.options))
         auto, mapping = transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING
         named = getattr(transformers, config.architectures[0], auto)
         return [named] if named in (auto, mapping.get(type(config), named)) else [named, auto]
 
 
-def _for_config(options: dict[str, Any]) -> dict[str, Any]:
+def _config_options(options: dict[str, Any]) -> dict[str, Any]:
     return {name: options[name] for name in ("revision", "trust_remote_code") if name in options}
 
 
 def _find(args: Namespace) -> Trained:
     """Return the model or adapter that the options name; raise `UserError` if there is none."""
-    from fastpack_trl.model.preflight import check_weights, file_fault
+    from fastpack_trl.model.preflight import check_weights
     from fastpack_trl.recipe.make_trainer import check_model
     from fastpack_trl.recipe.methods import METHODS, SFT
 
     options: dict[str, Any] = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
     folder, base = _of_config(args, options) if args.config else (args.model, args.base)
     if not folder:
-        raise UserError("no model: name the folder that a run has written, or give its YAML with --config FILE")
+        raise UserError("no model: give the folder that a run has written, or its YAML with --config FILE")
     if folder.endswith((".yaml", ".yml")):
-        raise UserError(f"{folder} is no model; did you mean --config {folder}?")
+        raise UserError(f"{folder} is a YAML; did you mean --config {folder}?")
+    path = Path(folder).expanduser()
+    is_adapter, classifies = (path / _ADAPTER).is_file(), False
+    option, name = "the model", folder
+    if is_adapter:
+        option, name, classifies = _base_of(path, base, args)
+    elif (inside := list(path.glob(f"*/{_ADAPTER}"))) and not (path / "config.json").is_file():
+        newest = max(inside, key=lambda file: file.stat().st_mtime).parent  # of a run that was ended
+        raise UserError(f"{short_repr(folder)} has no adapter or model; did you mean '{newest}'?")
+    name = model_folder(option, name)
+    check_model(name, _config_options(options), option, METHODS["reward"] if classifies else SFT)
+    if not is_adapter:
+        options.pop("quantization_config", None)  # a whole model's own config says how it is stored
+        return Trained(name, None, options, False)
+    check_weights(str(path), "the adapter")
     if args.load_in_4bit:
         from transformers import BitsAndBytesConfig
 
         types = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"}
         options["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, **types)
-    path, shown = Path(folder).expanduser(), short_repr(folder)
-    if not (path / _ADAPTER).is_file():
-        inside = sorted(path.glob(f"*/{_ADAPTER}"), key=lambda file: file.stat().st_mtime)
-        if inside and not (path / "config.json").is_file():  # of a run that was ended: its newest checkpoint
-            raise UserError(f"{shown} has no adapter or model; did you mean '{inside[-1].parent}'?")
-        name = model_folder("the model", folder)
-        check_model(name, _for_config(options), "the model")
-        options.pop("quantization_config", None)  # a whole model says itself how it is stored
-        return Trained(name, None, options)
-    if any(path.glob("model*.safetensors")):
-        raise UserError(f"{shown} holds an adapter and a model, of two runs: move one away")
-    if fault := file_fault(path / _ADAPTER):
-        raise UserError(f"the adapter {shown} cannot be loaded: {fault}; copy or download it again")
-    about = json.loads((path / _ADAPTER).read_text(encoding="utf-8"))
-    named = about.get("base_model_name_or_path")
-    if named and base and not args.base and _are_different(named, base):  # the run's command line had another one
-        raise UserError(
-            f"the adapter {shown} is for '{named}', {args.config} names '{base}': say which with --base DIR"
-        )
-    if not (name := base or named):
-        raise UserError(f"the adapter {shown} names no model: name the one that it is for with --base DIR")
-    option = "--base" if base else "the adapter's model (--base names another)"
-    name, classifies = model_folder(option, name), about.get("task_type") == "SEQ_CLS"
-    check_model(name, _for_config(options), option, METHODS["reward"] if classifies else SFT)
-    check_weights(str(path), "the adapter")
     return Trained(str(path), name, options | ({"num_labels": 1} if classifies else {}), classifies)
 
 
 def _of_config(args: Namespace, options: dict[str, Any]) -> tuple[str, str | None]:
-    """Return folder and base of a YAML's run; how the run loaded its model goes into `options`."""
+    """Return folder and base of a YAML's run; add how the run loaded its model to `options`."""
     from trl import get_quantization_config
 
     from fastpack_trl.recipe.arguments import parse
@@ -169,10 +152,27 @@ def _of_config(args: Namespace, options: dict[str, Any]) -> tuple[str, str | Non
     return args.model or str(arguments.training.output_dir), args.base or arguments.model.model_name_or_path
 
 
-def _are_different(named: str, other: str) -> bool:
-    """Return whether two names are surely of two models; a folder that is gone may have moved to the other."""
-    exist = [Path(each).is_dir() for each in (named, other)]
-    return not Path(named).samefile(other) if all(exist) else not any(exist) and named != other
+def _base_of(path: Path, base: str | None, args: Namespace) -> tuple[str, str, bool]:
+    """Return where the name of an adapter's base comes from, that name, and whether the adapter is a reward model's."""
+    from fastpack_trl.model.preflight import file_fault
+
+    shown = short_repr(str(path))
+    if any(path.glob("model*.safetensors")):
+        raise UserError(f"{shown} holds an adapter and a full model, of two runs: move one away")
+    if fault := file_fault(path / _ADAPTER):
+        raise UserError(f"the adapter {shown} cannot be loaded: {fault}; copy or download it again")
+    about = json.loads((path / _ADAPTER).read_text(encoding="utf-8"))
+    named = about.get("base_model_name_or_path")
+    if named and base and not args.base:  # the run's command line may have named another one than its YAML
+        there = [Path(each).is_dir() for each in (named, base)]  # a folder that is gone may have moved
+        if not Path(named).samefile(base) if all(there) else not any(there) and named != base:
+            raise UserError(
+                f"the adapter {shown} is for '{named}', {args.config} names '{base}': choose with --base DIR"
+            )
+    if not (name := base or named):
+        raise UserError(f"the adapter {shown} does not name its base model: give --base DIR")
+    option = "--base" if base else "the adapter's model (--base names another)"
+    return option, name, about.get("task_type") == "SEQ_CLS"
 
 
 def _merge(args: Namespace) -> dict[str, Any]:
@@ -188,13 +188,13 @@ def _merge(args: Namespace) -> dict[str, Any]:
     if reason := unwritable(output):
         raise UserError(f"--output {output}: {reason}")
     if trained.base is None:
-        raise UserError(f"{trained.folder} is a whole model: nothing is left to merge")
+        raise UserError(f"{trained.folder} is a full model: there is nothing to merge")
     with preparing():
         tokenizer, (model, resized) = trained.tokenizer(), trained.load(dequantized=True)
         merged, untied = merge_adapter(model)
         for part in (merged, tokenizer):
             part.save_pretrained(output)
-    how = " as it was in training: quantized, then made dense" if "quantization_config" in trained.options else ""
+    how = " as during training: quantized, then dequantized" if "quantization_config" in trained.options else ""
     lines = [f"{trained.folder} merged into {trained.base}{how}", resized, untied, f"written: {output}"]
     print("\n".join(filter(None, lines)))
     if args.push_to_hub:
@@ -210,13 +210,13 @@ def _generate(args: Namespace) -> dict[str, Any]:
     """Print each prompt with the answer of the model, or with those of the base and of the adapter."""
     if not args.prompt or not all(args.prompt):
         raise UserError("give --prompt TEXT, once per prompt")
-    if args.max_new_tokens < 1 or args.temperature < 0:
-        name, least = ("max_new_tokens", 1) if args.max_new_tokens < 1 else ("temperature", 0)
-        raise UserError(f"--{name} {getattr(args, name)} must be >= {least}")
+    for name, least in (("max_new_tokens", 1), ("temperature", 0)):
+        if getattr(args, name) < least:
+            raise UserError(f"--{name} {getattr(args, name)} must be >= {least}")
     with preparing():
         trained = _find(args)
     if trained.classifies:
-        raise UserError(f"{trained.folder} is of a reward model, which scores a text and writes none")
+        raise UserError(f"{trained.folder} is a reward model, which scores a text and writes none")
     import torch
 
     from fastpack_trl.recipe.adapters import check_runs
@@ -227,22 +227,26 @@ def _generate(args: Namespace) -> dict[str, Any]:
         check_runs(model.get_base_model())
     if torch.cuda.is_available() and "quantization_config" not in trained.options:
         model = model.to("cuda")
-    sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    sides = {"model": nullcontext} if trained.base is None else {"base": model.disable_adapter, "adapter": nullcontext}
-    limits, rows = {"max_new_tokens": args.max_new_tokens, "pad_token_id": pad}, []
+    variants = {"base": model.disable_adapter, "adapter": nullcontext} if trained.base else {"model": nullcontext}
+    settings = {
+        "max_new_tokens": args.max_new_tokens,
+        "pad_token_id": tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        **({"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}),
+    }
+    rows = []
     for prompt in args.prompt:
-        tokens = tokenizer(prompt, return_tensors="pt")
-        if tokenizer.chat_template:
-            turns, form = [{"role": "user", "content": prompt}], {"return_dict": True, "return_tensors": "pt"}
-            tokens = tokenizer.apply_chat_template(turns, add_generation_prompt=True, **form)
+        text, template = prompt, tokenizer.chat_template
+        if template:
+            turns = [{"role": "user", "content": prompt}]
+            text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        tokens = tokenizer(text, return_tensors="pt", add_special_tokens=not template)
         if not (start := tokens["input_ids"].shape[1]):
             raise UserError(f"the prompt {short_repr(prompt)} has no tokens: write some text")
         row = {"prompt": prompt}
-        for side, around in sides.items():
+        for name, around in variants.items():
             with around(), torch.no_grad():
-                out = model.generate(**tokens.to(model.device), **limits, **sampling)
-            row[side] = tokenizer.decode(out[0, start:], skip_special_tokens=True)
+                out = model.generate(**tokens.to(model.device), **settings)
+            row[name] = tokenizer.decode(out[0, start:], skip_special_tokens=True)
         print("\n".join(f"{name}: {text.strip() or '(no text)'}" for name, text in row.items()), end="\n\n", flush=True)
         rows.append(row)
     return {"rows": rows, "max_new_tokens": args.max_new_tokens, "temperature": args.temperature}

@@ -1,18 +1,13 @@
-"""``fastpack-trl verify``: load a model and check that packed documents do not see each other in it."""
+"""``fastpack-trl verify``: load a model and check that it keeps packed documents apart."""
 
 from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
-from contextlib import ExitStack
 from typing import Any
 
 from fastpack_trl.errors import NonFiniteError, UserError, describe, did_you_mean, preparing
-from fastpack_trl.recipe.paths import add_json, json_file, model_folder, titled
-
-DTYPES = ("float32", "bfloat16", "float16", "auto")
-DEVICES = ("auto", "cpu", "cuda")
-_LISTED_LEAKS = 20
+from fastpack_trl.recipe.paths import model_folder, titled
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -20,30 +15,21 @@ def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", metavar="DIR", help="folder of a causal language model, or its hub name")
     add("--adapter", metavar="DIR", help="folder of a PEFT adapter for it, or its hub name")
-    attn_help = "auto (what the trainer would choose), a backend such as per_document or sdpa, or off: TRL's "
-    add("--attn", metavar="NAME", default="auto", help=attn_help + "implementation, which shows where it leaks")
-    lengths_help = "tokens of each document of the probe (default: 9 1 14 6, after one longer than the model's windows"
-    add("--lengths", metavar="N", nargs="+", type=int, help=lengths_help + " if it costs little)")
-    dtype_help = "of the weights; float32, the default, gives the sharpest comparison and takes 4 bytes per parameter, "
-    add("--dtype", choices=DTYPES, default="float32", help=dtype_help + "auto is that of the checkpoint")
-    add("--device", choices=DEVICES, default="auto", help="auto: CUDA if torch sees it, else the CPU")
-    add_json(parser, "the result")
+    attn_help = "auto (the trainer's choice), a backend such as per_document or sdpa, or off: TRL's implementation"
+    add("--attn", metavar="NAME", default="auto", help=attn_help)
+    dtype_help = "of the weights; float32, the default, is the sharpest comparison and takes 4 bytes per parameter; "
+    dtypes = ("float32", "bfloat16", "float16", "auto")
+    add("--dtype", choices=dtypes, default="float32", help=dtype_help + "auto is the checkpoint's")
     add("--trust_remote_code", action="store_true", help="run code that comes with the checkpoint (default: never)")
 
 
-def run(args: Namespace) -> int:
+def run(args: Namespace, record: dict[str, Any]) -> int:
     """Load, check, print.
 
     Returns:
-        0 when no document sees another and packed results are those of separate documents, else 1, with the fix on
+        0 if no document sees another and packed results are those of separate documents; else 1, with the fix on
         stderr.
     """
-    lengths = None if args.lengths is None else tuple(args.lengths)
-    if lengths and (len(lengths) < 2 or min(lengths) < 1):
-        raise UserError(
-            f"--lengths {' '.join(map(str, lengths))} must be two or more documents of 1 or more tokens each, e.g. "
-            "--lengths 9 1 14 6"
-        )
     if not args.model:
         raise UserError("no model: give --model a folder or a hub name")
     args.model = model_folder("--model", args.model)
@@ -53,7 +39,7 @@ def run(args: Namespace) -> int:
     from fastpack_trl.attention.backends import BACKENDS
     from fastpack_trl.attention.install import packed_attention
     from fastpack_trl.attention.proof import verify_packing
-    from fastpack_trl.measure.record import versions, write_json
+    from fastpack_trl.measure.record import versions
     from fastpack_trl.model.facts import UNREADABLE, text_model
 
     names = ("auto", *BACKENDS, "off")
@@ -61,16 +47,11 @@ def run(args: Namespace) -> int:
         raise UserError(
             f"--attn {args.attn!r} does not exist{did_you_mean(args.attn, names)} (names: {', '.join(names)})"
         )
-    file, model = json_file(args), _load(args)
+    model = _load(args)
     config = text_model(model).config.get_text_config()
-    positions = getattr(config, "max_position_embeddings", None)
-    if lengths and positions is not None and max(lengths) > positions:
-        raise UserError(f"--lengths has a document of {max(lengths)} tokens, the model has {positions} positions")
-    with ExitStack() as stack:
-        with preparing():  # a backend that does not fit the model is a wrong setting
-            attention = stack.enter_context(packed_attention(model, args.attn))
+    with preparing(), packed_attention(model, args.attn) as attention:  # a backend may not fit the model
         try:
-            proof = verify_packing(model, attention=attention, lengths=lengths)
+            proof = verify_packing(model, attention=attention)
         except NonFiniteError as error:
             raise UserError(f"--model {args.model} cannot be examined: {error}") from error
         except (*UNREADABLE, ImportError) as error:  # TRL's hybrid models refuse packed rows without their kernels
@@ -84,13 +65,11 @@ def run(args: Namespace) -> int:
         "path": f"{proof.path} ({reason})",
         "documents": f"{' + '.join(map(str, proof.lengths))} tokens",
     }
-    worst = sorted(proof.leaks, key=lambda leak: -leak[2])[:_LISTED_LEAKS]
-    leaks = [f"  from document {source} to {target}: gradient {size:.1e}" for source, target, size in worst]
+    leaks = [f"  from document {source} to {target}: gradient {size:.1e}" for source, target, size in proof.leaks]
     print("\n".join([*titled(rows), *leaks, str(proof)]))
-    if file is not None:
-        asked = {"model": args.model, "adapter": args.adapter, "requested": args.attn, "reason": reason}
-        every = [{"from": source, "to": target, "gradient": gradient} for source, target, gradient in proof.leaks]
-        write_json(file, {**asked, **proof.to_dict(), "leaks": every, "versions": versions()})
+    record |= {"model": args.model, "adapter": args.adapter, "requested": args.attn, "reason": reason}
+    every = [dict(zip(("from", "to", "gradient"), leak, strict=True)) for leak in proof.leaks]
+    record |= {**proof.to_dict(), "leaks": every, "versions": versions()}
     if proof.proven:
         return 0
     fix = "train with packed_attention='auto', the default" if args.attn == "off" else "set packing=False"
@@ -104,8 +83,6 @@ def _load(args: Namespace) -> Any:
 
     from fastpack_trl.recipe.make_trainer import check_model
 
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda, but torch sees no CUDA device: use --device cpu")
     trust = {"trust_remote_code": args.trust_remote_code}
     with preparing():
         check_model(args.model, trust, "--model")
@@ -114,6 +91,6 @@ def _load(args: Namespace) -> Any:
             from peft import PeftModel
 
             model = PeftModel.from_pretrained(model, args.adapter)
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
     # A quantized model stays where its kernels are.
-    return model if next(model.parameters()).device.type == device else model.to(device)
+    on_gpu = next(model.parameters()).is_cuda
+    return model if on_gpu or not torch.cuda.is_available() else model.to("cuda")

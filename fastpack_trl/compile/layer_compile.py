@@ -8,7 +8,6 @@ from contextlib import contextmanager, suppress
 from fastpack_trl.compile.kind import CompiledLayers
 from fastpack_trl.compile.layers import compiled_layers, decoder_layers
 from fastpack_trl.errors import first_reason
-from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.upstream import resolve
 from fastpack_trl.report import Status
 from fastpack_trl.run import SHARDED, Run
@@ -41,7 +40,7 @@ def layer_compile(run: Run) -> Iterator[None]:
     ) as layers:
         tell(layers)
         pending = run.step.waiting_for(lambda: any(kind.path == "pending" for kind in layers.kinds))
-        with pending, patch_attribute(run, "compiles_later", weighs):
+        with pending:
             yield
 
 

@@ -22,7 +22,7 @@ MULTIPLE = 16
 """Both dimensions of a matrix must be multiples of it, because a device reads 16 bytes at once."""
 
 
-class Quantised(NamedTuple):
+class Quantized(NamedTuple):
     """A matrix as ``values * scales``."""
 
     values: Tensor
@@ -40,7 +40,7 @@ class Quantised(NamedTuple):
         return self.values.nbytes + self.scales.nbytes
 
 
-def quantise_rows(x: Tensor, factor: Tensor | None = None) -> Quantised:
+def quantize_rows(x: Tensor, factor: Tensor | None = None) -> Quantized:
     """Quantize a matrix with a scale per row.
 
     NaN stays NaN and does not affect its scale; an infinite value becomes NaN and makes its scale infinite.
@@ -50,17 +50,17 @@ def quantise_rows(x: Tensor, factor: Tensor | None = None) -> Quantised:
         factor: (columns,) fp32, multiplied into x first.
     """
     if x.numel() and runs_triton(x, factor):
-        from fastpack_trl.kernels.fp8_triton import quantise_rows_triton
+        from fastpack_trl.kernels.fp8_triton import quantize_rows_triton
 
-        return Quantised(*quantise_rows_triton(x, factor, dtype=FP8, largest=LARGEST, least=LEAST))
-    return quantise_rows_torch(x, factor)
+        return Quantized(*quantize_rows_triton(x, factor, dtype=FP8, largest=LARGEST, least=LEAST))
+    return quantize_rows_torch(x, factor)
 
 
-def quantise_rows_torch(x: Tensor, factor: Tensor | None = None) -> Quantised:
-    """Compute `quantise_rows` in plain torch: in a graph, where a compiler joins it to what writes x."""
+def quantize_rows_torch(x: Tensor, factor: Tensor | None = None) -> Quantized:
+    """Compute `quantize_rows` in plain torch: in a graph, where a compiler joins it to what writes x."""
     wide = x.float() if factor is None else x.float() * factor
     scales, inverse = scales_of(magnitudes(wide).amax(-1, keepdim=True))
-    return Quantised(cast(wide * inverse), scales)
+    return Quantized(cast(wide * inverse), scales)
 
 
 def magnitudes(x: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def transposed(values: Tensor) -> Tensor:
     return values.t().contiguous()
 
 
-def scaled_product(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
+def scaled_product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     """Return ``a b^T``: an FP8 matmul on CUDA, the reference on other devices.
 
     Shapes: a (rows, inner), b (columns, inner), inner and columns multiples of 16; returns (rows, columns) in `dtype`.
@@ -113,7 +113,7 @@ def failure_of_products(device: torch.device, dtype: torch.dtype) -> str:
     """
     ones = torch.ones(MULTIPLE, MULTIPLE, device=device)
     scales = torch.arange(1.0, MULTIPLE + 1, device=device)[:, None]
-    rows, columns = Quantised(ones.to(FP8), scales), Quantised(ones.to(FP8), ones[:, :1].contiguous())
+    rows, columns = Quantized(ones.to(FP8), scales), Quantized(ones.to(FP8), ones[:, :1].contiguous())
     try:
         out = scaled_product(rows, columns, dtype)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
@@ -123,6 +123,6 @@ def failure_of_products(device: torch.device, dtype: torch.dtype) -> str:
     return "" if torch.equal(out.float(), MULTIPLE * scales * ones) else "a small product is wrong"
 
 
-def scaled_product_torch(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
+def scaled_product_torch(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     """Compute `scaled_product` in fp32."""
     return (a.dense() @ b.dense().t()).to(dtype)

@@ -15,7 +15,7 @@ _SIDE = 64
 
 
 @triton.jit
-def _quantise_kernel(
+def _quantize_kernel(
     x, factor, out, scales, width, has_factor: tl.constexpr, largest_value: tl.constexpr, least: tl.constexpr,
     columns: tl.constexpr,
 ):  # fmt: skip
@@ -44,10 +44,10 @@ def _transpose_kernel(x, out, rows, columns, side: tl.constexpr):
     tl.store(out + column[:, None] * rows + row[None, :], tl.trans(tile), mask=tl.trans(inside))
 
 
-def quantise_rows_triton(
+def quantize_rows_triton(
     x: Tensor, factor: Tensor | None, *, dtype: torch.dtype, largest: float, least: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute values and scales of `quantise_rows_torch` in one kernel.
+    """Compute values and scales of `quantize_rows_torch` in one kernel.
 
     Args:
         x, factor: as there.
@@ -61,7 +61,7 @@ def quantise_rows_triton(
     scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     padded = triton.next_power_of_2(columns)
     with on_device_of(x):
-        _quantise_kernel[(rows,)](
+        _quantize_kernel[(rows,)](
             x, x if factor is None else factor, out, scales, columns, has_factor=factor is not None,
             largest_value=largest, least=least, columns=padded, num_warps=min(16, max(1, padded // _PER_WARP)),
         )  # fmt: skip

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastpack_trl.kernels.dequantise import Scales, dequantise_4bit
-from fastpack_trl.kernels.fp8 import Quantised, quantise_rows, scaled_product, transposed
+from fastpack_trl.kernels.dequantize import Scales, dequantize_4bit
+from fastpack_trl.kernels.fp8 import Quantized, quantize_rows, scaled_product, transposed
 from fastpack_trl.model.upstream import Conv1D
 
 
@@ -43,7 +43,7 @@ class BaseWeight(NamedTuple):
             quant_type=self.quant_type, blocksize=self.blocksize, nested_blocksize=self.nested_blocksize,
             shape=(self.out_features, self.in_features), dtype=self.dtype,
         )  # fmt: skip
-        return dequantise_4bit(self.weight.view(-1, 1), state).to(dtype)
+        return dequantize_4bit(self.weight.view(-1, 1), state).to(dtype)
 
     def serves(self, dtype: torch.dtype) -> bool:
         """Return whether a projection in `dtype` can multiply by this copy."""
@@ -67,28 +67,28 @@ class Fp8Weight(NamedTuple):
     @classmethod
     def of(cls, weight: Tensor) -> Fp8Weight:
         """Quantize a dense weight, (out_features, in_features)."""
-        values, scales = quantise_rows(weight)
+        values, scales = quantize_rows(weight)
         return cls(values, scales, scales.new_ones(weight.shape[1], 1))
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the weight, (out_features, in_features), in `dtype`."""
-        return Quantised(self.weight, self.scales).dense().to(dtype)
+        return Quantized(self.weight, self.scales).dense().to(dtype)
 
     def serves(self, dtype: torch.dtype) -> bool:
         """Return whether a projection in `dtype` can multiply by it: CUDA's FP8 matmuls return 16-bit dtypes."""
         return dtype.itemsize == 2 or not self.weight.is_cuda
 
-    def quantised_grad(self, grad: Tensor, by: Callable[..., Quantised] = quantise_rows) -> Quantised:
+    def quantized_grad(self, grad: Tensor, by: Callable[..., Quantized] = quantize_rows) -> Quantized:
         """Quantize a gradient of the output, (tokens, out_features), for `grad_input`."""
         return by(grad, self.scales.view(-1))
 
-    def product(self, rows: Quantised, dtype: torch.dtype) -> Tensor:
+    def product(self, rows: Quantized, dtype: torch.dtype) -> Tensor:
         """Return ``rows W^T``, (tokens, out_features), in `dtype`."""
-        return scaled_product(rows, Quantised(self.weight, self.scales), dtype)
+        return scaled_product(rows, Quantized(self.weight, self.scales), dtype)
 
-    def grad_input(self, grad: Quantised, dtype: torch.dtype) -> Tensor:
-        """Return ``grad W``, (tokens, in_features), for a gradient of `quantised_grad`."""
-        return scaled_product(grad, Quantised(transposed(self.weight), self.ones), dtype)
+    def grad_input(self, grad: Quantized, dtype: torch.dtype) -> Tensor:
+        """Return ``grad W``, (tokens, in_features), for a gradient of `quantized_grad`."""
+        return scaled_product(grad, Quantized(transposed(self.weight), self.ones), dtype)
 
 
 def from_4bit(weight: Any) -> BaseWeight:
@@ -116,7 +116,7 @@ def loaded_weight(base: Any) -> BaseWeight:
 def add_product(low: Tensor, rows: Tensor, base: BaseWeight | Fp8Weight) -> Tensor:
     """Add in place: ``low += rows W^T``. Shapes: low (tokens, out_features), rows (tokens, in_features)."""
     if isinstance(base, Fp8Weight):
-        return low.add_(base.product(quantise_rows(rows), rows.dtype))
+        return low.add_(base.product(quantize_rows(rows), rows.dtype))
     # With `out=`, not `addmm_`, because FLOP counters only know `addmm`.
     return torch.addmm(low, rows, base.dense(rows.dtype).t(), out=low)
 
@@ -124,7 +124,7 @@ def add_product(low: Tensor, rows: Tensor, base: BaseWeight | Fp8Weight) -> Tens
 def grad_input(grad: Tensor, base: BaseWeight | Fp8Weight) -> Tensor:
     """Return ``grad W``, (tokens, in_features), for a gradient of shape (tokens, out_features)."""
     if isinstance(base, Fp8Weight):
-        return base.grad_input(base.quantised_grad(grad), grad.dtype)
+        return base.grad_input(base.quantized_grad(grad), grad.dtype)
     return grad.mm(base.dense(grad.dtype))
 
 

@@ -35,7 +35,7 @@ def frozen_base(run: Run) -> Iterator[None]:
         raise ValueError(f"frozen_base='fp8': {reason}")
     applied = run.get_state(LoraReport)
     if applied is None:
-        raise ValueError(f"frozen_base='fp8' needs the fast LoRA layers, which are off: the report says why; {_KEEP}")
+        raise ValueError(f"frozen_base='fp8' needs the fast LoRA layers, which are off (see the report); {_KEEP}")
     layers: dict[str, Any] = {
         name: each for name, each in run.model.named_modules() if isinstance(each, HasFrozenWeight)
     }
@@ -54,9 +54,9 @@ def frozen_base(run: Run) -> Iterator[None]:
             put_in_fp8(layer, dtype)
         text = f"{len(chosen)} of {len(chosen) + sum(others.values())} LoRA bases multiply in FP8, forward and backward"
         parts = [
-            f"{text}: what is computed changes",
+            f"{text}: results change",
             f"{shown_bytes(nbytes)} of FP8 weights in addition to the loaded ones",
-            "evaluation during training is in FP8 too, all after training as loaded",
+            "evaluation during training uses FP8 too; after training the base is as loaded",
             *(f"as loaded: {count} ({reason})" for reason, count in others.items()),
         ]
         run.set_status(FEATURE, "on", "fp8", "; ".join(parts))
@@ -104,13 +104,13 @@ def _reason_against(layer: Any, head: Any, uses: Mapping[int, int]) -> str:
     if type(layer.base_layer).__name__ == "Linear8bitLt":
         return "8-bit base, multiplied by bitsandbytes: load it in 16 or 4 bits"
     if layer.fastpack_multiplies_in_fp8:
-        return "a weight in FP8 already, of a run that has not ended: end that one first"
+        return "a weight that another run holds in FP8: end that run first"
     if layer.merged:
         return "merged adapters: call model.unmerge_adapter() first"
     if weight is None or weight.requires_grad:
         return "a base that is not a frozen parameter"
     if uses[id(weight)] > 1:
-        return "a weight that other modules have too"
+        return "a weight that other modules share"
     if layer.fastpack_active_adapter() is None:
         return "no or several active adapters"
     if layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
@@ -143,7 +143,7 @@ def _refused_by_device(run: Run) -> str:
         return f"a {device.type} device has no FP8 matmuls; train on a CUDA device from Ada or Hopper on, or {_KEEP}"
     dtype = run.compute_dtype or next(run.model.parameters()).dtype
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"the run computes in {dtype}, and FP8 matmuls give 16 bits; set bf16=True, or {_KEEP}"
+        return f"the run computes in {dtype}, and FP8 matmuls return 16 bits; set bf16=True, or {_KEEP}"
     if failure := failure_of_products(device, dtype):
         return f"{torch.cuda.get_device_name(device)} does not support FP8 matmuls in {dtype}: {failure}; {_KEEP}"
     return ""

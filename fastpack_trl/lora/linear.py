@@ -30,7 +30,7 @@ logger = logging.get_logger(__name__)
 
 _AUTOCAST_INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 # Compared by name, because bitsandbytes is optional; PEFT imports it only for its layers.
-_QUANTISED = ("Linear4bit", "Linear8bitLt")
+_QUANTIZED = ("Linear4bit", "Linear8bitLt")
 
 
 class FastLora(HasFrozenWeight):
@@ -112,7 +112,7 @@ class FastLora(HasFrozenWeight):
         if hooked:
             reason = "hooks on a part of a LoRA layer or on every module, or a replaced forward"
         elif a is None or b is None or weight is None:
-            reason = "weights that are no parameters (parametrised, or a replica)"
+            reason = "weights that are not parameters (parametrized, or a replica)"
         elif (dtype := _fitting_dtype(x, a, b, base, weight)) is None:
             reason = (
                 f"input {x.dtype}, adapters {a.dtype}, base {type(base).__name__} {weight.dtype}, {x.device.type}; "
@@ -163,7 +163,7 @@ def _fast_class(stock: Any) -> Any:
 
 def __getattr__(name: str) -> Any:
     # A model pickled during training refers to its classes in this module.
-    if name in {f"Fast{stock}" for stock in _QUANTISED}:
+    if name in {f"Fast{stock}" for stock in _QUANTIZED}:
         from peft.tuners.lora import bnb
 
         return _fast_class(getattr(bnb, name.removeprefix("Fast")))
@@ -254,10 +254,10 @@ def _restore(layer: Any, stock: Any) -> None:
 def _not_covered(module: Any, compute_dtype: torch.dtype | None) -> str:
     """Return why this LoRA layer runs PEFT's code, or ``""`` if the fast forward supports it."""
     kind, base = type(module), module.base_layer
-    if kind is not LoraLinear and not (kind.__name__ in _QUANTISED and kind.__module__.endswith("lora.bnb")):
+    if kind is not LoraLinear and not (kind.__name__ in _QUANTIZED and kind.__module__.endswith("lora.bnb")):
         return f"lora.{kind.__name__}"
     base_kind = type(base)
-    if base_kind not in (nn.Linear, Conv1D) and base_kind.__name__ not in _QUANTISED:
+    if base_kind not in (nn.Linear, Conv1D) and base_kind.__name__ not in _QUANTIZED:
         return f"base of type {base_kind.__name__}"
     if module.lora_variant:
         names = {type(variant).__name__.removesuffix("LinearVariant") for variant in module.lora_variant.values()}

@@ -25,7 +25,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastpack_trl.kernels.fp8 import Quantised, quantise_rows_torch
+from fastpack_trl.kernels.fp8 import Quantized, quantize_rows_torch
 from fastpack_trl.kernels.operators import arguments_of, differentiable, operator
 from fastpack_trl.lora.base_weight import BaseWeight, Fp8Weight, add_product, grad_input
 
@@ -168,7 +168,7 @@ def _grad_input_eagerly(grad: Tensor, grad_reduced: Tensor | None, a: Tensor | N
 def _product_in_graph(rows: Tensor, reduced: Tensor, b: Tensor, bias: Tensor | None, base: tuple[Any, ...]) -> Tensor:
     out: Tensor
     if _is_fp8(base):
-        values, scales = quantise_rows_torch(rows)
+        values, scales = quantize_rows_torch(rows)
         out = _fp8_product(values, reduced, b, bias, scales, *base)
     elif BaseWeight(*base).absmax is None:
         out = _product(rows, reduced, b, bias, base[0])
@@ -180,7 +180,7 @@ def _product_in_graph(rows: Tensor, reduced: Tensor, b: Tensor, bias: Tensor | N
 def _grad_input_in_graph(grad: Tensor, grad_reduced: Tensor | None, a: Tensor | None, base: tuple[Any, ...]) -> Tensor:
     out: Tensor
     if _is_fp8(base):
-        values, scales = Fp8Weight(*base).quantised_grad(grad, quantise_rows_torch)
+        values, scales = Fp8Weight(*base).quantized_grad(grad, quantize_rows_torch)
         out = _fp8_grad_input(values, grad_reduced, a, scales, grad.dtype, *base)
     elif BaseWeight(*base).absmax is None:
         out = _grad_input(grad, grad_reduced, a, base[0])
@@ -207,7 +207,7 @@ def fp8_product(
     values: Tensor, reduced: Tensor, b: Tensor, bias: Tensor | None, row_scales: Tensor, *base: Any
 ) -> Tensor:
     """Compute `lora_product` of quantized rows over the fields of an `Fp8Weight`, in the dtype of `reduced`."""
-    out = Fp8Weight(*base).product(Quantised(values, row_scales), reduced.dtype)
+    out = Fp8Weight(*base).product(Quantized(values, row_scales), reduced.dtype)
     torch.addmm(out, reduced, b.t(), out=out)
     return out if bias is None else out.add_(bias)
 
@@ -215,8 +215,8 @@ def fp8_product(
 def fp8_grad_input(
     values: Tensor, grad_reduced: Tensor | None, a: Tensor | None, row_scales: Tensor, dtype: torch.dtype, *base: Any
 ) -> Tensor:
-    """Compute `lora_grad_input` in `dtype` of a gradient of `Fp8Weight.quantised_grad`."""
-    return _add_thin_gradient(Fp8Weight(*base).grad_input(Quantised(values, row_scales), dtype), grad_reduced, a)
+    """Compute `lora_grad_input` in `dtype` of a gradient of `Fp8Weight.quantized_grad`."""
+    return _add_thin_gradient(Fp8Weight(*base).grad_input(Quantized(values, row_scales), dtype), grad_reduced, a)
 
 
 def _fake_product(rows: Tensor, reduced: Tensor, b: Tensor, *rest: Any) -> Tensor:

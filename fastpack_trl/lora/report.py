@@ -44,7 +44,7 @@ def keep_copies(modules: Sequence[Any], compute_dtype: torch.dtype | None) -> st
     if nbytes > budget:
         size = shown_bytes(nbytes)
         free = shown_bytes(budget)
-        return f"frozen weights are made per use: copies take {size}, an eighth of the free memory is {free}"
+        return f"frozen weights are converted per use: copies need {size}, an eighth of the free memory is {free}"
     for module, dtype in wanted:
         module._fastpack_keep_copy(BaseWeight(loaded_weight(module.base_layer).dense(dtype)))
     return f"{shown_bytes(nbytes)} of frozen weights kept in the compute dtype"

@@ -69,6 +69,16 @@ def is_reentrant(checkpoint: Any) -> bool:
     return isinstance(checkpoint, partial) and bool(checkpoint.keywords.get("use_reentrant", True))
 
 
+def outermost_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    """Return the layers of `model` that transformers can checkpoint, first to last, without those inside of another."""
+    layers, inside = list[GradientCheckpointingLayer](), set[nn.Module]()
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer) and module not in inside:
+            layers.append(module)
+            inside.update(module.modules())
+    return layers
+
+
 def checkpointing_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules that checkpoint if ``gradient_checkpointing`` is set: layers, or decoders of plain ones."""
     layers = {module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}

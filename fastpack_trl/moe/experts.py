@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastpack_trl.kernels.combine import bias_weight_grad, combine
-from fastpack_trl.kernels.dequantise import Scales, dequantise_4bit
+from fastpack_trl.kernels.dequantize import Scales, dequantize_4bit
 from fastpack_trl.kernels.gate import gate_backward, gate_forward
 from fastpack_trl.kernels.gate_form import Gate
 from fastpack_trl.kernels.grouped import Offsets, grouped_mm, grouped_outer, grouped_sum, offsets_for
@@ -110,7 +110,7 @@ class _Projection:
                 quant_type=form.quant_type, blocksize=form.blocksize, nested_blocksize=form.nested_blocksize,
                 shape=tuple(self.shape), dtype=form.dtype,
             )  # fmt: skip
-            weight = dequantise_4bit(weight, state)
+            weight = dequantize_4bit(weight, state)
         return weight if self.transposed else weight.transpose(1, 2)
 
     def product(self, x_sk: Tensor) -> tuple[Tensor, Tensor]:

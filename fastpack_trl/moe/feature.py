@@ -19,7 +19,7 @@ from fastpack_trl.model.changes import Patch, patch_attribute
 from fastpack_trl.moe.block import NAME, STOCK, ExpertsState, fastpack_experts
 from fastpack_trl.moe.layout import experts_modules, not_covered, read_gate
 from fastpack_trl.moe.lora import expert_lora, router_adapters
-from fastpack_trl.moe.quantised import expert_dtypes, has_quantised_experts
+from fastpack_trl.moe.quantized import expert_dtypes, has_quantized_experts
 from fastpack_trl.run import SHARDED, Run
 
 logger = get_logger(__name__)
@@ -155,7 +155,7 @@ def apply_moe(model: nn.Module, *, lora: bool = True, force: bool = False) -> Mo
 def _reason_for_stock(module: Any, force: bool) -> str:
     implementation = getattr(module.config, "_experts_implementation", "")
     if implementation == "":
-        return "this transformers has no experts implementation to choose"
+        return "this transformers version has no choice of experts implementations"
     if implementation not in (STOCK, NAME, None) and not force:
         return f"experts_implementation={implementation!r} was chosen"
     return not_covered(module)
@@ -184,8 +184,8 @@ def moe(run: Run) -> Iterator[None]:
     present = bool(experts_modules(model))
     run.experts_refuse_capture = partial(_reading_sizes, run, expert_dtypes(model))
     # PEFT's own forward fails on 4-bit stacks, so they run on our path in evaluation too.
-    quantised = present and has_quantised_experts(model)
-    if not (run.training or quantised) or not (present or setting == "on"):
+    quantized = present and has_quantized_experts(model)
+    if not (run.training or quantized) or not (present or setting == "on"):
         yield
         return
     requested = (run.args.model_init_kwargs or {}).get("experts_implementation")
@@ -199,8 +199,8 @@ def moe(run: Run) -> Iterator[None]:
     note = ""
     if present and run.device.type == "cuda" and not is_supported(run.device):
         note = "its kernels need compute capability 8.0; moe='on' runs it in plain torch"
-        why = why or (note if setting == "auto" and not quantised else "")
-    if why and quantised:
+        why = why or (note if setting == "auto" and not quantized else "")
+    if why and quantized:
         raise ValueError(
             f"moe_quantize_experts='on': {why}, and TRL's experts cannot train in 4 bits; on several GPUs use DDP "
             "(accelerate_config: multi_gpu), otherwise remove that setting, or moe_quantize_experts"

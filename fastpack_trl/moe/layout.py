@@ -39,7 +39,7 @@ def not_covered(module: Any) -> str:
         if name in getattr(module, "parametrizations", ()):
             made_by = [type(step).__name__ for step in module.parametrizations[name]]
             if made_by != ["Bnb4bitParametrization"]:
-                return f"{name} is parametrised by {', '.join(made_by)}"
+                return f"{name} is parametrized by {', '.join(made_by)}"
             continue
         parameter = getattr(module, name, None)
         if parameter is None or parameter.ndim != 3:

@@ -21,7 +21,7 @@ from fastpack_trl.kernels.grouped import aligned_rank
 from fastpack_trl.model.changes import Patch, patch_attribute
 from fastpack_trl.model.hooks import PartsHooked
 from fastpack_trl.moe.block import LowRank, gate_modules, is_decoding, run_experts, traceable
-from fastpack_trl.moe.quantised import STACKS, read_stack, stack_dtype
+from fastpack_trl.moe.quantized import STACKS, read_stack, stack_dtype
 
 logger = logging.get_logger(__name__)
 
@@ -67,7 +67,7 @@ def expert_lora(model: nn.Module) -> Iterator[list[ExpertLora]]:
                 stack.enter_context(patch_attribute(outer, "_fastpack_expert_lora", adapter))
                 stack.enter_context(patch_attribute(outer, "forward", MethodType(forward, outer)))
             elif getattr(before, "__func__", None) is not forward:  # otherwise it was applied before
-                adapter.reason = "the wrapper's forward was replaced by somebody else"
+                adapter.reason = "the wrapper's forward was replaced by other code"
         yield adapters
 
 
@@ -91,7 +91,7 @@ def _is_wrapper(module: nn.Module) -> bool:
 def forward(outer: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Run the forward of the outermost wrapper: ours, or PEFT's if adapters or hooks need it."""
     adapter: ExpertLora = outer._fastpack_expert_lora
-    reason = "keywords were given" if kwargs or len(args) != 2 else _reason_for_peft(adapter)
+    reason = "called with keyword arguments" if kwargs or len(args) != 2 else _reason_for_peft(adapter)
     if reason != adapter.reason and not torch.compiler.is_compiling():
         adapter.reason = reason
         if reason:
@@ -125,7 +125,7 @@ def _reason_for_peft(adapter: ExpertLora) -> str:
             return f"{active[0]!r} is a LoRA variant"
         # Older PEFT always reads a stack as (experts, in, out), which swaps the factors.
         if bool(getattr(wrapper, "_did_swap_in_out_features", False)) == bool(module.is_transposed):
-            return "this PEFT stores the factors the other way round"
+            return "this PEFT version stores the factors in the other order"
     # PEFT's path would call these modules; ours does not.
     if adapter.hooked(module, *adapter.wrappers[1:], *gate_modules(module)):
         if read_stack(module, STACKS[0])[1] is None:

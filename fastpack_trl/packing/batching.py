@@ -81,7 +81,7 @@ _SCORE = ("_compute_loss", "compute_ref_log_probs", "_compute_kl_logps", "_get_p
 
 
 def _in_any_trainer(trainer: Any, path: str) -> Iterator[object]:
-    """Yield what keeps the batches of every trainer as they are."""
+    """Yield reasons to keep TRL's batches that apply to every trainer."""
     parallelism = trainer.accelerator.parallelism_config
     yield path == "off" and "packed_attention is off"
     yield getattr(trainer, "_is_vision_dataset", False) and "vision data"
@@ -111,7 +111,7 @@ def _padded(trainer: Any, path: str, flattens: bool, *methods: str) -> Iterator[
 
 
 def reads_rows(trainer: Any, *methods: str) -> Iterator[object]:
-    """Yield what reads rows, or draws numbers for them, and gets them as TRL makes them: one of `methods`, say."""
+    """Yield reasons to keep TRL's rows: replaced `methods`, hooks or settings read them, or draw numbers for them."""
     args, config = trainer.args, trainer.args.accelerator_config
     has_loss = callable(trainer.compute_loss_func)  # some trainers of TRL put a string there
     yield has_loss and "compute_loss_func may expect the rows that TRL makes"

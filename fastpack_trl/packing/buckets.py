@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from itertools import combinations, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -16,6 +18,8 @@ MOST_BUCKETS = 4
 _TOKEN_STEPS = (8, 64)
 """Tokens are rounded up to them, below and from `_LONG` on: whole tiles of the matmuls."""
 _LONG = 1024
+_STEPS = 24
+"""Rows are cut at the quantiles of so many equal parts."""
 _LEAST_GAIN = 0.02
 """Share of all tokens that one more bucket has to save."""
 _LEAST_SHARE = 0.02
@@ -55,11 +59,6 @@ class Bucket(NamedTuple):
         """The size with keys: each token's own if nothing is shared."""
         return self if self.keys else self._replace(keys=self.tokens, max_seqlen_k=self.max_seqlen)
 
-    @property
-    def cost(self) -> float:
-        """Cost in tokens, for comparisons."""
-        return float(_cost(*self))
-
     def pieces_of(self, size: Bucket) -> int:
         """Return the segments of the tail: none has more tokens, or sees more keys, than the bucket's longest."""
         pieces = -(-(self.tokens - size.tokens) // self.max_seqlen)
@@ -78,7 +77,8 @@ class Bucket(NamedTuple):
 
 def smallest_fitting(buckets: Iterable[Bucket], size: Bucket) -> Bucket | None:
     """Return the bucket in which a row of this size costs least; None if it fits into none."""
-    return min((bucket for bucket in buckets if bucket.holds(size)), key=lambda bucket: bucket.cost, default=None)
+    fitting = (bucket for bucket in buckets if bucket.holds(size))
+    return min(fitting, key=lambda bucket: float(_cost(*bucket)), default=None)
 
 
 def choose_buckets(sizes: Sequence[Bucket]) -> tuple[Bucket, ...]:
@@ -95,21 +95,19 @@ def choose_buckets(sizes: Sequence[Bucket]) -> tuple[Bucket, ...]:
 
 
 def _groups(rows: NDArray[np.int64]) -> tuple[float, list[NDArray[np.int64]]]:
-    """Return the groups into which (N, 5) ordered rows are cut, and what all rows cost in the buckets of theirs."""
+    """Return the cost of all rows in their buckets, and the groups into which the (N, 5) ordered rows are cut."""
     count = len(rows)
-    costs = np.full((count, count + 1), np.inf)  # of one group, from a row to before another
-    for start in range(count):
-        most = np.maximum.accumulate(rows[start:])
-        costs[start, start + 1 :] = _cost(*most.T) * np.arange(1, count - start + 1)
-    best, ends = costs[0], [[end] for end in range(count + 1)]
-    for _ in range(min(MOST_BUCKETS, count) - 1):
-        whole = best[1:-1, None] + costs[1:]
-        cut = whole.argmin(axis=0)
-        better = whole[cut, np.arange(count + 1)]
-        if better[-1] > best[-1] - _LEAST_GAIN * rows[:, 0].sum():
+    # The rare rows beyond the ordinary come last; they may be a group of their own, for which there is no bucket.
+    places = sorted({count * step // _STEPS for step in range(_STEPS + 1)} | {count - int(_LEAST_SHARE * count)})
+    costs = {(a, b): (b - a) * _cost(*rows[a:b].max(axis=0)) for a, b in combinations(places, 2)}
+    best, chosen = math.inf, tuple[int, ...]()
+    for cuts in range(MOST_BUCKETS):
+        ways = [(0, *inner, count) for inner in combinations(places[1:-1], cuts)]
+        cost, way = min(((sum(costs[pair] for pair in pairwise(way)), way) for way in ways), default=(math.inf, ()))
+        if cost > best - _LEAST_GAIN * rows[:, 0].sum():
             break
-        best, ends = better, [[*ends[place + 1], end] for end, place in enumerate(cut)]
-    return float(best[-1]), np.split(rows, ends[count][:-1])
+        best, chosen = cost, way
+    return best, np.split(rows, chosen[1:-1])
 
 
 def _cost(tokens: Any, segments: Any, longest: Any, keys: Any, longest_k: Any) -> Any:
@@ -121,10 +119,7 @@ def _cost(tokens: Any, segments: Any, longest: Any, keys: Any, longest_k: Any) -
 def _around(group: NDArray[np.int64]) -> Bucket:
     """Return the bucket of a group: its maxima, rounded up, with room for the tail of each row."""
     tokens, segments, longest, keys, longest_k = map(int, group.max(axis=0))
-    tokens, longest = (
-        _rounded(tokens + bool(keys)),
-        rounded_length(longest),
-    )  # keys left over need a tail that sees them
+    tokens, longest = _rounded(tokens + bool(keys)), rounded_length(longest)  # left-over keys need a tail to see them
     tails = tokens - group[:, 0]
     pieces = -(-tails // longest)
     if keys:

@@ -1,7 +1,7 @@
-"""`Chunks`: what recurrent layers read of a packed row, made once per batch and on its device.
+"""`Chunks`: the masks of a packed row for recurrent layers, built once per batch on its device.
 
-The row is cut into chunks of 64 tokens as it is: no document is aligned, no token is moved. Inside a chunk all is one
-masked product; from chunk to chunk goes the state of the one document that the chunk ends with. All follows from
+The row is cut into chunks of 64 tokens as it is: no document is aligned, no token is moved. A chunk is one masked
+matmul; the state of the document at the end of a chunk is passed to the next. All masks are computed from
 `PackedBatch.seq_idx` by operations of fixed shape, so it never synchronizes, and a static batch (which a CUDA graph
 runs for other documents) can have it made again inside of its graph.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 CHUNK = 64
-"""Tokens of a chunk, whatever a family's own size is: it is no part of what is computed."""
+"""Tokens of a chunk; results do not depend on it, so it need not be the size that a family uses."""
 _NOBODY = -1  # the document of the tokens that fill up the last chunk
 
 

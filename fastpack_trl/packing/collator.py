@@ -13,7 +13,7 @@ from torch import Tensor
 from fastpack_trl.model.upstream import DataCollatorForLanguageModeling
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, TensorVersion, to_transformers_kwargs
 from fastpack_trl.packing.packed_inputs import PackedInputs
-from fastpack_trl.packing.prefixes import packed_batch, score, share
+from fastpack_trl.packing.prefixes import score, share
 from fastpack_trl.packing.shared_keys import Documents, Ints
 
 __all__ = ["PackedInputs", "PackingCollator"]
@@ -49,7 +49,7 @@ class PackingCollator(DataCollatorForLanguageModeling):
         return_position_ids: without effect, as in TRL's padding-free mode: position ids are always returned.
         pad_to_multiple_of: the row is padded to a multiple of this many tokens.
         return_tensors: ``"pt"``.
-        share_prefixes: what documents begin with alike lies in the row once, with `PackedBatch.shared` and
+        share_prefixes: common prefixes of documents are stored once in the row, with `PackedBatch.shared` and
             `PackedBatch.documents`. ``labels`` stay those of the documents, one after the other: as many as without.
         vocab_size: if given, token ids and labels are checked against it, where they would otherwise fail as an
             out-of-range index on the device. Costs about two microseconds per thousand tokens.
@@ -83,7 +83,7 @@ class PackingCollator(DataCollatorForLanguageModeling):
                 raise ValueError(problem)
 
     def torch_call(self, examples: Sequence[Mapping[str, Any]]) -> PackedInputs:
-        """Flatten the rows; see the class for what comes in and out."""
+        """Flatten the rows; the class describes input and output."""
         rows = [_read_row(index, example) for index, example in enumerate(examples)]
         ids, lengths = [ids for ids, _, _ in rows], _flatten([lengths for _, _, lengths in rows])
         if not lengths.size:
@@ -112,8 +112,9 @@ class PackingCollator(DataCollatorForLanguageModeling):
                 loss_tokens=int(weights.sum(dtype=np.int64)),
                 capacity=len(labels) + -len(labels) % multiple,
             )
+            prefixes = row.first_positions, row.key_index
             batch = replace(
-                packed_batch(row, num_padding=num_padding),
+                PackedBatch.from_lengths(row.lengths, num_padding=num_padding, prefixes=prefixes),
                 loss_positions=torch.from_numpy(loss_positions),
                 loss_labels=torch.from_numpy(loss_labels),
                 labels=TensorVersion.of(targets),
@@ -168,12 +169,10 @@ def _read_row(index: int, example: Mapping[str, Any]) -> tuple[Ints, Ints, Ints]
             f"row {index} has {len(labels)} labels for {len(ids)} input_ids: give one label per token, {IGNORE_INDEX} "
             "where the loss does not count"
         )
-    if lengths.min(initial=0) < 0:
-        raise ValueError(f"row {index} has seq_lengths with {lengths.min()}: lengths are tokens, 0 or more")
-    if lengths.sum() != len(ids):
+    if lengths.min(initial=0) < 0 or lengths.sum() != len(ids):
         raise ValueError(
-            f"row {index} has seq_lengths that add up to {lengths.sum()} for {len(ids)} input_ids: pack the dataset "
-            "again (trl.pack_dataset), its lengths do not belong to these tokens"
+            f"row {index} has seq_lengths (min {lengths.min(initial=0)}) that add up to {lengths.sum()} for {len(ids)} "
+            "input_ids: lengths must be >= 0 and cover the row; pack the dataset again (trl.pack_dataset)"
         )
     return ids, labels, lengths[lengths > 0]
 

@@ -35,7 +35,7 @@ class DocumentsCollator:
 
 
 def as_one_row(mask: Tensor, *padded: Tensor | None) -> list[Tensor | None]:
-    """Return what padded documents have per token, (documents, width, ...), as one row, (1, tokens, ...).
+    """Return values per token of padded documents, (documents, width, ...), as one row, (1, tokens, ...).
 
     Args:
         mask: (documents, width), 1 for tokens; `padded` may have virtual tokens before these.

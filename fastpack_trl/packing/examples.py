@@ -14,7 +14,7 @@ from accelerate import PartialState
 from datasets import Dataset, IterableDataset, LargeList, List
 
 from fastpack_trl.errors import DataError, describe, short_repr
-from fastpack_trl.packing.dataset import column_lengths, is_integer_list, pieces
+from fastpack_trl.packing.dataset import is_integer_list, pieces
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX
 
 _CONVERSATIONS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
@@ -22,10 +22,10 @@ _CONTENT, _CALLS = ("content", "value"), ("tool_calls", "function_call")
 
 
 def naming_the_row(prepare: Callable[..., Any], stock: Callable[..., Any], dataset: Any, *given: Any) -> Any:
-    """Return what `prepare` makes of a data set; if it fails on one example, name that.
+    """Prepare a data set; if that fails on one example, name the example.
 
     Args:
-        prepare: takes the arguments of `stock`, TRL's own preparation, by which single rows are tried.
+        prepare: takes the arguments of `stock`, TRL's own preparation, which is tried on single rows after a failure.
         given: the further arguments: the tokenizer, the config, ..., the name of the data set.
 
     Raises:
@@ -150,26 +150,19 @@ def _null_turns(dataset: Dataset) -> Iterator[tuple[int, str]]:
             before += len(lengths)
 
 
-def dropped(stock: Callable[..., Any], prepared: Any, dataset: Any, tokenizer: Any, args: Any, name: str) -> str:
+def dropped(prepared: Any, dataset: Any, max_length: int | None, name: str) -> str:
     """Describe the examples of pairs or judged completions that TRL dropped because of `max_length`; empty if none.
 
     Raises:
-        DataError: no training example is left; names the `max_length` that keeps all.
+        DataError: no training example is left.
     """
-    if args.max_length is None or not isinstance(prepared, Dataset):
+    if max_length is None or not isinstance(prepared, Dataset):
         return ""
     unpaired = "completion_ids" in prepared.column_names and "chosen" in dataset.column_names  # by KTO: two of each
     total = len(dataset) * (1 + unpaired)
     if len(prepared) >= total:
         return ""
-    whole = copy.copy(args)
-    whole.max_length = None
-    every = stock(dataset, tokenizer, whole, f"whole {name}")
-    prompts = "prompt_ids" in every.column_names
-    columns = ["prompt_ids"] if prompts else ["chosen_ids", "rejected_ids"]
-    longest = max(int(column_lengths(every, column).max()) for column in columns)
-    why = "a prompt alone fills max_length" if prompts else "an answer with its prompt is longer than max_length"
-    lost = f"{total - len(prepared):,} of {total:,} dropped: {why}={args.max_length}; max_length={longest + prompts}"
+    lost = f"{total - len(prepared):,} of {total:,} dropped: max_length={max_length} leaves no room for the answer"
     if not len(prepared) and name == "train":
-        raise DataError(f"nothing of the train data set is left to train on, {lost} keeps all")
-    return f"{lost} keeps all"
+        raise DataError(f"nothing of the train data set is left to train on, {lost}: raise max_length")
+    return f"{lost}: raise max_length to keep them"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, TypeVar
@@ -74,11 +74,10 @@ class Derived:
     model sees from the batch that the trainer clears.
     """
 
-    __slots__ = ("counts", "values")
+    __slots__ = ("values",)
 
     def __init__(self) -> None:
         self.values: dict[Hashable, Any] = {}
-        self.counts: Counter[Hashable] = Counter()
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, eq=False)
@@ -107,7 +106,7 @@ class PackedBatch(TensorFields):
         loss_labels: (num_loss_tokens,) int64, those next tokens.
         labels: the labels that these two were made from; None where that is not known.
         parts: the micro-batches that `merge_batches` made the row of, first to last; empty for a row by itself.
-        shared: the keys of segments that go on from tokens of another one; None: no segment does.
+        shared: the keys of segments that continue tokens of another one; None: no segment does.
         documents: of a row that the collator made of documents with shared prefixes, to which `labels` belong; None:
             they are the segments, one label per token.
         derived: objects built once from the batch (`derive`), shared by copies that are rebuilt field by field.
@@ -135,7 +134,7 @@ class PackedBatch(TensorFields):
         *,
         num_padding: int = 0,
         labels: Tensor | None = None,
-        shared: SharedKeys | None = None,
+        prefixes: tuple[Ints, Ints] | None = None,
     ) -> PackedBatch:
         """Build the metadata of a row on the host.
 
@@ -144,7 +143,7 @@ class PackedBatch(TensorFields):
             num_padding: tokens appended after the last document.
             labels: (total_tokens,) or (1, total_tokens) int64 on the host, `IGNORE_INDEX` where no loss is counted.
                 First tokens of a document are never counted: nothing precedes them.
-            shared: the keys of the segments, the padded tail among them.
+            prefixes: of a row that shares: `SharedKeys.prefix_lengths` and `key_index` without the padded tail.
 
         Raises:
             ValueError: no document, a length below 1, or labels of another length than the row.
@@ -173,8 +172,14 @@ class PackedBatch(TensorFields):
             counted[total - num_padding - 1 :] = False
             predicting = counted.nonzero()[0]
             loss_positions, loss_labels = torch.from_numpy(predicting), torch.from_numpy(flat[1:][predicting])
-        if shared is not None:
-            places += np.repeat(shared.prefix_lengths, segments)
+        shared = None
+        if prefixes is not None and prefixes[0].any():
+            before: Ints = np.append(prefixes[0], np.zeros(len(segments) - len(lengths), np.int64))
+            index: Ints = np.append(prefixes[1], np.arange(total - num_padding, total))
+            keys = segments + before
+            ends_k = torch.from_numpy(np.append(0, keys.cumsum()).astype(np.int32))
+            shared = SharedKeys(tuple(before.tolist()), torch.from_numpy(index), ends_k, int(keys.max()))
+            places += before.repeat(segments)
         position_ids = torch.from_numpy(places[None])
         return cls(
             seq_lengths=tuple(lengths.tolist()),
@@ -227,19 +232,13 @@ class PackedBatch(TensorFields):
         fits = tuple(row.shape[:2]) == (1, self.total_tokens)
         return fits and (self.positions is None or self.positions.matches(position_ids))
 
-    @property
-    def build_counts(self) -> Counter[Hashable]:
-        """Builds of each derived object; survives `clear_derived`, to be read after a step."""
-        return self.derived.counts
-
     def derive(self, key: Hashable, build: Callable[[], T]) -> T:
-        """Return what `build` makes, made at most once per batch and key.
+        """Return the result of `build`, which runs at most once per batch and key.
 
         Masks and per-backend metadata live here, with the batch they were made from, and nowhere else.
         """
         if key not in self.derived.values:
             self.derived.values[key] = build()
-            self.derived.counts[key] += 1
         value: T = self.derived.values[key]
         return value
 

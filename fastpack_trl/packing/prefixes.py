@@ -1,4 +1,4 @@
-"""Documents of a row that begin alike: found on the host by their tokens, and laid into the row once.
+"""Find common prefixes of documents on the host, by their tokens, and store each once in the row.
 
 Sorted, each document shares most with the one before it, so that one comparison of neighbours finds all there is: equal
 documents, one that is contained in another, common prefixes, and prefixes of prefixes.
@@ -13,22 +13,22 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch
-from fastpack_trl.packing.shared_keys import Ints, SharedKeys
+from fastpack_trl.packing.packed_batch import IGNORE_INDEX
+from fastpack_trl.packing.shared_keys import Ints
 
 LEAST_SHARED = 16
 """Tokens of a prefix below which each document keeps its own: a segment more costs the kernels as much."""
 
 
 class SharedRow(NamedTuple):
-    """A row in which what documents share lies once.
+    """A row that stores shared prefixes once.
 
     Documents ``[1, 2, 3]`` and ``[1, 2, 4, 5]``, sharing 2 tokens: ``lengths=[3, 2]``, ``first_positions=[0, 2]``,
     ``key_index=[0, 1, 2, 0, 1, 3, 4]``, ``token_of=[0, 1, 2, 0, 1, 3, 4]``: the row is ``[1, 2, 3, 4, 5]``.
     """
 
     lengths: Ints
-    """(num_segments,) tokens of each segment: what a document has beside what lies in the row already."""
+    """(num_segments,) tokens of each segment: those of a document that are not in the row yet."""
     first_positions: Ints
     """(num_segments,) position of the first token of each segment in its document: the tokens of its prefix."""
     key_index: Ints
@@ -79,18 +79,8 @@ def share(ids: NDArray[Any], lengths: Sequence[int] | Ints, least: int = LEAST_S
     return SharedRow(own[has_own], common[has_own], np.concatenate(keys), token_of, source_of)
 
 
-def packed_batch(row: SharedRow, *, num_padding: int = 0) -> PackedBatch:
-    """Return the metadata of a row and `num_padding` tokens behind it, on the host."""
-    shared = None
-    if row.first_positions.any():
-        tail: Ints = np.array([num_padding] if num_padding else [], dtype=np.int64)
-        keys: Ints = np.append(row.key_index, len(row.source_of) + np.arange(num_padding))
-        shared = SharedKeys.of(np.append(row.lengths, tail), np.append(row.first_positions, 0 * tail), keys)
-    return PackedBatch.from_lengths(row.lengths, num_padding=num_padding, shared=shared)
-
-
 def _neighbours(ids: NDArray[Any], starts: Ints, sizes: Ints) -> tuple[Ints, Ints]:
-    """Return documents in the order of their tokens, and what each shares with the one before it, in tokens."""
+    """Return documents in the order of their tokens, and how many tokens each shares with the one before it."""
     text = ids.astype(">u4").tobytes()  # big-endian bytes compare as the numbers do
     spans = list(zip(starts.tolist(), (starts + sizes).tolist(), strict=True))
     pieces = [text[4 * start : 4 * end] for start, end in spans]
@@ -106,7 +96,7 @@ def _neighbours(ids: NDArray[Any], starts: Ints, sizes: Ints) -> tuple[Ints, Int
 def score(row: SharedRow, ids: NDArray[Any], labels: NDArray[Any]) -> tuple[Ints, Ints, NDArray[np.float32]]:
     """Return the tokens of a row whose next token the loss counts, those next tokens, and how many documents count it.
 
-    A token is there once for each way in which documents go on from it.
+    A token is listed once for each different next token.
 
     Args:
         row: of these documents.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastpack_trl.packing.packed_batch import PackedBatch
-from fastpack_trl.packing.prefixes import LEAST_SHARED, packed_batch, share
+from fastpack_trl.packing.prefixes import LEAST_SHARED, share
 from fastpack_trl.packing.shared_keys import Ints, TensorFields
 
 KEY = "fastpack_prompt_groups"
@@ -106,7 +106,7 @@ def _group(
 ) -> PromptGroups | str:
     """Return the row of a padded batch whose head reads `column` of `rows`; prefixes are repeated if `least` is None.
 
-    `scores_next`: what it reads predicts the next token, which must not be padding either.
+    `scores_next`: the tokens that it reads predict the next ones, which must not be padding either.
     """
     real, shape = attention_mask.numpy() != 0, (ids.shape[0], ids.shape[1])
     if real.shape != shape:
@@ -128,7 +128,8 @@ def _group(
     if shared is None:
         batch = PackedBatch.from_lengths(lengths)
     else:
-        batch, tokens, positions = packed_batch(shared), tokens[shared.source_of], shared.token_of[positions]
+        batch = PackedBatch.from_lengths(shared.lengths, prefixes=(shared.first_positions, shared.key_index))
+        tokens, positions = tokens[shared.source_of], shared.token_of[positions]
         copies = torch.from_numpy(np.bincount(shared.token_of))[None]
     return PromptGroups(
         batch=batch,
@@ -142,7 +143,7 @@ def _group(
 
 @dataclass
 class PromptGroupsCollator:
-    """Any collator with TRL's keys, and the `PromptGroups` of what it collates under `KEY`, found in the same worker.
+    """Wrap a collator with TRL's keys, and add the `PromptGroups` of its batches under `KEY`, in the same worker.
 
     Args:
         inner: the collator.

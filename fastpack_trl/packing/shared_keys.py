@@ -1,4 +1,4 @@
-"""`SharedKeys`: the tokens that each segment of a row attends to; `Documents`: what a row that shares stands for.
+"""`SharedKeys`: the tokens that each segment of a row attends to; `Documents`: the documents that a row stands for.
 
 Both are made once per batch, on the host.
 """
@@ -11,7 +11,6 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -44,9 +43,9 @@ class TensorFields:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedKeys(TensorFields):
-    """The keys of segments that go on from tokens which lie elsewhere in the row.
+    """The keys of segments whose prefix is elsewhere in the row.
 
-    Segments of 4 and 1 tokens, of which the second goes on from the first two tokens of the first:
+    Segments of 4 and 1 tokens, of which the second continues the first two tokens of the first:
     ``prefix_lengths=(0, 2)``, ``key_index=[0, 1, 2, 3, 0, 1, 4]``, ``cu_seqlens_k=[0, 4, 7]``, ``max_seqlen_k=4``.
 
     Query ``i`` of a segment is ``len(keys) - len(segment) + i``-th of its keys, so causality is aligned bottom-right,
@@ -65,13 +64,6 @@ class SharedKeys(TensorFields):
     max_seqlen_k: int
 
     @classmethod
-    def of(cls, lengths: Ints, prefix_lengths: Ints, index: Ints) -> SharedKeys:
-        """Return the keys of segments of `lengths` tokens behind `prefix_lengths`; `index` is `key_index`."""
-        keys = lengths + prefix_lengths
-        ends: NDArray[np.int32] = np.append(0, keys.cumsum()).astype(np.int32)
-        return cls(tuple(prefix_lengths.tolist()), torch.from_numpy(index), torch.from_numpy(ends), int(keys.max()))
-
-    @classmethod
     def own(cls, cu_seqlens: Tensor, lengths: Sequence[int]) -> SharedKeys:
         """Return the keys of segments without a prefix, on the device of their `cu_seqlens`."""
         index = torch.arange(sum(lengths), device=cu_seqlens.device)
@@ -86,7 +78,7 @@ class Documents(TensorFields):
 
     Attributes:
         lengths: tokens of each document, on the host.
-        token_of: (document_tokens,) int64, the token of the row of each token of theirs.
+        token_of: (document_tokens,) int64, for each of their tokens, its token in the row.
         loss_weights: (num_loss_positions,) fp32, how many documents count each of `PackedBatch.loss_positions`.
         copies: (row_tokens,) fp32, how many documents have each token of the row; 0 for padding.
         loss_tokens: their sum, on the host.

@@ -56,7 +56,7 @@ class StaticInputs:
         """Take in a row, without waiting for the device.
 
         One copy from pinned memory, of the ends of the segments; the rest is made on the device, on the current stream.
-        What read the tensors before, and what reads them next, has to be on that stream too.
+        Earlier and later readers of the tensors must run on that stream too.
 
         Args:
             batch: of the row, on the device of these tensors.

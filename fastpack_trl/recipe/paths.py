@@ -1,9 +1,8 @@
-"""Files of commands: shipped configs, ``--json`` and ``--output``, local models, and suggestions for wrong paths."""
+"""Files of commands: shipped configs, local models, and suggestions for wrong paths."""
 
 from __future__ import annotations
 
 import contextlib
-from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,32 +17,6 @@ def configs_folder() -> Path:
     package = Path(__file__).parents[1]
     checkout = package.parent / "configs"
     return checkout if (checkout / "quickstart.yaml").is_file() else package / "configs"
-
-
-def write_new_file(file: Path, text: str, *, force: bool) -> None:
-    """Write `text` to the value of ``--output``; raise `UserError` if that is not possible or not wanted."""
-    from fastpack_trl.measure.record import check_writable
-
-    check_writable(file, "--output")
-    if file.exists() and not force:
-        raise UserError(f"{file} exists: --force replaces it, --output names another file")
-    file.write_text(text, encoding="utf-8")
-
-
-def add_json(parser: ArgumentParser, what: str) -> None:
-    """Add ``--json FILE``: also write `what` to FILE."""
-    parser.add_argument("--json", metavar="FILE", help=f"also write {what} to FILE")
-
-
-def json_file(args: Namespace) -> Path | None:
-    """Return the file of ``--json``, checked before any work is done; None without it.
-
-    Raises:
-        UserError: nothing can be written there.
-    """
-    from fastpack_trl.measure.record import check_writable
-
-    return check_writable(args.json) if args.json else None
 
 
 def titled(rows: Mapping[str, object]) -> list[str]:

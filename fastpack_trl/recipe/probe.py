@@ -21,7 +21,7 @@ from trl import get_peft_config
 from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.attention.install import PackedAttention, backend_installed
 from fastpack_trl.checkpointing.plan import LayerCost, checkpointable_layers
-from fastpack_trl.checkpointing.trace import layer_costs, probe_tokens
+from fastpack_trl.checkpointing.trace import layer_costs, probe_batches
 from fastpack_trl.errors import preparing
 from fastpack_trl.kernels.gate_form import passes_at_bounds
 from fastpack_trl.lora import projection
@@ -31,7 +31,6 @@ from fastpack_trl.model.facts import ModelFeatures, window_of
 from fastpack_trl.model.upstream import FakeTensorMode
 from fastpack_trl.moe import experts
 from fastpack_trl.moe.feature import apply_moe
-from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.recipe.arguments import Arguments
 from fastpack_trl.run import Choice
 
@@ -129,8 +128,8 @@ def costs_of_layers(of: Model, features: ModelFeatures, path: str, *, lora: bool
     """
     passes_at_bounds()  # computed from a tensor with values, once
     # Made with values. One document per call would read its length on the host: two run the operator.
-    documents, model = 2 if path == "per_document" else 1, of.module
-    batches = {tokens: PackedBatch.from_lengths([tokens // documents] * documents) for tokens in probe_tokens(model)}
+    model = of.module
+    batches = probe_batches(model, documents=2 if path == "per_document" else 1)
     handle = PackedAttention(Choice(path, "asked for", BACKENDS[path].flattens), features)
     dtype = features.compute_dtype
     with ExitStack() as stack:

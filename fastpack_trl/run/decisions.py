@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -26,6 +25,8 @@ class Choice:
     """The reason why layers are not compiled; empty if they may be."""
     unproven: str = ""
     """The reason why batches that TRL pads stay padded although the path can flatten them; empty if they need not."""
+    setting: str = ""
+    """The value of `packed_attention` for which a run chose it."""
 
 
 @dataclass(eq=False, repr=False)
@@ -42,8 +43,6 @@ class Decisions:
         shares_prefixes: training rows hold a common beginning of documents once.
         refuses_static: returns why the installed attention cannot run over static batches of a bucket.
         experts_refuse_capture: returns why matmuls of experts cannot be recorded; empty if they can.
-        compiles_later: layers run eagerly in the first step and are compiled after it if that pays off.
-        measures_first_step: the memory of the first step decides how long later rows may be.
     """
 
     settings: Settings
@@ -53,25 +52,14 @@ class Decisions:
     training: bool = False
     loss_is_ours: bool = False
     shares_prefixes: bool = False
-    refuses_static: Callable[[Bucket], str] = lambda _: "stock's attention reads the documents of each row anew"
+    refuses_static: Callable[[Bucket], str] = lambda _: "TRL's attention reads the documents of each row again"
     experts_refuse_capture: Callable[[], str] = str
-    compiles_later: bool = False
-    measures_first_step: bool = False
-    _are_fixed = False
+    _are_fixed = False  # while steps run
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._are_fixed and name in DECIDED:
             raise AssertionError(f"run.{name} is decided before the first step, not in the middle of a run")
         super().__setattr__(name, value)
-
-    @contextmanager
-    def fixed(self) -> Iterator[None]:
-        """Refuse any further decision until the context ends."""
-        self._are_fixed = True
-        try:
-            yield
-        finally:
-            self._are_fixed = False
 
 
 DECIDED = frozenset(one.name for one in fields(Decisions))

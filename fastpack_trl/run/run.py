@@ -26,7 +26,7 @@ from fastpack_trl.run.services import StepServices
 logger = get_logger(__name__)
 
 SHARDED = "parameters are sharded while the step runs"
-ONCE_SHARDED = "decided when train() begins, once FSDP has parted the parameters; its banner says what"
+ONCE_SHARDED = "decided when train() begins, after FSDP has sharded the parameters; see the banner"
 DEEPSPEED = "DeepSpeed's engine owns backward and step"
 MERGED_ROW_TOKENS = 8192
 """Tokens of a row up to which ``merge_accumulation="auto"`` merges on CUDA: in longer rows kernels outlast launches."""
@@ -177,7 +177,7 @@ class Run(Decisions):
     def remedy(self, feature: str) -> str:
         """Return the setting with which `feature` is optional."""
         default = type(self.settings).__dataclass_fields__[feature].default
-        return f"set {feature}={default!r} to train without it where it cannot run"
+        return f"set {feature}={default!r} to train without it if it is unavailable"
 
     def get_state(self, kind: type[_Part]) -> _Part | None:
         """Return the object of class `kind` that a feature holds while it is on; None if it is off."""

@@ -19,7 +19,6 @@ from accelerate.logging import get_logger
 
 from fastpack_trl.errors import first_reason
 from fastpack_trl.measure.device_memory import allocatable
-from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.facts import ALORA, dropout_of, is_invoked_once_per_row
 from fastpack_trl.model.hooks import (
     BATCH_METHODS,
@@ -202,7 +201,7 @@ def merge_accumulation(run: Run) -> Iterator[None]:
         reason += f"; {noise} draws other random numbers"
     run.set_status(FEATURE, "on", rows, reason)
     merging = Merging(run, target)
-    with run.keeping(merging), patch_attribute(run, "measures_first_step", merging.measures):
+    with run.keeping(merging):
         yield
 
 

@@ -19,52 +19,44 @@ from fastpack_trl.model.upstream import BaseTunerLayer, LoraLayer, resolve
 from fastpack_trl.step.hostwork import ModelContents
 
 
-class AdapterSwitch:
-    """``disable_adapter`` of a PEFT model that sets one attribute of each LoRA layer, if that is enough.
+def quick_switch(model: nn.Module, contents: ModelContents) -> contextlib.AbstractContextManager[None]:
+    """Let ``disable_adapter`` of a PEFT model set one attribute of each LoRA layer, if that is enough.
 
     PEFT also clears and restores ``requires_grad`` of the adapters, which matters only with gradients enabled.
 
     Args:
+        model: a model with or without adapters.
         contents: lists the modules of the model.
     """
+    if not hasattr(type(model), "disable_adapter") or "disable_adapter" in vars(model):
+        return contextlib.nullcontext()
+    owner = weakref.ref(model)  # a deep copy of the model has this method too
 
-    def __init__(self, contents: ModelContents) -> None:
-        self._contents = contents
-        self._layers: list[Any] | None = None
-        self._version: int | None = None
+    @contextlib.contextmanager
+    def disable_adapter(self: Any) -> Iterator[None]:
+        layers = _layers_with_a_flag(self, contents) if self is owner() and not torch.is_grad_enabled() else []
+        with contextlib.ExitStack() as switched:
+            if not layers:  # prompt learning, too, is switched off elsewhere
+                switched.enter_context(type(self).disable_adapter(self))
+            for layer in layers:
+                switched.enter_context(patch_attribute(layer, "_disable_adapters", True))
+            if layers:
+                switched.enter_context(patch_attribute(self, "_adapters_disabled", True))
+            yield
 
-    def installed(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Replace the method of `model` until the context ends, if it has one."""
-        if not hasattr(type(model), "disable_adapter") or "disable_adapter" in vars(model):
-            return contextlib.nullcontext()
-        owner, switch = weakref.ref(model), self  # a deep copy of the model has this method too
+    return patch_attribute(model, "disable_adapter", types.MethodType(disable_adapter, model))
 
-        @contextlib.contextmanager
-        def disable_adapter(self: Any) -> Iterator[None]:
-            layers = switch._plain_layers(self) if self is owner() and not torch.is_grad_enabled() else None
-            with contextlib.ExitStack() as switched:
-                if layers is None:
-                    switched.enter_context(type(self).disable_adapter(self))
-                else:
-                    for layer in layers:
-                        switched.enter_context(patch_attribute(layer, "_disable_adapters", True))
-                    switched.enter_context(patch_attribute(self, "_adapters_disabled", True))
-                yield
 
-        return patch_attribute(model, "disable_adapter", types.MethodType(disable_adapter, model))
-
-    def _plain_layers(self, model: nn.Module) -> list[Any] | None:
-        """Return the layers with adapters; None unless all are LoRA, enabled and trained."""
-        if self._version != self._contents.refresh(model):
-            self._version, wrapper = self._contents.version, resolve("peft.utils.other.AuxiliaryTrainingWrapper")
-            layers = [module for module in self._contents.modules if isinstance(module, BaseTunerLayer)]
-            plain = wrapper is not None and not any(isinstance(module, wrapper) for module in self._contents.modules)
-            plain = plain and hasattr(model, "_adapters_disabled") and hasattr(BaseTunerLayer, "_disable_adapters")
-            # Without any it is prompt learning, which is switched off elsewhere.
-            plain = plain and bool(layers) and all(isinstance(layer, LoraLayer) for layer in layers)
-            self._layers = layers if plain else None
-        changed = any(layer.disable_adapters or not _is_trained(layer) for layer in self._layers or ())
-        return None if changed else self._layers
+def _layers_with_a_flag(model: nn.Module, contents: ModelContents) -> list[Any]:
+    """Return the layers with adapters; none unless all are LoRA, enabled and trained."""
+    contents.refresh(model)
+    wrapper = resolve("peft.utils.other.AuxiliaryTrainingWrapper")
+    flags = hasattr(model, "_adapters_disabled") and hasattr(BaseTunerLayer, "_disable_adapters")
+    if wrapper is None or not flags:
+        return []
+    layers: list[Any] = [each for each in contents.modules if isinstance(each, BaseTunerLayer | wrapper)]
+    plain = all(isinstance(each, LoraLayer) and not each.disable_adapters and _is_trained(each) for each in layers)
+    return layers if plain else []
 
 
 def _is_trained(layer: Any) -> bool:

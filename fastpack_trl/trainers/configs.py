@@ -13,18 +13,17 @@ from fastpack_trl.model.preflight import check_counts
 
 @dataclass
 class RowSettings(ModelSettings):
-    """The fields that a trainer has whose batches become rows with shared prompts."""
+    """The fields of a trainer whose batches become rows with shared prompts."""
 
     share_prefixes: Switch = choice(
         "auto",
-        "Compute a prompt once for all completions of it in a batch: auto and on (where attention has a form for it, "
-        "and without dropout, lora_dropout too), or off (each completion has a prompt of its own). Same loss, same "
-        "gradients.",
+        "Compute a prompt once for all its completions in a batch: auto and on (if the attention path supports it and "
+        "all dropout, lora_dropout included, is 0), or off (the prompt is repeated). Same loss and gradients.",
     )
     cuda_graph: Switch = choice(
         "auto",
         "The decoder as CUDA graphs, forward and backward, one pair per size of rows: auto (if the device is idle for "
-        "10 percent of an eager step, and enough steps are left), on (not weighed), or off. The loss stays eager. "
+        "10 percent of an eager step, and enough steps are left), on (without weighing), or off. The loss stays eager. "
         "Costs the activations of one micro-batch, held for the run. One process.",
     )
 
@@ -55,9 +54,9 @@ class OnlineSettings(RowSettings):
 
     merge_accumulation: Switch = choice(
         "auto",
-        "Run the micro-batches of an optimizer step forward together: completions of one prompt meet, which TRL "
-        "shuffles apart: auto and on (one process, without an auxiliary loss of experts; on CUDA where the memory has "
-        "room, measured in the first step) or off. Costs the activations of the whole step.",
+        "Run the micro-batches of an optimizer step forward together, so that completions that TRL has shuffled apart "
+        "share their prompt: auto and on (on one process, without images or an auxiliary loss of experts, if memory "
+        "permits) or off. Costs the activations of the whole step.",
     )
 
 

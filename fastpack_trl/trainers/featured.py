@@ -5,23 +5,25 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from inspect import isfunction
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from accelerate.logging import get_logger
 
+from fastpack_trl.attention.feature import choose_attention
 from fastpack_trl.attention.proof import PackingProof
 from fastpack_trl.callbacks.save_report import add_to_card
 from fastpack_trl.config import Settings
 from fastpack_trl.features import FEATURES
-from fastpack_trl.model.changes import during_training, silence_renamed_checkpointing
+from fastpack_trl.model.changes import during_training, patch_attribute, silence_renamed_checkpointing
 from fastpack_trl.model.hooks import is_users
-from fastpack_trl.model.preflight import choose_checkpoint
+from fastpack_trl.model.precision import fit_precision
+from fastpack_trl.model.preflight import bound, choose_checkpoint
 from fastpack_trl.model.upstream import missing_names
-from fastpack_trl.moe.quantised import quantize_experts
-from fastpack_trl.packing.examples import naming_the_row, null_turns
+from fastpack_trl.moe.quantized import quantize_experts
+from fastpack_trl.packing.batching import BatchPlan
+from fastpack_trl.packing.examples import check_not_empty, naming_the_row, null_turns
 from fastpack_trl.report import FeatureReport, disabled_by_environment
 from fastpack_trl.run import Run
 from fastpack_trl.step.hostwork import HostWork
@@ -34,22 +36,10 @@ else:
 logger = get_logger(__name__)
 
 
-def _own(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of one class alone that calls `method`."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return method(*args, **kwargs)
-
-    return call
-
-
-_SHOWN = ("__init__", "train", "evaluate", "predict", "create_model_card")
-
-
 class FeaturedTrainer(_Stock):
     """Enters the features around methods of the TRL trainer that follows it in the method resolution order.
 
-    A class that sets ``_fastpack_stock`` gets the signatures and docstrings of that TRL trainer.
+    A class that sets ``_fastpack_stock`` has the constructor's signature and docstring of that TRL trainer.
 
     Attributes:
         fastpack_run: decisions of this trainer, for its features.
@@ -58,23 +48,54 @@ class FeaturedTrainer(_Stock):
     fastpack_run: Run
     _fastpack_stock: ClassVar[type[Any]]
     _fastpack_kinds: ClassVar[tuple[Literal["any", "sft"], ...]] = ("any",)
-    _fastpack_entered = False
-    _fastpack_shown = ""
-    _fastpack_disabled = ""
+    _fastpack_sequences: ClassVar[int] = 1
+    """Rows of a batch for each example of the data set."""
+    _fastpack_plan: Callable[[Any, str, bool, str], BatchPlan]
+    """Returns the kind of batches, given the trainer and its attention path."""
+    _fastpack_entered = _fastpack_chosen = False
+    _fastpack_shown = _fastpack_disabled = ""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with contextlib.nullcontext() if self._fastpack_disabled else silence_renamed_checkpointing():
+        given = bound(self._fastpack_stock, self, args, kwargs)
+        self._fastpack_disabled = self._fastpack_why_disabled()
+        settings = Settings.of(given.get("args"), training=not self._fastpack_disabled)
+        run = self.fastpack_run = Run(self, settings, self._fastpack_plan, self._fastpack_sequences)
+        self._fastpack_host = HostWork()
+        if self._fastpack_disabled:
             super().__init__(*args, **kwargs)
+            run.set_status("fastpack", "off", "stock", self._fastpack_disabled)
+            return
+        check_not_empty(given.get("train_dataset"))
+        with silence_renamed_checkpointing(), self._fastpack_constructing(given):
+            super().__init__(*args, **kwargs)
+        self._fastpack_choose()
+
+    def _fastpack_constructing(self, given: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:
+        """Check the arguments; return a context for the constructor of TRL's trainer."""
+        raise NotImplementedError
+
+    def _fastpack_choose(self) -> None:
+        """Choose the attention path, once: TRL may compute reference log-probabilities while it constructs."""
+        if not self._fastpack_chosen:
+            self._fastpack_chosen = True
+            self._fastpack_quantize(self.model)  # unless the model was moved already
+            self.fastpack_report.facts |= fit_precision(self)
+            self._fastpack_replace_forward()
+            choose_attention(self.fastpack_run)
+
+    def _fastpack_replace_forward(self) -> None:
+        """Replace the forward method of the model, before accelerate wraps it."""
+        raise NotImplementedError
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if (stock := vars(cls).get("_fastpack_stock")) is None:
-            return
-        for name in set(_SHOWN) - set(vars(cls)):
-            setattr(cls, name, _own(getattr(cls, name)))
-        for name, method in vars(cls).items():  # people read both in their editor
-            if (name == "__init__" or not name.startswith("_")) and isfunction(method) and hasattr(stock, name):
-                functools.update_wrapper(method, getattr(stock, name), assigned=("__doc__", "__name__"))
+        if (stock := vars(cls).get("_fastpack_stock")) is not None:
+
+            @functools.wraps(stock.__init__)  # people read its signature in their editor
+            def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+                FeaturedTrainer.__init__(self, *args, **kwargs)
+
+            cls.__init__ = construct  # type: ignore[method-assign]
 
     @staticmethod
     def _fastpack_why_disabled() -> str:
@@ -102,7 +123,7 @@ class FeaturedTrainer(_Stock):
         if self._fastpack_disabled or self.fastpack_run.settings.moe_quantize_experts != "on":
             return
         done, facts = quantize_experts(model, device), self.fastpack_report.facts
-        facts.setdefault("quantised experts", str(done))  # a second call finds nothing left to do
+        facts.setdefault("quantized experts", str(done))  # a second call finds nothing left to do
 
     def _fastpack_name_faults(self, prepare: Callable[..., Any], stock: Callable[..., Any], *given: Any) -> Any:
         """Prepare a data set; name the example at fault, and report turns without content."""
@@ -113,6 +134,7 @@ class FeaturedTrainer(_Stock):
         return naming_the_row(prepare, stock, *given)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as TRL's trainer, with the features."""
         if not self._fastpack_disabled:
             resume_from_checkpoint, note = choose_checkpoint(resume_from_checkpoint, self.args.output_dir)
             if note:
@@ -121,26 +143,24 @@ class FeaturedTrainer(_Stock):
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as TRL's trainer, with the features."""
         with self._fastpack_features():
             return super().evaluate(*args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict as TRL's trainer, with the features."""
         with self._fastpack_features():
             return super().predict(*args, **kwargs)
-
-    def _fastpack_lists(self) -> HostWork | None:
-        """Return the lists that replace walks over the model; None if there are none."""
-        return None
 
     def _fastpack_with_gradients(self, model: Any) -> Any:
         """Return an object with the parameters that have a gradient, or `model` itself if that is not enough.
 
         FSDP compares all parameters, and a replaced method may read anything.
         """
-        host, stock = self._fastpack_lists(), self._fastpack_stock
+        host, stock = self._fastpack_host, self._fastpack_stock
         replaced = is_users(stock._clip_grad_norm) or is_users(stock._get_grad_norm)
         is_whole = model is self.model or model is self.model_wrapped
-        if host is None or not host.active or replaced or not is_whole or self.fastpack_run.is_sharded:
+        if not host.active or replaced or not is_whole or self.fastpack_run.is_sharded:
             return model
         listed = host.with_gradients(self.model, self.optimizer)
         return model if listed is None else SimpleNamespace(parameters=listed.__iter__)
@@ -154,18 +174,14 @@ class FeaturedTrainer(_Stock):
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Count operations as TRL does, without its walk over all parameters."""
-        host = self._fastpack_lists()
-        if host is None or not host.active or not isinstance(inputs, Mapping):  # prompts to complete are a list
+        if not self._fastpack_host.active or not isinstance(inputs, Mapping):  # prompts to complete are a list
             return int(super().floating_point_ops(inputs))
-        return host.count_flops(self, inputs, super().floating_point_ops)
+        return self._fastpack_host.count_flops(self, inputs, super().floating_point_ops)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         super().create_model_card(*args, **kwargs)
         if not self._fastpack_disabled:
             add_to_card(self.fastpack_run)
-
-    def _fastpack_settings(self, training: bool) -> Settings:
-        return Settings.of(self.args, training)
 
     @contextlib.contextmanager
     def _fastpack_features(self, announce: bool = False) -> Iterator[None]:
@@ -173,7 +189,7 @@ class FeaturedTrainer(_Stock):
             yield  # evaluation during training: already installed
             return
         run = self.fastpack_run
-        run.settings, run.training, run.is_strict = self._fastpack_settings(announce), announce, announce
+        run.settings, run.training, run.is_strict = Settings.of(self.args, announce), announce, announce
         with contextlib.ExitStack() as stack:
             stack.callback(setattr, run, "is_strict", False)  # also where a feature stops the run
             stack.enter_context(silence_renamed_checkpointing())
@@ -185,9 +201,11 @@ class FeaturedTrainer(_Stock):
             self._fastpack_enter(stack)
 
             def begin() -> None:
-                stack.enter_context(run.fixed())
-                if announce:
-                    self._fastpack_announce()
+                stack.enter_context(patch_attribute(run, "_are_fixed", True))
+                banner = self.fastpack_report.banner()
+                if announce and banner != self._fastpack_shown and self.is_world_process_zero():
+                    print(banner, flush=True)
+                    self._fastpack_shown = banner  # once per content: `train` may be called many times
 
             if announce and run.is_fsdp2:  # some decisions need sharded parameters
                 stack.enter_context(during_training(self, at_begin=begin))
@@ -199,10 +217,3 @@ class FeaturedTrainer(_Stock):
 
     def _fastpack_enter(self, stack: contextlib.ExitStack) -> None:
         """Install the parts of this kind of trainer, after the features."""
-
-    def _fastpack_announce(self) -> None:
-        """Print the banner, once per content: `train` may be called many times."""
-        banner = self.fastpack_report.banner()
-        if self.is_world_process_zero() and banner != self._fastpack_shown:
-            print(banner, flush=True)
-        self._fastpack_shown = banner

@@ -1,55 +1,48 @@
 """`FastGRPOTrainer` and `FastRLOOTrainer`: TRL's, whose learner scores completions on rows with each prompt once.
 
-TRL shuffles what was generated before it cuts it into micro-batches, so that completions of one prompt are in many of
-them. The micro-batches of an optimizer step run forward together; TRL's loss runs on each of them by itself.
+TRL shuffles generated completions before it cuts them into micro-batches, so that completions of one prompt are spread
+over many. The micro-batches of an optimizer step run forward together; TRL computes the loss of each separately.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from torch import Tensor
 from trl import GRPOTrainer, RLOOTrainer
 
 from fastpack_trl.checkpointing.activation_memory import count_layers, row_bytes
-from fastpack_trl.checkpointing.plan import LayerCost
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.facts import UNREADABLE, learned_positions
-from fastpack_trl.model.hooks import replaced_methods
 from fastpack_trl.packing.batching import BatchPlan
 from fastpack_trl.packing.prompt_groups import PromptGroups, group_completions
 from fastpack_trl.run.budget import free_bytes, memory_to_come
 from fastpack_trl.trainers.packed import PackedTrainer
 
-logger = get_logger(__name__)
-
 MERGING = "merge_accumulation"
-ON_HOST = "fastpack_on_host"
-"""Key of (rows, 2, width): tokens and mask of a generation on the host, copied in one read of the device."""
-_GENERATE = "_generate_and_score_completions"
 _MEMORY_SHARE = 0.7
 """Share of the free device memory that the forward pass of a whole step may take by prediction."""
 _IMAGES = ("pixel_values", "image_grid_thw", "num_images", "token_type_ids", "mm_token_type_ids")
 
-Figures = tuple[Tensor, Tensor]
+Figures = tuple[Tensor, ...]
 """Log-probabilities and entropies, (rows, completion tokens)."""
 
 
 class _OnlineTrainer(PackedTrainer):
     """A trainer that generates; generation, rewards and their metrics are TRL's."""
 
-    _fastpack_window: _Window | None = None
-    _fastpack_on_host: Tensor | None = None
-    """Host copy of the rows that are scored next, as in `ON_HOST`; None if they must be read from the device."""
-    _fastpack_regenerates = False
-    _fastpack_costs: Sequence[LayerCost] | None = None
     _fastpack_why_single = ""
+    """Why the micro-batches of a step run one by one; empty if they run together."""
+    _fastpack_waiting: Sequence[tuple[Any, Figures]] = ()
+    """The remaining micro-batches of a step that ran forward together, and the figures of each."""
+    _fastpack_figures: Figures | None = None
+    """Of the micro-batch whose loss TRL computes now; None if its forward pass is still to run."""
+    _fastpack_fits = 0
+    """Padded tokens of the largest step that fits in memory."""
 
     def _fastpack_plan(self, trainer: Any, path: str, flattens: bool, unproven: str = "") -> BatchPlan:
         if learned_positions(trainer.model) is not None:
@@ -59,110 +52,85 @@ class _OnlineTrainer(PackedTrainer):
     def _fastpack_enter(self, stack: contextlib.ExitStack) -> None:
         super()._fastpack_enter(stack)
         self._fastpack_rows.entropy_has_gradient = bool(getattr(self, "_entropy_bonus_enabled", False))
-        self._fastpack_regenerates = bool(replaced_methods(self, (_GENERATE,)))  # its edits would be missing in copies
-        self._fastpack_costs = None
-        stack.callback(setattr, self, "_fastpack_window", None)
-        self._fastpack_why_single = first_reason(self._fastpack_against_merging())
+        self._fastpack_fits = 0
+        stack.callback(setattr, self, "_fastpack_waiting", ())
+        why = self._fastpack_why_single = first_reason(self._fastpack_against_merging())
         if self.fastpack_run.training:
-            why, count = self._fastpack_why_single, self.args.gradient_accumulation_steps
-            said = why or f"{count} micro-batches per optimizer step, shuffled by TRL"
             path = "stock" if why else "one row per optimizer step"
-            self.fastpack_run.set_status(MERGING, "off" if why else "on", path, said)
+            reason = why or f"{self.args.gradient_accumulation_steps} micro-batches per optimizer step, shuffled by TRL"
+            self.fastpack_run.set_status(MERGING, "off" if why else "on", path, reason, holds=True)
 
     def _fastpack_against_merging(self) -> Iterator[object]:
         run, args = self.fastpack_run, self.args
         yield getattr(args, MERGING, "auto") == "off" and "switched off"
-        yield not run.packs and "batches are stock's"
+        yield not run.packs and "batches are padded by TRL"
         yield args.gradient_accumulation_steps == 1 and "gradient_accumulation_steps is 1"
         yield args.steps_per_generation % args.gradient_accumulation_steps != 0 and (
             f"steps_per_generation={args.steps_per_generation} is not a multiple of gradient_accumulation_steps="
             f"{args.gradient_accumulation_steps}"
         )
-        yield run.ranks.count > 1 and "each process has gradients reduced with its last micro-batch alone"
-        yield getattr(self, "aux_loss_enabled", False) and "the auxiliary loss of experts is one per micro-batch"
-
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Return TRL's micro-batches of an optimizer step."""
-        window = self._fastpack_window
-        if window is not None and 0 < window.served < window.count:
-            raise RuntimeError(
-                f"{MERGING}: {window.served} of the {window.count} micro-batches of a step asked for figures, so no "
-                f"gradient of it arrived: set {MERGING}='off'"
-            )
-        found = super().get_batch_samples(*args, **kwargs)
-        self._fastpack_window = None if self._fastpack_why_single else _Window(len(found[0]))
-        return found
-
-    def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as TRL does, and add a host copy of tokens and masks, which TRL shuffles and cuts like the rest."""
-        made = super()._generate_and_score_completions(*args, **kwargs)
-        if self._fastpack_entered and self.fastpack_run.packs and not self._fastpack_regenerates:
-            made[ON_HOST] = _host_copy(*_padded([made]))
-        return made
+        yield run.ranks.count > 1 and "each process reduces its gradients with its last micro-batch only"
+        yield getattr(self, "aux_loss_enabled", False) and "the auxiliary loss of experts is per micro-batch"
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Compute TRL's loss of a micro-batch, from the figures of its whole optimizer step."""
-        window = self._fastpack_window if self._fastpack_entered and self.model.training else None
-        if window is not None and window.figures is None:
-            window = self._fastpack_window = self._fastpack_open(window, model, inputs)
-        serving = window.serving(inputs) if window is not None else contextlib.nullcontext()
-        with serving, patch_attribute(self, "_fastpack_on_host", inputs.get(ON_HOST)):
+        merges = self._fastpack_entered and self.model.training and not self._fastpack_why_single
+        if merges and not (self._fastpack_waiting and self._fastpack_waiting[0][0] is inputs):
+            self._fastpack_waiting = self._fastpack_together(model, inputs)
+        figures = None
+        if merges and self._fastpack_waiting:
+            (_, figures), *self._fastpack_waiting = self._fastpack_waiting
+        with patch_attribute(self, "_fastpack_figures", figures):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-    def _fastpack_open(self, window: _Window, model: Any, inputs: Any) -> _Window | None:
-        """Run the micro-batches of a step forward; None where they are not the next of TRL's buffer, or lack room."""
+    def _fastpack_together(self, model: Any, inputs: Any) -> Sequence[tuple[Any, Figures]]:
+        """Run the micro-batches of a step forward as one row; if they cannot, none of the run are from here on."""
         stock: Any = self
         first = stock._step % self.args.steps_per_generation
-        batches = stock._buffered_inputs[first : first + window.count]
-        if window.count == 1:
-            return None  # the last step of an epoch
-        if len(batches) != window.count or batches[0] is not inputs:
-            self.fastpack_report.remark(MERGING, "one by one where micro-batches are not the next of TRL's buffer")
-            return None
-        if any(map(_has_images, batches)):
-            self.fastpack_report.remark(MERGING, "one by one where there are images")
-            return None
-        if not self._fastpack_has_room(_padded(batches)[0]):
-            return None
-        on_host = [batch[ON_HOST] for batch in batches if ON_HOST in batch]
+        batches = stock._buffered_inputs[first : first + self.args.gradient_accumulation_steps]
+        why = self._fastpack_why_single = first_reason(self._fastpack_against_step(inputs, batches))
+        if why:
+            self.fastpack_run.disable(MERGING, "stock", why)
+            return ()
+        parts = (("prompt_ids", "completion_ids"), ("prompt_mask", "completion_mask"))
+        ids, mask = (torch.cat([torch.cat([each[name] for name in pair], 1) for each in batches]) for pair in parts)
         keep = batches[0]["completion_ids"].shape[1]
-        with patch_attribute(self, "_fastpack_on_host", torch.cat(on_host) if on_host else None):
-            log_probs, entropy, _ = stock._get_per_token_logps_and_entropies(
-                model, *_padded(batches), keep, compute_entropy=True
-            )
-        window.open((log_probs, entropy), batches)
-        return window
+        *figures, _ = stock._get_per_token_logps_and_entropies(model, ids, mask, keep, compute_entropy=True)
+        split = (_split(figure, [len(each["prompt_ids"]) for each in batches]) for figure in figures)
+        return list(zip(batches, zip(*split, strict=True), strict=True))
 
-    def _fastpack_has_room(self, ids: Tensor) -> bool:
-        """Return whether the padded rows of a step fit in memory at once, by what layers keep of so many tokens."""
-        run = self.fastpack_run
-        free = _MEMORY_SHARE * max(0, free_bytes(self.args.device) - memory_to_come(run))
+    def _fastpack_against_step(self, inputs: Any, batches: Sequence[Mapping[str, Any]]) -> Iterator[object]:
+        args, run = self.args, self.fastpack_run
+        is_next = len(batches) == args.gradient_accumulation_steps and batches[0] is inputs
+        yield not is_next and "the micro-batches of a step are not the next of TRL's buffer"
+        yield any(map(_has_images, batches)) and "there are images"
+        width = sum(inputs[name].shape[1] for name in ("prompt_ids", "completion_ids"))
+        tokens = width * sum(len(each["prompt_ids"]) for each in batches)
+        if tokens <= self._fastpack_fits:
+            return
+        free = _MEMORY_SHARE * max(0, free_bytes(args.device) - memory_to_come(run))
         try:
-            self._fastpack_costs = self._fastpack_costs or count_layers(run)
-            needed = row_bytes(run, self._fastpack_costs, ids.numel(), ids.shape[1])
+            needed = row_bytes(run, count_layers(run), tokens, width)
         except UNREADABLE as error:
-            self._fastpack_why_single = f"what layers keep cannot be counted: {type(error).__name__}: {error}"
+            yield f"the memory of the layers cannot be counted: {type(error).__name__}: {error}"
         else:
             gib = f"{needed / 2**30:.1f} GiB for the micro-batches of a step, {free / 2**30:.1f} GiB may be taken"
-            self._fastpack_why_single = gib if needed > free else ""
-        if self._fastpack_why_single:
-            run.disable(MERGING, "stock", self._fastpack_why_single)
-        return not self._fastpack_why_single
+            yield needed > free and gib
+        self._fastpack_fits = tokens
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, batch_size: int | None = None,
         **kwargs: Any,
     ) -> Any:  # fmt: skip
-        window = self._fastpack_window
-        if window is not None and window.place is not None:
-            return (*window.figures_of_one(), None)
+        if self._fastpack_figures is not None:
+            return (*self._fastpack_figures, None)
         stock: Any = super()
         known: list[tuple[Tensor, PromptGroups | str]] = []
         if self._fastpack_entered and self.fastpack_run.packs:
-            if _has_images(kwargs):  # a prompt that is there once would have the pictures of all its copies
-                self.fastpack_report.remark("batches", "as stock pads them where there are images")
+            if _has_images(kwargs):  # a shared prompt would have the images of all its copies
+                self.fastpack_report.remark("batches", "padded by TRL if there are images")
             else:
                 known = self._fastpack_groups(input_ids, attention_mask, logits_to_keep, batch_size or len(input_ids))
         with self._fastpack_knowing(known):
@@ -173,9 +141,8 @@ class _OnlineTrainer(PackedTrainer):
     def _fastpack_groups(
         self, ids: Tensor, attention_mask: Tensor, logits_to_keep: int, size: int
     ) -> list[tuple[Tensor, PromptGroups | str]]:
-        """Return, for every `size` padded rows of a batch, the row that they become."""
-        on_host = self._fastpack_on_host
-        tokens, mask = (_host_copy(ids, attention_mask) if on_host is None else on_host).unbind(1)
+        """Return, for every `size` padded rows of a batch, the row that they become, by one read of the device."""
+        tokens, mask = torch.stack([ids, attention_mask.to(ids.dtype)]).cpu()
         scored = mask.clone()
         scored[:, :-logits_to_keep] = 0
         share = not self._fastpack_repeated
@@ -190,96 +157,21 @@ def _has_images(given: Mapping[str, Any]) -> bool:
     return any(given.get(name) is not None for name in _IMAGES)
 
 
-def _padded(batches: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return tokens and attention mask of prompts and completions, as TRL joins them; of all `batches`."""
-    names = (("prompt_ids", "completion_ids"), ("prompt_mask", "completion_mask"))
-    ids, mask = (torch.cat([torch.cat([batch[part] for part in pair], dim=1) for batch in batches]) for pair in names)
-    return ids, mask
+def _split(figure: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Split a figure of a whole step by micro-batches, whose losses run backward one after the other.
 
-
-def _host_copy(ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """Return (rows, 2, width) on the host: tokens and mask, in one read of the device."""
-    return torch.stack([ids, attention_mask.to(ids.dtype)], dim=1).cpu()
-
-
-class _Window:
-    """The micro-batches of an optimizer step, whose figures come from one forward pass.
-
-    Each but the last gets copies, which take the gradient of its loss; backward through the last one passes all of them
-    on at once.
-
-    Args:
-        count: number of micro-batches.
-
-    Attributes:
-        place: index of the micro-batch that is served; None if there is none.
+    Each but the last gets a copy, which keeps the gradient of its loss; the backward pass of the last runs for all.
     """
+    *parts, last = figure.split_with_sizes(list(sizes))
+    copies, start = [part.detach().requires_grad_(figure.requires_grad) for part in parts], len(figure) - len(last)
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.figures: Figures | None = None
-        self.place: int | None = None
-        self._batches: Sequence[Any] = ()
-        self._rows: list[slice] = []
-        self._copies: dict[int, Figures] = {}
+    def add(gradient: Tensor) -> Tensor:  # holds copies alone: `figure` or `last` would keep its graph alive
+        gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in copies]
+        return torch.cat([*gradients, gradient[start:]])
 
-    def open(self, figures: Figures, batches: Sequence[Any]) -> None:
-        """Take the figures of all micro-batches."""
-        sizes = [len(batch["prompt_ids"]) for batch in batches]
-        ends = list(accumulate(sizes))
-        self._rows = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-        self.figures, self._batches = figures, batches
-
-    @property
-    def served(self) -> int:
-        """Return how many micro-batches had their figures."""
-        return len(self._copies)
-
-    @contextlib.contextmanager
-    def serving(self, inputs: Any) -> Iterator[None]:
-        """Serve the figures of a micro-batch in the context, if it belongs to the step and had none yet."""
-        places = (place for place, batch in enumerate(self._batches) if batch is inputs and place not in self._copies)
-        with patch_attribute(self, "place", next(places, None)):
-            yield
-
-    def figures_of_one(self) -> Figures:
-        """Return the figures of the micro-batch at `place`."""
-        assert self.figures is not None
-        assert self.place is not None
-        rows, is_last = self._rows[self.place], self.served + 1 == self.count
-        if is_last:
-            others = [(self._rows[place], copies) for place, copies in self._copies.items()]
-            own: Figures = _Together.apply(rows, others, *self.figures)
-        else:
-            log_probs, entropy = (figure[rows].detach().requires_grad_(figure.requires_grad) for figure in self.figures)
-            own = log_probs, entropy
-        self._copies[self.place] = own
-        return own
-
-
-class _Together(torch.autograd.Function):
-    """The last micro-batch's rows of figures, whose backward pass is that of all micro-batches."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: slice, others: list[tuple[slice, Figures]], *figures: Tensor) -> tuple[Tensor, ...]:
-        ctx.rows, ctx.others, ctx.shapes = rows, others, [figure.shape for figure in figures]
-        own = tuple(figure[rows].clone() for figure in figures)
-        ctx.mark_non_differentiable(
-            *(one for one, trains in zip(own, ctx.needs_input_grad[2:], strict=True) if not trains)
-        )
-        return own
-
-    @staticmethod
-    def backward(ctx: Any, *last: Tensor) -> tuple[Any, ...]:
-        gradients = []
-        for index, (own, shape) in enumerate(zip(last, ctx.shapes, strict=True)):
-            whole = own.new_zeros(shape)
-            whole[ctx.rows] = own
-            for rows, copies in ctx.others:
-                if (gradient := copies[index].grad) is not None:
-                    whole[rows] = gradient
-            gradients.append(whole)
-        return (None, None, *gradients)
+    if figure.requires_grad:
+        figure.register_hook(add)
+    return [*copies, last]
 
 
 class FastGRPOTrainer(_OnlineTrainer, GRPOTrainer):

@@ -6,6 +6,8 @@ import copy
 import gc
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import reduce
+from operator import add
 from typing import Any, TypeVar
 
 import torch
@@ -28,10 +30,10 @@ _LESS = "lower activation_memory_gib, per_device_train_batch_size or max_length,
 
 
 class OptimizerStep:
-    """Runs the micro-batches of an optimizer step, merged where they are; after an out-of-memory all of them so far.
+    """Runs the micro-batches of an optimizer step, merged or one by one; after an out-of-memory all of them again.
 
-    Gradients are zeroed, and random state, metrics and token counts put back before the step runs again, so no batch is
-    lost and no result changes.
+    Before the step runs again, gradients are zeroed, and random state, metrics and token counts are restored, so no
+    batch is lost and no result changes.
 
     Args:
         run: whose trainer trains.
@@ -54,10 +56,6 @@ class OptimizerStep:
             merging.plan(batches, num_items_in_batch)
         self._run.step.rows = len(batches) if merging is None else merging.rows
 
-    def close(self) -> None:
-        """Hold no batch after the run. Nothing else: a rank that fails must not enter a collective here."""
-        self._batches, self._done, self._before, self._start = [], 0, 0, None
-
     def run(self, forward_backward: MicroStep, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
         """Run a micro-batch, or the row that it completes; return the loss, 0 for one that waits for the last of it.
 
@@ -72,51 +70,40 @@ class OptimizerStep:
             return torch.zeros((), device=self._run.device)
         if self._start is None:
             self._start = _Start(self._run)
-
-        def attempt(one: Any) -> Tensor:
-            with nullcontext() if merging is None else merging.measured(place, one):
-                return forward_backward(model, copy.copy(one), num_items_in_batch)
-
-        merged = merge_inputs([self._batches[other] for other in group]) if len(group) > 1 else inputs
-        try:
-            return attempt(merged)
-        except torch.OutOfMemoryError as error:
-            close_frames(error)
-            if why := self._why_not_again(is_known, len(group) > 1):
-                error.add_note(f"rank {self._run.trainer.accelerator.process_index}: {why}: {_LESS}")
-                raise
-            if not self._free(group):
-                raise
-        finally:
-            if len(group) > 1:
-                clear_derived(merged)
-                merged.clear()
-        return self._run_again(attempt, model, group)  # past the handler, whose exception keeps frames alive
-
-    def _run_again(self, attempt: Callable[[Any], Tensor], model: Any, group: range) -> Tensor:
-        """Run the micro-batches up to the end of `group` one by one; return the loss of those of the group."""
-        assert self._start is not None
+        rows = [group]
         while True:
+            losses = []
+            try:
+                for row in rows:
+                    batches = [inputs if each == place else self._batches[each] for each in row]
+                    one = merge_inputs(batches) if len(row) > 1 else batches[0]
+                    try:
+                        with nullcontext() if merging is None else merging.measured(place, one):
+                            loss = forward_backward(model, copy.copy(one), num_items_in_batch)
+                    finally:
+                        clear_derived(one)
+                        if len(row) > 1:
+                            one.clear()
+                    losses += [loss] if row[-1] in group else []
+                return reduce(add, losses)
+            except torch.OutOfMemoryError as error:
+                close_frames(error)
+                if why := self._why_not_again(is_known, len(rows[0]) > 1):
+                    error.add_note(f"rank {self._run.trainer.accelerator.process_index}: {why}: {_LESS}")
+                    raise
+                if not self._free(rows[0]):
+                    raise
+            # Past the handler, whose exception keeps frames alive: all so far, one by one.
             model.zero_grad()
             _empty_caches()
             self._start.restore()
-            total = torch.zeros((), device=self._run.device)
-            try:
-                for place, inputs in enumerate(self._batches[: group.stop]):
-                    loss = attempt(inputs)
-                    clear_derived(inputs)
-                    total = total + loss if place in group else total
-                return total
-            except torch.OutOfMemoryError as error:
-                close_frames(error)
-                if not self._free(group[-1:]):
-                    raise
+            rows = [range(each, each + 1) for each in range(group.stop)]
 
     def _why_not_again(self, is_known: bool, is_merged: bool) -> str:
         """Return why the step cannot run again after an out-of-memory; empty if it can."""
-        trainer, reduce = self._run.trainer, self._run.get_state(FlatReduce)
-        if trainer.accelerator.num_processes > 1 and (is_merged or reduce is None or not reduce.is_on):
-            return "a step of several processes cannot be run again, the others wait inside of it"
+        trainer, flat = self._run.trainer, self._run.get_state(FlatReduce)
+        if trainer.accelerator.num_processes > 1 and (is_merged or flat is None or not flat.is_on):
+            return "a step of several processes cannot run again, because the others wait in it"
         if not is_known or self._start is None or self._start.is_over:
             return "the micro-batches or metrics of the step are not those that the trainer has read"
         optim = str(getattr(trainer.args.optim, "value", trainer.args.optim))
@@ -128,7 +115,7 @@ class OptimizerStep:
                 hook_on_a_gradient(trainer.model, trainer.model.parameters()),
             ]
         )
-        return f"the step cannot be run again: {why}" if why else ""
+        return f"the step cannot run again: {why}" if why else ""
 
     def _free(self, group: range) -> bool:
         """Make the next attempt need less memory; return whether anything was left to try."""

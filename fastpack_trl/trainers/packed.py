@@ -5,33 +5,23 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
-from accelerate.logging import get_logger
-from torch import nn
 from torch.utils.data import DataLoader
 
 from fastpack_trl.attention.backends import BACKENDS
-from fastpack_trl.attention.feature import choose_attention
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.capture.feature import capture_backbone
-from fastpack_trl.config import Settings
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.changes import patch_attribute, restore_attributes
 from fastpack_trl.model.facts import dropout_of, state_modules, text_model
-from fastpack_trl.model.precision import fit_precision
-from fastpack_trl.model.preflight import bound, check_adapters
+from fastpack_trl.model.preflight import check_adapters
 from fastpack_trl.packing.batching import BatchPlan, plan_prompt_groups
-from fastpack_trl.packing.examples import check_not_empty, dropped
+from fastpack_trl.packing.examples import dropped
 from fastpack_trl.packing.prompt_groups import KEY, PromptGroups, PromptGroupsCollator
-from fastpack_trl.run import Run
-from fastpack_trl.step.hostwork import HostWork
 from fastpack_trl.step.token_logps import RowForward, Rows
-from fastpack_trl.trainers.adapter_switch import AdapterSwitch
+from fastpack_trl.trainers.adapter_switch import quick_switch
 from fastpack_trl.trainers.featured import FeaturedTrainer
-
-logger = get_logger(__name__)
 
 FEATURE = "share_prefixes"
 
@@ -40,57 +30,42 @@ class PackedTrainer(FeaturedTrainer):
     """A trainer of TRL whose batches become rows; its losses, metrics, data, generation and files are TRL's.
 
     If rows are unsupported, TRL's padded batches run, with the reason in `fastpack_report`. ``FASTPACK_DISABLE=1``
-    gives plain stock.
+    disables all features.
     """
 
     padding_free = False  # as features ask every trainer; only SFT and DPO have it
     data_collator: Any  # set by transformers' Trainer; swapped while a loader is built
-    _fastpack_sequences: ClassVar[int] = 1
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = bound(self._fastpack_stock, self, args, kwargs)
-        self._fastpack_disabled = self._fastpack_why_disabled()
-        settings = _model_settings(given.get("args"), training=not self._fastpack_disabled)
-        run = self.fastpack_run = Run(self, settings, self._fastpack_plan, self._fastpack_sequences)
-        self._fastpack_rows, self._fastpack_forwards = Rows(), dict[int, RowForward]()
-        self._fastpack_repeated = ""
-        """Why each completion has a prompt of its own in a row; empty where they share one."""
-        self._fastpack_host = HostWork()
-        self._fastpack_chosen = False
-        if self._fastpack_disabled:
-            super().__init__(*args, **kwargs)
-            run.set_status("fastpack", "off", "stock", self._fastpack_disabled)
-            return
-        check_not_empty(given.get("train_dataset"))
+    def _fastpack_constructing(self, given: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
         check_adapters(given.get("model"), given.get("args"))
-        with _each_head(self._fastpack_stock, self._fastpack_lay):  # before accelerate wraps a reference model
-            super().__init__(*args, **kwargs)
-        self._fastpack_choose()
+        self._fastpack_rows, self._fastpack_forwards = Rows(), dict[int, RowForward]()
+        # Before accelerate wraps a reference model.
+        return _replaced(self._fastpack_stock, "add_fused_lm_head", self._fastpack_and_rows)
 
-    def _fastpack_lay(self, model: nn.Module) -> None:
-        self._fastpack_forwards[id(model)] = RowForward(model, self._fastpack_rows)
+    def _fastpack_and_rows(self, add: Callable[..., None]) -> Callable[..., None]:
+        """Return a function that gives a model TRL's fused head, and then the forward pass over rows."""
 
-    def _fastpack_choose(self) -> None:
-        """Choose the attention path, once: before TRL computes reference log-probabilities during construction."""
-        if not self._fastpack_chosen:
-            self._fastpack_chosen = True
-            self._fastpack_quantize(self.model)  # where nobody has moved the model
-            if id(text_model(self.model)) not in self._fastpack_forwards:
-                self._fastpack_lay(text_model(self.model))
-            self.fastpack_run.report.facts |= fit_precision(self)
-            choose_attention(self.fastpack_run)
+        def add_and_lay(model: Any, *args: Any, **kwargs: Any) -> None:
+            add(model, *args, **kwargs)
+            self._fastpack_forwards[id(model)] = RowForward(model, self._fastpack_rows)
+
+        return add_and_lay
+
+    def _fastpack_replace_forward(self) -> None:
+        model = text_model(self.model)
+        if id(model) not in self._fastpack_forwards:
+            self._fastpack_forwards[id(model)] = RowForward(model, self._fastpack_rows)
 
     def _fastpack_plan(self, trainer: Any, path: str, flattens: bool, unproven: str = "") -> BatchPlan:
         forward = self._fastpack_forwards.get(id(text_model(trainer.model)))
         why_stock = forward.why_stock if forward is not None else "the model was replaced"
         return BatchPlan("stock", why_stock) if why_stock else plan_prompt_groups(trainer, path, flattens, unproven)
 
-    def _fastpack_settings(self, training: bool) -> Settings:
-        return _model_settings(self.args, training)
-
     def _fastpack_enter(self, stack: contextlib.ExitStack) -> None:
         run = self.fastpack_run
-        self._fastpack_tell_sharing()
+        why = self._fastpack_repeated = first_reason(self._fastpack_against_sharing())
+        path = "stock" if not run.packs else "prompts repeated" if why else "prompts once"
+        run.set_status(FEATURE, "off" if why else "on", path, why)
         if run.packs:
             forward = self._fastpack_forwards[id(text_model(self.model))]
             self._fastpack_rows.head_trains = forward.head_trains
@@ -100,8 +75,7 @@ class PackedTrainer(FeaturedTrainer):
         stack.enter_context(_replaced(self._fastpack_stock, "disable_gradient_checkpointing", lambda _: _pause))
         if run.training and run.ranks.count == 1 and not (run.is_sharded or run.is_deepspeed or self.args.n_gpu > 1):
             stack.enter_context(self._fastpack_host.running(self))
-            switch = AdapterSwitch(self._fastpack_host.contents)
-            stack.enter_context(switch.installed(self.model))
+            stack.enter_context(quick_switch(self.model, self._fastpack_host.contents))
         stack.enter_context(capture_backbone(run, self._fastpack_rows.call_backbone))
 
     def _fastpack_run_reference(self, stack: contextlib.ExitStack) -> None:
@@ -115,31 +89,24 @@ class PackedTrainer(FeaturedTrainer):
             stack.enter_context(attention)
             stack.enter_context(forward.running())
         except ValueError as error:
-            run.report.remark("batches", f"of the reference model as stock pads them: {error}")
-
-    def _fastpack_tell_sharing(self) -> None:
-        run = self.fastpack_run
-        if not run.packs:
-            run.set_status(FEATURE, "off", "stock", "batches are stock's")
-            return
-        why = self._fastpack_repeated = first_reason(self._fastpack_against_sharing())
-        run.set_status(FEATURE, "off" if why else "on", "prompts repeated" if why else "prompts once", why)
+            run.report.remark("batches", f"padded by TRL for the reference model: {error}")
 
     def _fastpack_against_sharing(self) -> Iterator[object]:
         run = self.fastpack_run
+        yield not run.packs and "batches are padded by TRL"
         yield run.settings.share_prefixes == "off" and "switched off"
         backend = BACKENDS.get(run.attention_path)
-        yield (backend is None or not backend.shares) and f"{run.attention_path} has no form for shared prompts"
+        yield (backend is None or not backend.shares) and f"{run.attention_path} does not support shared prompts"
         for model in filter(None, (run.model, getattr(self, "ref_model", None))):  # both see the same rows
-            yield state_modules(model) and "layers with a state go through a row once"
+            yield state_modules(model) and "layers with a recurrent state cannot branch after a prompt"
         drop = dropout_of(run.model)
-        yield drop and f"{drop} would drop the same tokens of a prompt for all of its completions; 0 shares them"
+        yield drop and f"{drop} would drop the same tokens of a prompt for all of its completions; set it to 0"
 
     def _prepare_dataset(self, *given: Any) -> Any:
         """Prepare a data set as TRL does for completions; its prompt-only trainers prepare none."""
         stock = super()._prepare_dataset
         prepared = self._fastpack_name_faults(stock, stock, *given)
-        if not self._fastpack_disabled and (lost := dropped(stock, prepared, *given)):
+        if not self._fastpack_disabled and (lost := dropped(prepared, given[0], given[2].max_length, given[-1])):
             self.fastpack_report.facts[f"{given[-1]} examples"] = lost
         return prepared
 
@@ -171,23 +138,21 @@ class PackedTrainer(FeaturedTrainer):
 
     @contextlib.contextmanager
     def _fastpack_knowing(self, found: Iterable[tuple[Any, PromptGroups | str]]) -> Iterator[None]:
-        """Know rows of padded token ids; a text is the reason why some have none, which is said."""
+        """Register the rows of padded token ids; a text is the reason why some have none, which is reported."""
+        if not self._fastpack_entered:
+            yield
+            return
         known = []
         for ids, groups in found:
             if isinstance(groups, str):
-                self.fastpack_report.remark("batches", f"as stock pads them where there is {groups}")
+                self.fastpack_report.remark("batches", f"padded by TRL if there is {groups}")
             elif ids is not None:
                 known.append((ids, groups))
         missed = self._fastpack_rows.missed
         with self._fastpack_rows.of(known):
             yield
         if self._fastpack_rows.missed > missed:
-            self.fastpack_report.remark(
-                "batches", "as stock pads them where a model gets other tokens than a batch has"
-            )
-
-    def _fastpack_lists(self) -> HostWork:
-        return self._fastpack_host
+            self.fastpack_report.remark("batches", "padded by TRL if a model gets tokens that no batch has")
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -197,30 +162,11 @@ class PackedTrainer(FeaturedTrainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
-def _model_settings(args: Any, training: bool) -> Settings:
-    """Return ours of a trainer's arguments; the parts of SFT's step are off."""
-    found = Settings.of(args, training)
-    return replace(found, sync_free="off", merge_accumulation="off")
-
-
 def _replaced(stock: type[Any], name: str, make: Callable[[Any], Any]) -> contextlib.AbstractContextManager[None]:
     """Replace a function in the module of a trainer of TRL, if it has it."""
     module = sys.modules[stock.__module__]
     function = getattr(module, name, None)
     return contextlib.nullcontext() if function is None else patch_attribute(module, name, make(function))
-
-
-def _each_head(stock: type[Any], lay: Callable[[nn.Module], None]) -> contextlib.AbstractContextManager[None]:
-    """Call `lay` for each model to which a trainer of class `stock` gives TRL's fused head, right after it has it."""
-
-    def laying(add: Callable[..., None]) -> Callable[..., None]:
-        def add_and_lay(model: Any, *args: Any, **kwargs: Any) -> None:
-            add(model, *args, **kwargs)
-            lay(model)
-
-        return add_and_lay
-
-    return _replaced(stock, "add_fused_lm_head", laying)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from benchmarks.__main__ import COMMANDS, main
 from benchmarks.models import MODELS, build_model
 from benchmarks.rows import ROWS
 from benchmarks.run import EQUAL_MEMORY, SIDES, at_equal_memory, train
+from benchmarks.tables import CASES, README_ROWS
 from fastpack_trl import FastSFTConfig
 
 TINY = {
@@ -140,8 +141,10 @@ def test_what_is_wrong_is_one_line(words: str, says: str, capsys: pytest.Capture
     assert says in line
 
 
-def test_every_row_has_a_model_and_fields_of_both_configurations() -> None:
+def test_every_row_has_a_model_fields_sides_and_a_table() -> None:
+    assert README_ROWS.keys() <= ROWS.keys()
     for name, row in ROWS.items():
+        assert (set(row.sides) <= SIDES.keys(), row.case in CASES) == (True, True), name
         shape = MODELS[row.model].cut_to(row.layers)
         assert row.arguments("cpu")["max_steps"] >= 20, name
         assert row.depth.split(" of ")[0] == str(shape.layers)

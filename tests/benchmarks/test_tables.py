@@ -15,9 +15,7 @@ from PIL import Image
 from benchmarks import records as kept
 from benchmarks import tables
 from benchmarks.records import RESULTS, add, newest, read, tree_now
-from benchmarks.rows import ROWS
-from benchmarks.run import SIDES
-from benchmarks.tables import CASES, FIGURE, MARKS, README_ROWS, ROOT, Side, sides_of
+from benchmarks.tables import CASES, FIGURE, MARKS, ROOT, Side, sides_of
 from fastpack_trl.errors import UserError
 
 KEYS = {"case", "row", "side", "round", "steps", "seconds", "tokens", "peak_gib", "report", "command", "commit", "tree",
@@ -73,13 +71,6 @@ def test_every_record_is_of_a_commit_in_the_history() -> None:
         assert subprocess.run([*git, "merge-base", "--is-ancestor", commit, "HEAD"], check=False).returncode == 0, (
             commit
         )
-
-
-def test_rows_of_the_readme_and_sides_of_rows_can_be_measured() -> None:
-    assert README_ROWS.keys() <= ROWS.keys()
-    for name, row in ROWS.items():
-        assert set(row.sides) <= SIDES.keys(), name
-        assert row.case in CASES, name
 
 
 def test_a_whole_run_has_its_first_steps_and_the_mean_of_the_timed_ones_for_the_rest() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from captured_material import At
 from datasets import Dataset
-from lora_material import quantised
+from lora_material import quantized
 from peft import LoraConfig
 from shared_material import prefixed
 from trainer_material import build, make_dataset
@@ -76,7 +76,7 @@ def run(
 ) -> Any:  # fmt: skip
     """Train in bf16 on the device; return the losses of each step, the last gradients, and the line of the report."""
     torch.manual_seed(0)
-    model = quantised("nf4", nested=True).cuda() if kind == "nf4" else tiny_model(family)
+    model = quantized("nf4", nested=True).cuda() if kind == "nf4" else tiny_model(family)
     if family in ("qwen3_moe", "gpt_oss"):
         model = model.to(torch.bfloat16)  # as their checkpoints; torch's grouped product of fp32 waits for its sizes
     seen = Gradients()

@@ -166,7 +166,7 @@ def test_a_loss_of_the_user_runs_eagerly(tmp_path: Path, devices: Any) -> None:
     ("reason", "fast", "options"),
     [
         ("switched off", {"cuda_graph": "off"}, {}),
-        ("per_document makes what its layers read", {"packed_attention": "per_document"}, {}),
+        ("per_document prepares its layers", {"packed_attention": "per_document"}, {}),
         ("sync_free", {"sync_free": "off"}, {}),
         ("torch_empty_cache_steps=2", {}, {"torch_empty_cache_steps": 2}),
         ("NEFTune", {}, {"neftune_noise_alpha": 5.0}),

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import re
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from compile_material import Counting, compile_with
-from offload_material import HOST, LAYERS
+from offload_material import LAYERS
 from out_of_memory import too_large
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
-from trainer_material import assert_same_log, build, figures, train
-from transformers import TrainerCallback
+from trainer_material import build, figures, train
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.checkpointing import activation_memory as memory
-from fastpack_trl.checkpointing import checkpoint_offload as feature
 from fastpack_trl.checkpointing.plan import Plan, checkpointable_layers
-from fastpack_trl.checkpointing.streams import HostStreams
-from fastpack_trl.checkpointing.trace import storage_of
-from fastpack_trl.compile import kind as kinds
+from fastpack_trl.checkpointing.streams import Streams
 from fastpack_trl.run import budget
 from fastpack_trl.run.budget import HEAD_BYTES, largest_row
-from fastpack_trl.run.decisions import Decisions
 from fastpack_trl.testing import tiny_model
 
 OURS = ("activation_memory", "activation_memory_gib", "checkpoint_offload", "merge_accumulation", "layer_compile")
@@ -43,21 +38,12 @@ def llama(**more: Any) -> Any:
     return tiny_model("llama", num_hidden_layers=LAYERS, **more)
 
 
-@pytest.fixture
-def offloads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let layer inputs go to host memory, on a machine without a device."""
-    monkeypatch.setattr(memory, "offload_options", lambda run: dict(HOST))
-    for place in (memory, feature):
-        monkeypatch.setattr(place, "offload_unavailable", lambda device: "")
-    monkeypatch.setattr(feature, "CudaStreams", HostStreams)
-
-
 def test_an_unchanged_sft_config_is_planned_as_ours_with_its_defaults(tmp_path: Path) -> None:
     options = {"gradient_accumulation_steps": 4, "packing": True, "max_length": 48, "eval_strategy": "no"}
     plans = []
     for fast in (None, {"save_report": "on"}):  # an `SFTConfig`; ours
         trainer = build(FastSFTTrainer, tmp_path, model=llama(), fast=fast, **options)
-        planned = memory.plan_memory(trainer.fastpack_run)
+        planned = memory.ActivationMemory(trainer.fastpack_run)
         plans.append((largest_row(trainer.fastpack_run)[0], planned.plan.levels, planned.plan.predicted))
     assert plans[0][0] == 4 * 4 * 48  # the row that `merge_accumulation` may make of four micro-batches of four
     assert plans[0] == plans[1]
@@ -161,9 +147,9 @@ def test_a_model_that_does_not_support_checkpointing_trains_or_stops_as_under_st
             assert train(cls, tmp_path, **options, **more).state.global_step == 1
 
 
-def with_dropout(folder: Path, level: str = "keep") -> FastSFTTrainer:
+def with_dropout(folder: Path, level: str = "keep", **own: Any) -> FastSFTTrainer:
     model = llama(attention_dropout=0.1, attn_implementation="eager")
-    return fast(folder, model=model, activation_memory=level, eval_strategy="no", merge_accumulation="off")
+    return fast(folder, model=model, activation_memory=level, eval_strategy="no", merge_accumulation="off", **own)
 
 
 @pytest.fixture(scope="module")
@@ -193,27 +179,18 @@ def test_a_step_out_of_memory_is_run_again_with_less_and_changes_no_bit(
 def test_an_offload_that_runs_out_of_memory_is_run_again_and_changes_no_bit(
     tmp_path: Path, stock_with_dropout: Any, copy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Full(HostStreams):
-        calls = 0
+    name = {"out": "copy", "back": "device_memory"}[copy]
+    moved, calls = getattr(Streams, name), count()
 
-        def fail(self) -> None:
-            type(self).calls += 1
-            if self.calls == 2:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    def full(*args: Any) -> Any:
+        if next(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return moved(*args)
 
-        def copy(self, target: Tensor, source: Tensor) -> None:
-            super().copy(target, source)
-            if copy == "out":
-                self.fail()
-
-        def device_memory(self, *args: Any) -> Tensor:
-            if copy == "back":
-                self.fail()
-            return super().device_memory(*args)
-
-    monkeypatch.setattr(memory, "offload_options", lambda run: {**HOST, "streams": Full, "mode": "single_buffer"})
-    assert same(trained(with_dropout(tmp_path, "offload")), stock_with_dropout)
-    assert Full.calls > 2
+    monkeypatch.setattr(Streams, name, full)
+    trainer = with_dropout(tmp_path, "offload", checkpoint_offload="single_buffer")
+    assert same(trained(trainer), stock_with_dropout)
+    assert next(calls) > 2
 
 
 def test_a_step_that_fits_at_no_level_raises_the_devices_error(tmp_path: Path) -> None:
@@ -239,100 +216,3 @@ def test_with_compiled_layers_the_model_is_left_as_it_was(
         assert type(layer._gradient_checkpointing_func).__name__ == "partial"
         assert layer._compiled_call_impl is None
     assert trainer.fastpack_report[next(iter(own))].status == "on"
-
-
-class Kept(TrainerCallback):
-    """Counts the bytes that autograd saves in each step, parameters aside; what is checkpointed saves its input."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self._weights = set(map(storage_of, model.parameters()))
-        self._saved: dict[int, Tensor] = {}
-        self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
-        self._hooks.__enter__()
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        if storage_of(tensor) not in self._weights and tensor.numel():
-            self._saved[storage_of(tensor)] = tensor.detach()
-        return tensor.detach()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._hooks.__exit__(None, None, None)
-        self.steps.append(sum(tensor.untyped_storage().nbytes() for tensor in self._saved.values()))
-
-
-@pytest.fixture
-def compiles(monkeypatch: pytest.MonkeyPatch, varlen_on_the_cpu: None) -> list[bool]:
-    """Let `auto` compile on the CPU, in no time; return whether the layers were checkpointed when they were weighed."""
-    seen: list[bool] = []
-    pays = kinds.LayerKind._pays
-
-    def watched(kind: Any, call: Any, left: Any) -> bool:
-        seen.append(call.layer.gradient_checkpointing)
-        return pays(kind, call, left)
-
-    monkeypatch.setattr("fastpack_trl.compile.layer_compile.why_not", lambda run: "")
-    monkeypatch.setattr(kinds, "COMPILE_SECONDS", 0.0)
-    monkeypatch.setattr(kinds.LayerKind, "_pays", watched)
-    compile_with(Counting(differentiate=True), monkeypatch)
-    return seen
-
-
-def kept_by(folder: Path, **own: Any) -> tuple[Any, list[int]]:
-    kept, model = Kept(), llama(attention_dropout=0.1)
-    model.set_attn_implementation("eager")
-    trainer = train(
-        FastSFTTrainer, folder, model=model, fast={"layer_compile": "auto", **own}, packing=True,
-        gradient_checkpointing=True, eval_strategy="no", max_steps=4, gradient_accumulation_steps=1,
-        trainer={"callbacks": [kept]},
-    )  # fmt: skip
-    return trainer, kept.steps
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("measured", [False, True])
-def test_before_layers_are_compiled_they_keep_their_inputs_alone_unless_that_step_is_measured(
-    tmp_path: Path, compiles: list[bool], measured: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked, everything = kept_by(tmp_path / "keep", activation_memory="keep")
-    if measured:  # by merged rows on a device; set for the run
-        monkeypatch.setattr(Decisions, "measures_first_step", property(lambda run: True, lambda run, value: None))
-    planned, kept = kept_by(tmp_path / "auto", activation_memory_gib=1.0)
-    assert planned.fastpack_report["activation_memory"].path == "keep"
-    assert planned.fastpack_report["layer_compile"].path == "compiled"
-    assert compiles[-1:] == [False], "weighed as the plan has them"
-    assert kept[1:] == everything[1:]
-    assert (kept[0] == everything[0]) if measured else (kept[0] < everything[0] / 2)
-    assert_same_log(planned, asked)  # dropout draws the same numbers
-    for mine, theirs in zip(planned.model.parameters(), asked.model.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-
-
-@pytest.mark.parametrize("can_offload", [True, False])
-def test_out_of_memory_the_first_step_goes_deeper_than_what_is_installed(
-    tmp_path: Path, compiles: list[bool], can_offload: bool, request: Any
-) -> None:
-    """That step is checkpointed already: half of the kept layers would be no less."""
-    if can_offload:
-        request.getfixturevalue("offloads")
-    trainer = build(
-        FastSFTTrainer, tmp_path, model=llama(), packing=True, max_steps=3, gradient_checkpointing=True,
-        eval_strategy="no", fast={"activation_memory_gib": 1.0},
-    )  # fmt: skip
-    full, backward = [True], trainer.accelerator.backward
-
-    def fail(*args: Any, **options: Any) -> None:
-        if full:
-            full.clear()
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        backward(*args, **options)
-
-    trainer.accelerator.backward = fail
-    trainer.train()
-    assert not full
-    line = trainer.fastpack_report["activation_memory"]
-    assert line.path == ("offload" if can_offload else "keep")
-    told = f"a step ran out of memory with checkpoint 0-{LAYERS - 1}; it was run again with less"
-    assert (told in line.reason) == can_offload == ("ran out of memory" in line.reason)

@@ -10,17 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from lora_material import quantised
-from offload_material import HOST, LAYERS, assert_same, enable, loss_of, make, offloaded, step
+from lora_material import quantized
+from offload_material import LAYERS, assert_same, enable, loss_of, make, offloaded, step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from trainer_material import build, figures, train
 from trl import SFTTrainer
 
 from fastpack_trl import AsyncCheckpointCallback, FastSFTTrainer
-from fastpack_trl.checkpointing import checkpoint_offload as feature
 from fastpack_trl.checkpointing.offload import Offload, checkpointed_layers, why_not_offloadable
-from fastpack_trl.checkpointing.streams import HostStreams
 from fastpack_trl.testing import gradients, tiny_model
 
 pytestmark = pytest.mark.usefixtures("varlen_on_the_cpu")
@@ -50,16 +48,13 @@ def selective() -> Any:
 
 
 def four_bit() -> Any:
-    model = quantised("nf4", num_hidden_layers=LAYERS)
+    model = quantized("nf4", num_hidden_layers=LAYERS)
     model.enable_input_require_grads()
     return enable(model)
 
 
 KINDS: dict[str, Callable[[], Any]] = {
     "llama": lambda: make("llama"),
-    "lora": lambda: make("qwen3", lora=True),
-    "sinks and windows": lambda: make("gpt_oss"),
-    "experts": lambda: make("qwen3_moe"),
     "bfloat16": lambda: make("llama").to(torch.bfloat16),
     "four bits": four_bit,
     "every second layer": lambda: make("llama", every_n_layers=2),
@@ -72,12 +67,12 @@ KINDS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("mode", ["double_buffer", "single_buffer"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients_are_bit_equal(kind: str, mode: str) -> None:
-    """Of any family, dtype and non-reentrant checkpointing; smaller inputs than the least stay on the device."""
+    """Of any dtype and non-reentrant checkpointing; smaller inputs than the least stay on the device."""
     model = KINDS[kind]()
     for keep in (0, 1):
         use = compare(model, mode=mode, keep_last=keep).use
         assert use.most_held
-        if kind in ("llama", "lora", "experts", "selective"):
+        if kind in ("llama", "selective"):
             assert use.most_held == (LAYERS - keep) * BYTES
             assert compare(model, mode=mode, min_bytes=BYTES + 1).use.most_held == 0
 
@@ -130,7 +125,7 @@ def test_an_older_graph_may_be_differentiated_later_and_one_not_at_all() -> None
             torch.testing.assert_close(gradient, stock[1][name], rtol=1e-5, atol=1e-7)  # another order of the sum
 
 
-def test_a_layer_compiled_inside_of_its_checkpoint_stays_compiled_and_one_around_runs_eagerly_and_is_named() -> None:
+def test_a_layer_compiled_inside_of_its_checkpoint_stays_compiled_and_one_around_runs_eagerly() -> None:
     calls: list[int] = []
 
     def counting(graph: Any, inputs: Any) -> Callable[..., Any]:
@@ -149,7 +144,6 @@ def test_a_layer_compiled_inside_of_its_checkpoint_stays_compiled_and_one_around
     with offloaded(around) as offload:
         assert_same(step(around), stock)
         assert offload.use.most_held
-    assert any("compile what is inside" in text for text in offload.fallbacks)
     torch._dynamo.reset()
 
 
@@ -164,23 +158,18 @@ def test_evaluation_and_generation_are_not_touched() -> None:
         assert offload.use == (0, 0, 0)
 
 
-def callback() -> AsyncCheckpointCallback:
-    made = AsyncCheckpointCallback()
-    made._options = dict(HOST)
-    return made
-
-
 def run(folder: Path, *callbacks: Any, **more: Any) -> SFTTrainer:
     model, own = tiny_model("llama", num_hidden_layers=LAYERS), {"callbacks": list(callbacks)}
     return train(SFTTrainer, folder, model=model, gradient_accumulation_steps=2, trainer=own, **more)
 
 
+@pytest.mark.usefixtures("offloads")
 @pytest.mark.parametrize("selective", [False, True])
 def test_the_stock_trainer_with_the_callback_trains_bit_for_bit_the_same(tmp_path: Path, selective: bool) -> None:
     """Accumulation, evaluation between steps, a second `train`, and TRL's selective checkpointing."""
     keywords = {"gradient_checkpointing_kwargs": {"selective": True}} if selective else {}
     stock = run(tmp_path / "stock", **copy.deepcopy(keywords))
-    mine = callback()
+    mine = AsyncCheckpointCallback()
     ours = run(tmp_path / "ours", mine, **copy.deepcopy(keywords))
     assert mine.use is not None
     assert mine.use.most_held >= (LAYERS - 1) * BYTES
@@ -210,12 +199,9 @@ def stop(trainer: SFTTrainer) -> None:
     handle.remove()
 
 
-def test_after_an_exception_nothing_holds_memory_and_the_model_is_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(feature, "offload_unavailable", lambda device: "")
-    monkeypatch.setattr(feature, "CudaStreams", HostStreams)
-    mine, model = callback(), tiny_model("llama", num_hidden_layers=LAYERS)
+@pytest.mark.usefixtures("offloads")
+def test_after_an_exception_nothing_holds_memory_and_the_model_is_as_it_was(tmp_path: Path) -> None:
+    mine, model = AsyncCheckpointCallback(), tiny_model("llama", num_hidden_layers=LAYERS)
     trainer = build(SFTTrainer, tmp_path, model=model, eval_strategy="no", trainer={"callbacks": [mine]})
     stop(trainer)  # transformers sends no event: the callback is still there
     assert mine.offload is not None
@@ -243,9 +229,10 @@ CONFLICTS = {
 }
 
 
+@pytest.mark.usefixtures("offloads")
 @pytest.mark.parametrize("message", CONFLICTS)
 def test_what_excludes_the_offload_raises_one_line_with_the_remedy(tmp_path: Path, message: str) -> None:
-    options: dict[str, Any] = {"eval_strategy": "no", "trainer": {"callbacks": [callback()]}}
+    options: dict[str, Any] = {"eval_strategy": "no", "trainer": {"callbacks": [AsyncCheckpointCallback()]}}
     trainer = build(SFTTrainer, tmp_path, family="llama", **options)
     args = trainer.args
     for name, value in CONFLICTS[message].items():  # after construction: the CPU refuses some of them earlier
@@ -257,7 +244,7 @@ def test_what_excludes_the_offload_raises_one_line_with_the_remedy(tmp_path: Pat
     assert "\n" not in str(error.value)
 
 
-def test_transformers_own_offload_is_recognised_by_its_function() -> None:
+def test_transformers_own_offload_is_recognized_by_its_function() -> None:
     model = tiny_model("llama")
     name = "activation_checkpointing" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing"
     getattr(model, f"{name}_enable")(**{f"{name}_kwargs": {"use_reentrant": False}, "offload": True})

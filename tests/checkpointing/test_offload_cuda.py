@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from offload_material import assert_same, enable
+from offload_material import assert_same, enable, offloaded
 from torch import Tensor, nn
 
-from fastpack_trl.checkpointing.offload import checkpointed_layers, offload_checkpoints
-from fastpack_trl.checkpointing.streams import CudaStreams
+from fastpack_trl.checkpointing.offload import MIN_BYTES
+from fastpack_trl.checkpointing.streams import Streams
 from fastpack_trl.testing import gradients, tiny_model
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -21,7 +21,7 @@ DELAY = 50_000_000  # cycles: about 30 ms, far longer than what the tests enqueu
 LAYERS = 6
 
 
-class SlowCopies(CudaStreams):
+class SlowCopies(Streams):
     """Every copy starts late, its target poisoned before: whoever reads without waiting reads that."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -32,7 +32,7 @@ class SlowCopies(CudaStreams):
         super().copy(target, source)
 
 
-class SlowCompute(CudaStreams):
+class SlowCompute(Streams):
     """Compute lags behind the host, and fetched memory is poisoned by it: a copy that does not wait is overwritten."""
 
     def device_memory(self, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -42,7 +42,7 @@ class SlowCompute(CudaStreams):
         return memory
 
 
-class TimedStreams(CudaStreams):
+class TimedStreams(Streams):
     """Also times copies and the stalls of the compute stream: two events with nothing but a wait between them."""
 
     def __init__(self, device: torch.device) -> None:
@@ -91,7 +91,7 @@ def poison() -> None:
             torch.full((size,), float("nan"), device="cuda")
 
 
-@pytest.mark.parametrize("streams", [CudaStreams, SlowCopies, SlowCompute])
+@pytest.mark.parametrize("streams", [Streams, SlowCopies, SlowCompute])
 @pytest.mark.parametrize("mode", ["double_buffer", "single_buffer"])
 @pytest.mark.parametrize(("keep", "dtype"), [(0, torch.float32), (1, torch.bfloat16)])
 def test_no_schedule_of_the_device_changes_a_bit(
@@ -99,7 +99,7 @@ def test_no_schedule_of_the_device_changes_a_bit(
 ) -> None:
     model = make(dtype)
     stock = step(model)
-    with offload_checkpoints(checkpointed_layers(model), mode, min_bytes=1, streams=streams, keep_last=keep) as offload:
+    with offloaded(model, mode, streams=streams, keep_last=keep) as offload:
         for _ in range(2):
             assert_same(step(model), stock)
         torch.cuda.synchronize()
@@ -123,9 +123,9 @@ def test_backward_holds_two_inputs_and_the_peak_falls() -> None:
         return torch.cuda.max_memory_allocated()
 
     stock = peak()
-    with offload_checkpoints(checkpointed_layers(model)):
+    with offloaded(model, min_bytes=MIN_BYTES):
         double = peak()
-    with offload_checkpoints(checkpointed_layers(model), "single_buffer"):
+    with offloaded(model, "single_buffer", min_bytes=MIN_BYTES):
         single = peak()
     assert stock - double >= 8 * one
     assert double - single <= 1.01 * one
@@ -137,8 +137,7 @@ def test_most_of_the_copy_time_hides_behind_the_layers() -> None:
     shares = {}
     for mode in ("double_buffer", "single_buffer"):
         streams = TimedStreams(torch.device("cuda", torch.cuda.current_device()))
-        options = {"streams": lambda device, made=streams: made}
-        with offload_checkpoints(checkpointed_layers(model), mode, **options):  # type: ignore[arg-type]
+        with offloaded(model, mode, min_bytes=MIN_BYTES, streams=lambda device, made=streams: made):
             for _ in range(3):
                 step(model, 8192)
             for pairs in (streams.copies, streams.stalls):

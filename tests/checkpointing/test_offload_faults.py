@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from offload_material import LAYERS, assert_same, loss_of, make, offloaded, step
+from offload_material import assert_same, loss_of, make, offloaded, step
 from recording_streams import RecordingStreams
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from fastpack_trl.checkpointing.offload import Offload, checkpointed_layers, offload_checkpoints
-from fastpack_trl.testing import tiny_model
+from fastpack_trl.checkpointing.offload import Offload
 
 
 @contextmanager
@@ -113,7 +112,7 @@ class Layer(GradientCheckpointingLayer):
 
 
 def layers_offloaded(layers: list[Layer]) -> Any:
-    return offload_checkpoints(layers, min_bytes=1, streams=lambda _: RecordingStreams(), keep_last=0)
+    return offloaded(layers, streams=lambda _: RecordingStreams(), keep_last=0)
 
 
 SHAPES = {
@@ -177,11 +176,3 @@ def test_an_input_changed_in_place_after_it_was_saved_is_an_error() -> None:
         x.add_(1)
         with pytest.raises(RuntimeError, match="changed in place after it was saved"):
             layers[1](hidden)
-
-
-def test_a_model_without_checkpointing_raises_with_the_remedy() -> None:
-    layers = checkpointed_layers(tiny_model("llama"))
-    with pytest.raises(ValueError, match="gradient_checkpointing=True on a model that supports it"):
-        with offload_checkpoints(layers):
-            pass
-    assert len(checkpointed_layers(make("llama"))) == LAYERS

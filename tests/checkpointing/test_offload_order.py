@@ -17,6 +17,7 @@ from torch import Tensor
 from fastpack_trl.checkpointing.offload import Mode, Offload
 
 LAYERS = 5
+pytestmark = pytest.mark.usefixtures("offloads")
 
 
 @dataclass(eq=False)
@@ -38,9 +39,7 @@ class Model:
         self.tight = False
         self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self.said: list[str] = []
-        self.offload = Offload(
-            mode, budget_bytes=budget, min_bytes=64, streams=lambda device: streams, tell=self.said.append
-        )
+        self.offload = Offload(mode, budget_bytes=budget, streams=lambda device: streams, tell=self.said.append)
 
     def compute(self, tokens: int) -> Tensor:
         made = self.streams.device_memory(torch.Size((tokens, 8)), (8, 1), torch.float32)

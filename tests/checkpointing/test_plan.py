@@ -10,11 +10,14 @@ from decoder_material import installed
 from hypothesis import example, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
-from offload_material import HOST, LAYERS, assert_same, loss_of, make, step
+from offload_material import LAYERS, assert_same, enable, loss_of, make, step
 
+from fastpack_trl.checkpointing.offload import checkpointed_layers
 from fastpack_trl.checkpointing.plan import WORKING_SHARE, LayerCost, Level, Plan, checkpointable_layers, layer_levels
+from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
 KEEP, CHECKPOINT, OFFLOAD = Level
+pytestmark = pytest.mark.usefixtures("offloads")
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
@@ -24,7 +27,7 @@ def test_backward_runs_again_what_the_level_says(family: str) -> None:
     for index, layer in enumerate(layers):
         layer.self_attn.register_forward_pre_hook(lambda *_, index=index: ran.append(index))
     for levels in ([KEEP] * 4, [CHECKPOINT] * 4, [OFFLOAD] * 4, [CHECKPOINT, CHECKPOINT, KEEP, KEEP]):
-        with layer_levels(layers, levels, **HOST):
+        with layer_levels(layers, levels):
             loss = loss_of(model)
             ran.clear()
             loss.backward()
@@ -44,7 +47,7 @@ def test_loss_and_gradients_are_bit_equal_at_every_level_and_in_any_mix(family: 
     with installed(model, ours=ours):
         stock = step(model, 0, 1)  # every layer as `make` has it: checkpointed by transformers
         for levels in mixes:
-            with layer_levels(layers, levels, **HOST) as offload:
+            with layer_levels(layers, levels) as offload:
                 assert_same(step(model, 0, 1), stock)
                 assert (offload is not None) == (OFFLOAD in levels)
                 assert offload is None or offload.use.held == 0
@@ -56,14 +59,15 @@ def test_the_input_of_the_last_recomputed_layer_stays_on_the_device(kept: int) -
     """While that layer runs, the input before its own is fetched: none is waited for from the beginning."""
     model = make("llama")
     levels = [OFFLOAD] * (LAYERS - kept) + [KEEP] * kept
-    with layer_levels(checkpointable_layers(model), levels, **HOST) as offload:
+    with layer_levels(checkpointable_layers(model), levels) as offload:
         step(model)
         assert offload is not None
         assert offload.use.most_held == (LAYERS - kept - 1) * 2 * 12 * 32 * 4
 
 
 def plan_of(layers: int, keep: int, inputs: int, budget: int = 0, *, can_offload: bool = True) -> Plan:
-    return Plan((KEEP,) * layers, (keep,) * layers, (inputs,) * layers, (keep // 2,) * layers, budget, can_offload)
+    sizes = (keep, inputs, keep // 2)
+    return Plan(*((size,) * layers for size in sizes), budget, layers, can_offload=can_offload)
 
 
 @examples(max_examples=200, deadline=None)
@@ -120,3 +124,32 @@ def test_bytes_grow_with_tokens_and_kept_scores_with_the_longest_document_too() 
     plan = Plan.keeping_all([scores, experts], 1000, 250, 10**6, dense=7)
     assert (plan.kept, plan.inputs) == ((255100,) * 2, (2000,) * 2)
     assert plan.working == (round(255100 * WORKING_SHARE) + 7, 255100 * 2 + 7), "one weight at a time is made dense"
+
+
+def test_a_layer_inside_of_a_layer_goes_with_it() -> None:
+    """As in Zamba2: one level, one input in host memory, and nothing is recomputed twice or in a kept layer."""
+
+    class Outer(GradientCheckpointingLayer):
+        def __init__(self, inner: Any) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
+            return self.inner(hidden, *args, **kwargs)
+
+    model, calls = make("llama"), list[int]()
+    stock = step(model)
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+        model.model.layers[index] = Outer(layer)
+    enable(model)
+    layers = checkpointable_layers(model)
+    assert layers == checkpointed_layers(model) == list(model.model.layers)
+    for levels, times in (([KEEP] * 4, 4), ([OFFLOAD] * 3 + [KEEP], 7)):
+        calls.clear()
+        with layer_levels(layers, levels) as offload:
+            losses, found = step(model)
+        assert_same((losses, {name.replace(".inner.", "."): value for name, value in found.items()}), stock)
+        assert len(calls) == times
+        assert offload is None or offload.use.most_held == 2 * 2 * 12 * 32 * 4
+    assert all(layer.inner.gradient_checkpointing for layer in layers)

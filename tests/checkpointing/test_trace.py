@@ -14,17 +14,15 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from fastpack_trl.checkpointing.plan import LayerCost, Level, checkpointable_layers, layer_levels
-from fastpack_trl.checkpointing.trace import layer_costs, probe_tokens, storage_of
+from fastpack_trl.checkpointing.trace import layer_costs, probe_batches, storage_of
 from fastpack_trl.model.changes import isolated_run
-from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.recipe.probe import _kind_of
 from fastpack_trl.run.budget import largest_dense
 from fastpack_trl.testing import tiny_model
 
 
 def costs_of(model: Any, *, ours: bool, **more: Any) -> list[LayerCost]:
-    batches = {tokens: PackedBatch.from_lengths([tokens]) for tokens in probe_tokens(model)}
-    return layer_costs(model, checkpointable_layers(model), batches, packs=ours, **more)
+    return layer_costs(model, checkpointable_layers(model), probe_batches(model), packs=ours, **more)
 
 
 def counted(model: Any, documents: int, tokens: int, *, ours: bool) -> int:
@@ -131,7 +129,7 @@ def test_the_largest_4_bit_weight_is_found_as_it_is_once_made_dense() -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")
     model = tiny_model("qwen3_moe").requires_grad_(False)
     assert largest_dense(model) == 0
-    from fastpack_trl.moe.quantised import quantize_experts
+    from fastpack_trl.moe.quantized import quantize_experts
 
     experts = model.model.layers[0].mlp.experts
     shape, width = experts.gate_up_proj.shape, experts.gate_up_proj.element_size()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import sysconfig
-import tomllib
 from functools import partial
 from pathlib import Path
 
@@ -12,11 +10,9 @@ import pytest
 import yaml
 
 from fastpack_trl import quickstart
-from fastpack_trl.cli.init import shipped
+from fastpack_trl.cli.configs import shipped
 from fastpack_trl.cli.main import main
-from fastpack_trl.recipe import paths
 from fastpack_trl.recipe.methods import METHODS
-from fastpack_trl.recipe.paths import configs_folder
 
 
 @pytest.fixture(autouse=True)
@@ -71,27 +67,6 @@ def test_the_quickstart_trains_from_an_empty_folder(
     short = ["--max_steps", "1", "--eval_on_start", "False", "--eval_strategy", "no"]
     assert main(["sft", "--config", "quickstart.yaml", *short]) == 0
     assert (here / "quickstart-output" / "my-adapter" / "adapter_model.safetensors").is_file()
-    assert main(["merge", "--config", "quickstart.yaml"]) == 0
-    capsys.readouterr()
-    ask = ["--prompt", "What is a message?", "--max_new_tokens", "4"]
-    assert main(["generate", "--config", "quickstart.yaml", *ask]) == 0
-    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if line][:2] == ["prompt", "base"]
-    assert main(["generate", "quickstart-output/my-adapter-merged", *ask]) == 0
-    assert "model: " in capsys.readouterr().out
     (here / "quickstart.yaml").unlink()
     assert main(["init", "quickstart"]) == 0
     assert "model and data: those in quickstart-output/" in capsys.readouterr().out
-
-
-def test_a_checkout_reads_the_configs_beside_the_package_and_a_wheel_those_inside_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    repository = Path(__file__).parents[2]
-    assert configs_folder() == repository / "configs"
-    package = tmp_path / "site-packages" / "fastpack_trl"
-    (package / "recipe").mkdir(parents=True)
-    monkeypatch.setattr(paths, "__file__", str(package / "recipe" / "paths.py"))
-    wheel = tomllib.loads((repository / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
-    for source, target in wheel["force-include"].items():
-        shutil.copytree(repository / source, package.parent / target)
-    assert configs_folder() == package / "configs"

@@ -1,4 +1,4 @@
-"""``fastpack-trl dpo``, ``reward``, ``kto``, ``grpo`` and ``rloo``: TRL's scripts on real steps, and the right data."""
+"""``fastpack-trl sft``, ``dpo``, ``reward``, ``kto``, ``grpo`` and ``rloo``: real steps on each form of data."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from sft_material import Material, refused, settings, write_jsonl, write_yaml
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from fastpack_trl.bench.command import measure_side
+from fastpack_trl.bench.watch import SideResult
 from fastpack_trl.cli.main import main
 from fastpack_trl.recipe.arguments import make_parser, parse
 from fastpack_trl.recipe.methods import METHODS, made_for, method_of
@@ -30,6 +30,13 @@ MORE: Mapping[str, Mapping[str, object]] = {
 }  # fmt: skip
 PAIR = {"prompt": "the quick", "chosen": " brown fox", "rejected": " lazy dog"}
 ROWS: Mapping[str, Mapping[str, object]] = {
+    "sft": {"prompt": "the quick brown", "completion": " fox"},
+    "sft, messages": {"messages": QUESTION + ANSWERS[0]},
+    "sft, a completion of messages": {"prompt": QUESTION, "completion": ANSWERS[0]},
+    "sft, conversations": {
+        "conversations": [{"from": turn["role"], "value": turn["content"]} for turn in QUESTION + ANSWERS[0]]
+    },
+    "sft, tokens": {"input_ids": [5, 6, 7, 8, 9]},
     "dpo": PAIR,
     "dpo, messages": {"prompt": QUESTION, "chosen": ANSWERS[0], "rejected": ANSWERS[1]},
     "dpo, implicit prompt": {"chosen": QUESTION + ANSWERS[0], "rejected": QUESTION + ANSWERS[1]},
@@ -173,48 +180,35 @@ def test_the_keys_of_a_yaml_say_what_it_is_for(command: str, keys: Mapping[str, 
     assert method_of(keys, "kto").command == "kto"
 
 
-@pytest.mark.parametrize("command", ["sft", "dpo", "grpo"])
-def test_the_doctor_says_what_would_run(
+@pytest.mark.parametrize("command", ["dpo", "grpo"])
+def test_the_doctor_shows_what_would_run(
     material: Material, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     monkeypatch.chdir(material.folder)
-    path = material_of(material, command, ROWS.get(command, {"text": "a"}), use_peft=True)
+    path = material_of(material, command, ROWS[command], use_peft=True)
     assert main(["doctor", "--config", str(path), "--trainer", command]) == 0
-    said = capsys.readouterr().out
-    assert "packed_attention" in said
-    assert "sync_free" in said or command != "sft"
+    assert "packed_attention" in capsys.readouterr().out
     assert not material.out.exists()
 
 
-@pytest.mark.parametrize("command", ["dpo", "grpo"])
+@pytest.mark.parametrize(("command", "figure"), [("dpo", "loss"), ("grpo", "gradient norm")])
 def test_bench_trains_both_sides_of_a_command_to_the_same_losses(
-    material: Material, monkeypatch: pytest.MonkeyPatch, command: str
+    material: Material, monkeypatch: pytest.MonkeyPatch, command: str, figure: str
 ) -> None:
     monkeypatch.chdir(material.folder)
-    steps = {"warmup": 2, "timed": 1, "gate": 2, "seed": 0}
-    config, flags = str(material_of(material, command, ROWS[command])), ["--trainer", command]
-    row = {"config": config, "flags": flags, "threads": torch.get_num_threads(), "steps": steps}
-    stock, ours = (measure_side(row, name) for name in ("stock", "fastpack"))
-    figure = "grad_norms" if METHODS[command].scores_rewards else "losses"
-    assert stock["compares"] == ours["compares"] == ("gradient norm" if figure == "grad_norms" else "loss")
-    assert all(value > 0 for value in stock[figure])
-    assert ours[figure] == pytest.approx(stock[figure], rel=1e-4)
-    assert stock["report"] is None is not ours["report"]
+    config, steps = material_of(material, command, ROWS[command]), {"warmup": 2, "timed": 1, "gate": 2, "seed": 0}
+    row = {"config": str(config), "flags": ["--trainer", command], "steps": steps}
+    stock, ours = (SideResult(**measure_side(row, name)) for name in ("stock", "fastpack"))
+    assert stock.compares == ours.compares == figure
+    assert all(value > 0 for value in stock.compared)
+    assert ours.compared == pytest.approx(stock.compared, rel=1e-4)
+    assert stock.report is None is not ours.report
 
 
-@pytest.mark.parametrize(
-    ("command", "words", "says"),
-    [
-        ("grpo", "--use_vllm True", "bench times the learner alone, on made-up completions: give --use_vllm False"),
-        ("dop", "", "--trainer 'dop' does not exist; did you mean 'dpo'?"),
-    ],
-)
-def test_bench_says_what_it_cannot_measure(
-    material: Material, capsys: pytest.CaptureFixture[str], command: str, words: str, says: str
-) -> None:
-    path = material_of(material, command, PAIR)
-    assert main(["bench", "--config", str(path), "--trainer", command, *words.split()]) == 2
-    assert says in capsys.readouterr().err.splitlines()[-1]
+def test_bench_measures_no_engine_of_generation(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
+    path = material_of(material, "grpo", PAIR)
+    assert main(["bench", "--config", str(path), "--trainer", "grpo", "--use_vllm", "True"]) == 2
+    assert "bench times only the learner, on random completions: give --use_vllm False" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", METHODS)

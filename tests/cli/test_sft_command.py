@@ -20,7 +20,6 @@ from sft_material import TEXT_ROWS, Material, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import DatasetMixtureConfig, ScriptArguments
 
-from fastpack_trl import FastSFTTrainer
 from fastpack_trl.cli.main import main
 from fastpack_trl.cli.train import _what_next
 from fastpack_trl.errors import UserError
@@ -36,15 +35,8 @@ def run(*argv: object) -> Any:
     return train.train([str(word) for word in argv])
 
 
-@pytest.mark.parametrize("streaming", [False, True], ids=["mapped", "streamed"])
-def test_steps_from_a_yaml_save_a_model_that_loads_without_us_and_flags_win(
-    material: Material, streaming: bool
-) -> None:
-    path = material.yaml(dataset_streaming=streaming)
-    trainer = run("--config", path, "--max_steps", "2", "--learning-rate", "5e-4")
-    assert isinstance(trainer, FastSFTTrainer)
-    assert (trainer.state.global_step, trainer.args.learning_rate) == (2, 5e-4)
-    assert [row["step"] for row in trainer.state.log_history if "loss" in row] == [1, 2]
+def test_steps_on_a_stream_save_a_model_that_loads_without_us(material: Material) -> None:
+    assert run("--config", material.yaml(dataset_streaming=True, max_steps=2)).state.global_step == 2
     model = AutoModelForCausalLM.from_pretrained(material.out)
     assert (model.config.model_type, type(model).__module__.partition(".")[0]) == ("qwen3", "transformers")
     assert AutoTokenizer.from_pretrained(material.out).pad_token == "<pad>"
@@ -79,7 +71,7 @@ def test_a_run_ends_with_its_speed_the_report_and_commands_that_run(
         ("reward", "", "fastpack-trl merge out"),
     ],
 )
-def test_what_comes_next_knows_quantised_bases_and_scores(
+def test_what_comes_next_knows_quantized_bases_and_scores(
     material: Material, monkeypatch: pytest.MonkeyPatch, command: str, flags: str, says: str
 ) -> None:
     monkeypatch.chdir(material.folder)
@@ -141,25 +133,6 @@ def test_a_mixture_of_a_local_file_and_a_builder_trains(material: Material) -> N
     trainer = run("--config", path)
     assert trainer.state.global_step == 3
     assert any("eval_loss" in row for row in trainer.state.log_history)
-
-
-CONVERSATION = [{"role": "user", "content": "the quick brown"}, {"role": "assistant", "content": "fox jumps"}]
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"messages": CONVERSATION},
-        {"prompt": "the quick brown", "completion": " fox"},
-        {"prompt": CONVERSATION[:1], "completion": CONVERSATION[1:]},
-        {"conversations": [{"from": turn["role"], "value": turn["content"]} for turn in CONVERSATION]},
-        {"input_ids": [5, 6, 7, 8, 9]},
-    ],
-    ids=["messages", "prompt-completion", "prompt-completion-messages", "conversations", "input_ids"],
-)
-def test_every_type_of_data_set_passes_the_checks(material: Material, row: dict[str, object]) -> None:
-    data = write_jsonl(material.folder / "rows.jsonl", [row] * 8)
-    assert run("--config", material.yaml(dataset_name=str(data), max_steps=1)).state.global_step == 1
 
 
 @pytest.mark.parametrize(
@@ -253,5 +226,5 @@ def test_leak_of_packed_rows_is_one_line_with_the_fix(material: Material, capsys
     assert main(["sft", "--config", str(config)]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fastpack-trl sft: error: ")]
     assert "packing check with stock: LEAK" in line
-    assert line.endswith("set packed_attention='auto'; verify_packing='off' trains all the same")
+    assert line.endswith("set packed_attention='auto'; verify_packing='off' trains anyway")
     assert not material.out.exists()

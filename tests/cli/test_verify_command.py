@@ -32,8 +32,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 def verify(folder: Path, family: str, *arguments: str) -> int:
-    return cli.main(["verify", "--device", "cpu", "--model", str(folder / family), *arguments])
+    return cli.main(["verify", "--model", str(folder / family), *arguments])
 
 
 def test_stock_gpt_oss_leaks_and_auto_does_not(
@@ -55,54 +60,43 @@ def test_stock_gpt_oss_leaks_and_auto_does_not(
 
     assert verify(folder, "gpt_oss", "--json", str(file)) == 0
     out = capsys.readouterr().out
-    assert "per_document" in out
     assert "window 5, sinks" in out
     assert "LEAK" not in out
     record = json.loads(file.read_text())
     assert (record["proven"], record["leaks"], record["path"]) == (True, [], "per_document")
     assert record["difference"] <= record["budget"]
-    assert record["versions"]["torch"] == torch.__version__
 
 
 @pytest.mark.parametrize(
-    ("family", "words", "code", "shown"),
+    ("family", "words", "shown"),
     [
-        ("gpt_oss", "--attn per_document", 0, ["path       per_document "]),
-        ("gpt_oss", "--attn sdpa", 0, ["path       sdpa "]),
-        ("gpt_oss", "--lengths 3 2 4", 0, ["3 + 2 + 4 tokens", "not exercised: window 5"]),
-        ("gpt_oss", f"--attn off --lengths {'2 ' * 11}", 1, ["LEAK: 55 of 110 pairs"]),
-        ("qwen3", "--adapter {folder}/lora", 0, ["path       per_document "]),
-        ("qwen3", "--dtype bfloat16", 0, ["bfloat16 on cpu"]),
-        ("gpt_oss", "--dtype bfloat16", 0, ["(reported only)"]),
+        ("gpt_oss", "--attn per_document", ["path       per_document "]),
+        ("gpt_oss", "--attn sdpa", ["path       sdpa "]),
+        ("qwen3", "--adapter {folder}/lora", ["path       per_document "]),
+        ("qwen3", "--dtype bfloat16", ["bfloat16 on cpu"]),
+        ("gpt_oss", "--dtype bfloat16", ["(reported only)"]),
     ],
 )
-def test_path_lengths_adapter_and_dtype_are_those_that_are_asked_for(
-    folder: Path, capsys: pytest.CaptureFixture[str], family: str, words: str, code: int, shown: list[str]
+def test_path_adapter_and_dtype_are_those_that_are_asked_for(
+    folder: Path, capsys: pytest.CaptureFixture[str], family: str, words: str, shown: list[str]
 ) -> None:
-    assert verify(folder, family, *words.format(folder=folder).split()) == code
+    assert verify(folder, family, *words.format(folder=folder).split()) == 0
     out = capsys.readouterr().out
     assert all(part in out for part in shown), out
-    assert out.count("  from document ") == 20 * code, "the largest leaks of many documents are listed"
 
 
 @pytest.mark.parametrize(
     ("model", "words", "says"),
     [
         ("falcon", "--attn per_document", "packed_attention='per_document' cannot be used here: falcon"),
-        ("qwen3", "--lengths 9 x", "invalid int value: 'x'"),
-        ("qwen3", "--dtype int8", "--dtype: invalid choice: 'int8'"),
-        ("qwen3", "--adapter ./absent", "--adapter './absent' is not a folder"),
         ("qwen3", "--adapter {folder}/prompt", "prompt learning prepends virtual tokens to each row"),
-        ("qwen3", "--device cuda", "no CUDA device: use --device cpu"),
         ("lora", "", "no config.json: it is a PEFT adapter: name its base model, and give this folder to --adapter"),
         ("headless", "", "is BertModel"),
-        ("qwen3", "--json absent/proof.json", "--json 'absent/proof.json'"),
     ],
 )
 def test_a_wrong_argument_is_one_line_and_2(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str, words: str, says: str
+    folder: Path, capsys: pytest.CaptureFixture[str], model: str, words: str, says: str
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert verify(folder, model, *words.format(folder=folder).split()) == 2
     captured = capsys.readouterr()
     (line,) = [line for line in captured.err.splitlines() if "verify: error" in line]

@@ -24,13 +24,13 @@ from compile_material import (
     row,
     stop,
 )
+from offload_material import offloaded
 from torch import Tensor, nn
 from trainer_material import train
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention.install import packed_attention
-from fastpack_trl.checkpointing.offload import checkpointed_layers, offload_checkpoints
-from fastpack_trl.checkpointing.streams import HostStreams
+from fastpack_trl.checkpointing.offload import checkpointed_layers
 from fastpack_trl.compile.layers import compiled_layers, decoder_layers
 from fastpack_trl.measure.payback import StepsLeft
 from fastpack_trl.moe.feature import apply_moe
@@ -212,7 +212,7 @@ def test_a_recompute_takes_the_graph_of_its_forward() -> None:
         second.backward()
         return [first.detach(), second.detach(), *gradients(model).values()]
 
-    with packed_attention(model), offload_checkpoints(layers, min_bytes=1, streams=HostStreams):
+    with packed_attention(model), offloaded(layers):
         expected = both()
         with compiled_layers(model, verbose=False, _backend=backend) as handle:
             actual = both()
@@ -255,7 +255,7 @@ def test_checkpointed_layers_are_compiled_whoever_wraps_them_first(family: str, 
     backend = Counting(differentiate=order.endswith("offload"))
     before, data = [dict(module.__dict__) for module in model.modules()], [row(seed) for seed in range(3)]
     wrappers: dict[str, Callable[[], Any]] = {
-        "offload": lambda: offload_checkpoints(checkpointed_layers(model), min_bytes=1, streams=HostStreams),
+        "offload": lambda: offloaded(model),
         "compile": lambda: compiled_layers(model, verbose=False, _backend=backend),
         "moe": lambda: apply_moe(model),
     }

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from lora_material import quantised_linear, reference_projection
+from lora_material import quantized_linear, reference_projection
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
@@ -33,7 +33,7 @@ def fresh_compiler() -> Iterator[None]:
 
 def any_base(kind: str) -> BaseWeight:
     linear = nn.Linear(WIDTH, OUT, bias=False)
-    return BaseWeight(linear.weight.detach()) if kind == "dense" else from_4bit(quantised_linear(linear, kind).weight)
+    return BaseWeight(linear.weight.detach()) if kind == "dense" else from_4bit(quantized_linear(linear, kind).weight)
 
 
 def draw(*shapes: tuple[int, ...]) -> list[Tensor]:

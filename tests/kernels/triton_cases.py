@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from lora_material import KINDS, dequantise_4bit_torch, matrix, packed_weight
+from lora_material import KINDS, dequantize_4bit_torch, matrix, packed_weight
 from moe_material import KERNEL_GATES, assert_as_near, autograd_gate, combine_case, gate_case, gate_name
 from trl.kernels import chunked_logprob
 
 from fastpack_trl.kernels.combine import combine
 from fastpack_trl.kernels.combine_triton import combine_triton
-from fastpack_trl.kernels.dequantise_triton import dequantise_4bit_triton
-from fastpack_trl.kernels.fp8 import FP8, LARGEST, LEAST, Quantised, quantise_rows_torch
-from fastpack_trl.kernels.fp8_triton import quantise_rows_triton, transposed_triton
+from fastpack_trl.kernels.dequantize_triton import dequantize_4bit_triton
+from fastpack_trl.kernels.fp8 import FP8, LARGEST, LEAST, Quantized, quantize_rows_torch
+from fastpack_trl.kernels.fp8_triton import quantize_rows_triton, transposed_triton
 from fastpack_trl.kernels.gate import gate_backward, gate_forward
 from fastpack_trl.kernels.gate_form import Gate
 from fastpack_trl.kernels.gate_triton import gate_backward_triton, gate_forward_triton
@@ -45,13 +45,13 @@ def test_4bit_weights(dtype: torch.dtype, kind: str, nested: bool, blocksize: in
     functional = pytest.importorskip("bitsandbytes.functional")
     packed, state = packed_weight(shape, kind, nested=nested, blocksize=blocksize, dtype=dtype, device=DEVICE)
     code = functional.get_4bit_type(kind, device=DEVICE)
-    dense, expected = dequantise_4bit_triton(packed, state, code), dequantise_4bit_torch(packed, state, code)
+    dense, expected = dequantize_4bit_triton(packed, state, code), dequantize_4bit_torch(packed, state, code)
     assert (dense.dtype, dense.shape) == (dtype, shape)
-    if DEVICE == "cuda":  # that of the CPU is compared with the twin in `test_dequantise.py`
+    if DEVICE == "cuda":  # that of the CPU is compared with the twin in `test_dequantize.py`
         assert torch.equal(dense, functional.dequantize_4bit(packed, state))
     elif dtype == torch.bfloat16:  # the interpreter cuts off what bf16 has no bits for
         state.dtype = torch.float32
-        bits = dequantise_4bit_torch(packed, state, code).view(torch.int32) >> 16
+        bits = dequantize_4bit_torch(packed, state, code).view(torch.int32) >> 16
         dense, expected = dense.view(torch.int16).int(), bits
     assert torch.equal(dense, expected)
 
@@ -67,8 +67,8 @@ def test_fp8_rows(dtype: torch.dtype, kind: str, folded: bool, shape: tuple[int,
     factor = torch.rand(shape[1], device=DEVICE) + 0.5 if folded else None
     # The interpreter loses carries and NaN when it rounds to FP8: there, torch rounds what the kernel has made.
     dtype = FP8 if DEVICE == "cuda" else torch.float32
-    actual = Quantised(*quantise_rows_triton(x, factor, dtype=dtype, largest=LARGEST, least=LEAST))
-    expected = quantise_rows_torch(x, factor)
+    actual = Quantized(*quantize_rows_triton(x, factor, dtype=dtype, largest=LARGEST, least=LEAST))
+    expected = quantize_rows_torch(x, factor)
     assert torch.equal(actual.scales, expected.scales)
     torch.testing.assert_close(actual.values.to(FP8).float(), expected.values.float(), rtol=0, atol=0, equal_nan=True)
     values = expected.values

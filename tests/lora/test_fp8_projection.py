@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from lora_material import compiled_projection, functions_for_every_size  # noqa: F401
 from torch import Tensor
 
-from fastpack_trl.kernels.fp8 import quantise_rows_torch
+from fastpack_trl.kernels.fp8 import quantize_rows_torch
 from fastpack_trl.lora.base_weight import Fp8Weight
 from fastpack_trl.lora.projection import lora_projection
 
@@ -25,11 +25,11 @@ class _BaseProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, base: Fp8Weight) -> Tensor:
         ctx.base = base
-        return quantise_rows_torch(x).dense().to(x.dtype) @ base.dense(x.dtype).t()
+        return quantize_rows_torch(x).dense().to(x.dtype) @ base.dense(x.dtype).t()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        rounded = quantise_rows_torch(grad, ctx.base.scales.view(-1)).dense().to(grad.dtype)
+        rounded = quantize_rows_torch(grad, ctx.base.scales.view(-1)).dense().to(grad.dtype)
         return rounded @ ctx.base.weight.to(grad.dtype), None
 
 

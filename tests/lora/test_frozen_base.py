@@ -18,13 +18,13 @@ from lora_material import (
     assert_as_loaded,
     fast_layers,
     fp8_checkpoint,
+    gpt2,
     lora_layers,
     made,
-    quantised,
+    quantized,
     weights,
 )
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from fastpack_trl import apply_lora
 from fastpack_trl.compile import layer_compile as feature
@@ -63,7 +63,7 @@ def test_a_run_learns_as_one_over_the_loaded_base_and_leaves_it(
     assert bool(graphs.graphs) == (layer_compile == "on")
     line = ours.fastpack_report["frozen_base"]
     assert (line.status, line.path) == ("on", "fp8")
-    said = f"{LAYERS} of {LAYERS} LoRA bases multiply in FP8, forward and backward: what is computed changes"
+    said = f"{LAYERS} of {LAYERS} LoRA bases multiply in FP8, forward and backward: results change"
     assert said in line.reason
     assert "frozen_base" not in plain.fastpack_report
     for name in ("loss", "eval_loss"):  # the evaluation is in FP8 too
@@ -143,9 +143,9 @@ def test_what_touches_the_weights_ends_fp8_there_and_is_counted(tmp_path: Path, 
         torch.testing.assert_close(layer.base_layer.weight, weight, rtol=1e-5, atol=1e-6)
 
 
-def test_a_4_bit_base_is_quantised_from_its_dense_values(tmp_path: Path) -> None:
+def test_a_4_bit_base_is_quantized_from_its_dense_values(tmp_path: Path) -> None:
     inside = At(lambda model: [layer.fastpack_dense for layer in fast_layers(model)])
-    trainer = made(tmp_path, quantised("nf4"), [inside])
+    trainer = made(tmp_path, quantized("nf4"), [inside])
     trainer.train()
     assert len(inside.found) == LAYERS
     for layer, base in zip(lora_layers(trainer.model), inside.found, strict=True):
@@ -159,13 +159,8 @@ def mixture() -> Any:
     return adapted("qwen3_moe", target_modules=targets, target_parameters=stacks)
 
 
-def gpt2() -> Any:
-    config = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=64, vocab_size=96, pad_token_id=0)
-    return adapted(GPT2LMHeadModel(config))
-
-
 KINDS: dict[str, tuple[Callable[[], Any], int, str]] = {
-    "gpt2": (gpt2, 8, ""),
+    "gpt2": (lambda: adapted(gpt2()), 8, ""),
     "bias": (lambda: adapted("qwen2"), 14, ""),
     "experts": (mixture, 8, "(LoRA on stacked parameters)"),
     "dropout and embeddings": (
@@ -204,7 +199,7 @@ REFUSED: dict[str, tuple[dict[str, str], Callable[[], Any], str]] = {
     "full": ({}, lambda: tiny_model("qwen3"), "full fine-tuning changes the weights"),
     "lora-off": ({"lora": "off"}, lambda: adapted("qwen3"), "set lora='auto'"),
     "int8": (
-        {}, lambda: quantised("int8"), r"14 \(8-bit base, multiplied by bitsandbytes: load it in 16 or 4 bits\)"
+        {}, lambda: quantized("int8"), r"14 \(8-bit base, multiplied by bitsandbytes: load it in 16 or 4 bits\)"
     ),
     "dora": ({}, lambda: adapted("qwen3", use_dora=True), r"no LoRA layer supports it: 14 \(DoRA\)"),
     "merged": ({}, merged, r"14 \(merged adapters: call model.unmerge_adapter\(\) first\)"),
@@ -212,7 +207,7 @@ REFUSED: dict[str, tuple[dict[str, str], Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_quantised_is_refused_with_the_remedy(tmp_path: Path, name: str) -> None:
+def test_what_cannot_be_quantized_is_refused_with_the_remedy(tmp_path: Path, name: str) -> None:
     fields, model, match = REFUSED[name]
     trainer = made(tmp_path, model(), **fields)
     with pytest.raises(ValueError, match=match) as error:

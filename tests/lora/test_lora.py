@@ -17,6 +17,7 @@ from lora_material import (
     any_ids,
     assert_trains_as_peft,
     functions_for_every_size,  # noqa: F401
+    gpt2,
     joint_error,
     products_in_backward,
     reference_projection,
@@ -25,7 +26,6 @@ from lora_material import (
 )
 from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from fastpack_trl import apply_lora
 from fastpack_trl.lora import projection
@@ -79,13 +79,6 @@ def test_training_equals_peft_over_20_steps_and_is_as_near_to_float64(family: st
         for model in models:
             model.zero_grad()
     assert_trains_as_peft(*models, each_gradient=1e-4)
-
-
-def gpt2() -> Any:
-    """Transposed weights, and biases of the base."""
-    sizes = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lora_material import adapted, any_ids, functions_for_every_size, joint_error, quantised, step  # noqa: F401
+from lora_material import adapted, any_ids, functions_for_every_size, joint_error, quantized, step  # noqa: F401
 from torch import Tensor
 
 from fastpack_trl import apply_lora
@@ -25,7 +25,7 @@ def layer_of(model: Any) -> Any:
 @pytest.fixture(params=["dense", "nf4"])
 def pair(request: Any) -> tuple[Any, Any]:
     """One projection twice: PEFT's, and ours."""
-    stock = adapted("llama") if request.param == "dense" else quantised("nf4")
+    stock = adapted("llama") if request.param == "dense" else quantized("nf4")
     fast = copy.deepcopy(stock)
     apply_lora(fast)
     found = layer_of(stock), layer_of(fast)

@@ -59,7 +59,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     ),
     "forward of lora_B": lambda model: setattr(projection(model).lora_B["default"], "forward", other_forward),
     "forward of the base": lambda model: setattr(projection(model).base_layer, "forward", other_forward),
-    "parametrised adapter": lambda model: weight_norm(projection(model).lora_A["default"]),
+    "parametrized adapter": lambda model: weight_norm(projection(model).lora_A["default"]),
 }
 
 

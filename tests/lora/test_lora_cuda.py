@@ -1,21 +1,39 @@
-"""LoRA without glue on a CUDA device: bf16 accuracy, 4-bit bases, no host wait, fewer launches."""
+"""LoRA on a CUDA device: bf16 accuracy, 4-bit and FP8 bases, compiled layers, no host wait, fewer launches."""
 
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from counted_operators import kernels_of
-from lora_material import adapted, any_ids, assert_host_never_waits, assert_no_further, joint_error
+from lora_material import (
+    adapted,
+    any_ids,
+    assert_host_never_waits,
+    assert_no_further,
+    fast_layers,
+    joint_error,
+    weights,
+)
+from trainer_material import figures, make_dataset, make_tokenizer, settings
 
 from benchmarks.models import quantize
-from fastpack_trl import apply_lora
+from fastpack_trl import FastSFTConfig, FastSFTTrainer, apply_lora
+from fastpack_trl.kernels.fp8 import quantize_rows, scaled_product
 from fastpack_trl.lora import report as lora_report
+from fastpack_trl.lora.base_weight import Fp8Weight
+from fastpack_trl.lora.frozen_base import put_in_fp8
+from fastpack_trl.lora.projection import lora_projection
 from fastpack_trl.testing import gradients, tiny_model
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+IN_FP8 = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
+    reason="needs a CUDA device that multiplies in FP8",
+)
 SHAPE = {"hidden_size": 256, "intermediate_size": 512}
 
 
@@ -70,13 +88,15 @@ def test_nf4_gradients_equal_those_of_peft(keeps: bool, checkpointing: bool, mon
     assert joint_error(gradients(fast), gradients(stock)) < 0.03
 
 
-@pytest.mark.parametrize("kind", ["dense", "nf4"])
+@pytest.mark.parametrize("kind", ["dense", "nf4", pytest.param("fp8", marks=IN_FP8)])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_host_never_waits(kind: str, compiled: bool) -> None:
     if kind == "nf4":
         pytest.importorskip("bitsandbytes")
     model = qlora() if kind == "nf4" else adapted("llama", dtype=torch.bfloat16, **SHAPE).cuda()
     apply_lora(model, compute_dtype=torch.bfloat16)
+    for layer in fast_layers(model) if kind == "fp8" else []:
+        put_in_fp8(layer, torch.bfloat16)
     assert_host_never_waits(model, compiled=compiled)
 
 
@@ -89,3 +109,61 @@ def test_a_step_launches_fewer_kernels_than_with_peft() -> None:
         step(model, any_ids(64).cuda())
         counts[name] = kernels_of(lambda model=model: step(model, any_ids(64).cuda()))
     assert counts["stock"] >= 1.2 * counts["fast"], counts
+
+
+@IN_FP8
+@pytest.mark.parametrize("rows", [1, 7, 512])
+def test_the_product_of_the_device_is_that_of_the_reference(rows: int) -> None:
+    x, weight = (torch.randn(count, 4096, device="cuda").bfloat16() for count in (rows, 256))
+    a, b = quantize_rows(x), quantize_rows(weight)
+    found, true = scaled_product(a, b, torch.bfloat16), a.dense().double() @ b.dense().double().t()
+    # Rounding to bf16 alone: 2**-9 at most; sums in fewer bits than fp32 may add as much again.
+    assert (found.double() - true).norm() / true.norm() < 2**-8
+
+
+@IN_FP8
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("tokens", [1, 37, 4096])
+def test_a_projection_is_that_of_the_cpu(tokens: int, compiled: bool) -> None:
+    torch.manual_seed(0)
+    values = {"x": (tokens, 512), "a": (16, 512), "b": (1024, 16), "weight": (1024, 512), "grad": (tokens, 1024)}
+    given = {name: torch.randn(shape).bfloat16() for name, shape in values.items()}
+    results = []
+    for device in ("cpu", "cuda"):
+        own = {name: tensor.to(device) for name, tensor in given.items()}
+        base = Fp8Weight.of(own["weight"])
+        read = [own[name].clone().requires_grad_() for name in ("x", "a", "b")]
+        torch._dynamo.reset()
+        project = torch.compile(lora_projection) if compiled and device == "cuda" else lora_projection
+        out = project(read[0], base, *read[1:])
+        out.backward(own["grad"])
+        results.append([out.detach().cpu(), *[leaf.grad.cpu() for leaf in read if leaf.grad is not None]])
+    for theirs, ours in zip(*results, strict=True):
+        # Values on the edge of two FP8 numbers may be rounded to either, by a compiler that divides with less care.
+        assert (ours.float() - theirs.float()).norm() <= 0.01 * theirs.float().norm()
+
+
+@IN_FP8
+@pytest.mark.parametrize("fields", [{}, {"layer_compile": "on"}, {"layer_compile": "on", "cuda_graph": "on"}], ids=str)
+def test_a_run_learns_as_one_over_the_loaded_base_and_leaves_it(tmp_path: Path, fields: dict[str, str]) -> None:
+    losses = {}
+    for base in ("as_loaded", "fp8"):
+        model = adapted("qwen3", dtype=torch.bfloat16, **SHAPE)
+        before = weights(model)
+        args = settings(tmp_path / base, packing=True, use_cpu=False, bf16=True, max_steps=12)
+        trainer = FastSFTTrainer(
+            model,
+            args=FastSFTConfig(**args, frozen_base=base, **fields),
+            train_dataset=make_dataset("text"),
+            eval_dataset=make_dataset("text", 8, seed=7),
+            processing_class=make_tokenizer(),
+        )
+        trainer.train()
+        losses[base] = [row["loss"] for row in figures(trainer) if "loss" in row]
+        after = [weight.cpu() for weight in weights(trainer.model)]
+        assert all(torch.equal(one.cpu(), other) for one, other in zip(before, after, strict=True))
+        if base == "fp8":
+            line = trainer.fastpack_report["frozen_base"]
+            assert line.path == "fp8", str(trainer.fastpack_report)
+    assert losses["fp8"] == pytest.approx(losses["as_loaded"], rel=0.01)
+    assert losses["fp8"] != losses["as_loaded"]

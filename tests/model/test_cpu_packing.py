@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lora_material import any_ids, quantised
+from lora_material import any_ids, quantized
 from trainer_material import build, figures
 
 from fastpack_trl import FastSFTTrainer
@@ -29,7 +29,7 @@ def packed(model: Any) -> int:
 def test_evaluation_leaves_weights_that_train_unless_others_packed_them(lora: str, tmp_path: Path) -> None:
     norms = []
     for strategy in ("no", "steps"):
-        trainer: Any = build(FastSFTTrainer, tmp_path, model=quantised(), eval_strategy=strategy, eval_steps=1)
+        trainer: Any = build(FastSFTTrainer, tmp_path, model=quantized(), eval_strategy=strategy, eval_steps=1)
         trainer.args.lora = lora
         if strategy == "steps":
             trainer.evaluate()

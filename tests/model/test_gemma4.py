@@ -113,4 +113,4 @@ def test_stock_is_proven_and_so_is_a_saved_model(kind: str, shared: int, last: s
     assert run.fastpack_report["verify_packing"].path == "proof of stock"
     gemma4(kind, shared, last).save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
-    assert main(["verify", "--model", str(tmp_path / "model"), "--device", "cpu"]) == 0
+    assert main(["verify", "--model", str(tmp_path / "model")]) == 0

@@ -1,4 +1,4 @@
-"""Properties of `PackingCollator`; the oracle is TRL's own collator."""
+"""Properties of `PackingCollator` and `DocumentsCollator`; the oracle is TRL's own collator."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from fastpack_trl.packing.collator import PackingCollator
+from fastpack_trl.packing.documents import DocumentsCollator
 from fastpack_trl.packing.packed_batch import PackedBatch
 
 TRL = functools.partial(DataCollatorForLanguageModeling, padding_free=True)
@@ -42,15 +43,6 @@ def test_packed_batch_is_that_of_from_lengths_and_made_of_the_same_tensors(rows,
         assert inputs[name] is getattr(batch, name)
     assert inputs["cu_seq_lens_q"] is inputs["cu_seq_lens_k"] is batch.cu_seqlens
     assert inputs["max_length_q"] == inputs["max_length_k"] == batch.max_seqlen
-
-
-def test_padding_is_one_tail_segment_where_trl_has_a_document_per_token():
-    options = {"pad_token_id": 3, "pad_to_multiple_of": 8}
-    ours, theirs = PackingCollator(**options)(ROWS[:1]), TRL(**options)(ROWS[:1])
-    for name in ("input_ids", "labels"):
-        assert torch.equal(ours[name], theirs[name])
-    assert ours["cu_seq_lens_q"].tolist() == [0, 3, 5, 8]
-    assert theirs["cu_seq_lens_q"].tolist() == [0, 3, 5, 6, 7, 8]
 
 
 int32 = functools.partial(np.array, dtype=np.int32)
@@ -82,7 +74,7 @@ def test_empty_documents_rows_and_other_columns_change_nothing():
     [
         ({}, [{"input_ids": [1, 2], "labels": [1]}], "row 0 has 1 labels for 2 input_ids: give one label per token"),
         ({}, [ROWS[0], {"input_ids": [1, 2, 3], "seq_lengths": [1, 1]}], "row 1 .* add up to 2 for 3 .*pack .* again"),
-        ({}, [{"input_ids": [1, 2], "seq_lengths": [3, -1]}], "row 0 has seq_lengths with -1: .*0 or more"),
+        ({}, [{"input_ids": [1, 2], "seq_lengths": [3, -1]}], r"row 0 has seq_lengths \(min -1\) .*must be >= 0"),
         ({}, [{"input_ids": [], "seq_lengths": []}, {"input_ids": []}], r"no token in its 2 row\(s\): drop empty rows"),
         ({}, [{"text": "a", "labels": [1]}], "row 0 has no 'input_ids' column, only 'text', 'labels': tokenize"),
         ({}, [{}], "'input_ids' column, only nothing"),
@@ -112,3 +104,21 @@ def test_the_vocabulary_is_checked_only_where_it_is_given_and_ignored_labels_pas
     assert PackingCollator(pad_token_id=0, vocab_size=96)(rows)["labels"].tolist() == [[-100, 95]]
     assert PackingCollator(pad_token_id=0)([{"input_ids": [1, 10**9]}])["input_ids"].tolist() == [[1, 10**9]]
     PackingCollator(pad_token_id=500, vocab_size=96)  # no padding: the id is never used
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches(min_length=0))
+def test_padded_documents_and_counted_tokens_are_those_of_the_packed_row(rows):
+    batch, packed = DocumentsCollator(TRL(pad_token_id=0))(rows), PackingCollator(pad_token_id=0)(rows)
+    mask = batch["attention_mask"].bool()
+    assert mask.sum(1).tolist() == list(packed["packed_batch"].seq_lengths)
+    for name in ("input_ids", "labels"):
+        assert batch[name][mask].tolist() == packed[name][0].tolist()
+    assert (batch["labels"][~mask] == -100).all()
+
+
+@pytest.mark.parametrize("convert", [np.array, torch.tensor])
+def test_columns_of_padded_documents_may_be_arrays_and_tensors(convert):
+    collator, row = DocumentsCollator(TRL(pad_token_id=0)), ROWS[0]
+    batch, expected = (collator([one]) for one in ({name: convert(value) for name, value in row.items()}, row))
+    assert {name: value.tolist() for name, value in batch.items()} == {k: v.tolist() for k, v in expected.items()}

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import accumulate, chain, combinations, pairwise, takewhile
 from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from shared_material import seen_by
+from shared_material import seen_by, tree_row, trees
 from static_material import collate_shared
 
 from fastpack_trl.packing.collator import unshared
-from fastpack_trl.packing.packed_batch import IGNORE_INDEX, merge_batches
-from fastpack_trl.packing.prefixes import packed_batch, share
+from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, merge_batches
+from fastpack_trl.packing.prefixes import share
 
 documents = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=7)
 """Of three kinds of token: many are equal, contained in others, or begin alike."""
@@ -30,7 +31,8 @@ def test_the_row_has_every_document_and_nothing_twice(drawn: list[list[int]], le
         alike = (takewhile(lambda two: two[0] == two[1], zip(*pair, strict=False)) for pair in combinations(drawn, 2))
         assert all(len(list(common)) < least for common in alike)
         return
-    batch, in_row = packed_batch(row), ids[row.source_of]
+    batch = PackedBatch.from_lengths(row.lengths, prefixes=(row.first_positions, row.key_index))
+    in_row = ids[row.source_of]
     assert row.token_of[row.source_of].tolist() == list(range(len(in_row)))
     assert in_row[row.token_of].tolist() == ids.tolist()
     assert batch.shared is None or len(batch.shared.key_index) == batch.shared.cu_seqlens_k[-1]
@@ -97,3 +99,25 @@ def test_short_prefixes_are_not_shared() -> None:
     assert share(ids, [16, 16]) is None
     assert share(ids, [16, 16], least=15) is not None
     assert share(ids, [32]) is None
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(trees(), st.integers(0, 3)), min_size=1, max_size=3))
+@example([(([1, 1], [-1, 0]), 3)])  # padding longer than any document
+def test_merged_rows_have_the_keys_of_one_row(rows: list[tuple[tuple[list[int], list[int]], int]]) -> None:
+    nothing = torch.empty(0, dtype=torch.int64)
+    batches, lengths, parents = [], [], []
+    for (own, up), padding in rows:
+        batches.append(replace(tree_row(own, up, num_padding=padding), loss_positions=nothing, loss_labels=nothing))
+        parents += [parent + len(lengths) * (parent >= 0) for parent in up]
+        lengths += own
+    merged, expected = merge_batches(batches), tree_row(lengths, parents)
+    assert merged.seq_lengths == expected.seq_lengths
+    assert torch.equal(merged.position_ids, expected.position_ids)
+    for position in range(sum(lengths)):
+        assert seen_by(merged, position) == seen_by(expected, position)
+    assert (merged.shared is None) == (expected.shared is None)
+    if merged.shared is not None and expected.shared is not None:
+        assert torch.equal(merged.shared.cu_seqlens_k, expected.shared.cu_seqlens_k)
+        assert merged.shared.prefix_lengths == expected.shared.prefix_lengths
+        assert merged.shared.max_seqlen_k == expected.shared.max_seqlen_k

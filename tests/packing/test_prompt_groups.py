@@ -59,23 +59,6 @@ def test_scored_tokens_are_predicted_from_what_precedes_them_in_their_padded_row
     assert share or groups.copies is None
 
 
-def test_worked_examples() -> None:
-    def group(*rows: tuple[list[int], list[int]], least: int = 1) -> Any:
-        return group_completions(*pad(rows), least=least)
-
-    groups = group(([1, 2], [3, 4]), ([1, 2], [5]))
-    assert (groups.tokens.tolist(), groups.shape) == ([0, 1, 2, 3, 6], (2, 4))
-    assert (groups.positions.tolist(), groups.places.tolist()) == ([1, 2, 1], [1, 2, 4])
-    assert groups.copies.tolist() == [[2, 2, 1, 1, 1]]
-    assert groups.batch.position_ids.tolist() == [[0, 1, 2, 3, 2]]
-    for least, tokens in ((16, 32), (15, 17)):
-        assert group(([1] * 15, [2]), ([1] * 15, [3]), least=least).batch.total_tokens == tokens
-    for other in ([5, 6], [5, 6, 7]):  # equal completions, and one that begins the other
-        groups = group(([1, 2], other), ([1, 2], [5, 6]))
-        assert groups.batch.total_tokens == 2 + len(other)
-        assert groups.positions.tolist() == [*range(1, 1 + len(other)), 1, 2]
-
-
 @pytest.mark.parametrize(
     ("mask", "scored", "reason"),
     [

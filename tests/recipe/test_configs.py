@@ -22,7 +22,7 @@ from transformers import AutoConfig
 from benchmarks.models import MODELS, ModelShape
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.moe.layout import experts_modules
-from fastpack_trl.moe.quantised import has_quantised_experts
+from fastpack_trl.moe.quantized import has_quantized_experts
 from fastpack_trl.recipe.arguments import parse
 from fastpack_trl.recipe.forecast import attention_of, fixed_bytes
 from fastpack_trl.recipe.gpus import GPUS
@@ -180,7 +180,7 @@ def check_trained(trainer: FastSFTTrainer, config: dict[str, Any]) -> None:
     trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
     kinds = {type(module).__name__ for module in trainer.model.modules()}
     assert ("Linear4bit" in kinds) == config.get("load_in_4bit", False)
-    assert has_quantised_experts(trainer.model) == (config.get("moe_quantize_experts") == "on")
+    assert has_quantized_experts(trainer.model) == (config.get("moe_quantize_experts") == "on")
     if not config.get("use_peft"):
         assert set(trained) == {name for name, _ in trainer.model.named_parameters()}
         return
@@ -214,7 +214,7 @@ def check_report(trainer: FastSFTTrainer, config: dict[str, Any]) -> None:
     if experts:
         count = report["moe"].reason.partition(" of ")[0]
         assert report["moe"].reason.startswith(f"{count} of {count} layers; LoRA on the experts of {count}"), report
-    assert ("quantised experts" in report.facts) == (config.get("moe_quantize_experts") == "on")
+    assert ("quantized experts" in report.facts) == (config.get("moe_quantize_experts") == "on")
     assert ("aux_loss" in trainer.state.log_history[0]) == (experts and trainer.router_aux_loss_coef != 0)
     assert report["layer_compile"].reason.startswith("on cpu compiling takes longer")
     if "checkpoint_offload" in config:

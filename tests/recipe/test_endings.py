@@ -48,13 +48,3 @@ def test_signal_leaves_a_checkpoint_that_resumes(material: Material, number: sig
     logged = [row["step"] for row in state["log_history"] if "loss" in row]
     # At SIGTERM transformers may save at the end of a step, before its log.
     assert logged in ([*range(1, steps + 2)], [*range(1, steps), steps + 1])
-
-
-def test_run_of_one_process_logs_without_its_rank(
-    material: Material, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    path = material.yaml(max_steps=1, packing=False, padding_free=True, max_length=None)
-    assert main(["sft", "--config", str(path)]) == 0
-    said = caplog.text + capsys.readouterr().err
-    assert "You are using a per_device_train_batch_size of 1" in said
-    assert "[RANK 0]" not in said

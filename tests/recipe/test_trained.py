@@ -51,15 +51,15 @@ def test_after_qlora_it_is_merged_into_the_base_that_was_trained_on(
     merged = material.folder / "out-merged"
     words = ["--config", path] if named == "--config" else [material.out, "--load_in_4bit"]
     assert main(["merge", *map(str, words)]) == 0
-    assert f"{model} as it was in training: quantized, then made dense" in capsys.readouterr().out
+    assert f"{model} as during training: quantized, then dequantized" in capsys.readouterr().out
     assert "quantization_config" not in json.loads((merged / "config.json").read_text(encoding="utf-8"))
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     dense = AutoModelForCausalLM.from_pretrained(model, quantization_config=quantization).dequantize()
     expected = logits(PeftModel.from_pretrained(dense, material.out))
     torch.testing.assert_close(logits(load(merged)), expected, rtol=1e-2, atol=1e-2)
-    unquantised = logits(PeftModel.from_pretrained(load(model), material.out))
+    unquantized = logits(PeftModel.from_pretrained(load(model), material.out))
     found = logits(load(merged))
-    assert (found - expected).abs().mean() < 0.2 * (found - unquantised).abs().mean()
+    assert (found - expected).abs().mean() < 0.2 * (found - unquantized).abs().mean()
 
 
 def test_a_run_is_merged_and_its_answers_stand_beside_those_of_the_base(
@@ -96,7 +96,7 @@ def test_a_base_that_was_not_trained_on_is_not_merged_into(
     path.write_text(path.read_text(encoding="utf-8").replace(str(own), str(material.model)), encoding="utf-8")
     words = ["merge", "--config", str(path), "--output", str(material.folder / "merged")]
     assert main(words) == 2
-    assert f"is for '{own}', {path} names '{material.model}': say which with --base DIR" in capsys.readouterr().err
+    assert f"is for '{own}', {path} names '{material.model}': choose with --base DIR" in capsys.readouterr().err
     assert main([*words, "--base", str(material.model)]) == 0
     shutil.rmtree(material.folder / "merged")
     shutil.rmtree(own)  # it may have moved to the other
@@ -115,9 +115,9 @@ def test_an_answer_without_text_is_said(material: Material, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("merge", "no model: name the folder that a run has written, or give its YAML with --config FILE"),
-        ("generate {two} --prompt a", "holds an adapter and a model, of two runs: move one away"),
-        ("generate {scores} --prompt a", "is of a reward model, which scores a text and writes none"),
+        ("merge", "no model: give the folder that a run has written, or its YAML with --config FILE"),
+        ("generate {two} --prompt a", "holds an adapter and a full model, of two runs: move one away"),
+        ("generate {scores} --prompt a", "is a reward model, which scores a text and writes none"),
         ("merge ./absent", "the model './absent' is not a folder"),
         ("merge {adapter} --output {model}", "is not empty: name another folder"),
         ("merge {adapter} --base ./absent", "--base './absent' is not a folder"),

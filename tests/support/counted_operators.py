@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from fastpack_trl.bench.watch import device_events
 
 
 class Counted(TorchDispatchMode):
@@ -29,4 +28,8 @@ def kernels_of(call: Callable[[], object]) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
         call()
         torch.cuda.synchronize()
-    return sum(not event.name.startswith(("Memcpy", "Memset")) for event in device_events(seen.events() or ()))
+    return sum(
+        event.device_type == DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset"))
+        for event in seen.events() or ()
+        if not getattr(event, "is_user_annotation", False)
+    )

@@ -20,9 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from benchmarks.models import shape_of
 from benchmarks.tables import between, grid
-from fastpack_trl.attention.backends import choose
-from fastpack_trl.attention.flash_attention_4 import has_device
-from fastpack_trl.attention.per_document import has_grouped_kernel
+from fastpack_trl.attention.backends import BACKENDS, choose
 from fastpack_trl.cli.main import main
 from fastpack_trl.config import _CHOICES, Settings
 from fastpack_trl.model.facts import read_features
@@ -90,9 +88,8 @@ def taken(gpu: Gpu, arguments: Any) -> dict[str, str]:
     run = stand_in(of_gpu(arguments, gpu), model_of(arguments).module, gpu)
     with as_if_on(gpu.capability):
         found = {name: re.split("[,:]", path)[0] for name, path in run.on.items()}  # the reason is below the table
-        repeats = found["packed_attention"] == "per_document" and not has_grouped_kernel(run.features)
-        found["repeated"] = ", heads repeated" * repeats
-        found["flash_attention_4"] = "where installed" if has_device(run.features) else "off"
+        may_run = BACKENDS["flash_attention_4"].considered(run.features)
+        found["flash_attention_4"] = "where installed" if may_run else "off"
     return found
 
 
@@ -106,7 +103,7 @@ def paths_table(folder: Path) -> str:
         dense, experts, four_bits = (taken(gpus[0], arguments) for arguments in made)
         columns.append(f"{', '.join(gpu.name for gpu in gpus)} ({'.'.join(map(str, capability))})")
         rows = {"computes in": precision_of(gpus[0])}
-        rows |= {"`packed_attention`": dense["packed_attention"] + dense["repeated"]}
+        rows |= {"`packed_attention`": dense["packed_attention"]}
         rows |= {"the same, windows and sinks (gpt-oss)": experts["packed_attention"]}
         rows |= {f"`{name}`": dense[name] for name in ("flash_attention_4", "lora")}
         rows |= {"`lora` over 4 bits": four_bits["lora"], "`moe`": experts["moe"]}

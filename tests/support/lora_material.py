@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from trainer_material import build
-from transformers import FineGrainedFP8Config, TrainerCallback
+from transformers import FineGrainedFP8Config, GPT2Config, GPT2LMHeadModel, TrainerCallback
 from transformers.integrations.finegrained_fp8 import FP8Linear, replace_with_fp8_linear
 
 from fastpack_trl import FastSFTTrainer, PackedBatch, packed_attention
@@ -35,6 +35,13 @@ def adapted(model: Any, *, seed: int = 0, dtype: torch.dtype = torch.float32, **
     torch.manual_seed(seed)
     peft = get_peft_model(base, LoraConfig(**fields))
     return away_from_zero(peft, seed=seed + 1).train()
+
+
+def gpt2() -> Any:
+    """A model with transposed weights, and biases of the base."""
+    sizes = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "pad_token_id": 0}
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
 
 
 @pytest.fixture
@@ -163,7 +170,7 @@ def assert_host_never_waits(model: Any, *, compiled: bool) -> None:
 # --- bitsandbytes ---
 
 
-def quantised(
+def quantized(
     kind: str = "nf4", *, nested: bool = False, dtype: torch.dtype = torch.float32, compute: torch.dtype | None = None,
     seed: int = 0, **more: Any,
 ) -> Any:  # fmt: skip
@@ -172,12 +179,12 @@ def quantised(
     for block in (block for layer in model.model.layers for block in (layer.self_attn, layer.mlp)):
         for name, linear in [*block.named_children()]:
             if isinstance(linear, torch.nn.Linear):
-                setattr(block, name, quantised_linear(linear, kind, nested=nested, dtype=compute or dtype))
+                setattr(block, name, quantized_linear(linear, kind, nested=nested, dtype=compute or dtype))
     model.is_loaded_in_4bit, model.is_loaded_in_8bit = kind != "int8", kind == "int8"
     return adapted(model, target_modules="all-linear")
 
 
-def quantised_linear(linear: Any, kind: str, *, nested: bool = False, dtype: torch.dtype = torch.float32) -> Any:
+def quantized_linear(linear: Any, kind: str, *, nested: bool = False, dtype: torch.dtype = torch.float32) -> Any:
     """The layer in the format ``nf4``, ``fp4`` or ``int8``; skips the test without bitsandbytes."""
     bnb = pytest.importorskip("bitsandbytes")
     inner, outer = linear.in_features, linear.out_features
@@ -201,7 +208,7 @@ def packed_weight(
     return packed, state
 
 
-def dequantise_4bit_torch(packed: Tensor, state: Any, code: Tensor) -> Tensor:
+def dequantize_4bit_torch(packed: Tensor, state: Any, code: Tensor) -> Tensor:
     """The kernel of 4-bit weights in plain torch; `code`: (16,) fp32, the value of each half of a byte."""
     scales = state.absmax
     if state.state2 is not None:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastpack_trl.checkpointing import offload as module
 from fastpack_trl.checkpointing.offload import Offload, checkpointed_layers, offload_checkpoints
-from fastpack_trl.checkpointing.streams import HostStreams
+from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.testing import gradients, tiny_model
 
 LAYERS = 4
-HOST: dict[str, Any] = {"streams": HostStreams, "min_bytes": 1}
 
 
 def enable(model: Any, **keywords: Any) -> Any:
@@ -39,9 +39,10 @@ def make(family: str, *, lora: bool = False, layers: int = LAYERS, **checkpointi
 
 
 @contextmanager
-def offloaded(model: nn.Module, mode: str = "double_buffer", **options: Any) -> Iterator[Offload]:
-    options = {"min_bytes": 1, "streams": HostStreams, **options}
-    with offload_checkpoints(checkpointed_layers(model), mode, **options) as offload:  # type: ignore[arg-type]
+def offloaded(layers: Any, mode: Any = "double_buffer", *, min_bytes: int = 1, **options: Any) -> Iterator[Offload]:
+    """Offload inputs of `min_bytes` or more of `layers`, which may be a model."""
+    layers = checkpointed_layers(layers) if isinstance(layers, nn.Module) else layers
+    with patch_attribute(module, "MIN_BYTES", min_bytes), offload_checkpoints(layers, mode, **options) as offload:
         yield offload
 
 

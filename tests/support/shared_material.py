@@ -11,7 +11,6 @@ from datasets import Dataset
 from hypothesis import strategies as st
 
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch
-from fastpack_trl.packing.prefixes import SharedRow, packed_batch
 
 
 @st.composite
@@ -35,9 +34,7 @@ def tree_row(lengths: Sequence[int], parents: Sequence[int] | None, *, num_paddi
     pieces = range(len(lengths))
     paths = [path_of(list(lengths), list(parents), piece) for piece in pieces]
     first = np.array([len(path) - length for path, length in zip(paths, lengths, strict=True)])
-    tokens = np.arange(sum(lengths))
-    row = SharedRow(np.array(lengths), first, np.concatenate(paths), tokens, tokens)
-    return packed_batch(row, num_padding=num_padding)
+    return PackedBatch.from_lengths(lengths, num_padding=num_padding, prefixes=(first, np.concatenate(paths)))
 
 
 def seen_by(batch: PackedBatch, position: int) -> list[int]:

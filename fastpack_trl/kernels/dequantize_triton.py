@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernel of `fastpack_trl.kernels.dequantise`: scales of scales, scales and values in one pass."""
+"""Triton kernel of `fastpack_trl.kernels.dequantize`: scales of scales, scales and values in one pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TILE = 1024
 
 
 @triton.jit
-def _dequantise_kernel(
+def _dequantize_kernel(
     packed, absmax, code, nested_absmax, nested_code, nested_offset, out, num_bytes, num_values,
     bytes_per_block: tl.constexpr, blocks_per_scale: tl.constexpr,
     rows: tl.constexpr, columns: tl.constexpr, whole: tl.constexpr,
@@ -48,8 +48,8 @@ def _dequantise_kernel(
         tl.store(out + place, values, mask=place < num_values)
 
 
-def dequantise_4bit_triton(packed: Tensor, state: Any, code: Tensor) -> Tensor:
-    """Compute `dequantise_4bit` in one kernel.
+def dequantize_4bit_triton(packed: Tensor, state: Any, code: Tensor) -> Tensor:
+    """Compute `dequantize_4bit` in one kernel.
 
     Args:
         packed, state: as there.
@@ -63,7 +63,7 @@ def dequantise_4bit_triton(packed: Tensor, state: Any, code: Tensor) -> Tensor:
     num_values = out.numel()
     num_bytes = (num_values + 1) // 2
     with on_device_of(out):
-        _dequantise_kernel[(triton.cdiv(num_bytes, _TILE),)](
+        _dequantize_kernel[(triton.cdiv(num_bytes, _TILE),)](
             stored, state.absmax, code,
             code if inner is None else inner.absmax,
             code if inner is None else inner.code,

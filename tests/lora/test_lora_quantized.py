@@ -1,4 +1,4 @@
-"""Dense copies of frozen weights are kept if all of them fit an eighth of the free memory, and are bit-equal."""
+"""LoRA over quantized and other frozen bases: what PEFT computes, dense copies kept if they fit, and never saved."""
 
 from __future__ import annotations
 
@@ -9,39 +9,92 @@ from typing import Any
 import pytest
 import torch
 from counted_operators import Counted
-from lora_material import adapted, any_ids, functions_for_every_size, joint_error, quantised, step  # noqa: F401
+from lora_material import (
+    adapted,
+    any_ids,
+    assert_trains_as_peft,
+    fast_layers,
+    functions_for_every_size,  # noqa: F401
+    joint_error,
+    quantized,
+    saved_bytes,
+    step,
+)
 from trainer_material import train
 
 from fastpack_trl import FastSFTTrainer, apply_lora
-from fastpack_trl.lora import report
-from fastpack_trl.lora.linear import FastLora
+from fastpack_trl.lora import report as lora_report
 from fastpack_trl.testing import gradients
+
+pytestmark = pytest.mark.usefixtures("functions_for_every_size")
 
 # 14 projections of a llama with two layers, widths 64 and 128, two of four heads for keys and values.
 COPIES = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) * 4
 
 
+@pytest.mark.parametrize(
+    ("kind", "nested"), [("nf4", False), ("nf4", True), ("fp4", False), ("fp4", True), ("int8", False)]
+)
+def test_training_equals_peft_over_20_steps(kind: str, nested: bool) -> None:
+    stock = quantized(kind, nested=nested)
+    models = [stock, copy.deepcopy(stock)]
+    report = apply_lora(models[1])
+    assert len(report.fast) == 14
+    assert_trains_as_peft(*models)
+
+
+def test_a_base_with_another_16_bit_compute_dtype_than_the_run_is_pefts() -> None:
+    """TRL's QLoRA notebook sets ``bnb_4bit_compute_dtype=torch.float16`` and trains in bf16."""
+    stock = quantized("nf4", compute=torch.float16)
+    for compute_dtype, named in ((torch.bfloat16, "handed_over"), (None, "call_by_call")):
+        fast = copy.deepcopy(stock)
+        report = apply_lora(fast, compute_dtype=compute_dtype)
+        assert torch.equal(*(step(model, any_ids(), autocast=True) for model in (stock, fast)))
+        said = "bnb_4bit_compute_dtype=torch.float16 in a run in torch.bfloat16" if compute_dtype else "base Linear4bit"
+        assert all(said in reason for reason in getattr(report, named))
+        assert sum(map(len, report.handed_over.values())) + sum(report.call_by_call.values()) == 14
+
+
+def test_a_4_bit_weight_is_dequantized_once_per_use_and_never_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, kept = {}, {}
+    for name in ("stock", "fast", "cached"):
+        model = quantized("nf4", dtype=torch.bfloat16)
+        if name != "stock":
+            monkeypatch.setattr(
+                lora_report, "copy_budget", lambda device, name=name: 2**40 if name == "cached" else None
+            )
+            apply_lora(model)
+        kept[name] = saved_bytes(model, any_ids(48))
+        with Counted(lambda name, _args: name == "dequantize_4bit") as counted:
+            step(model, any_ids(48), autocast=True)
+        counts[name] = counted.count
+    # 14 uses forward; backward leaves out the three that read the embedded tokens, which need no gradient.
+    assert counts["fast"] == 14 + 11
+    assert counts["cached"] == 0
+    assert kept["fast"] == kept["cached"] < kept["stock"]
+
+
 def kept(model: Any) -> set[bool]:
-    return {module.fastpack_dense is not None for module in model.modules() if isinstance(module, FastLora)}
+    return {layer.fastpack_dense is not None for layer in fast_layers(model)}
 
 
 def test_copies_take_an_eighth_of_the_free_memory_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "allocatable", lambda device: 8000)
-    assert report.copy_budget(torch.device("cuda")) == 1000
-    assert report.copy_budget(torch.device("cpu")) is None
+    monkeypatch.setattr(lora_report, "allocatable", lambda device: 8000)
+    assert lora_report.copy_budget(torch.device("cuda")) == 1000
+    assert lora_report.copy_budget(torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize(
     ("budget", "there", "said"),
     [(COPIES, True, "0.28 MiB of frozen weights kept in the compute dtype"),
-     (COPIES - 1, False, "frozen weights are made per use: copies take 0.28 MiB, an eighth of the free memory is"),
+     (COPIES - 1, False, "frozen weights are converted per use: copies need 0.28 MiB, an eighth of the free memory is"),
      (None, False, "")],
 )  # fmt: skip
 def test_all_copies_or_none_are_kept_and_named_in_the_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int | None, there: bool, said: str
 ) -> None:
-    monkeypatch.setattr(report, "copy_budget", lambda device: budget)
-    model = quantised("nf4", nested=True)
+    monkeypatch.setattr(lora_report, "copy_budget", lambda device: budget)
+    model = quantized("nf4", nested=True)
     applied = apply_lora(model)
     assert kept(model) == {there}
     assert said in str(applied)
@@ -81,12 +134,11 @@ def test_frozen_fp32_weights_are_cast_once_for_the_run() -> None:
     assert not [name for module in model.modules() for name in vars(module) if name.startswith("fastpack")]
 
 
-@pytest.mark.usefixtures("functions_for_every_size")
 def test_kept_4_bit_weights_give_the_same_bits_until_they_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = quantised("nf4", nested=True, dtype=torch.bfloat16)
+    model = quantized("nf4", nested=True, dtype=torch.bfloat16)
     twin = copy.deepcopy(model)
     apply_lora(twin)
-    monkeypatch.setattr(report, "copy_budget", lambda device: COPIES)
+    monkeypatch.setattr(lora_report, "copy_budget", lambda device: COPIES)
     apply_lora(model)
     assert kept(model) == {True}
     for _ in range(2):

@@ -42,7 +42,7 @@ def expert_dtypes(model: nn.Module) -> set[torch.dtype]:
 
 
 @dataclass(frozen=True, slots=True)
-class QuantisedExperts:
+class QuantizedExperts:
     """Result of `quantize_experts`: ``96 stacks, 56.62 -> 15.04 GiB (nf4)``."""
 
     stacks: int
@@ -53,12 +53,12 @@ class QuantisedExperts:
         return f"{self.stacks} stacks, {self.bytes_before / 2**30:.2f} -> {self.bytes_after / 2**30:.2f} GiB (nf4)"
 
 
-def has_quantised_experts(model: nn.Module) -> bool:
+def has_quantized_experts(model: nn.Module) -> bool:
     """Return whether a stack of this model is packed."""
     return any(read_stack(module, STACKS[0])[1] is not None for module in experts_modules(model).values())
 
 
-def quantize_experts(model: nn.Module, device: torch.device | None = None) -> QuantisedExperts:
+def quantize_experts(model: nn.Module, device: torch.device | None = None) -> QuantizedExperts:
     """Quantize the expert stacks of `model` to NF4 with double quantization, in place, one stack at a time.
 
     bitsandbytes quantizes linear layers only; transformers 5 leaves the experts of a 4-bit model dense (bitsandbytes
@@ -99,4 +99,4 @@ def quantize_experts(model: nn.Module, device: torch.device | None = None) -> Qu
             scales = [state.absmax, *([state.state2.absmax, state.offset] if state.nested else [])]
             after += stored.nbytes + sum(int(tensor.nbytes) for tensor in scales)
             count += 1
-    return QuantisedExperts(count, before, after)
+    return QuantizedExperts(count, before, after)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from counted_operators import kernels_of
-from lora_material import dequantise_4bit_torch, packed_weight
+from lora_material import dequantize_4bit_torch, packed_weight
 from old_device import forced_capability
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastpack_trl.kernels.dequantise import _has_kernel, dequantise_4bit
+from fastpack_trl.kernels.dequantize import _has_kernel, dequantize_4bit
 
 functional = pytest.importorskip("bitsandbytes.functional")
 NESTED = pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
@@ -33,7 +33,7 @@ def uncompiled() -> Iterator[None]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_twin_equals_bitsandbytes(dtype: torch.dtype, kind: str, nested: bool, blocksize: int, shape: Any) -> None:
     packed, state = packed_weight(shape, kind, nested=nested, blocksize=blocksize, dtype=dtype)
-    twin = dequantise_4bit_torch(packed, state, functional.get_4bit_type(kind, device="cpu"))
+    twin = dequantize_4bit_torch(packed, state, functional.get_4bit_type(kind, device="cpu"))
     assert torch.equal(twin, functional.dequantize_4bit(packed, state).view(shape))
 
 
@@ -61,11 +61,11 @@ def test_only_formats_that_the_kernel_reads_reach_it() -> None:
 @NESTED
 def test_one_kernel_is_launched_also_in_a_cuda_graph(nested: bool) -> None:
     packed, state = packed_weight((512, 1024), "nf4", nested=nested, device="cuda")
-    assert torch.equal(dequantise_4bit(packed, state), functional.dequantize_4bit(packed, state))
-    assert kernels_of(lambda: dequantise_4bit(packed, state)) == 1
+    assert torch.equal(dequantize_4bit(packed, state), functional.dequantize_4bit(packed, state))
+    assert kernels_of(lambda: dequantize_4bit(packed, state)) == 1
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        dense = dequantise_4bit(packed, state)
+        dense = dequantize_4bit(packed, state)
     packed.bitwise_xor_(torch.full_like(packed, 0x11))
     graph.replay()
     assert torch.equal(dense, functional.dequantize_4bit(packed, state))

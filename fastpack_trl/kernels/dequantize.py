@@ -47,7 +47,7 @@ class Scales(NamedTuple):
         )
 
 
-def dequantise_4bit(packed: Tensor, state: Any) -> Tensor:
+def dequantize_4bit(packed: Tensor, state: Any) -> Tensor:
     """Return the dense weight. One kernel on CUDA; bitsandbytes on other devices and in a compiled graph.
 
     Args:
@@ -59,12 +59,13 @@ def dequantise_4bit(packed: Tensor, state: Any) -> Tensor:
     """
     # A compiler knows the results of bitsandbytes' operators.
     if not torch.compiler.is_compiling() and _has_kernel(packed, state):
-        from fastpack_trl.kernels.dequantise_triton import dequantise_4bit_triton
+        from fastpack_trl.kernels.dequantize_triton import dequantize_4bit_triton
 
-        return dequantise_4bit_triton(packed, state, _code(state.quant_type, packed.device))
-    from bitsandbytes.functional import dequantize_4bit
+        return dequantize_4bit_triton(packed, state, _code(state.quant_type, packed.device))
+    from bitsandbytes import functional
 
-    return dequantize_4bit(packed, state)
+    dense: Tensor = functional.dequantize_4bit(packed, state)
+    return dense
 
 
 def _has_kernel(packed: Tensor, state: Any) -> bool:

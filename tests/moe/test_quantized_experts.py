@@ -1,4 +1,4 @@
-"""Expert stacks in four bits under expert LoRA: the figures of the dequantised model, nothing dense kept."""
+"""Expert stacks in four bits under expert LoRA: the figures of the dequantized model, nothing dense kept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trl import SFTTrainer
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.moe.feature import apply_moe
 from fastpack_trl.moe.layout import experts_modules
-from fastpack_trl.moe.quantised import has_quantised_experts, quantize_experts, read_stack
+from fastpack_trl.moe.quantized import has_quantized_experts, quantize_experts, read_stack
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 
@@ -36,7 +36,7 @@ def _pair(family: str, **options: Any) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("how", ["plain", "checkpointed", "compiled"])
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
-def test_training_step_equals_the_dequantised_model(family: str, how: str) -> None:
+def test_training_step_equals_the_dequantized_model(family: str, how: str) -> None:
     packed, dense = _pair(family)
     expected = step(dense)
     with apply_moe(packed) as report, _compiled_experts(packed) if how == "compiled" else nullcontext():
@@ -91,14 +91,14 @@ def test_no_dense_stack_is_kept_for_backward(compiled: bool) -> None:
     assert not {tuple(shape) for shape in stacks} & set(saved)
 
 
-def test_trainer_quantises_reports_and_saves_adapters_that_stock_loads(tmp_path: Path) -> None:
+def test_trainer_quantizes_reports_and_saves_adapters_that_stock_loads(tmp_path: Path) -> None:
     trainer = _trainer(
         tmp_path, max_steps=2, save_strategy="steps", save_steps=2, gradient_checkpointing=True, eval_strategy="steps"
     )
     trainer.train()
     assert trainer.evaluate()["eval_loss"] > 0  # by itself: PEFT's own forward would fail
-    assert has_quantised_experts(trainer.model)
-    assert trainer.fastpack_report.facts["quantised experts"].startswith("4 stacks")
+    assert has_quantized_experts(trainer.model)
+    assert trainer.fastpack_report.facts["quantized experts"].startswith("4 stacks")
     before, after = (trainer.state.log_history[i]["loss"] for i in (0, 1) if "loss" in trainer.state.log_history[i])
     assert before != after
     stored = load_file(tmp_path / "checkpoint-2" / "adapter_model.safetensors")
@@ -113,13 +113,13 @@ def test_stacks_are_packed_before_stock_moves_the_model(tmp_path: Path, monkeypa
     stock, packed_when_moved = SFTTrainer._move_model_to_device, []
 
     def watched(self: Any, model: Any, device: torch.device) -> None:
-        packed_when_moved.append(has_quantised_experts(model))
+        packed_when_moved.append(has_quantized_experts(model))
         stock(self, model, device)
 
     monkeypatch.setattr(SFTTrainer, "_move_model_to_device", watched)
     trainer = _trainer(tmp_path)
     assert packed_when_moved == [True]
-    assert trainer.fastpack_report.facts["quantised experts"].startswith("4 stacks")
+    assert trainer.fastpack_report.facts["quantized experts"].startswith("4 stacks")
 
 
 def test_where_stocks_experts_would_run_four_bits_are_refused_before_the_first_step(tmp_path: Path) -> None:
