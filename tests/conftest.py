@@ -92,7 +92,7 @@ class _Collections:
             self.slowest = 0.0
 
 
-_COLLECTIONS = pytest.StashKey[_Collections]()
+_COLLECTIONS = _Collections()
 
 
 def _leave_out(patch: pytest.MonkeyPatch) -> None:
@@ -119,9 +119,9 @@ def _leave_out(patch: pytest.MonkeyPatch) -> None:
 
 
 _FIRST = (
-    "test_trl_cases", "test_inductor", "test_unfrozen", "test_ranks", "test_ddp", "test_notebooks", "test_two_ranks",
+    "test_trl_cases", "test_fsdp2", "test_unfrozen", "test_ranks", "test_ddp", "test_notebooks", "test_two_ranks",
     "test_compile_parity", "test_compile", "test_users_hooks", "test_capture_changes", "test_sft_command", "test_run",
-    "test_nested", "test_capture", "test_step_metrics", "test_capture_limits", "test_trl_examples", "test_forecast",
+    "test_nested", "test_capture", "test_inductor", "test_capture_limits", "test_trl_examples", "test_forecast",
     "test_activation_memory", "test_without_bf16", "test_moved_names", "test_package", "test_pages", "test_pays",
     "test_unreadable_models", "test_packed_inputs", "test_lora_quantized", "test_gemma4", "test_quantized_experts",
     "test_moe_compile", "test_random_runs", "test_quickstart", "test_docs",
@@ -142,16 +142,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     patch = pytest.MonkeyPatch()
     session.config.add_cleanup(patch.undo)
     _leave_out(patch)
-    collections = session.config.stash[_COLLECTIONS] = _Collections()
-    collections.freeze()
-    gc.callbacks.append(collections)
-    session.config.add_cleanup(lambda: gc.callbacks.remove(collections))
+    _COLLECTIONS.freeze()
+    gc.callbacks.append(_COLLECTIONS)
+    session.config.add_cleanup(lambda: gc.callbacks.remove(_COLLECTIONS))
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item) -> None:
+def pytest_runtest_teardown() -> None:
     """What a test was the first to need, once its own objects are gone."""
-    item.config.stash[_COLLECTIONS].freeze()
+    _COLLECTIONS.freeze()
 
 
 def pytest_unconfigure() -> None:

@@ -13,15 +13,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import datasets
 import forks
 import pytest
 import torch
 import yaml
 from datasets import Dataset
-from pages import PAGES, ROOT, Block, all_blocks, blocks, commands, inline_commands, sides
+from pages import PAGES, ROOT, Block, all_blocks, blocks, commands, sides
 from peft import LoraConfig
-from sft_material import save_model, write_jsonl, write_yaml
+from sft_material import Material, write_yaml
 from trainer_material import make_dataset, make_tokenizer
 from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
@@ -73,26 +72,20 @@ def ours(line: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A place with what the pages name: models and data."""
-    place = tmp_path_factory.mktemp("pages")
-    save_model(place / "model")
-    tiny_model("qwen3_moe").save_pretrained(place / "experts")
-    make_tokenizer().save_pretrained(place / "experts")
-    write_jsonl(place / "data.jsonl")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("experts")
+    tiny_model("qwen3_moe").save_pretrained(place)
+    make_tokenizer().save_pretrained(place)
     return place
 
 
 @pytest.fixture
-def here(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of one test, with all of `folder`."""
-    for path in folder.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    for name in ("WORLD_SIZE", "LOCAL_RANK", "RANK", "ACCELERATE_DYNAMO_USE_FULLGRAPH"):
-        monkeypatch.delenv(name, raising=False)
-    return tmp_path
+def here(material: Material, experts: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of one test, with the models and the data that the pages name."""
+    for name, path in {"model": material.model, "data.jsonl": material.data, "experts": experts}.items():
+        (material.folder / name).symlink_to(path)
+    monkeypatch.chdir(material.folder)
+    return material.folder
 
 
 def _preferences() -> Any:
@@ -189,7 +182,7 @@ def test_every_command_is_parsed_or_listed() -> None:
             assert re.search(rf"^{target[1]}:", makefile, re.MULTILINE), line
 
 
-WORDS = dict.fromkeys([*(ours(line) for line in commands()), *inline_commands()])
+WORDS = dict.fromkeys(map(ours, commands()))
 
 
 @pytest.mark.parametrize("line", [line for line in WORDS if re.fullmatch(OURS, line)])

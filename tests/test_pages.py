@@ -12,23 +12,14 @@ from types import ModuleType
 import hardware_doc
 import pytest
 import torch
-from pages import PAGES, ROOT
+from pages import PAGES, ROOT, text_of
 from trainer_material import assert_same_log, both, callback
 
 from fastpack_trl.config import Settings
 from fastpack_trl.features import FEATURES, Feature
-from fastpack_trl.recipe.gpus import GPUS
 from fastpack_trl.trainers import featured as wiring
 
 PACKAGE = ROOT / "fastpack_trl"
-
-
-def test_the_files_to_read_exist() -> None:
-    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| [^|`]+ \| ((?:`\w+/\w+\.py`(?:, )?)+) \|$", page, re.MULTILINE)
-    files = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
-    assert len(files) > 10
-    assert not [name for name in files if not (PACKAGE / name).is_file()]
 
 
 TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
@@ -81,13 +72,6 @@ def test_tables_are_what_the_rules_of_the_features_say(table: str, monkeypatch: 
     assert is_true, f"run: python {hardware_doc.__file__} {table}"
 
 
-def test_every_gpu_that_doctor_knows_has_a_column() -> None:
-    assert sum(map(len, hardware_doc.kinds().values())) == len(GPUS)
-    head = re.search(r".*\| feature \|.*", (hardware_doc.DOCS / "hardware.md").read_text(encoding="utf-8"))
-    assert head
-    assert all(name in head[0] for name in GPUS)
-
-
 def test_the_feature_of_the_guide_trains_as_stock_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,23 +100,9 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-FILE = re.compile(r"`((?:fastpack_trl|tests|benchmarks|docs|configs|notebooks)/[\w/.-]+\.(?:py|md|yaml|ipynb|jsonl))`")
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_anchor_and_file_of_a_page_exists(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    for target, anchor in LINK.findall(text):
-        file = (page.parent / target).resolve() if target else page
-        assert file.exists(), target
-        assert not anchor or anchor in anchors(file), f"{target}#{anchor}"
-    assert not [name for name in FILE.findall(text) if not (ROOT / name).exists()]
-
-
-ABOUT_CODE = [
-    page for page in PAGES if page.parent.name == "contributing" or page.stem in ("architecture", "cuda-graphs")
-]
-ABOUT_CODE += [ROOT / "CONTRIBUTING.md", *(ROOT / f"docs/{name}.md" for name in ("cli", "components", "configuration"))]
+def is_about_code(page: Path) -> bool:
+    stems = ("architecture", "cuda-graphs", "CONTRIBUTING", "cli", "components", "configuration")
+    return page.parent.name == "contributing" or page.stem in stems
 
 
 @cache
@@ -143,21 +113,26 @@ def code() -> tuple[set[str], set[str]]:
     return {f"/{path.relative_to(ROOT)}" for path in files}, words
 
 
-@pytest.mark.parametrize("page", ABOUT_CODE, ids=lambda page: page.name)
-def test_every_file_and_name_of_a_page_about_the_code_exists(page: Path) -> None:
-    files, words = code()
-    named = re.findall(r"`([^`\n]+)`", re.sub(r"^( *)```.*?^\1```$", "", page.read_text("utf-8"), flags=re.M | re.S))
-    missing = [
-        name for name in named if re.fullmatch(r"[\w/]+\.py", name) and not any(f.endswith(f"/{name}") for f in files)
-    ]
-    names = [re.fullmatch(r"(?:\w+\.)*([A-Za-z_]\w*?[A-Za-z0-9])(\(.*\))?", name) for name in named]
-    assert not missing + [found[0] for found in names if found and found[1] not in words]
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_anchor_file_and_name_of_a_page_exists(page: Path) -> None:
+    for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+        file = (page.parent / target).resolve() if target else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), f"{target}#{anchor}"
+    named, (files, words) = re.findall(r"`([^`\n]+)`", text_of(page)), code()
+    folders = "fastpack_trl|tests|benchmarks|docs|configs|notebooks"
+    paths = [name for name in named if re.fullmatch(rf"(?:{folders})/[\w/.-]+\.(?:py|md|yaml|ipynb|jsonl)", name)]
+    assert not [name for name in paths if not (ROOT / name).exists()]
+    if is_about_code(page):
+        modules = [name for name in named if re.fullmatch(r"[\w/]+\.py", name)]
+        assert not [name for name in modules if not any(file.endswith(f"/{name}") for file in files)]
+        names = [re.fullmatch(r"(?:\w+\.)*([A-Za-z_]\w*?[A-Za-z0-9])(\(.*\))?", name) for name in named]
+        assert not [found[0] for found in names if found and found[1] not in words]
 
 
 def prose(page: Path) -> list[str]:
     """Return the sentences of a page, without code, quotations, tables, headings and pictures."""
-    text = re.sub(r"^( *)```.*?^\1```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    text = re.sub(r"^ *(\||#|!\[|<).*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^ *(\||#|!\[|<).*$", "", text_of(page), flags=re.MULTILINE)
     text = re.sub(r"`[^`]+`|\"[^\"]+\"", "X", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text))
     text = re.sub(r"^ *(- |\d+\. )", "\n", text, flags=re.MULTILINE)
     parts = (" ".join(part.split()) for part in re.split(r"\n\s*\n", text))

@@ -53,40 +53,38 @@ class Example:
             model, adapter = get_peft_model(model, adapter), None
         data = load_dataset("json", data_files=str(material / f"data/{self.data}.jsonl"), split="train")
         parts = data.train_test_split(self.held_out, seed=0) if self.held_out else {"train": data, "test": None}
-        fixed = {"output_dir": str(folder / "out"), "max_steps": 3, "logging_steps": 1, "use_cpu": True}
-        args = SFTConfig(**fixed | ({} if self.is_quantised else {"bf16": False}) | self.config)
+        args = SFTConfig(
+            output_dir=str(folder / "out"), max_steps=3, logging_steps=1, use_cpu=True,
+            **({} if self.is_quantised else {"bf16": False}) | self.config,
+        )  # fmt: skip
         trainer = cls(model, args, train_dataset=parts["train"], eval_dataset=parts["test"], peft_config=adapter)
         trainer.train()
         trainer.save_model(str(folder / "out"))
         return trainer
 
 
-NF4 = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float16, "bnb_4bit_use_double_quant": True}
-NF4 |= {"bnb_4bit_quant_type": "nf4"}
-FP32: Options = {"model_init_kwargs": {"dtype": "float32"}}
-PACKED: Options = {"packing": True, "per_device_train_batch_size": 2}
-SCRIPT: Options = FP32 | PACKED | {"max_length": 32, "gradient_accumulation_steps": 8, "eos_token": "<eos>"}
-SCRIPT |= {"eval_strategy": "steps", "eval_steps": 2}
-COSINE: Options = {
-    "warmup_steps": 0.03, "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}
-}  # fmt: skip
-EAGER: Options = {"attn_implementation": "eager", "dtype": "float32", "use_cache": False}
-NON_REENTRANT: Options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
-EIGHT_BITS: Options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "learning_rate": 2e-4}
-EIGHT_BITS |= {"optim": "paged_adamw_8bit"}
+def rows(count: int, accumulation: int = 1) -> Options:
+    return {"per_device_train_batch_size": count, "gradient_accumulation_steps": accumulation}
+
+
+PACKED: Options = {"packing": True} | rows(2)
+SCRIPT: Options = PACKED | rows(2, 8) | {"max_length": 32, "eos_token": "<eos>", "eval_strategy": "steps"}
+SCRIPT |= {"eval_steps": 2, "model_init_kwargs": {"dtype": "float32"}}
+COSINE: Options = {"warmup_steps": 0.03, "lr_scheduler_type": "cosine_with_min_lr"}
+COSINE |= {"lr_scheduler_kwargs": {"min_lr_rate": 0.1}}
+CHECKPOINTS: Options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+EIGHT_BITS = rows(1, 4) | {"learning_rate": 2e-4, "optim": "paged_adamw_8bit"}
 NOTEBOOK = EIGHT_BITS | {"warmup_steps": 5, "max_length": 1024, "gradient_checkpointing": True}
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 R32: Options = {"r": 32, "lora_alpha": 32, "target_modules": LINEAR}
+EAGER: Options = {"attn_implementation": "eager", "dtype": "float32"}
+SDPA: Options = {"attn_implementation": "sdpa", "dtype": torch.float32}
+NF4 = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float16, "bnb_4bit_use_double_quant": True}
+NF4 |= {"bnb_4bit_quant_type": "nf4"}
+COOKBOOK = COSINE | rows(4, 4) | {"learning_rate": 2e-4, "gradient_checkpointing": True, "max_length": 2048}
+TEXT = {"model_init_kwargs": {"dtype": "float32"}, "report_to": "none", "learning_rate": 1e-4}
 STACKS = [f"1.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
-
-ACCUMULATED: Options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
-SDPA: Options = {"attn_implementation": "sdpa"}
-COOKBOOK = COSINE | ACCUMULATED | {"learning_rate": 2e-4, "gradient_checkpointing": True, "max_length": 2048}
-GEMMA = NON_REENTRANT | {"max_length": 8192, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
-NEMOTRON = EIGHT_BITS | {"max_length": 128, "model_init_kwargs": {"attn_implementation": "eager", "dtype": "float32"}}
-TEXT = FP32 | {"report_to": "none", "learning_rate": 1e-4, "lr_scheduler_type": "cosine"}
 EXPERTS = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "target_parameters": STACKS}
-R8 = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.05, "target_modules": LINEAR}
 DEFAULT = {"r": 32, "lora_alpha": 16, "lora_dropout": 0.05}
 SCRIPTS, NOTEBOOKS = "`examples/scripts", "`examples/notebooks"
 
@@ -95,19 +93,24 @@ LEAKS = f"{SCRIPTS}/sft_gpt_oss.py`"
 EXAMPLES = {
     "`trl/scripts/sft.py`, full": Example("qwen2", SCRIPT | {"learning_rate": 2e-5}, held_out=0.2),
     "`trl/scripts/sft.py`, LoRA": Example("qwen2", SCRIPT | {"learning_rate": 2e-4}, lora=DEFAULT, held_out=0.2),
-    "`examples/cli_configs/example_config.yaml`": Example("qwen2", TEXT, data="text"),
-    LEAKS: Example("gpt_oss", PACKED | COSINE | {"max_length": 160, "seed": 42}, EAGER),
-    "OpenAI's cookbook for gpt-oss with TRL": Example("gpt_oss", COOKBOOK, EAGER, EXPERTS),
-    f"{SCRIPTS}/sft_gemma3.py`": Example("gemma3", GEMMA, {"attn_implementation": "eager"}),
-    f"{SCRIPTS}/sft_nemotron_3.py` and its notebook": Example("nemotron_h", NEMOTRON, None, R8),
-    f"{SCRIPTS}/sft_tiny_aya_tool_calling.py`": Example(
-        "cohere2", NOTEBOOK | NON_REENTRANT, SDPA | {"dtype": torch.float16}, R32, held_out=0.5, is_quantised=True
+    "`examples/cli_configs/example_config.yaml`": Example("qwen2", TEXT | {"lr_scheduler_type": "cosine"}, data="text"),
+    LEAKS: Example("gpt_oss", PACKED | COSINE | {"max_length": 160, "seed": 42}, EAGER | {"use_cache": False}),
+    "OpenAI's cookbook for gpt-oss with TRL": Example("gpt_oss", COOKBOOK, EAGER | {"use_cache": False}, EXPERTS),
+    f"{SCRIPTS}/sft_gemma3.py`": Example(
+        "gemma3", CHECKPOINTS | rows(1, 8) | {"max_length": 8192}, {"attn_implementation": "eager"}
     ),
-    f"{NOTEBOOKS}/sft_trl_lora_qlora.ipynb`, LoRA": Example("qwen3", NOTEBOOK, SDPA | {"dtype": torch.float32}, R32),
+    f"{SCRIPTS}/sft_nemotron_3.py` and its notebook": Example(
+        "nemotron_h", EIGHT_BITS | {"max_length": 128, "model_init_kwargs": EAGER},
+        lora={"r": 8, "lora_alpha": 16, "lora_dropout": 0.05, "target_modules": LINEAR},
+    ),
+    f"{SCRIPTS}/sft_tiny_aya_tool_calling.py`": Example(
+        "cohere2", NOTEBOOK | CHECKPOINTS, SDPA | {"dtype": torch.float16}, R32, held_out=0.5, is_quantised=True
+    ),
+    f"{NOTEBOOKS}/sft_trl_lora_qlora.ipynb`, LoRA": Example("qwen3", NOTEBOOK, SDPA, R32),
     f"{NOTEBOOKS}/sft_trl_lora_qlora.ipynb`, QLoRA": Example(
         "qwen3", NOTEBOOK, SDPA | {"dtype": torch.bfloat16}, R32, is_quantised=True
     ),
-}
+}  # fmt: skip
 """The name of each at its source."""
 
 ROWS, ON_A_CPU = (
@@ -129,35 +132,29 @@ def cells(report: FeatureReport) -> str:
     return f"{', '.join(sorted(on))} | {'; '.join(sorted(others)) or 'nothing'}"
 
 
-def save_material(folder: Path) -> Path:
-    """Write ``models`` and ``data`` as the scripts name them; return `folder`."""
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``models`` and ``data`` as the scripts name them."""
+    folder = tmp_path_factory.mktemp("examples")
     # bitsandbytes on a CPU packs blocks of 64 numbers.
-    blocks = {"vocab_size": 304, "hidden_size": 64, "head_dim": 16, "intermediate_size": 64}
+    blocks = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 64}
     models = {
-        "qwen2": tiny_model("qwen2", vocab_size=304),
-        "qwen3": tiny_model("qwen3", **blocks),
-        "cohere2": tiny_model("cohere2", **blocks),
-        "gpt_oss": tiny_model("gpt_oss", vocab_size=304),
-        "nemotron_h": hybrid_model("nemotron_h", vocab_size=304),
-        "gemma3": gemma3(),
+        family: tiny_model(family, vocab_size=304, **blocks if family in ("qwen3", "cohere2") else {})
+        for family in ("qwen2", "qwen3", "cohere2", "gpt_oss")
     }
-    tokenizer = make_tokenizer(pad_token="<pad>", eos_token="<eos>")
-    tokenizer.chat_template = TEMPLATE
+    models |= {"nemotron_h": hybrid_model("nemotron_h", vocab_size=304), "gemma3": gemma3()}
+    tokenizer = make_tokenizer(pad_token="<pad>", eos_token="<eos>", chat_template=TEMPLATE)
     for name, model in models.items():
         model.save_pretrained(folder / "models" / name)
         (gemma3_processor() if name == "gemma3" else tokenizer).save_pretrained(folder / "models" / name)
-    pairs = list(zip(sentences(40, 0, 6), sentences(40, 1, 12), strict=True))
+    questions, answers = sentences(40, 0, 6), sentences(40, 1, 12)
     turns = [
-        [{"role": "user", "content": question}, {"role": "assistant", "content": answer}] for question, answer in pairs
+        [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        for question, answer in zip(questions, answers, strict=True)
     ]
-    write_jsonl(folder / "data" / "text.jsonl", [{"text": answer} for _, answer in pairs])
+    write_jsonl(folder / "data" / "text.jsonl", [{"text": answer} for answer in answers])
     write_jsonl(folder / "data" / "messages.jsonl", [{"messages": both} for both in turns])
     return folder
-
-
-@pytest.fixture(scope="module")
-def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_material(tmp_path_factory.mktemp("examples"))
 
 
 def files(folder: Path) -> list[str]:

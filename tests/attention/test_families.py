@@ -116,7 +116,7 @@ def test_bf16_autocast_is_within_twice_the_error_of_separate_documents(family: s
         ids, batch = ids.to(device), batch.to(device)
         model.zero_grad()
         with torch.autocast(device, torch.bfloat16):
-            stock.append(relative_errors(*separate(model, ids, batch), exact))
+            stock.append(relative_errors(separate(model, ids, batch), exact))
         with packed_attention(model, compute_dtype=torch.bfloat16) as attention:
             assert attention.path == path, attention.choice.reason
             with torch.autocast(device, torch.bfloat16):
@@ -124,7 +124,7 @@ def test_bf16_autocast_is_within_twice_the_error_of_separate_documents(family: s
                 loss = packed(model, ids, batch)
             loss.backward()
         grads = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
-        ours.append(relative_errors(loss.item(), grads, exact))
+        ours.append(relative_errors((loss.item(), grads), exact))
     mean_error, mean_budget = (torch.stack(rows).square().mean(0).sqrt() for rows in (ours, stock))
     assert (mean_error <= 2 * mean_budget + ROUNDING).all(), (mean_error, mean_budget)
 

@@ -14,7 +14,9 @@ from attention_material import (
     HOPPER,
     PLAIN,
     SCALE,
+    STATIC_KINDS,
     assert_as_near_as_dense,
+    assert_as_plain,
     attend,
     check_operators,
     dense_attention,
@@ -25,7 +27,6 @@ from attention_material import (
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from shared_material import path_of, tree_row, trees
-from static_attention import STATIC_KINDS, assert_as_plain
 from static_material import bucket_for, rows, to_static
 from static_material import make_inputs as collated
 from torch import Tensor

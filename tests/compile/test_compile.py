@@ -13,15 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from attention_material import packed
 from compile_material import (
     Counting,
-    attributes,
     cast_adapters,
     checkpoint,
     compiled,
-    cuda_model,
-    cuda_row,
-    loss_of,
     make,
     one_step,
     row,
@@ -66,7 +63,7 @@ def test_one_graph_per_window_for_ten_rows(
 
 def test_copies_are_plain_and_layers_are_as_before_afterwards_also_after_an_exception() -> None:
     model = make("llama", checkpointing=True)
-    before, keys = attributes(model), list(model.state_dict())
+    before, keys = [dict(module.__dict__) for module in model.modules()], list(model.state_dict())
     with pytest.raises(KeyboardInterrupt):
         with compiled(model) as layers:
             expected = one_step(model, *row(0))
@@ -80,7 +77,7 @@ def test_copies_are_plain_and_layers_are_as_before_afterwards_also_after_an_exce
                 assert found._gradient_checkpointing_func.func is torch.utils.checkpoint.checkpoint
                 assert list(found.state_dict()) == list(layer.state_dict())
             raise KeyboardInterrupt
-    assert attributes(model) == before
+    assert [dict(module.__dict__) for module in model.modules()] == before
     with packed_attention(copied):
         torch.testing.assert_close(one_step(copied, *row(0)), expected)
 
@@ -106,20 +103,20 @@ def test_everything_but_packed_training_rows_runs_the_layers_as_they_are() -> No
     with packed_attention(model):
         expected = one_step(model, ids, batch)
         with torch.no_grad():
-            loss, logits = loss_of(model.eval(), ids, batch), model(**padded).logits
+            loss, logits = packed(model.eval(), ids, batch), model(**padded).logits
         tokens = model.generate(**padded, max_new_tokens=4, do_sample=False)
         model.train()
         with compiled_layers(model, _backend=backend):
             one_step(model, ids, batch)
             graphs = backend.graphs
             with torch.no_grad():
-                assert torch.equal(loss_of(model.eval(), ids, batch), loss)
+                assert torch.equal(packed(model.eval(), ids, batch), loss)
                 assert torch.equal(model(**padded).logits, logits)
             assert torch.equal(model.generate(**padded, max_new_tokens=4, do_sample=False), tokens)
             model.train()
             model(**padded).logits.sum().backward()
             with torch.no_grad():
-                loss_of(model, ids, batch)
+                packed(model, ids, batch)
             assert backend.graphs == graphs == 1
             torch.testing.assert_close(one_step(model, ids, batch), expected)
 
@@ -205,9 +202,9 @@ def test_a_recompute_takes_the_graph_of_its_forward() -> None:
 
     def both() -> list[Tensor]:
         model.zero_grad()
-        first = loss_of(model, *row(0))
+        first = packed(model, *row(0))
         with computes():
-            second = loss_of(model, *row(1))
+            second = packed(model, *row(1))
         first.backward()
         second.backward()
         return [first.detach(), second.detach(), *gradients(model).values()]
@@ -253,7 +250,7 @@ def test_saved_tensor_hooks_see_the_layers_of_the_step_only(checkpointing: bool)
 def test_checkpointed_layers_are_compiled_whoever_wraps_them_first(family: str, order: str) -> None:
     model = make(family, lora=family == "llama", checkpointing=True)
     backend = Counting(differentiate=order.endswith("offload"))
-    before, data = attributes(model), [row(seed) for seed in range(3)]
+    before, data = [dict(module.__dict__) for module in model.modules()], [row(seed) for seed in range(3)]
     wrappers: dict[str, Callable[[], Any]] = {
         "offload": lambda: offloaded(model),
         "compile": lambda: compiled_layers(model, _backend=backend),
@@ -268,7 +265,7 @@ def test_checkpointed_layers_are_compiled_whoever_wraps_them_first(family: str, 
         assert "offload" not in entered or entered["offload"].use.most_held
     torch.testing.assert_close(actual, expected, **{"rtol": 1e-4, "atol": 1e-6} if family == "qwen3_moe" else {})
     model.zero_grad()
-    assert attributes(model) == before
+    assert [dict(module.__dict__) for module in model.modules()] == before
 
 
 @pytest.mark.parametrize(
@@ -286,8 +283,10 @@ def test_the_report_says_why_nothing_is_compiled(tmp_path: Path, fast: dict[str,
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 @pytest.mark.parametrize("fast", [False, True], ids=["peft", "apply_lora"])
 def test_cuda_one_graph_for_fifty_rows_and_no_sync(fast: bool, checkpointing: bool, inductor: None) -> None:
-    model = cuda_model(lora=True, checkpointing=checkpointing)
-    data = [cuda_row(seed) for seed in range(50)]
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "max_position_embeddings": 8192}
+    model = make("llama", lora=True, checkpointing=checkpointing, **sizes).cuda()
+    rows = (row(seed, longest=700) for seed in range(50))
+    data = [(ids.cuda(), batch.to("cuda")) for ids, batch in rows]
     counters = torch._dynamo.utils.counters["stats"]
     with contextlib.ExitStack() as stack:
         if fast:
@@ -298,12 +297,12 @@ def test_cuda_one_graph_for_fifty_rows_and_no_sync(fast: bool, checkpointing: bo
         stack.enter_context(torch.autocast("cuda", torch.bfloat16))
         before = counters["unique_graphs"]
         for ids, batch in data[:40]:  # compiling asks the device
-            loss_of(model, ids, batch).backward()
+            packed(model, ids, batch).backward()
             batch.clear_derived()
         stack.callback(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
         torch.cuda.set_sync_debug_mode("error")
         for ids, batch in data:
-            loss_of(model, ids, batch).backward()
+            packed(model, ids, batch).backward()
             batch.clear_derived()
     assert layers.path == "inductor", layers.reason
     assert counters["unique_graphs"] - before == 1

@@ -6,10 +6,10 @@ import contextlib
 
 import pytest
 import torch
-from fp8_values import KINDS, matrix
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from lora_material import KINDS, matrix
 
 from fastpack_trl.kernels import fp8
 from fastpack_trl.kernels.fp8 import quantize_rows, quantize_rows_torch, scaled_product, scaled_product_torch

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fp8_values import KINDS, matrix
-from lora_material import dequantize_4bit_torch, packed_weight
+from lora_material import KINDS, dequantize_4bit_torch, matrix, packed_weight
 from moe_material import KERNEL_GATES, assert_as_near, autograd_gate, combine_case, gate_case, gate_name
 from trl.kernels import chunked_logprob
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
-from collator_material import ROWS, CountCopies, assert_same_inputs, tensors_of
+from collator_material import ROWS, assert_same_inputs, tensors_of
+from counted_operators import Counted
 from datasets import Dataset
 from torch.distributed.utils import _apply_to_tensors, _to_kwargs
 from torch.utils.data import DataLoader
@@ -66,15 +67,15 @@ def test_copies_are_equal_and_keep_shared_tensors_changes_and_edits(copied: str,
 def test_each_tensor_is_copied_once_and_none_to_the_device_where_it_is() -> None:
     inputs, extra = PackingCollator(pad_token_id=0, share_prefixes=True)(ALIKE), torch.ones(2)
     inputs["nested"] = {"extra": extra}
-    with CountCopies() as count:
+    with Counted(lambda name, _: "copy" in name or name == "clone") as copies:
         there = inputs.to("meta")
-    assert sum(count.copies.values()) == distinct(inputs) + 1
+    assert copies.count == distinct(inputs) + 1
     assert {tensor.device.type for tensor in tensors_of(there).values()} == {"meta"}
     assert there["nested"]["extra"].device.type == "meta"
     assert is_counted(there) == (True, True)
-    with CountCopies() as count:
+    with Counted(lambda name, _: "copy" in name or name == "clone") as copies:
         here = inputs.to("cpu")
-    assert not count.copies
+    assert not copies.count
     assert all(here[name] is inputs[name] for name in ("input_ids", "labels", "seq_idx"))
     one_by_one = {name: value.to("meta") if hasattr(value, "is_meta") else value for name, value in inputs.items()}
     assert PackedInputs(one_by_one)["packed_batch"].device.type == "meta", "metadata follow"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,42 +10,10 @@ from typing import Any
 import pytest
 import torch
 from model_material import vision_model
-from ranks import fork_ranks
-from side_by_side import assert_equal
 from trainer_material import build
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.step.metrics import DeferredMetrics, counted_ranks
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("ranks")
-    fork_ranks(Path(__file__).with_name("two_ranks.py"), str(folder))
-    logs: dict[str, Any] = json.loads((folder / "logs.json").read_text())
-    return logs
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [
-        "accumulated", "one row per rank", "experts", "experts, three rows merged",
-        "hooks on one rank, three rows a step", "adapters, checkpoints with reentry",
-    ],
-)  # fmt: skip
-def test_two_ranks_with_uneven_last_batches_log_what_stock_logs(case: str, two_ranks: dict[str, Any]) -> None:
-    ours, stock = two_ranks[case]
-    assert sum("entropy" in row for row in stock) >= 3
-    assert sum("eval_entropy" in row for row in stock) >= 2
-    assert_equal(ours, stock)
-
-
-@pytest.mark.slow
-def test_one_rank_may_log_on_its_own(two_ranks: dict[str, Any]) -> None:
-    rows = two_ranks["alone"]
-    assert sum("alone" in row for row in rows) == 4
-    assert sum("loss" in row and "entropy" in row for row in rows) == 4
 
 
 @pytest.mark.parametrize(

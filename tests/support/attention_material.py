@@ -1,4 +1,4 @@
-"""Material of the attention tests: inputs and the dense oracle, features of two devices, families, snapshots."""
+"""Material of the attention tests: inputs, the dense oracle, that of static batches, features of two devices."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 SCALE = 0.3
 LENGTHS = (9, 1, 14, 6)
+STATIC_KINDS: dict[str, dict[str, Any]] = {
+    "plain": {}, "window": {"window": 4}, "sinks": {"sinks": True}, "both": {"window": 4, "sinks": True},
+}  # fmt: skip
 PER_DOCUMENT = (
     "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "granite", "olmo2", "olmo3", "cohere2",
     "glm4", "exaone4", "starcoder2", "qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "gpt_oss", "opt", "afmoe",
@@ -113,15 +116,15 @@ def packed(model: Any, ids: Tensor, batch: PackedBatch, **keywords: Any) -> Tens
 
 
 def make_inputs(
-    batch: PackedBatch, dtype: torch.dtype, *, sinks: bool = False, head_dim: int = HEAD_DIM,
-    value_dim: int | None = None, seed: int = 0,
+    row: PackedBatch | int, dtype: torch.dtype, *, sinks: bool = False, head_dim: int = HEAD_DIM,
+    value_dim: int | None = None, seed: int = 0, device: Any = CPU,
 ) -> list[Tensor]:  # fmt: skip
-    generator = torch.Generator().manual_seed(seed)
-    total = batch.total_tokens
-    shapes = [(1, heads, total, head_dim) for heads in (HEADS, KV_HEADS)]
-    shapes += [(1, KV_HEADS, total, value_dim or head_dim)]
+    """Query, key, value and perhaps sinks of a row, or of a number of tokens."""
+    draw, total = torch.Generator().manual_seed(seed), row if isinstance(row, int) else row.total_tokens
+    heads = ((HEADS, head_dim), (KV_HEADS, head_dim), (KV_HEADS, value_dim or head_dim))
+    shapes: list[tuple[int, ...]] = [(1, count, total, size) for count, size in heads]
     shapes += [(HEADS,)] if sinks else []
-    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+    return [torch.randn(shape, generator=draw).to(device, dtype).requires_grad_() for shape in shapes]
 
 
 def dense_attention(batch: PackedBatch, inputs: list[Tensor], window: int | None, softcap: float | None) -> Tensor:
@@ -149,13 +152,13 @@ def errors(actual: list[Tensor], exact: list[Tensor]) -> Tensor:
     return torch.stack([(a.double() - e).norm() / e.norm() for a, e in zip(actual, exact, strict=True)])
 
 
-def relative_errors(loss: float, grads: dict[str, Tensor], exact: tuple[float, dict[str, Tensor]]) -> Tensor:
+def relative_errors(actual: tuple[float, dict[str, Tensor]], exact: tuple[float, dict[str, Tensor]]) -> Tensor:
     """Of the loss, and of all gradients together in the 2-norm."""
-    expected_loss, expected = exact
-    assert grads.keys() == expected.keys()
-    distance = sum(float((grads[name].double().cpu() - g).square().sum()) for name, g in expected.items()) ** 0.5
-    size = sum(float(g.square().sum()) for g in expected.values()) ** 0.5
-    return torch.tensor([abs(loss - expected_loss) / abs(expected_loss), distance / size])
+    assert actual[1].keys() == exact[1].keys()
+    pairs = [(actual[1][name].cpu().double(), gradient.cpu().double()) for name, gradient in exact[1].items()]
+    distance = torch.stack([(ours - gradient).norm() for ours, gradient in pairs]).norm()
+    size = torch.stack([gradient.norm() for _, gradient in pairs]).norm()
+    return torch.tensor([abs(actual[0] - exact[0]) / abs(exact[0]), distance / size])
 
 
 def attend(layer: Any, window: int | None = None, softcap: float | None = None, device: Any = CPU) -> Any:
@@ -187,6 +190,29 @@ def assert_as_near_as_dense(
         budget.append(errors(run(dense, inputs), exact))
     mean_error, mean_budget = (torch.stack(rows).square().mean(0).sqrt() for rows in (actual, budget))
     assert (mean_error <= 2 * mean_budget + floor).all(), (mean_error, mean_budget)
+
+
+def assert_as_plain(static: Any, inputs: Any, kind: str, name: str, *, device: str = "cpu", dtype: Any = None) -> None:
+    """Output and gradients of a row in its static form, whose tail has no loss, are those of the plain row."""
+    plain, how, tokens = inputs["packed_batch"], STATIC_KINDS[kind], sum(inputs["packed_batch"].seq_lengths)
+    row, window = max(static.bucket.tokens, plain.total_tokens), how.get("window")
+    layer, alone = (prepared(name, b, *([window] if window else []), device=device) for b in (static.batch, plain))
+    tensors = make_inputs(row, dtype or torch.float64, sinks="sinks" in how, device=device)
+    upstream = torch.zeros(1, row, HEADS, HEAD_DIM, dtype=tensors[0].dtype, device=device)
+    draw = torch.Generator().manual_seed(1)
+    upstream[:, :tokens] = torch.randn(1, tokens, HEADS, HEAD_DIM, generator=draw).to(upstream)
+    results = []
+    for one, row in ((layer, static.bucket.tokens), *[(alone, plain.total_tokens)] * 2):
+        cut = [t.detach()[:, :, :row].requires_grad_() if t.dim() == 4 else t for t in tensors]
+        out = one.attend(AttentionCall(*cut[:3], SCALE, window, sinks=cut[3] if len(cut) > 3 else None))
+        grads = torch.autograd.grad(out, cut, upstream[:, :row].contiguous())
+        assert all(grad.isfinite().all() for grad in grads)
+        assert all(not grad[:, :, tokens:].any() for grad in grads[:3])
+        results.append([out[:, :tokens], *(grad[:, :, :tokens] if grad.dim() == 4 else grad for grad in grads)])
+    for ours, once, again in zip(*results, strict=True):
+        # Where two plain calls differ, by the order of atomic additions, so may this one.
+        budget = 2 * (again - once).norm() + 4 * torch.finfo(once.dtype).eps * (1 + once.norm())
+        assert (ours - once).norm() <= budget
 
 
 def check_operators(name: str, arguments: tuple[Any, ...]) -> None:

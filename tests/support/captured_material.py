@@ -87,57 +87,14 @@ def assert_same_run(ours: Any, eager: Any, rtol: float = 2e-5, atol: float = 2e-
 
 
 class At(TrainerCallback):
-    """Does something once, at the beginning of a step."""
+    """Does something once, at the beginning of a step; `act` may be a name of `ACTS`."""
 
-    def __init__(self, step: int, act: Callable[..., None]) -> None:
-        self.step, self.act = step, act
+    def __init__(self, step: int, act: str | Callable[..., object]) -> None:
+        self.step, self.act = step, ACTS[act] if isinstance(act, str) else act
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.step:
             self.act(**kwargs)
-
-
-def freeze(model: Any, **_: Any) -> None:
-    for parameter in model.get_decoder().layers[0].parameters():
-        parameter.requires_grad_(False)
-
-
-def unfreeze(model: Any, **_: Any) -> None:
-    model.requires_grad_(True)
-
-
-def swap_data(model: Any, **_: Any) -> None:
-    for parameter in model.parameters():
-        parameter.data = parameter.data * 0.5
-
-
-def evaluate_mode(model: Any, **_: Any) -> None:
-    model.eval()
-
-
-def generate(model: Any, **_: Any) -> None:
-    model.eval()
-    model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
-
-
-def merge(model: Any, **_: Any) -> None:
-    model.merge_adapter()
-    model.unmerge_adapter()
-
-
-def disable(model: Any, **_: Any) -> None:
-    model.base_model.disable_adapter_layers()
-    model.base_model.enable_adapter_layers()
-
-
-def raise_the_rate(optimizer: Any, **_: Any) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = 5e-3
-
-
-def edit_frozen(model: Any, **_: Any) -> None:
-    with torch.no_grad():
-        model.get_decoder().norm.weight.mul_(2.0)
 
 
 def replace_forward(model: Any, **_: Any) -> None:
@@ -146,5 +103,19 @@ def replace_forward(model: Any, **_: Any) -> None:
     norm.forward = lambda hidden: forward(hidden) * 1.5
 
 
-CHANGES = (freeze, swap_data, replace_forward)
+ACTS: dict[str, Callable[..., object]] = {
+    "freeze": lambda model, **_: model.get_decoder().layers[0].requires_grad_(False),
+    "unfreeze": lambda model, **_: model.requires_grad_(True),
+    "swap data": lambda model, **_: [setattr(p, "data", p.data * 0.5) for p in model.parameters()],
+    "replace forward": replace_forward,
+    "evaluation mode": lambda model, **_: model.eval(),
+    "generate": lambda model, **_: model.eval().generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False),
+    "raise the rate": lambda optimizer, **_: [group.update(lr=5e-3) for group in optimizer.param_groups],
+    "edit frozen": lambda model, **_: model.get_decoder().norm.weight.detach().mul_(2.0),
+    "merge": lambda model, **_: (model.merge_adapter(), model.unmerge_adapter()),
+    "disable": lambda model, **_: (
+        model.base_model.disable_adapter_layers(), model.base_model.enable_adapter_layers(),
+    ),
+}  # fmt: skip
+CHANGES = ("freeze", "swap data", "replace forward")
 """Those after which what was recorded is of another model."""

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from attention_material import packed, relative_errors
+from offload_material import enable
+from torch import Tensor
 
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.compile.layers import CompiledLayers, compiled_layers
-from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
+from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.testing import gradients, tiny_model
 
 FAMILIES = ("llama", "qwen3", "gemma3_text", "phi3", "qwen3_moe", "gpt_oss")
@@ -61,9 +63,7 @@ def adapters(model: Any, family: str) -> Any:
 
 
 def checkpoint(model: Any) -> None:
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
-    model.enable_input_require_grads()
+    enable(model).enable_input_require_grads()
 
 
 def row(seed: int, documents: int | None = None, longest: int = 20) -> tuple[Tensor, PackedBatch]:
@@ -73,26 +73,12 @@ def row(seed: int, documents: int | None = None, longest: int = 20) -> tuple[Ten
     return ids, PackedBatch.from_lengths(lengths, labels=ids)
 
 
-def loss_of(model: Any, ids: Tensor, batch: PackedBatch) -> Tensor:
-    out = model(input_ids=ids, packed_batch=batch, use_cache=False, **to_transformers_kwargs(batch))
-    logits = out.logits[0, batch.loss_positions]
-    return nn.functional.cross_entropy(logits.float() if logits.dtype != torch.float64 else logits, batch.loss_labels)
-
-
 def one_step(model: Any, ids: Tensor, batch: PackedBatch) -> tuple[float, dict[str, Tensor]]:
     model.zero_grad()
-    loss = loss_of(model, ids, batch)
+    loss = packed(model, ids, batch)
     loss.backward()
     batch.clear_derived()
     return loss.item(), gradients(model)
-
-
-def errors(actual: tuple[float, dict[str, Tensor]], exact: tuple[float, dict[str, Tensor]]) -> Tensor:
-    """Of the loss, and of all gradients together in the 2-norm; relative."""
-    assert actual[1].keys() == exact[1].keys()
-    distance = sum(float((actual[1][name].double().cpu() - g.cpu()).square().sum()) for name, g in exact[1].items())
-    size = sum(float(g.square().sum()) for g in exact[1].values())
-    return torch.tensor([abs(actual[0] - exact[0]) / abs(exact[0]), (distance / size) ** 0.5])
 
 
 def compare(
@@ -109,7 +95,7 @@ def compare(
 
     def run() -> Tensor:
         steps = (one_step(model, ids.to(device), batch.to(device)) for ids, batch in data)
-        return torch.stack([errors(step, known) for step, known in zip(steps, exact, strict=True)])
+        return torch.stack([relative_errors(step, known) for step, known in zip(steps, exact, strict=True)])
 
     computes = torch.autocast(device, autocast) if autocast is not None else contextlib.nullcontext()
     with packed_attention(model, compute_dtype=autocast), computes:
@@ -145,19 +131,5 @@ def compile_with(backend: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setitem(compiled_layers.__wrapped__.__kwdefaults__, "_backend", backend)  # type: ignore[attr-defined]
 
 
-def attributes(model: nn.Module) -> list[dict[str, Any]]:
-    return [dict(module.__dict__) for module in model.modules()]
-
-
 def stop(*_args: Any) -> Any:
     raise RuntimeError("no compiler here")
-
-
-def cuda_row(seed: int, longest: int = 700) -> tuple[Tensor, PackedBatch]:
-    ids, batch = row(seed, longest=longest)
-    return ids.cuda(), batch.to("cuda")
-
-
-def cuda_model(family: str = "llama", **options: Any) -> Any:
-    options = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "max_position_embeddings": 8192} | options
-    return make(family, **options).cuda()

@@ -8,19 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from attention_material import relative_errors
 from counted_operators import Counted
+from model_material import away_from_zero
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
-from trainer_material import make_dataset, make_tokenizer, settings
+from trainer_material import build
 from transformers import FineGrainedFP8Config, GPT2Config, GPT2LMHeadModel, TrainerCallback
 from transformers.integrations.finegrained_fp8 import FP8Linear, replace_with_fp8_linear
 
-from fastpack_trl import FastSFTConfig, FastSFTTrainer, PackedBatch, packed_attention
+from fastpack_trl import FastSFTTrainer, PackedBatch, packed_attention
 from fastpack_trl.lora import projection
 from fastpack_trl.lora.base_weight import BaseWeight
 from fastpack_trl.lora.linear import FastLora
-from fastpack_trl.testing import gradients, tiny_model
+from fastpack_trl.testing import count_host_syncs, gradients, tiny_model
 
 SHAPE = ("num_hidden_layers", "hidden_size", "intermediate_size", "head_dim")
 
@@ -32,11 +34,7 @@ def adapted(model: Any, *, seed: int = 0, dtype: torch.dtype = torch.float32, **
     fields = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **settings}
     torch.manual_seed(seed)
     peft = get_peft_model(base, LoraConfig(**fields))
-    draw = torch.Generator().manual_seed(seed + 1)
-    for name, parameter in peft.named_parameters():
-        if "lora_B" in name:
-            parameter.data = (torch.randn(parameter.shape, generator=draw) * 0.05).to(parameter.dtype)
-    return peft.train()
+    return away_from_zero(peft, seed=seed + 1).train()
 
 
 def gpt2() -> Any:
@@ -81,11 +79,7 @@ def step(model: Any, ids: Tensor, *, autocast: bool = False) -> Tensor:
 
 def joint_error(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     """``|actual - expected| / |expected|`` over all gradients as one vector."""
-    assert actual.keys() == expected.keys()
-    squares = [((actual[name].double() - g.double()).square().sum(), g.double().square().sum()) for name, g in
-               expected.items()]  # fmt: skip
-    difference, size = (torch.stack(column).sum() for column in zip(*squares, strict=True))
-    return float((difference / size).sqrt())
+    return float(relative_errors((1.0, dict(actual)), (1.0, dict(expected)))[1])
 
 
 def saved_bytes(model: Any, ids: Tensor) -> int:
@@ -159,7 +153,6 @@ def assert_host_never_waits(model: Any, *, compiled: bool) -> None:
             layer.compile(fullgraph=True)
     hidden = torch.randn(1, 63, model.config.hidden_size, device="cuda", dtype=torch.bfloat16).requires_grad_()
     batch = PackedBatch.from_lengths((40, 23)).to("cuda")
-
     row = {"inputs_embeds": hidden, "position_ids": batch.position_ids, "packed_batch": batch, "use_cache": False}
 
     def run() -> None:
@@ -170,11 +163,8 @@ def assert_host_never_waits(model: Any, *, compiled: bool) -> None:
     with packed_attention(model, compute_dtype=torch.bfloat16):
         run()
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with count_host_syncs(error=True):
             run()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 # --- bitsandbytes ---
@@ -234,13 +224,25 @@ def dequantize_4bit_torch(packed: Tensor, state: Any, code: Tensor) -> Tensor:
 # --- FP8 ---
 
 LAYERS = 14
+KINDS = ("plain", "zeros", "outlier", "subnormal", "nan", "infinite", "largest")
 
 
-def made(folder: Path, model: Any = None, callbacks: Any = (), **fields: Any) -> FastSFTTrainer:
-    args = FastSFTConfig(**settings(folder, **({"packing": True, "frozen_base": "fp8"} | fields)))
-    return FastSFTTrainer(
-        adapted("qwen3") if model is None else model, args=args, train_dataset=make_dataset("text"),
-        eval_dataset=make_dataset("text", 8, seed=7), processing_class=make_tokenizer(), callbacks=list(callbacks),
+def matrix(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Return values of a kind of `KINDS`, (rows, columns); what a kind is about stands in the first row."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    whole: dict[str, Any] = {"zeros": 0.0, "largest": torch.finfo(dtype).max, "subnormal": x[0] * 1e-40}
+    one = {"outlier": (1, 1e4), "nan": (2, float("nan")), "infinite": (2, float("-inf"))}
+    if kind in whole:
+        x[0] = whole[kind]
+    if kind in one:
+        x[0, one[kind][0]] = one[kind][1]
+    return x.to(dtype)
+
+
+def made(folder: Path, model: Any = None, callbacks: Any = (), **fields: Any) -> Any:
+    return build(
+        FastSFTTrainer, folder, model=adapted("qwen3") if model is None else model,
+        fast={"packing": True, "frozen_base": "fp8"} | fields, trainer={"callbacks": [*callbacks]},
     )  # fmt: skip
 
 
@@ -279,9 +281,8 @@ class At(TrainerCallback):
     """Calls a function once, at the end of the first step."""
 
     def __init__(self, function: Any) -> None:
-        self.function = function
-        self.found: Any = None
+        self.function, self.found = function, None
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if state.global_step == 1:
-            self.found = self.function(kwargs["model"])
+            self.found = self.function(model)

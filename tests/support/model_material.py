@@ -13,12 +13,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoM
 
 from fastpack_trl.model.facts import mixers
 from fastpack_trl.packing.packed_batch import PackedBatch
+from fastpack_trl.testing import _COMMON as COMMON
+from fastpack_trl.testing import _FAMILIES as FIELDS
 from fastpack_trl.testing import tiny_model
-
-COMMON: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
 
 
 def random_model(cls: Any, config: Any, *, seed: int = 0, noise: float = 0.0) -> Any:
@@ -32,6 +29,15 @@ def random_model(cls: Any, config: Any, *, seed: int = 0, noise: float = 0.0) ->
     return model.train()
 
 
+def away_from_zero(model: Any, *, seed: int = 1, scale: float = 0.05) -> Any:
+    """Give the second factor of each adapter values: with zeros there, half of the gradients are zero."""
+    draw = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name and "ref" not in name:
+            parameter.data = (torch.randn(parameter.shape, generator=draw) * scale).to(parameter)
+    return model
+
+
 # --- recurrent layers ---
 
 _DELTA = {
@@ -42,9 +48,9 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_expand": 2}
 
 HYBRIDS: dict[str, dict[str, Any]] = {
-    "qwen3_next": {"head_dim": 8, "shared_expert_intermediate_size": 16, **_EXPERTS, **_DELTA},
+    "qwen3_next": FIELDS["qwen3_next"],
     "qwen3_5_text": {"head_dim": 8, **_DELTA},
-    "qwen3_5_moe_text": {"head_dim": 8, "shared_expert_intermediate_size": 16, **_EXPERTS, **_DELTA},
+    "qwen3_5_moe_text": FIELDS["qwen3_next"],
     "olmo_hybrid": {**_DELTA, "linear_value_head_dim": 16},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64, "mamba_d_conv": 4},
     "nemotron_h": {
@@ -53,10 +59,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 16, "num_hidden_layers": 4,
         "layers_block_type": ["mamba", "attention", "moe", "mlp"],
     },
-    "granitemoehybrid": {
-        **_MAMBA, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48,
-        "mamba_chunk_size": 8, "layer_types": ["mamba", "attention"],
-    },
+    "granitemoehybrid": {**FIELDS["granitemoehybrid"], "mamba_n_groups": 2},
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "zamba2": {
         "mamba_d_state": 8, "n_mamba_heads": 8, "mamba_headdim": 8, "mamba_ngroups": 2, "num_mem_blocks": 1,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from model_material import COMMON, random_model
+from model_material import COMMON, FIELDS, away_from_zero, random_model
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -14,29 +14,17 @@ from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.moe.routing import routing_plan
 from fastpack_trl.testing import assert_gradients_close, gradients
 
-_COMMON = COMMON | {"head_dim": 8, "attention_dropout": 0.0, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-_MLA = {
-    "head_dim": 4, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
-    "first_k_dense_replace": 0, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8, "v_head_dim": 8,
-}  # fmt: skip
+_DENSE = {"head_dim": 4, "first_k_dense_replace": 0}
 _FAMILIES: dict[str, dict[str, Any]] = {
-    "gpt_oss": {
-        "num_local_experts": 4, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]
-    },
-    "qwen3_moe": {"num_experts": 4, "norm_topk_prob": True},
-    "qwen3_next": {
-        "num_experts": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8, "shared_expert_intermediate_size": 16,
-        "layer_types": ["linear_attention", "full_attention"],
-    },
-    "mixtral": {"num_local_experts": 4},
-    "deepseek_v2": {**_MLA, "topk_method": "greedy"},
-    "deepseek_v3": _MLA,
+    **{family: FIELDS[family] for family in ("gpt_oss", "qwen3_next", "mixtral")},
+    "qwen3_moe": {**FIELDS["qwen3_moe"], "norm_topk_prob": True},
+    "deepseek_v2": {**FIELDS["deepseek_v3"], **_DENSE, "topk_method": "greedy"},
+    "deepseek_v3": {**FIELDS["deepseek_v3"], **_DENSE},
     "glm4_moe": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
     "granitemoe": {"num_local_experts": 4},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0},
-}  # fmt: skip
+}
+_FIELDS = {"head_dim": 8, "attention_dropout": 0.0, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MOE_FAMILIES = tuple(_FAMILIES)
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 """The expert stacks, as PEFT's `target_parameters` names them."""
@@ -59,7 +47,7 @@ def gate_name(gate: Gate) -> str:
 
 def moe_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
     """A random model of `family` in training mode; biases, norms and sinks away from 0 and 1."""
-    config = AutoConfig.for_model(family, **{**_COMMON, **_FAMILIES[family], **overrides})
+    config = AutoConfig.for_model(family, **{**COMMON, **_FIELDS, **_FAMILIES[family], **overrides})
     return random_model(AutoModelForCausalLM, config, seed=seed, noise=0.1).to(dtype)
 
 
@@ -101,13 +89,7 @@ def adapted(family: str = "qwen3_moe", *, r: int = 4, stacks: list[str] | None =
 
 
 def randomised(model: Any) -> Any:
-    """Move every B of LoRA away from zero."""
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.copy_(torch.randn_like(parameter) * 0.1)
-    return model
+    return away_from_zero(model, seed=3, scale=0.1)
 
 
 def step(model: Any, ids: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.compile.layers import decoder_layers
-from fastpack_trl.testing import tiny_model
 
 
 class InBackward(torch.autograd.Function):
@@ -26,19 +25,6 @@ class InBackward(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         ctx.then(grad)
         return grad, None
-
-
-def calling_in_backward(then: Callable[[Tensor], None]) -> Any:
-    """A model whose first layer calls `then` in its backward pass, without a hook."""
-    model = tiny_model("qwen3")
-    kind = type(model.get_decoder().layers[0])
-
-    class Layer(kind):  # type: ignore[misc, valid-type]
-        def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return super().forward(InBackward.apply(hidden, then), *args, **kwargs)
-
-    model.get_decoder().layers[0].__class__ = Layer
-    return model
 
 
 @contextlib.contextmanager

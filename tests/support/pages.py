@@ -37,6 +37,11 @@ def blocks(page: Path) -> list[Block]:
     return made
 
 
+def text_of(page: Path) -> str:
+    """Return a page without its blocks."""
+    return re.sub(r"^( *)```.*?^\1```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
 def all_blocks(*kinds: str) -> list[Block]:
     """Return the blocks of all pages that are of these kinds, each text once."""
     found = {block.text: block for page in reversed(PAGES) for block in reversed(blocks(page)) if block.kind in kinds}
@@ -44,22 +49,18 @@ def all_blocks(*kinds: str) -> list[Block]:
 
 
 def commands() -> dict[str, str]:
-    """Return the command lines of all console blocks: the line without comment -> where it is."""
+    """Return the command lines of the pages: the line without comment -> where it is.
+
+    Those of console blocks, and what stands as `fastpack-trl ...` in the text, unless it has a word to fill in.
+    """
     found: dict[str, str] = {}
     for block in all_blocks("console"):
         for line in block.text.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             if words:
                 found.setdefault(shlex.join(words), block.name)
-    return found
-
-
-def inline_commands() -> dict[str, str]:
-    """Return what stands as `fastpack-trl ...` in the text of the pages, unless it has a word to fill in."""
-    found: dict[str, str] = {}
     for page in PAGES:
-        text = re.sub(r"^( *)```.*?^\1```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-        for command in re.findall(r"(?<!`)`(fastpack-trl [^`]+)`", text):
+        for command in re.findall(r"(?<!`)`(fastpack-trl [^`]+)`", text_of(page)):
             line = " ".join(command.split())
             if not re.search(r"\b[A-Z]{3,}\b|\.\.\.|/\.\.", line):
                 found.setdefault(line, str(page.relative_to(ROOT)))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import trl
 from datasets import Dataset
+from model_material import away_from_zero
 from peft import LoraConfig
 from side_by_side import assert_equal
 from torch import Tensor, nn
@@ -105,39 +107,34 @@ def name_on_disk(model: Any, folder: Path) -> None:
     model.config._name_or_path = str(folder / "model")
 
 
-def away_from_zero(model: nn.Module) -> None:
-    """Give the second factor of each adapter values: with zeros there, half of the gradients are zero."""
-    draw = torch.Generator().manual_seed(1)
-    for name, value in model.named_parameters():
-        if "lora_B" in name and "ref" not in name:
-            value.data = torch.randn(value.shape, generator=draw) * 0.05
-
-
 def trained(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.named_parameters() if value.requires_grad}
 
 
 def assert_same(ours: Any, stock: Any, rtol: float = 1e-5, atol: float = 2e-6) -> None:
     """The logs of two trainers are equal."""
-    logs = [[{k: v for k, v in row.items() if k != "step_time"} for row in figures(each)] for each in (ours, stock)]
 
     def own(name: str) -> float:
         return max((error for part, error in ABSOLUTE.items() if part in name), default=0.0)
 
-    assert_equal(*logs, rtol, atol, own)
+    assert_equal(figures(ours), figures(stock), rtol, atol, own)
 
 
-def both(name: str, folder: Path, options: Callable[[], dict[str, Any]] | None = None, **more: Any) -> tuple[Any, Any]:
+def both(
+    name: str, folder: Path, options: Callable[[], dict[str, Any]] = dict, around: Any = nullcontext, **more: Any
+) -> tuple[Any, Any]:
     """Ours and stock's after `train`, from the same weights on the same data; `weights_before` are on both.
 
     Args:
         options: makes what each of the two has to have of its own: models, tokenizers.
+        around: a context that a trainer trains in.
     """
     made = []
     for fast in (True, False):
-        runner = build(name, folder / str(fast), fast=fast, **more | (options() if options is not None else {}))
+        runner = build(name, folder / str(fast), fast=fast, **more | options())
         runner.weights_before = trained(runner.model)
-        runner.train()
+        with around(runner):
+            runner.train()
         made.append(runner)
     return made[0], made[1]
 

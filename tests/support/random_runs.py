@@ -177,13 +177,12 @@ def _quiet() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--count", type=int, default=COUNT)
-    parser.add_argument("--first", type=int, default=0, metavar="NUMBER")
-    parser.add_argument("--workers", type=int, default=2)
+    for name, default in (("--first", 0), ("--count", COUNT), ("--workers", 2)):
+        parser.add_argument(name, type=int, default=default)
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
+    done = []
     with ProcessPoolExecutor(args.workers, get_context("spawn"), _quiet) as pool:
-        done = []
         for found in pool.map(compare, range(args.first, args.first + args.count)):
             done.append(found)
             if found["differs"]:

@@ -1,19 +1,61 @@
-"""Two processes of one training run, on the CPU under gloo: `torchrun` or `fork_ranks` starts, `leave` ends them."""
+"""Tests that two processes of one training run execute, on the CPU under gloo.
+
+A test with `two_ranks` runs in two forked processes, in the folder of the test; the second one's ``dist.get_rank()`` is
+1. `fork_ranks` runs a function of a test file so, and `run_ranks` under a launcher; `fsdp2` shards a trainer.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import inspect
+import json
 import os
 import socket
 import subprocess
 import sys
 import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic, sleep
-from typing import NoReturn
+from typing import Any
 
 import forks
 
 HERE = Path(__file__).parent
+BASE: dict[str, Any] = {"packing": True, "per_device_train_batch_size": 1, "eval_strategy": "no"}
+"""Fields of short runs: packed rows, one per process and micro-batch."""
+
+
+def two_ranks(case: Callable[..., None]) -> Callable[..., None]:
+    """Let two processes run a test; its arguments can be written as JSON."""
+
+    @functools.wraps(case)
+    def test(*, tmp_path: Path, **arguments: Any) -> None:
+        fork_ranks(case, tmp_path, **arguments)
+
+    folder = inspect.Parameter("tmp_path", inspect.Parameter.KEYWORD_ONLY)
+    own = inspect.signature(case)
+    test.__signature__ = own.replace(parameters=[*own.parameters.values(), folder])  # type: ignore[attr-defined]
+    return test
+
+
+def fork_ranks(case: Callable[..., None], folder: Path, *, timeout: float = 900, **arguments: Any) -> None:
+    """Run a function of a module in two processes; fail unless both end well."""
+    start_ranks(forks.python(), *command_of(case, folder, **arguments), timeout=timeout)
+
+
+def start_ranks(*command: str, timeout: float) -> None:
+    """Run two processes of a command with torchrun's variables, without torchrun's own process."""
+    where = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    _run(list(command), [where | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"], timeout)
+
+
+def command_of(case: Callable[..., None], folder: Path, **arguments: Any) -> list[str]:
+    """Return the words for an interpreter that runs a function of a module."""
+    return [__file__, inspect.getfile(case), case.__name__, str(folder), json.dumps(arguments)]
 
 
 def torchrun(*command: str, timeout: float = 400) -> None:
@@ -23,13 +65,6 @@ def torchrun(*command: str, timeout: float = 400) -> None:
     """
     launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port(), "--no_python")
     run_ranks(forks.python(), *launcher, forks.python(), *command, timeout=timeout)
-
-
-def fork_ranks(script: Path, *arguments: str, timeout: float = 400) -> None:
-    """Run two processes of a script as torchrun does, without torchrun's own; fail unless both end well."""
-    where = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    ranks = [where | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
-    _run([forks.python(), str(script), *arguments], ranks, timeout)
 
 
 def run_ranks(*command: str, timeout: float, **more: str) -> None:
@@ -56,6 +91,32 @@ def _run(command: list[str], variables: list[dict[str, str]], timeout: float) ->
         assert not any(codes), log.read()[-3000:]
 
 
+@contextmanager
+def fsdp2(trainer: Any, **plugin: Any) -> Iterator[Any]:
+    """Let `trainer` train under FSDP 2 with fields of accelerate's plugin; the process is as before afterwards.
+
+    accelerate chooses FSDP on accelerators only. Its state is told here, once the trainer is made, what ``accelerate
+    launch --use_fsdp --fsdp_version 2`` would have; all that follows is accelerate's and torch's own.
+    """
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    plugin = {"cpu_ram_efficient_loading": False, "state_dict_type": "FULL_STATE_DICT"} | plugin
+    chosen = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap", **plugin)
+    whole, part = AcceleratorState._shared_state, PartialState._shared_state
+    before = part["distributed_type"]
+    part["distributed_type"] = whole["distributed_type"] = DistributedType.FSDP
+    whole["fsdp_plugin"] = chosen
+    trainer.is_fsdp_enabled = True
+    assert trainer.accelerator.is_fsdp2
+    try:
+        yield trainer
+    finally:
+        part["distributed_type"] = whole["distributed_type"] = before
+        whole["fsdp_plugin"] = None
+
+
 def free_port() -> str:
     """Return a port that nobody listens at."""
     with socket.socket() as free:
@@ -70,12 +131,26 @@ def _environment() -> dict[str, str]:
     return kept | {"PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE), kept.get("PYTHONPATH", "")])}
 
 
-def leave() -> NoReturn:
-    """End this process once the other has come here too, not through the interpreter's end: threads of gloo may outlive
-    their process group there, which aborts the process ("terminate called without an active exception")."""
+def _main(file: str, name: str, folder: str, arguments: str) -> None:
+    """Run a function in this process; write the traceback of its error to ``said0`` or ``said1``."""
+    spec: Any = importlib.util.spec_from_file_location(Path(file).stem, file)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    os.chdir(folder)
+    try:
+        spec.loader.exec_module(module)
+        inspect.unwrap(getattr(module, name))(**json.loads(arguments))
+    except Exception as error:
+        Path(f"said{os.environ['RANK']}").write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        raise
+    # Once the other has come here too, and not through the interpreter's end: threads of gloo may outlive their process
+    # group there, which aborts the process ("terminate called without an active exception").
     import torch.distributed
 
     torch.distributed.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

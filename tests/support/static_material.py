@@ -79,7 +79,6 @@ rows = st.builds(
     make_rows, st.lists(documents, min_size=1, max_size=3), pad_to=st.sampled_from([None, 8]), shared=st.booleans()
 )
 """Some of those that share have nothing in common after all."""
-plain_rows = rows.filter(lambda inputs: inputs["packed_batch"].shared is None)
 surplus = st.fixed_dictionaries(
     {"tail": st.integers(0, 30), "segments": st.integers(0, 6), "longer": st.integers(0, 9),
      "keys": st.integers(0, 50), "keyed": st.booleans()}

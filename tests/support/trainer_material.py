@@ -36,7 +36,7 @@ TEMPLATE = (
     "{% endgeneration %}{% else %}{{ m.content + ' ' }}{% endif %}{% endfor %}"
 )
 # Figures of time are not figures of training; total_flos counts what ran, and rows without padding are fewer tokens.
-TIMES = ("runtime", "per_second", "preparation_time", "total_flos")
+TIMES = ("runtime", "per_second", "preparation_time", "step_time", "mfu", "total_flos")
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -125,7 +125,7 @@ def build(
     with _prepared_once():
         return cls(
             tiny_model(family) if model is None else model,
-            args=SFTConfig(**args) if fast is None else FastSFTConfig(**args, **fast),
+            args=SFTConfig(**args) if fast is None else FastSFTConfig(**args | fast),
             processing_class=make_tokenizer(),
             **given | (trainer or {}),
         )

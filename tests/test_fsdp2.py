@@ -1,10 +1,9 @@
-"""Whole runs of `train` under FSDP 2 on two ranks, for `test_ranks.py`."""
+"""Whole runs of `train` under FSDP 2 on two ranks log what they log under TRL's trainer."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers.integrations
-from compile_material import Counting
-from fsdp2 import fsdp2
+from compile_material import Counting, compile_with
 from model_material import STEPS, gemma4
 from peft import LoraConfig
-from ranks import leave
+from ranks import BASE, fsdp2, two_ranks
 from replayed_graphs import TapeDevice
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -29,22 +27,23 @@ from fastpack_trl.capture import feature as capture
 from fastpack_trl.checkpointing import checkpoint_offload as feature
 from fastpack_trl.checkpointing import offload
 from fastpack_trl.checkpointing.activation_memory import ActivationMemory
-from fastpack_trl.compile.layers import compiled_layers
 from fastpack_trl.config import Settings
 from fastpack_trl.errors import PackingError
 from fastpack_trl.testing import tiny_model
 
-FOLDER = Path(sys.argv[1] if len(sys.argv) > 1 else "/tmp")
 LINEAR = {"target_modules": "all-linear"}
-GRAPHS = Counting(differentiate=True)
-
+STACKS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 Options = dict[str, Any]
-CASES: dict[str, Callable[[], None]] = {}
 
 
-def case(function: Callable[[], None]) -> Callable[[], None]:
-    CASES[function.__name__] = function
-    return function
+@pytest.mark.slow
+@two_ranks
+def test_two_ranks_train_under_fsdp2_as_stock() -> None:
+    """In two processes, which take longer to start than most of the cases."""
+    dist.init_process_group("gloo")
+    for case in (steps, compiled, memory, shared_keys, proof, experts, one_rank, stepped_down, engines):
+        with pytest.MonkeyPatch.context() as patch:
+            case(patch)
 
 
 def make(
@@ -52,60 +51,58 @@ def make(
     fast: Options, **more: Any,
 ) -> Any:  # fmt: skip
     """A trainer of three packed steps; `callbacks` are made anew for each."""
-    base: Options = {"packing": True, "per_device_train_batch_size": 1, "eval_strategy": "no", "max_steps": 3}
-    base |= {"gradient_checkpointing": False}
     torch.manual_seed(0)
     adapters = None if lora is None else LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, **lora)
-    given = {"peft_config": adapters, "callbacks": [one() for one in callbacks]}
-    model = tiny_model(family, tie_word_embeddings=tied)
-    return build(cls, FOLDER, model=model, trainer=given, fast=fast if cls is FastSFTTrainer else None, **base | more)
+    return build(
+        cls, Path(), model=tiny_model(family, tie_word_embeddings=tied), fast=fast if cls is FastSFTTrainer else None,
+        trainer={"peft_config": adapters, "callbacks": [one() for one in callbacks]},
+        **BASE | {"max_steps": 3, "gradient_checkpointing": False} | more,
+    )  # fmt: skip
 
 
-def trained(trainer: Any, **plugin: Any) -> Any:
+def trained(trainer: Any, times: int = 1, **plugin: Any) -> Any:
     with fsdp2(trainer, **plugin):
-        trainer.train()
+        for _ in range(times):
+            trainer.train()
     return trainer
 
 
-def both(*, plugin: Options | None = None, again: bool = False, rtol: float = 1e-5, **options: Any) -> Any:
+def both(*, plugin: Options | None = None, times: int = 1, rtol: float = 1e-5, **options: Any) -> Any:
     """Ours after one training or two, of which the second begins with sharded weights; the log is that of stock."""
-    trainers = []
-    for cls in (FastSFTTrainer, SFTTrainer):
-        with fsdp2(make(cls, **options), **plugin or {}) as trainer:
-            for _ in range(1 + again):
-                trainer.train()
-        trainers.append(trainer)
-    ours = trainers[0]
+    ours, stock = (trained(make(cls, **options), times, **plugin or {}) for cls in (FastSFTTrainer, SFTTrainer))
     assert type(ours.model).__name__.startswith("FSDP"), type(ours.model)
-    assert_same_log(*trainers, rtol=rtol, atol=rtol / 10)
+    assert_same_log(ours, stock, rtol=rtol, atol=rtol / 10)
     return ours
 
 
-@case
-def steps() -> None:
+def assert_on(trainer: Any, feature: str, path: str) -> Any:
+    line = trainer.fastpack_report[feature]
+    assert (line.status, line.path) == ("on", path), trainer.fastpack_report.table()
+    return line
+
+
+def steps(patch: pytest.MonkeyPatch) -> None:
     """Loss, metrics and LoRA in steps of two micro-batches, with evaluations, in a first and a second run."""
     # FSDP casts the sum of the losses to `output_dtype` here, each of them in stock: two steps of bf16, which
     # weights must not learn from, since Adam divides what is rounded by itself.
     cast = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True, output_dtype=torch.bfloat16)
     low: Options = {"plugin": {"mixed_precision_policy": cast}, "learning_rate": 0.0, "rtol": 2**-6}
-    full: Options = {"again": True, "eval_strategy": "steps", "eval_steps": 2, "family": "llama"}
+    full: Options = {"times": 2, "eval_strategy": "steps", "eval_steps": 2, "family": "llama"}
     for options in (full | {"tied": True}, full | {"lora": LINEAR}, full | {"family": "qwen3_moe"}, low):
         report = both(gradient_accumulation_steps=2, fast={"verify_packing": "off"}, **options).fastpack_report
         assert "loss" in report["sync_free"].path, report.table()
         assert "lora" not in options or report["lora"].path == "fast", report.table()
 
 
-@case
-def compiled() -> None:
+def compiled(patch: pytest.MonkeyPatch) -> None:
     """Differentiated by AOT, whose graphs keep the gathered parameters; traced only, with LoRA and checkpoints."""
-    compiled_layers.__wrapped__.__kwdefaults__["_backend"] = GRAPHS  # type: ignore[attr-defined]
     for options in ({}, {"gradient_checkpointing": True, "lora": LINEAR}):
-        GRAPHS.graphs, GRAPHS.differentiate = 0, not options
+        graphs = Counting(differentiate=not options)
+        compile_with(graphs, patch)
         # One mask: a kernel per document would make graphs that take a minute here.
         ours = both(fast={"layer_compile": "on", "packed_attention": "sdpa"}, **options)
-        line = ours.fastpack_report["layer_compile"]
-        assert (line.status, line.path) == ("on", "compiled"), line
-        assert GRAPHS.graphs, options
+        assert_on(ours, "layer_compile", "compiled")
+        assert graphs.graphs, options
         for layer in ours.accelerator.unwrap_model(ours.model).get_decoder().layers:
             assert "forward" not in layer.__dict__
             assert type(layer).__name__.startswith("FSDP"), type(layer)
@@ -116,8 +113,7 @@ def look(state: Any, model: Any) -> None:
         model.eval()(input_ids=torch.arange(8)[None], use_cache=False)
 
 
-@case
-def memory() -> None:
+def memory(patch: pytest.MonkeyPatch) -> None:
     """Levels by name, by a budget that one process has less of, and offloaded layer inputs."""
     for options, fast, level in (
         ({"lora": LINEAR}, {"activation_memory": "keep"}, "keep"),
@@ -125,9 +121,8 @@ def memory() -> None:
     ):
         ours = both(gradient_checkpointing=True, gradient_accumulation_steps=2, fast=fast, **options)
         assert ours.fastpack_run.get_state(ActivationMemory) is None, "kept after the run"
-        line = ours.fastpack_report["activation_memory"]
-        gathered = "weights gathered once a step" in line.reason
-        assert (line.status, line.path, gathered) == ("on", level, level == "keep"), line
+        line = assert_on(ours, "activation_memory", level)
+        assert ("weights gathered once a step" in line.reason) == (level == "keep"), line
     # Between the backward pass and the step, whose weights the next pass must have. FSDP keeps the head whole by itself
     # for a look under stock: so ours with and without.
     looks = callback("on_pre_optimizer_step", look)
@@ -138,20 +133,19 @@ def memory() -> None:
     assert "weights gathered once a step" in looked[0].fastpack_report["activation_memory"].reason
     assert_same_log(looked[0], looked[1], rtol=1e-6, atol=1e-7)
     both(gradient_checkpointing=True, max_grad_norm=0.05, fast={"activation_memory_gib": 1.0})
-    feature.offload_unavailable = lambda device: ""  # type: ignore[assignment]
-    offload.MIN_BYTES = 1
+    patch.setattr(feature, "offload_unavailable", lambda device: "")
+    patch.setattr(offload, "MIN_BYTES", 1)
     ours = both(gradient_checkpointing=True, fast={"checkpoint_offload": "double_buffer"})
     assert ours.fastpack_report["checkpoint_offload"].status == "on"
     assert "offload, host memory" in ours.fastpack_report.facts, ours.fastpack_report.table()
 
 
-@case
-def shared_keys() -> None:
+def shared_keys(patch: pytest.MonkeyPatch) -> None:
     """Gemma 4, whose last layers take the keys of earlier ones: proof and plan run the whole row in each of them."""
     losses = []
     for cls, fast in ((SFTTrainer, None), (FastSFTTrainer, {"activation_memory_gib": 1.0, "verify_packing": "on"})):
         model = gemma4("text", 2, "full")
-        trainer = build(cls, FOLDER, model=model, fast=fast, packing=True, gradient_checkpointing=True, **STEPS)
+        trainer = build(cls, Path(), model=model, fast=fast, packing=True, gradient_checkpointing=True, **STEPS)
         trained(trainer, transformer_cls_names_to_wrap=["Gemma4TextDecoderLayer"])
         losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
     assert trainer.fastpack_report["activation_memory"].status == "on"
@@ -159,11 +153,10 @@ def shared_keys() -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-@case
-def proof() -> None:
+def proof(patch: pytest.MonkeyPatch) -> None:
     """With windows and without; tied embeddings, which are in one unit with the head; a leak of stock's stops all."""
     ours = both(fast={"verify_packing": "on"}, tied=True)
-    assert ours.fastpack_report["verify_packing"].path == "proof", ours.fastpack_report.table()
+    assert_on(ours, "verify_packing", "proof")
     assert ours.fastpack_proof.proven
     ours = trained(make(FastSFTTrainer, family="gpt_oss", lora=LINEAR, fast={"verify_packing": "on"}))
     assert ours.fastpack_proof.proven
@@ -180,18 +173,14 @@ def proof() -> None:
         trained(make(FastSFTTrainer, family="gpt_oss", fast={"packed_attention": "off"}))
 
 
-@case
-def experts() -> None:
+def experts(patch: pytest.MonkeyPatch) -> None:
     """Trained, and with LoRA on their stacks."""
-    stacks = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
-    for lora in (None, stacks):
+    for lora in (None, STACKS):
         options = {"family": "qwen3_moe", "lora": lora, "gradient_checkpointing": lora is not None}
-        line = both(fast={"moe": "on", "verify_packing": "off"}, **options).fastpack_report["moe"]
-        assert (line.status, line.path) == ("on", "fastpack"), line
+        assert_on(both(fast={"moe": "on", "verify_packing": "off"}, **options), "moe", "fastpack")
 
 
-@case
-def one_rank() -> None:
+def one_rank(patch: pytest.MonkeyPatch) -> None:
     """One process has a callback or a hook before training, or cannot plan: the others do as it does."""
     substep = callback("on_substep_end", lambda *_: None, "Substep")
     for add, why in (
@@ -218,8 +207,7 @@ def one_rank() -> None:
         assert ("rank 0: ValueError" in line.reason) == bool(dist.get_rank()), line
 
 
-@case
-def stepped_down() -> None:
+def stepped_down(patch: pytest.MonkeyPatch) -> None:
     """What no process can run, inside of the plan's passes, is left out by all: the run goes on."""
     fast = {"activation_memory_gib": 1.0, "verify_packing": "off"}
     ours, stock = (make(cls, fast=fast, gradient_checkpointing=True) for cls in (FastSFTTrainer, SFTTrainer))
@@ -237,16 +225,14 @@ def stepped_down() -> None:
     assert (line.path, "the kernel failed" in line.reason) == ("stock", True), line
 
 
-@case
-def engines() -> None:
+def engines(patch: pytest.MonkeyPatch) -> None:
     """The table in docs/several-gpus.md: the features that are entered under each engine."""
     page = (Path(__file__).parents[1] / "docs/several-gpus.md").read_text(encoding="utf-8")
     head, *rows = (
         [cell.strip(" `") for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"
     )
     table = {row[0].partition("`")[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows[1:]}
-    feature.offload_unavailable = lambda device: ""  # type: ignore[assignment]
-    patch = pytest.MonkeyPatch()
+    patch.setattr(feature, "offload_unavailable", lambda device: "")
     patch.setattr(Settings, "is_explicit", lambda *_: False)  # what an engine lacks is said, and stops nothing
     patch.setattr(Varlen, "refuses", lambda self, features: "")
     patch.setattr(capture, "unavailable", lambda device: "")
@@ -256,10 +242,11 @@ def engines() -> None:
     flags = {"DDP": "", "FSDP 2": "", "FSDP 1": "is_fsdp_enabled"}
     flags |= dict.fromkeys(("ZeRO 1, 2", "ZeRO 3"), "is_deepspeed_enabled")
     pending = ("layer_compile", "cuda_graph")  # decided in the first steps
+    offloaded = {"checkpoint_offload": "double_buffer"}
     for engine, flag in flags.items():
-        transformers.integrations.is_deepspeed_zero3_enabled = lambda engine=engine: engine == "ZeRO 3"
+        zero3 = engine == "ZeRO 3"
+        patch.setattr(transformers.integrations, "is_deepspeed_zero3_enabled", lambda zero3=zero3: zero3)
         found: dict[str, str] = {}
-        offloaded = {"checkpoint_offload": "double_buffer"}
         for fast in ({"merge_accumulation": "on", "activation_memory_gib": 1.0}, offloaded):
             trainer = make(FastSFTTrainer, lora={"target_modules": ["q_proj"]}, fast=base | fast, **more)
             with fsdp2(trainer) if engine == "FSDP 2" else contextlib.nullcontext():
@@ -278,11 +265,3 @@ def engines() -> None:
                 on = line.status == "on" and line.path != "host work only"
                 found[name] = "on" if on else found.get(name, "stock")
         assert found == {name: row[engine] for name, row in table.items()}, (engine, found)
-    patch.undo()
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    for name in sys.argv[2:] or CASES:
-        CASES[name]()
-    leave()
