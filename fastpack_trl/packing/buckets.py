@@ -79,34 +79,44 @@ class Buckets:
     """The buckets of a run. A row that fits none, or only far larger ones, makes another, until there are enough."""
 
     def __init__(self) -> None:
-        self.made: list[Bucket] = []
+        self.made: dict[Bucket, Bucket] = {}
+        """Each bucket with the maxima of the rows that it was made for."""
 
     def find(self, size: Bucket) -> Bucket | None:
         """Return the bucket in which a row of this size costs least; None if the row has to run eagerly."""
-        tight = _LOOSE * _around(size).cost
+        own = _around(size, size)
         bucket = min((one for one in self.made if one.holds(size)), key=lambda one: one.cost, default=None)
         left = MOST_BUCKETS - len(self.made)
-        if (left > 0 and bucket is None) or (left > _KEPT_FOR_LARGER and bucket is not None and bucket.cost > tight):
-            # Around an earlier bucket too if that costs little: packed rows soon have one for all of them.
-            wider = (_around(size, one) for one in self.made)
-            self.made.append(
-                max((one for one in wider if one.cost <= tight), key=lambda one: one.cost, default=_around(size))
-            )
-            return self.made[-1]
+        is_loose = bucket is not None and bucket.cost > _LOOSE * own.cost
+        if (left > 0 and bucket is None) or (left > _KEPT_FOR_LARGER and is_loose):
+            # Around the rows of an earlier bucket too if that costs little: packed rows soon have one for all of them.
+            wider = {_around(size, most): most for rows in self.made.values() for most in [_maxima(size, rows)]}
+            found = max((one for one in wider if one.cost <= _LOOSE * own.cost), key=lambda one: one.cost, default=own)
+            self.made[found] = wider.get(found, size)
+            return found
         return None if bucket is None or bucket.tokens > _MOST_PADDED * _rounded(size.tokens) else bucket
 
 
-def _around(*sizes: Bucket) -> Bucket:
-    """Return the bucket of rows of these sizes: their maxima, rounded up, with segments for the tail of each row."""
-    if any(size.keys for size in sizes):
-        sizes = tuple(size.with_keys for size in sizes)
-    tokens, segments, longest, keys, longest_k = map(max, zip(*sizes, strict=True))
-    # Keys left over need a tail that sees them.
-    bucket = Bucket(_rounded(tokens + bool(keys)), segments, rounded_length(longest), keys, rounded_length(longest_k))
-    if keys:
-        bucket = bucket._replace(keys=_rounded(max(size.keys + bucket.tokens - size.tokens for size in sizes)))
-    needed = max(size.segments + bucket.pieces_of(size) for size in sizes)
-    return bucket._replace(segments=_next_capacity(needed + 1 + bool(keys)))
+def _maxima(size: Bucket, rows: Bucket) -> Bucket:
+    if size.keys or rows.keys:
+        size, rows = size.with_keys, rows.with_keys
+    return Bucket(*map(max, size, rows))
+
+
+def _around(size: Bucket, most: Bucket) -> Bucket:
+    """Return `most` rounded up, with segments for the tail of a row of that size, and for that of `size`."""
+    if most.keys:
+        size = size.with_keys
+    tail = 1 + bool(most.keys)  # keys left over need a tail that sees them
+    bucket = most._replace(
+        tokens=_rounded(most.tokens + bool(most.keys)),
+        max_seqlen=rounded_length(most.max_seqlen),
+        max_seqlen_k=rounded_length(most.max_seqlen_k),
+    )
+    if most.keys:
+        bucket = bucket._replace(keys=_rounded(max(one.keys + bucket.tokens - one.tokens for one in (size, most))))
+    needed = max(one.segments + bucket.pieces_of(one) for one in (size, most)) + tail
+    return bucket._replace(segments=_next_capacity(needed))
 
 
 def _rounded(value: int) -> int:

@@ -74,8 +74,8 @@ def test_holds_counts_the_pieces_of_the_tail(size: Bucket, tail: int, longer: in
     [
         (packed_rows(2048, 200), 6, 0.03),
         (packed_rows(2048, 900), 2, 0.03),
-        (packed_rows(8192, 300), 5, 0.03),
-        (packed_rows(3000, 300), 8, 0.05),
+        (packed_rows(8192, 300), 6, 0.03),
+        (packed_rows(3000, 300), 9, 0.05),
         (packed_rows(4096, 4096), 2, 0.03),
         (unpacked_rows(1), MOST_BUCKETS, 0.2),
         (unpacked_rows(8), MOST_BUCKETS, 0.2),
