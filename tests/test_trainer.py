@@ -366,9 +366,9 @@ def test_data_without_tokens_or_loss_is_named_and_data_of_stock_is_left_to_it(tm
     ("data", "message"),
     [
         ({"input_ids": [[]]}, "no token: all 1 documents are empty"),
-        ({"input_ids": [[1, 2, 96]]}, r"input_ids has token id 96, outside the vocabulary \[0, 96\)"),
-        ({"input_ids": [[1, -2, 5]]}, "input_ids has token id -2, outside"),
-        ({"input_ids": [[1, 2, 5]], "labels": [[1, 2, 500]]}, "labels has token id 500, outside"),
+        ({"input_ids": [[1, 2, 96]]}, "96 in 'input_ids', outside the model's vocabulary of 96"),
+        ({"input_ids": [[1, -2, 5]]}, "-2 in 'input_ids'"),
+        ({"input_ids": [[1, 2, 5]], "labels": [[1, 2, 500]]}, "500 in 'labels'"),
         ({"body": ["w1 w2"]}, "row 0 of the train data set .*cannot be prepared .KeyError"),
     ],
 )

@@ -16,8 +16,8 @@ from fastpack_trl.attention.start_proof import is_examined, prove, tell_stock_er
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.facts import asked_for, read_features
-from fastpack_trl.packing.batching import BatchPlan
-from fastpack_trl.packing.dataset import padding_cost
+from fastpack_trl.packing.batching import BatchPlan, vocabulary
+from fastpack_trl.packing.dataset import check_vocabulary, is_token_lists, padding_cost
 from fastpack_trl.packing.documents import PADDED_DOCUMENTS
 from fastpack_trl.report import Status
 from fastpack_trl.run import Choice, Run
@@ -119,6 +119,9 @@ def _install(run: Run, stack: ExitStack) -> None:
 
     An explicit path stops instead.
     """
+    dataset = run.trainer.train_dataset
+    if run.training and isinstance(dataset, Dataset) and is_token_lists(dataset, ("input_ids",)):
+        check_vocabulary(dataset, vocabulary(run.model))
     if run.training:
         tell_stock_error(run)
     attempt = stack.enter_context(ExitStack())

@@ -73,6 +73,8 @@ class FlashAttention4(common.RowBackend):
         # rounded up to 32: as large as their error at 8, 16, 40, 72, 80, 112, right at 24, 32, 64, 96, 128, 160, 256.
         wrong = generation == 9 and width <= 128 and -(-width // 16) % 2
         error = f"{NAME} computes wrong gradients for head_dim {size} on compute capability 9.x" if wrong else ""
+        if generation == 12 and torch.are_deterministic_algorithms_enabled():  # the trial cannot tell
+            error = f"{NAME} is not deterministic on compute capability 12.x"
         return super().refuses(features) or error or _why_absent()
 
     def considered(self, features: ModelFeatures) -> bool:

@@ -200,11 +200,11 @@ class _Prepare:
         if positions.dim() > 2 or (batch.describes(row, made) and torch.equal(positions, made)):
             return True
         if batch.shared is not None or self.features.mixers:
-            who = "shared prefixes" if batch.shared is not None else f"recurrent layers of {self.features.model_type}"
-            raise ValueError(
-                f"position_ids were edited after collation, and {who} do not find the documents by them: set "
-                "share_prefixes='off', or edit positions when you prepare the data set, or set packing=False"
-            )
+            message = "position_ids were edited after collation, and {} cannot tell documents by them: {}"
+            if batch.shared is not None:
+                raise ValueError(message.format("shared prefixes", "set share_prefixes='off'"))
+            who, fix = f"recurrent layers of {self.features.model_type}", "edit them when you prepare the data set"
+            raise PackingError(message.format(who, f"{fix}, or set packing=False"))
         self.handle.remark(EDITED)
         self.handle.remark = str  # once
         return False

@@ -140,5 +140,7 @@ def settings_of(arguments: Any, config: str, flags: Sequence[str]) -> dict[str, 
     return {
         name: value.rpartition("/")[2] if isinstance(value, str) else value
         for name, value in values.items()
-        if name in named and isinstance(value, str | int | float) and not any(part in name for part in _PRIVATE)
+        if name in named
+        and isinstance(value, str | int | float | list | dict)
+        and not any(part in name for part in _PRIVATE)
     }

@@ -91,9 +91,11 @@ class Buckets:
         if (left > 0 and bucket is None) or (left > _KEPT_FOR_LARGER and is_loose):
             # Around the rows of an earlier bucket too if that costs little: packed rows soon have one for all of them.
             wider = {_around(size, most): most for rows in self.made.values() for most in [_maxima(size, rows)]}
-            found = max((one for one in wider if one.cost <= _LOOSE * own.cost), key=lambda one: one.cost, default=own)
-            self.made[found] = wider.get(found, size)
-            return found
+            fitting = (one for one in wider if one.holds(size) and one.cost <= _LOOSE * own.cost)
+            found = max(fitting, key=lambda one: one.cost, default=own)
+            if found.holds(size):  # else more keys are left over than the tail has tokens
+                self.made[found] = wider.get(found, size)
+                return found
         return None if bucket is None or bucket.tokens > _MOST_PADDED * _rounded(size.tokens) else bucket
 
 

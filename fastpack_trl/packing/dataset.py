@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset, LargeList, List
 from numpy.typing import NDArray
@@ -218,6 +219,25 @@ def _counted(piece: Piece) -> NDArray[np.bool_]:
 def counted_tokens(dataset: Dataset) -> int:
     """Count the tokens of the loss, the first of each document left out."""
     return sum(int(_counted(piece).sum()) for piece in pieces(dataset, "input_ids", "labels", "seq_lengths"))
+
+
+def check_vocabulary(dataset: Dataset, vocab_size: int) -> None:
+    """Check every token id, and every label that may be counted, once, on the host.
+
+    Raises:
+        DataError: an id outside [0, vocab_size); names it.
+    """
+    for piece in pieces(dataset, "input_ids", "labels", "seq_lengths"):
+        ids = {"input_ids": piece["input_ids"][1]}
+        if "labels" in piece:
+            ids["labels"] = piece["labels"][1].filter(pa.array(_counted(piece)))
+        for column, values in ids.items():
+            for value in pc.min_max(values).as_py().values():
+                if value is not None and not 0 <= value < vocab_size:
+                    raise DataError(
+                        f"the train data set has {int(value)} in {column!r}, outside the model's vocabulary of "
+                        f"{vocab_size}: tokenize it with the model's own tokenizer, or resize the model's embeddings"
+                    )
 
 
 def padding_cost(prepared: Dataset) -> float:

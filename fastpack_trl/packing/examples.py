@@ -162,7 +162,9 @@ def dropped(prepared: Any, dataset: Any, max_length: int | None, name: str) -> s
     total = len(dataset) * (1 + unpaired)
     if len(prepared) >= total:
         return ""
-    lost = f"{total - len(prepared):,} of {total:,} dropped: max_length={max_length} leaves no room for the answer"
+    prompts = "prompt_ids" in prepared.column_names
+    why = "a prompt alone fills" if prompts else "an answer with its prompt is longer than"
+    lost = f"{total - len(prepared):,} of {total:,} dropped: {why} max_length={max_length}"
     if not len(prepared) and name == "train":
         raise DataError(f"nothing of the train data set is left to train on, {lost}: raise max_length")
     return f"{lost}: raise max_length to keep them"

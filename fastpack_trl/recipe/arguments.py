@@ -186,7 +186,7 @@ def _words_of(config: Mapping[str, Any], parser: Any, launcher: Any, path: str) 
     options, words = launcher._option_string_actions | parser._option_string_actions, list[str]()
     for name, value in config.items():
         action, shown = options.get(f"--{name}"), f"{path}: {name}={short_repr(value)}"
-        if action is None or "-" in name:  # names with dashes are those of a command line
+        if action is None or "-" in name or name == "help":  # names with dashes are those of a command line
             _refuse_unknown(name, parser, launcher, path)
         hint = parser.hints.get(action.dest, "")
         if name == "datasets":
@@ -197,9 +197,9 @@ def _words_of(config: Mapping[str, Any], parser: Any, launcher: Any, path: str) 
         elif value is None and "None" not in hint:
             continue  # not set
         elif action.nargs == 0:  # a switch of accelerate
-            if not isinstance(value, bool):
+            if (switch := str(value).lower()) not in ("true", "false"):
                 raise UserError(f"{shown} must be true or false")
-            words += [f"--{name}"] * value
+            words += [f"--{name}"] * (switch == "true")
         elif isinstance(value, list) and action.nargs == "+":
             if any(isinstance(one, list | dict) for one in value):
                 raise UserError(f"{shown} must be a list of single values")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 BUILDERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 """Suffix of a data file -> the builder of `datasets.load_dataset` that reads it."""
 _COMPRESSIONS = {".gz", ".bz2", ".xz", ".zst"}
+_MOST_LINES = 1_000_000  # to search: the loader has failed, and the user waits for the reason
 
 
 def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
@@ -26,7 +29,6 @@ def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
 
     Raises `UserError` if none are named, if a name leads nowhere, or if a file cannot be read.
     """
-    from datasets import load_dataset
     from datasets.exceptions import DatasetsError
     from trl import get_dataset
 
@@ -38,20 +40,16 @@ def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
         )
     if mixture.streaming and mixture.test_split_size is not None:
         raise UserError(f"test_split_size={mixture.test_split_size} needs streaming: false: a stream has no length")
-    # With files or a folder of its own, the path of an entry may be the name of a builder ("json").
-    entries = [
-        entry if entry.data_files or entry.data_dir else replace(entry, **_source(str(entry.path)))
-        for entry in mixture.datasets
-    ]
-    source = {} if entries else _source(names[0])
+    entries = [_local_entry(entry) for entry in mixture.datasets]
+    source = None if entries else _source(names[0])
     try:
-        if entries:
+        if source is None:
             return get_dataset(replace(mixture, datasets=entries))
-        return load_dataset(**source, name=script.dataset_config, streaming=script.dataset_streaming)
+        return _load_named(names[0], *source, script.dataset_config, script.dataset_streaming)
     except (DatasetsError, ValueError, TypeError, OSError, StopIteration) as error:
+        fault = _first_fault(names) or describe(error.__cause__ or error)
         hint = "".join(did_you_mean_path(name) for name in names if not Path(name).expanduser().exists())
-        shown, fault = short_repr(data_name(script, mixture)), describe(error.__cause__ or error)
-        raise UserError(f"data {shown} cannot be loaded: {fault}{hint}") from error
+        raise UserError(f"data {short_repr(data_name(script, mixture))} cannot be loaded: {fault}{hint}") from error
 
 
 def _names(script: ScriptArguments, mixture: DatasetMixtureConfig) -> list[str]:
@@ -63,29 +61,68 @@ def data_name(script: ScriptArguments, mixture: DatasetMixtureConfig) -> str:
     return ", ".join(_names(script, mixture))
 
 
-def _source(name: str) -> dict[str, Any]:
-    """Return the keywords with which `datasets.load_dataset` reads data.
+def _source(name: str) -> tuple[str, Any]:
+    """Return the path and the ``data_files`` with which `datasets.load_dataset` reads data.
 
-    ``"data.jsonl"`` -> ``{"path": "json", "data_files": "data.jsonl"}``; a folder of files, or a hub name -> its path
-    alone; a folder made by `save_to_disk` -> the builder ``arrow`` and the files of each split.
+    ``"data.jsonl"`` -> ``("json", "data.jsonl")``; a folder of files, or a hub name -> ``(folder, None)``; a folder
+    made by `save_to_disk` -> ``("arrow", ...)``.
     """
     suffixes, path = [suffix.lower() for suffix in Path(name).suffixes], Path(name).expanduser()
     if suffixes and suffixes[-1] in _COMPRESSIONS:
         suffixes.pop()
     builder = BUILDERS.get(suffixes[-1]) if suffixes else None
     if "://" in name or not (looks_local(name) or builder):
-        return {"path": name}
-    if (path / "state.json").is_file():
-        return {"path": "arrow", "data_files": str(path / "*.arrow")}
-    if (path / "dataset_dict.json").is_file():
-        parts = [state.parent for state in sorted(path.glob("*/state.json"))]
-        return {"path": "arrow", "data_files": {part.name: str(part / "*.arrow") for part in parts}}
+        return name, None
     if path.is_dir():
-        return {"path": str(path)}
+        saved = _saved_files(path)
+        return ("arrow", saved) if saved else (str(path), None)
     if not path.exists() and not any(Path(path.anchor or ".").glob(str(path.relative_to(path.anchor)))):
         raise UserError(f"data {short_repr(name)} does not exist{missing_hint(name)}")
     if builder is None:
         raise UserError(
             f"data file {short_repr(name)} has no known suffix: use one of {', '.join(BUILDERS)}, or a folder"
         )
-    return {"path": builder, "data_files": str(path)}
+    return builder, str(path)
+
+
+def _saved_files(folder: Path) -> Any:
+    """Return the ``data_files`` of a folder made by `save_to_disk`; None for other folders."""
+    if (folder / "state.json").is_file():
+        return str(folder / "*.arrow")
+    if (folder / "dataset_dict.json").is_file():
+        return {child.name: str(child / "*.arrow") for child in sorted(folder.iterdir()) if child.is_dir()}
+    return None
+
+
+def _load_named(name: str, source: str, files: Any, config: str | None, streaming: bool) -> Splits:
+    import datasets
+
+    if source != "arrow" or files is None:
+        return datasets.load_dataset(source, name=config, data_files=files, streaming=streaming)
+    # Read in place: the arrow builder would copy the files into the cache.
+    loaded = datasets.load_from_disk(str(Path(name).expanduser()))
+    splits = loaded if isinstance(loaded, datasets.DatasetDict) else datasets.DatasetDict({"train": loaded})
+    return {key: split.to_iterable_dataset() for key, split in splits.items()} if streaming else splits
+
+
+def _local_entry(entry: Any) -> Any:
+    if entry.data_files is not None or entry.data_dir is not None:
+        return entry  # `path` may also be the name of a builder ("json")
+    source, data_files = _source(entry.path)
+    return replace(entry, path=source, data_files=data_files)
+
+
+def _first_fault(names: Iterable[str]) -> str:
+    """Return the first line of a local file of JSON lines that is not a JSON object; empty if none is found."""
+    paths = [Path(name).expanduser() for name in names]
+    for file in (file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])):
+        if file.suffix.lower() not in (".jsonl", ".ndjson") or not file.is_file():
+            continue
+        with file.open("rb") as lines:
+            for number, line in enumerate(islice(lines, _MOST_LINES), 1):
+                try:
+                    if line.strip() and not isinstance(json.loads(line.decode("utf-8-sig")), dict):
+                        return f"{file.name}: line {number} is not a JSON object: write one object per line"
+                except (ValueError, RecursionError) as error:
+                    return f"{file.name}: line {number} is not one JSON object ({describe(error)})"
+    return ""

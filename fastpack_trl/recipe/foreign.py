@@ -57,6 +57,8 @@ _NO_EQUIVALENT: Mapping[str, set[str]] = {
     "Unsloth": {"use_gradient_checkpointing", "full_finetuning"},
 }
 """Other keys that only this tool has."""
+_GENERIC = {"dataset", "output", "epochs", "num_epochs", "batch_size", "optimizer"}
+"""Keys that are no sign of a tool: people also write them by mistake."""
 OTHER_NAMES = {key: to for keys in _KEYS.values() for key, to in keys.items() if isinstance(to, str)} | {
     "model": "model_name_or_path", "torch_dtype": "dtype", "attn": "packed_attention", "lr": "learning_rate",
     "resume": "resume_from_checkpoint",
@@ -86,7 +88,7 @@ class Converted:
 def tool_of(keys: Mapping[str, Any]) -> str:
     """Return the tool whose YAML has these keys: ``"Axolotl"``, ``"LLaMA-Factory"``, ``"Unsloth"``; empty for none."""
     flat = _flat(keys)
-    matches = {tool: len((_KEYS[tool].keys() | _NO_EQUIVALENT[tool]) & flat.keys()) for tool in _KEYS}
+    matches = {tool: len(((_KEYS[tool].keys() | _NO_EQUIVALENT[tool]) - _GENERIC) & flat.keys()) for tool in _KEYS}
     best = max(matches, key=lambda tool: matches[tool])
     return best if matches[best] >= 2 else ""
 

@@ -58,6 +58,8 @@ def train_parsed(arguments: Arguments, callbacks: Sequence[TrainerCallback] | No
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and training.save_strategy != "no" and training.world_size == 1:
         training.enable_jit_checkpoint = True  # processes of one run would end in different steps
+    output = Path(str(training.output_dir))
+    missing = [path for path in (output, *output.parents) if not path.exists()]  # innermost first
     try:
         # Resuming and the packing check are part of the preparation; a failing step keeps its traceback.
         with naming_keys(vars(training)), preparing(finished=lambda: progress.has_begun):
@@ -67,7 +69,8 @@ def train_parsed(arguments: Arguments, callbacks: Sequence[TrainerCallback] | No
                 trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     except BaseException as error:
         with suppress(OSError):  # `Trainer.__init__` makes the folder; one with files stays
-            Path(str(training.output_dir)).rmdir()
+            for path in missing:
+                path.rmdir()
         if isinstance(error, KeyboardInterrupt) and trainer is not None:
             raise KeyboardInterrupt(how_to_resume(arguments, trainer.state.global_step)) from None
         raise

@@ -11,9 +11,20 @@ from hypothesis import strategies as st
 from fastpack_trl.packing.buckets import MOST_BUCKETS, Bucket, Buckets
 from fastpack_trl.packing.packed_batch import rounded_length
 
-sizes = st.lists(st.integers(1, 900), min_size=1, max_size=30).map(
+plain = st.lists(st.integers(1, 900), min_size=1, max_size=30).map(
     lambda lengths: Bucket(sum(lengths), len(lengths), max(lengths))
 )
+
+
+@st.composite
+def sharing(draw: st.DrawFn) -> Bucket:
+    """The size of a row of documents that follow one prefix."""
+    prefix, own = draw(st.integers(1, 900)), draw(st.lists(st.integers(1, 300), min_size=2, max_size=20))
+    keys = len(own) * prefix + sum(own)
+    return Bucket(prefix + sum(own), len(own), prefix + own[0], keys, prefix + max(own))
+
+
+sizes = plain | sharing()
 
 
 def packed_rows(row: int, mean: int) -> list[Bucket]:
@@ -54,13 +65,14 @@ def test_a_bucket_holds_its_row_and_there_are_few(rows: list[Bucket]) -> None:
     for size in rows:
         found = buckets.find(size)
         assert found is None or (found.holds(size) and found.tokens <= 3 * max(8, 1.1 * size.tokens))
-        assert found is not None or len(buckets.made) > MOST_BUCKETS / 2
-    assert 1 <= len(buckets.made) <= MOST_BUCKETS
+        assert found is not None or size.keys or len(buckets.made) > MOST_BUCKETS / 2
+    assert len(buckets.made) <= MOST_BUCKETS
+    assert buckets.made or all(size.keys for size in rows)
     assert all(bucket.max_seqlen == rounded_length(bucket.max_seqlen) for bucket in buckets.made)
 
 
 @settings(max_examples=50, deadline=None)
-@given(sizes, st.integers(0, 3000), st.integers(0, 300), st.integers(-40, 40))
+@given(plain, st.integers(0, 3000), st.integers(0, 300), st.integers(-40, 40))
 def test_holds_counts_the_pieces_of_the_tail(size: Bucket, tail: int, longer: int, more: int) -> None:
     longest = size.max_seqlen + longer
     needed = size.segments + len(range(0, tail, longest))
