@@ -61,7 +61,10 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
             self.fastpack_run.set_state(step)
             self._fastpack_host = step.host
 
-    def _prepare_dataset(self, *given: Any) -> Any:
+    def _prepare_dataset(
+        self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
+    ) -> Any:
+        given = (dataset, processing_class, args, packing, formatting_func, dataset_name)
         return self._fastpack_name_faults(self._fastpack_prepare, super()._prepare_dataset, *given)
 
     def _fastpack_prepare(self, *given: Any) -> Any:
@@ -155,13 +158,21 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
             step.filter.restore()  # this is the first call after the line that reads it
         return super().floating_point_ops(inputs)
 
-    def log(self, *args: Any, **kwargs: Any) -> None:
+    # Not in `log`, which a rank may call on its own: flushing is a collective.
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self.control.should_log or self.control.should_evaluate:
+            self._fastpack_flush()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self._fastpack_flush()
-        super().log(*args, **kwargs)
+        return super()._finalize_training(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        self._fastpack_flush()  # TRL's own loss reads the number of trained tokens on each rank
-        return super().evaluation_loop(*args, **kwargs)
+        self._fastpack_flush()  # TRL logs the number of trained tokens with the evaluation
+        outputs = super().evaluation_loop(*args, **kwargs)
+        self._fastpack_flush()
+        return outputs
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         stock = super().prediction_step

@@ -187,11 +187,12 @@ class BackboneGraphs(TrainerCallback):
         The largest bucket so far frees the graphs of all others, which are recorded again in the memory of its own.
         """
         recorded = [other for other in self._slots.values() if other.graphs]
-        if recorded and all(other.inputs.bucket.tokens < slot.inputs.bucket.tokens for other in recorded):
+        is_largest = all(other.inputs.bucket.tokens < slot.inputs.bucket.tokens for other in recorded)
+        if recorded and is_largest and not self._is_open:  # a backward that is due replays one of them
             for other in recorded:
                 other.reset()
             self._device.forget()
-        if lacks := self._device.lacks_room():
+        if not self._recorded and (lacks := self._device.lacks_room()):
             self.disable(lacks)
             return
         try:

@@ -127,6 +127,7 @@ class Slot:
             if graph is not None:
                 graph.reset()
         self.forward = self.backward = None
+        self.outputs = self.gradients = ()  # they hold memory of the pools
 
 
 class _Replay(torch.autograd.Function):

@@ -116,7 +116,8 @@ def _around(size: Bucket, most: Bucket) -> Bucket:
         max_seqlen_k=rounded_length(most.max_seqlen_k),
     )
     if most.keys:
-        bucket = bucket._replace(keys=_rounded(max(one.keys + bucket.tokens - one.tokens for one in (size, most))))
+        keys = max(one.keys + bucket.tokens - one.tokens for one in (size, most))
+        bucket = bucket._replace(keys=-(-keys // 64) * 64)  # by little: each key left over is one of the tail's
     needed = max(one.segments + bucket.pieces_of(one) for one in (size, most)) + tail
     return bucket._replace(segments=_next_capacity(needed))
 

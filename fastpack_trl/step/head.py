@@ -214,7 +214,10 @@ class _HeadFunction(torch.autograd.Function):
                     chunked_logprob._addmm_fp32(grad_weight[columns], tile[:, columns].t(), inputs)
             if grad_bias is not None:
                 grad_bias += tile.sum(dim=0, dtype=torch.float32)
-        ctx.gradients = (grad_hidden, grad_weight, grad_bias)
+        if loss_type is None:
+            ctx.save_for_backward(grad_hidden)  # freed as soon as backward has read it
+        else:
+            ctx.gradients = (grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = (hidden.dtype, weight.dtype, bias.dtype if bias is not None else None)
         ctx.is_loss = loss_type is not None
         ctx.mark_non_differentiable(over.log_probs if loss_type else total, over.entropy, over.is_top1)
@@ -225,7 +228,7 @@ class _HeadFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_total: Tensor, grad_log_probs: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         if not ctx.is_loss:
-            return (ctx.gradients[0] * grad_log_probs[:, None]).to(ctx.dtypes[0]), *[None] * 7
+            return (ctx.saved_tensors[0] * grad_log_probs[:, None]).to(ctx.dtypes[0]), *[None] * 7
         if ctx.gradients is None:
             raise RuntimeError(
                 "backward ran a second time through one loss, whose gradients were scaled in place the first time: "
