@@ -142,7 +142,7 @@ COMMANDS = [
     Misuse("sft --config {yaml}", "dataset_test_split='test': the data have no such", "eval_strategy: epoch"),
     Misuse("sft --config {yaml}", "model_name_or_path 'owner/none' cannot be used", "model_name_or_path: owner/none"),
     Misuse("sft --config {yaml}", "`pad_token` ('<nowhere>') is not found", "pad_token: <nowhere>"),
-    Misuse("sft --config {yaml}", "./gone' is not a folder: name a checkpoint", "resume_from_checkpoint: ./gone"),
+    Misuse("sft --config {yaml}", "./gone' is not a folder: pass a checkpoint", "resume_from_checkpoint: ./gone"),
     Misuse("sft --config {yaml}", "flash_attention_4", "attn_implementation: flash_atention_2"),
     # doctor, verify
     Misuse("doctor --config {yaml} --audit", "doctor --audit was removed in 0.2.0: run `fastpack-trl bench"),
@@ -184,7 +184,7 @@ COMMANDS = [
     Misuse("generate mute --prompt a", "the prompt 'a' has no tokens: write some text"),
     Misuse("sft --config {yaml} --model_name_or_path left", "or the folder that `fastpack-trl merge left` writes"),
     Misuse("generate {model} --prompt a --max_new_tokens 0", "--max_new_tokens 0 must be >= 1"),
-    Misuse("generate two --prompt a", "holds an adapter and a full model, of two runs: move one away"),
+    Misuse("generate two --prompt a", "contains both an adapter and a full model, from two runs: move one out"),
     Misuse("generate scores --prompt a", "is a reward model, which scores a text and writes none"),
     Misuse("merge scores --base ./absent", "--base './absent' is not a folder"),
     Misuse("doctor --gpu H100", "--gpu needs a config: give"),
