@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fastpack_trl.errors import UserError, preparing
+from fastpack_trl.recipe.methods import add_trainer
 
 BASELINES = ("stock", "stock_compiled")
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -42,13 +43,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     for name, (_, default, text) in _NUMBERS.items():
         add(f"--{name}", metavar="N", type=int, default=default, help=f"{text} (default: %(default)s)")
     add("--plot", metavar="FILE", help="also draw time, memory and losses of all sides to FILE, a PNG")
-
-
-def add_trainer(parser: ArgumentParser) -> None:
-    """Add ``--trainer``, and `more` for the options of training commands, which their own parser reads."""
-    trainer = "the training command of the YAML (sft, dpo, ...), if its keys do not identify it"
-    form = "--trainer={}".format
-    parser.add_argument("--trainer", metavar="NAME", dest="more", action="append", type=form, default=[], help=trainer)
 
 
 def run(args: Namespace, record: dict[str, Any]) -> int:

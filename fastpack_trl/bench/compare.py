@@ -81,7 +81,7 @@ def compare(
 
     Raises:
         UserError: unknown sides, a number of steps that is too small, or a `build` that ignores its arguments.
-        LossParityError: a side computes other losses; a `UserError`.
+        LossParityError: a side computes different losses (a subclass of `UserError`).
     """
     for name in sides:
         if name not in SIDES:

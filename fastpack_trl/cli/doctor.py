@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from fastpack_trl.bench.command import add_trainer
 from fastpack_trl.errors import UserError, preparing
 from fastpack_trl.measure.tables import aligned
+from fastpack_trl.recipe.methods import add_trainer
 from fastpack_trl.recipe.paths import titled
 
 EXTRAS = {
