@@ -137,7 +137,7 @@ def _measure(documents: Dataset, prepared: Dataset, args: Any, strategy: str | N
                 "completions that are not empty"
             )
         raise DataError(
-            f"no training example is left: max_length={max_length} cuts every completion off; "
+            f"no example of the train data set is left: max_length={max_length} cuts every completion off; "
             f"the longest document has {longest:,} tokens: raise max_length, or shorten the prompts"
         )
     # Only these two cut; `bfd_split` and `wrapped` continue a long document in the next row.
