@@ -72,7 +72,8 @@ CASES = {
 INTRODUCTION = """# Results
 
 Made by `python -m benchmarks tables` from the records in `benchmarks/results/`; do not edit. Absolute times hold for
-one machine; sides are compared within one command only.
+one machine; sides are compared within one command only. Each command runs at the commit it names; today's form is
+`python -m benchmarks run`.
 
 - *trl*: TRL's trainer as installed, with gradient checkpointing; *trl compiled*: its layers compiled by accelerate.
 - *fastpack*: our trainer at its defaults; *fastpack same memory*: it recomputes as TRL does.
@@ -298,11 +299,11 @@ def readme(records: Sequence[Run]) -> str:
         ]
         peaks = [f"{sides[name].peak:.1f}" if name in sides else "" for name in ("trl", SAME_MEMORY, OURS)]
         lines.append([README_ROWS[row], *(times if good else ["losses differ", "", ""]), *peaks])
-    columns = "training | >speed over TRL | >over TRL compiled | >recomputing as TRL"
-    columns += " | >GiB, TRL | >GiB, recomputing as TRL | >GiB"
+    columns = "training | >speed over TRL | >over TRL compiled | >speed, recomputing as TRL"
+    columns += " | >GiB, TRL | >GiB, recomputing as TRL | >GiB, fastpack"
     said = (
         f"{', '.join(devices)}; runs of 500 steps, slow first ones included; LoRA of rank 16, real text, "
-        "random weights, a process per side. fastpack uses free GPU memory; *recomputing as TRL*: "
+        "random weights, TRL and fastpack in separate processes. fastpack uses free GPU memory; *recomputing as TRL*: "
         '`activation_memory="checkpoint"`. Empty cells were not measured. '
         "[All results, with commands and commits](benchmarks/RESULTS.md)."
     )

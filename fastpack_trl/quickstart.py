@@ -51,7 +51,7 @@ def make_inputs(folder: str | Path = FOLDER, family: str = "qwen3") -> str:
         A line that describes the result.
 
     Raises:
-        UserError: `folder` has other contents, or the interpreter has no sources.
+        UserError: `folder` has other contents, or Python was installed without its library sources.
     """
     folder = Path(folder)
     if (folder / "model").is_dir() and (folder / "data").is_dir():

@@ -64,7 +64,7 @@ CASES: dict[tuple[str, str], Case] = {
     ("lora", "on"): Case("the model has no LoRA layers"),
     ("frozen_base", "fp8"): Case("the model has no LoRA layers"),
     ("moe", "on"): Case("the model has no experts"),
-    ("layer_compile", "on"): Case("per_document calls a kernel per document"),
+    ("layer_compile", "on"): Case("per_document launches one kernel per document"),
     ("cuda_graph", "on"): Case("the model is on cpu"),
     ("moe_quantize_experts", "on"): Case("has no expert stacks", refused=True),
     ("sync_free", "on"): Case("compute_loss_func needs the full logits", given={"compute_loss_func": summed}),

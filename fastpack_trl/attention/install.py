@@ -226,7 +226,7 @@ class _Prepare:
         refused = self.backend.refuses_static(Bucket.of(batch), self.features) if batch.is_static else ""
         refused = refused or (shared_refusal(self.backend, self.features) if batch.shared is not None else "")
         if refused:
-            raise PackingError(f"a row cannot run: {refused}; give the model the plain batch, with prefixes repeated")
+            raise PackingError(f"a row cannot run: {refused}; pass the model the plain batch, without shared prefixes")
         for name in KINDS if self.by_kind else ():
             if isinstance(kwargs.get(name), Tensor) and (kwargs[name] > 0).any():  # synchronizes in rows with such ids
                 raise PackingError(

@@ -38,7 +38,9 @@ class PerDocumentLayer(NamedTuple):
             ValueError: dropout is not 0.
         """
         if call.dropout:
-            raise ValueError(f"attention dropout is {call.dropout}: per_document has none; use packed_attention='sdpa'")
+            raise ValueError(
+                f"per_document does not support attention dropout ({call.dropout}): set packed_attention='sdpa'"
+            )
         key, value = call.key, call.value
         if self.key_index is not None:
             key, value = (gather_keys(tensor, self.key_index, dim=2) for tensor in (key, value))
@@ -83,7 +85,7 @@ class PerDocument(Backend):
 
     name = "per_document"
     flattens = shares = True
-    refuses_compile = "per_document calls a kernel per document, which is no part of a graph"
+    refuses_compile = "per_document launches one kernel per document, which a compiled graph cannot contain"
 
     def refuses(self, features: ModelFeatures) -> str:
         return f"attention dropout is {features.dropout}: no kernel per document has any" if features.dropout else ""

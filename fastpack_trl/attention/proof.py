@@ -129,7 +129,7 @@ def verify_packing(
         NonFiniteError: the model's own results are NaN or infinite; a ValueError that names the parameter.
     """
     if lengths is not None and len(lengths) < 2:
-        raise ValueError(f"lengths={tuple(lengths)} has {len(lengths)} document: give at least two, e.g. 9 1 14 6")
+        raise ValueError(f"lengths={tuple(lengths)} has {len(lengths)} document: pass at least two, e.g. (9, 1, 14, 6)")
     with contextlib.ExitStack() as stack:
         if attention is None:
             attention = stack.enter_context(packed_attention(model, implementation))

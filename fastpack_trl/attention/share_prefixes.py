@@ -34,10 +34,10 @@ def share_prefixes(run: Run) -> Iterator[None]:
     looks = run.settings.share_prefixes != "off" and run.packs
     computed = computed_share(run.trainer) if looks else None
     share = f"tokens computed: {computed:.0%} of the documents' tokens" if computed else ""
-    little = computed is not None and computed > MOST_COMPUTED
+    little = f"{computed:.0%} of the tokens would still be computed" if (computed or 0) > MOST_COMPUTED else ""
     run.report.facts.pop(FACT, None)
     # As one: an evaluation between has all of them wait for each other.
-    if found := run.ranks.first_reason(lambda: first_reason(_reasons(run, little, share))):
+    if found := run.ranks.first_reason(lambda: first_reason(_reasons(run, little))):
         saves = f"; without that {share}" if share and not little and found != "switched off" else ""
         run.set_status(FEATURE, "off", "each document whole", f"{found}{saves}")
         if saves:  # the banner omits the reasons of disabled features
@@ -49,7 +49,7 @@ def share_prefixes(run: Run) -> Iterator[None]:
         yield
 
 
-def _reasons(run: Run, little: bool, share: str) -> Iterator[object]:
+def _reasons(run: Run, little: str) -> Iterator[object]:
     trainer, model, setting = run.trainer, run.model, run.settings.share_prefixes
     yield setting == "off" and "switched off"
     yield not run.packs and run.plan.reason
@@ -58,7 +58,7 @@ def _reasons(run: Run, little: bool, share: str) -> Iterator[object]:
     yield not run.loss_is_ours and "the loss of shared positions needs sync_free"
     streamed = setting == "auto" and not isinstance(trainer.train_dataset, Dataset)
     yield streamed and "the saving is unknown for a streamed data set: set share_prefixes='on' to share anyway"
-    yield little and setting != "on" and f"little to share, {share}"
+    yield little and setting != "on" and f"little to share: {little}"
     attention, backend = run.get_state(PackedAttention), BACKENDS.get(run.choice.path)
     assert attention is not None
     assert backend is not None

@@ -56,7 +56,7 @@ def prove(run: Run, attention: PackedAttention | None) -> str:
         run.set_status("verify_packing", "off", "not run", "switched off")
         return ""
     if attention is None and joins_documents(run.trainer):
-        raise PackingError(f"packed rows of TRL: LEAK: every row is one document to the model; {_remedy(run)}")
+        raise PackingError(f"TRL's packed rows leak: the model treats each row as one document; {_remedy(run)}")
     proof, unproven = None, ""
     try:
         with run.autocast():

@@ -72,7 +72,7 @@ def varlen_attention(row: common.RowInputs) -> tuple[Tensor, Tensor]:
 def varlen_attention_backward(
     row: common.RowInputs, grad_out: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return its gradients."""
+    """Return the gradients of `varlen_attention`."""
     segments, keywords = _in_kernel(row)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=out.device), out.new_empty(0)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from fastpack_trl.errors import UserError, preparing
+from fastpack_trl.recipe.methods import add_trainer
 
 BASELINES = ("stock", "stock_compiled")
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _NUMBERS = {
-    "rounds": (1, 2, "how often each side trains"),
-    "steps": (1, 8, "timed steps of a side in a round"),
-    "warmup": (0, 4, "minimum number of steps before these"),
-    "gate-steps": (0, 2, "first steps whose losses must agree"),
+    "rounds": (1, 2, "training runs per side"),
+    "steps": (1, 8, "timed steps per side and round"),
+    "warmup": (0, 4, "minimum warm-up steps before the timed ones"),
+    "gate-steps": (0, 2, "number of first steps in which losses must agree"),
 }
 """Option -> least value, default, help."""
 _PRIVATE = ("token", "output_dir", "logging_dir", "run_name", "hub_model_id")
@@ -29,26 +30,26 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of ``fastpack-trl bench``; imports nothing heavy."""
     add = parser.add_argument
     config = (
-        "a YAML of a training command (--trainer NAME says which, if its keys do not); other options are those of that "
-        "command. Of grpo and rloo only the learner is timed, on random completions"
+        "YAML of a training command; that command's options are accepted too. Of grpo and rloo only the learner is "
+        "timed, on random completions"
     )
     baseline = (
-        "compared with fastpack: stock (TRL as installed, the default), stock_compiled (the best attention that loads, "
-        "Liger, layers compiled by accelerate)"
+        "what to compare fastpack with: stock (TRL as installed, the default), stock_compiled (the best "
+        "attention that loads, Liger, layers compiled by accelerate)"
     )
     add("--config", metavar="FILE", help=config)
+    add_trainer(parser)
     add("--baseline", metavar="NAME", nargs="+", choices=BASELINES, default=["stock"], help=baseline)
     for name, (_, default, text) in _NUMBERS.items():
-        add(f"--{name}", metavar="N", type=int, default=default, help=f"{text} (%(default)s)")
+        add(f"--{name}", metavar="N", type=int, default=default, help=f"{text} (default: %(default)s)")
     add("--plot", metavar="FILE", help="also draw time, memory and losses of all sides to FILE, a PNG")
-    parser.set_defaults(more=[])  # the options of training commands are parsed by their own parser
 
 
 def run(args: Namespace, record: dict[str, Any]) -> int:
     """Measure a config, each side in a process of its own; print the table, draw the picture.
 
     Returns:
-        0, also if fastpack is slower: it is a measurement. 130 after an interrupt, with the finished sides.
+        0, even if fastpack is slower. 130 after an interrupt, with the finished sides.
 
     Raises:
         UserError: no config, options that do not go together, a file that cannot be written, a config that cannot be
@@ -129,7 +130,7 @@ def _check(args: Namespace) -> Path | None:
 
 
 def settings_of(arguments: Any, config: str, flags: Sequence[str]) -> dict[str, Any]:
-    """Return the settings that a YAML and its overrides name, for a record: no folders, no names of people, no tokens.
+    """Return the settings that a YAML and its overrides name, without folders, user names or access tokens.
 
     ``{"model_name_or_path": "/data/me/Qwen3-8B", "hub_token": "..."}`` -> ``{"model_name_or_path": "Qwen3-8B"}``
     """

@@ -73,7 +73,7 @@ def compare(
         sides: two or more of ``stock``, ``stock_compiled``, ``fastpack`` and ``fastpack_plan`` (`train_side`).
         warmup: minimum number of steps before the timed ones; it lasts until all features of a side are decided.
         timed: steps of each side and round that are timed.
-        rounds: how often each side trains.
+        rounds: training runs per side.
         gate_steps: first steps in which losses must agree; 0 for no check.
 
     Returns:
@@ -81,7 +81,7 @@ def compare(
 
     Raises:
         UserError: unknown sides, a number of steps that is too small, or a `build` that ignores its arguments.
-        LossParityError: a side computes other losses; a `UserError`.
+        LossParityError: a side computes different losses (a subclass of `UserError`).
     """
     for name in sides:
         if name not in SIDES:
@@ -168,10 +168,11 @@ def check_losses(reference: str, first: SideResult, name: str, own: SideResult, 
         difference = abs(value - expected) / (abs(expected) or 1.0)
         if not difference <= allowed:  # a NaN is over every bound
             raise LossParityError(
-                f"the {first.compares} of step {step} is {value!r} with {name} and {expected!r} with {reference}: "
-                f"{difference:.1e} apart, allowed are {allowed:.0e} in {first.dtype}; no times are compared. All sides "
-                "must get the same data in the same order; `fastpack-trl verify --model ... --attn off` tells whether "
-                "TRL keeps this model's documents apart; without the gate (gate_steps=0) the differences are recorded"
+                f"the {first.compares} of step {step} is {value!r} with {name} but {expected!r} with {reference}: "
+                f"they differ by {difference:.1e}, more than {allowed:.0e} ({first.dtype}), so no times are "
+                "compared. All sides must get the same data in the same order; `fastpack-trl verify --model ... "
+                "--attn off` tells whether TRL keeps this model's documents apart; without the gate (gate_steps=0) the "
+                "differences are recorded"
             )
 
 

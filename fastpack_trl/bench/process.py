@@ -75,7 +75,7 @@ class OwnProcess:
         return {"failed": result.get("failed") or failed or f"its process ended: {last}", "last_lines": lines[-60:]}
 
     def _wait(self, command: Sequence[str], log: Path) -> str | None:
-        """Run a command to its end, its output into `log`; return why it has no answer, None if it may have one."""
+        """Run a command with its output in `log`; return why it gave no result, or None if it may have given one."""
         env = {**os.environ, **self.environment}
         with log.open("w", encoding="utf-8") as out:
             process = subprocess.Popen(command, stdout=out, stderr=out, env=env, start_new_session=True)  # noqa: S603

@@ -47,7 +47,7 @@ def train_side(
         trainer = build(trainer_class, config_class, **LONG, **changes)
         if not isinstance(trainer, trainer_class):
             wanted, returned = trainer_class.__name__, type(trainer).__name__
-            raise UserError(f"build returned a {returned}: it must return a {wanted}, its first argument")
+            raise UserError(f"build must return its first argument's type, {wanted}; it returned {returned}")
         if (steps := trainer.args.max_steps) != LONG_RUN:
             raise UserError(
                 f"build ignored max_steps={LONG_RUN} (its trainer has {steps}): make the configuration by "
@@ -86,7 +86,7 @@ def _setting_of(trainer: Any) -> str:
 
 @contextlib.contextmanager
 def _compiled(trainer: Any) -> Iterator[str]:
-    """Choose the best attention and compile the layers; yield what runs, for people."""
+    """Choose the best attention and compile the layers; yield a readable description of what runs."""
     attention = str(trainer.model.config.get_text_config()._attn_implementation)
     is_half = torch.cuda.is_available() and (trainer.args.bf16 or trainer.args.fp16)
     for version in (3, 2) if is_half and not attention.startswith("flash") else ():

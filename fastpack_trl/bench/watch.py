@@ -224,8 +224,8 @@ def run_side(
             trainer.train()
         if len(result.seconds) < watch.timed:
             raise UserError(
-                f"training ended by itself after {len(result.losses)} steps: a callback or an empty data set stopped "
-                "it; remove that for the measurement"
+                f"training stopped early, after {len(result.losses)} steps: a callback or an empty data set stopped "
+                "it; remove the cause before measuring"
             )
         return result
     finally:

@@ -115,7 +115,7 @@ class ThroughputCallback(MeasuredRate):
         self._said: set[str] = set()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Read the shapes of model and data, and move before the reporters, so that they log the figures."""
+        """Read model and data; move this callback before the reporting ones, so that they log its figures."""
         super().on_train_begin(args, state, control)
         owners = list(callers())
         for handler in owners:

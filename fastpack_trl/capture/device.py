@@ -160,7 +160,7 @@ class CudaGraphs:
         return IdleWatch(self.device)
 
     def bytes_held(self) -> int:
-        """Return the bytes that the pools grew by."""
+        """Return by how many bytes the pools have grown."""
         return self._held
 
     def lacks_room(self) -> str:

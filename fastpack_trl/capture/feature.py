@@ -113,7 +113,7 @@ def _steps_in_order(run: Run, device: CudaGraphs) -> Iterator[None]:
 def unavailable(device: torch.device) -> str:
     """Return why a device records no graphs, or ``""``."""
     if device.type != "cuda":
-        return f"the model is on {device}: its work is not queued by a host that a graph could relieve"
+        return f"the model is on {device}: CUDA graphs need a GPU"
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         return f"needs compute capability {_dotted(LEAST_CAPABILITY)}, this device has {_dotted(capability)}"
@@ -166,7 +166,7 @@ def _reasons_of_layers(run: Run) -> Iterator[object]:
     yield run.experts_refuse_capture()
     held, left = run.step.activation_bytes / 2**30, run.step.activations_left
     lacks = left is not None and left < run.step.activation_bytes
-    yield lacks and f"graphs hold {held:.1f} GiB beside an eager step, the plan leaves {(left or 0) / 2**30:.1f}"
+    yield lacks and f"graphs need {held:.1f} GiB on top of an eager step; the plan leaves {(left or 0) / 2**30:.1f}"
 
 
 def _dotted(capability: tuple[int, int]) -> str:

@@ -122,7 +122,7 @@ class BackboneGraphs(TrainerCallback):
         return None if outputs is None else RowOutputs(outputs[0], outputs[1:] or None)
 
     def _look_for_watchers(self, watched: _Backbone, begins: bool) -> None:
-        """End the feature if code of the user that came since sees layers, gradients or losses."""
+        """Disable the feature if user code added since the last check can see layers, gradients or losses."""
         hook, trainer = watched.hooks.look(), self._run.trainer
         if begins:
             hook = hook or hook_on_a_gradient(trainer.model, trained_parameters(trainer.optimizer))

@@ -193,7 +193,7 @@ class Offload:
             return inner(function, *args, **kwargs)
 
     def pack(self, index: int, tensor: Tensor, *, keep: bool) -> SavedInput:
-        """Return what autograd keeps of `tensor`, the input of layer `index`; its copy to the host has begun.
+        """Start copying `tensor` (input of layer `index`) to the host; return what autograd saves in its place.
 
         Args:
             keep: leave it on the device: backward needs it at once.

@@ -204,9 +204,10 @@ class Plan:
         return replace(self, count=count, below=below)
 
     def best(self) -> Plan:
-        """Return the plan that keeps the most last layers: others checkpointed; offloaded only if that does not fit.
+        """Return the plan that keeps the activations of as many last layers as fit.
 
-        If nothing fits, the plan of the least memory.
+        Checkpoint the others, or offload them if that does not fit. If nothing fits, return the plan with the least
+        memory.
         """
         below = (Level.CHECKPOINT, Level.OFFLOAD)[: 1 + self.can_offload]
         plans = (self.last_kept(count, level) for level in below for count in range(len(self.kept), -1, -1))

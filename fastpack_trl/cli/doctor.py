@@ -14,6 +14,7 @@ from typing import Any
 
 from fastpack_trl.errors import UserError, preparing
 from fastpack_trl.measure.tables import aligned
+from fastpack_trl.recipe.methods import add_trainer
 from fastpack_trl.recipe.paths import titled
 
 EXTRAS = {
@@ -33,14 +34,11 @@ _OPTIONAL = ("triton", "bitsandbytes", "xformers", "flash_attn", "liger_kernel",
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of ``fastpack-trl doctor``; imports nothing heavy."""
     add = parser.add_argument
-    config = (
-        "show what a YAML of a training command would run (--trainer NAME says which command, if its keys do not); "
-        "other options are those of that command"
-    )
+    config = "show what a YAML of a training command would run; that command's options are accepted too"
     add("--config", metavar="FILE", help=config)
     gpu_help = "predict memory on GPUs that are not here: names (4090, H100, ...) or 24GiB,8.9; reads no weights"
+    add_trainer(parser)
     add("--gpu", metavar="GPU", nargs="+", help=gpu_help)
-    parser.set_defaults(more=[])
 
 
 def run(args: Namespace, record: dict[str, Any]) -> int:
@@ -49,8 +47,8 @@ def run(args: Namespace, record: dict[str, Any]) -> int:
     Returns:
         0: a missing package is a finding, not a failure.
     """
-    if args.gpu and not args.config:
-        raise UserError("--gpu needs a config: give --config FILE")
+    if (args.gpu or args.more) and not args.config:
+        raise UserError(f"{'--gpu' if args.gpu else '--trainer'} needs a config: give --config FILE")
     from transformers.utils import is_torch_bf16_gpu_available
 
     from fastpack_trl.recipe.yaml import load_config
@@ -81,7 +79,7 @@ def _section(title: str, rows: Mapping[str, Any]) -> None:
 
 def _forecast(record: dict[str, Any], args: Namespace, folder: str) -> None:
     """Show the memory of a step on each GPU, part by part, the features, and a change if it does not fit."""
-    from fastpack_trl.recipe.forecast import forecast
+    from fastpack_trl.recipe.forecast import LONGEST, forecast
     from fastpack_trl.recipe.gpus import COMMON, gpu_of
     from fastpack_trl.recipe.make_trainer import check_settings, short_run_arguments
 
@@ -92,7 +90,10 @@ def _forecast(record: dict[str, Any], args: Namespace, folder: str) -> None:
         check_settings(arguments)
         report = record["forecast"] = forecast(arguments, gpus)
     rows = report["gpus"].values()
-    of_rows = f", rows of {report['row_tokens']:,} tokens" if report["row_tokens"] else ""
+    row, most = report["row_tokens"], report["max_length"]
+    count = f"{row // most} x {most:,} = " if row and row > most and row % most == 0 else ""
+    of_rows = f", rows of {count}{row:,} tokens" if row else ""
+    longest = [row.get("longest_row", 0) for row in rows]
     cells = [[f"memory of a step{of_rows}, GiB", *report["gpus"]]]
     cells += [["GPU memory", *(f"{row['gib']:.1f}" for row in rows)]]
     for part in dict.fromkeys(name for row in rows for name in row["parts_gib"]):
@@ -102,7 +103,7 @@ def _forecast(record: dict[str, Any], args: Namespace, folder: str) -> None:
         ["total", *(_size(row["total_gib"]) + "+" * ("unknown" in row) for row in rows)],
         ["CUDA graphs, if recorded", *(_size(row.get("graphs_gib")) for row in rows)],
         ["fits", *(("yes" if row["fits"] else "NO") for row in rows)],
-        ["longest row that fits", *(f"{row.get('longest_row', 0):,}" for row in rows)],
+        ["longest row that fits", *(">= " * (length == LONGEST) + f"{length:,}" for length in longest)],
     ]
     print("\n".join([*aligned(cells), ""]))
     for name, row in report["gpus"].items():
@@ -115,7 +116,7 @@ def _size(gib: float | None) -> str:
 
 
 def _machine(record: dict[str, Any]) -> None:
-    """Show versions, the device, what could be installed, and private names of libraries that are not there."""
+    """Show versions, the device, what could be installed, and internal names of libraries that are not there."""
     from fastpack_trl.measure.record import versions
     from fastpack_trl.model.upstream import look_up
 
@@ -129,7 +130,7 @@ def _machine(record: dict[str, Any]) -> None:
     names = record["upstream"] = look_up()
     lacking = {row["name"]: f"missing; needed by {', '.join(row['needed_by'])}" for row in names if not row["there"]}
     there = f"{len(names) - len(lacking)} of {len(names)}; docs/upstream.md says what each is for"
-    _section("private names of other libraries that features use", {"found": there, **lacking})
+    _section("internal names of other libraries that features use", {"found": there, **lacking})
 
 
 def _version(package: str) -> str:
@@ -168,7 +169,10 @@ def _missing() -> Iterator[dict[str, str]]:
         if is_wanted and not (version and one.specifier.contains(version, prereleases=True)):
             needed_for = f"fastpack-trl needs {one.name}{one.specifier}, found {version or 'none'}"
             yield {"name": one.name, "needed_for": needed_for, "install": f"pip install '{one.name}{one.specifier}'"}
-    extras = [(module, needed_for, f"'fastpack-trl[{extra}]'") for extra, (module, needed_for) in EXTRAS.items()]
+    extras = [
+        (module, needed_for, "--pre " * (extra == "fa4") + f"'fastpack-trl[{extra}]'")
+        for extra, (module, needed_for) in EXTRAS.items()
+    ]
     for module, needed_for, package in [*extras, ("triton", "our Triton kernels; without it torch runs", "triton")]:
         if not _is_there(module):
             yield {"name": module, "needed_for": needed_for, "install": f"pip install {package}"}

@@ -36,15 +36,15 @@ class Command(NamedTuple):
 
 _CONFIGS, _TRAIN, _TRAINED = "fastpack_trl.cli.configs", "fastpack_trl.cli.train", "fastpack_trl.cli.trained"
 _ANSWERS = "print the answers of a trained model; for an adapter, also those of its base model"
-_DOCTOR = "show this machine's versions and GPU, and what a config would run, why, and in how much memory"
+_DOCTOR = "show versions and GPU; with --config, which features a run uses, why, and its memory"
 COMMANDS = {
     "init": Command(_CONFIGS, "write one of the shipped YAML files here, or list them"),
     **{
-        name: Command(_TRAIN, f"{method.what}: all options of `trl {name}`, and ours")
+        name: Command(_TRAIN, f"{method.what}: all options of `trl {name}`, plus fastpack's")
         for name, method in METHODS.items()
     },
     "convert": Command(_CONFIGS, "translate a YAML of Axolotl, LLaMA-Factory or Unsloth"),
-    "merge": Command(_TRAINED, "merge the adapter of a run into its base model"),
+    "merge": Command(_TRAINED, "write a full model: base plus adapter"),
     "generate": Command(_TRAINED, _ANSWERS),
     "verify": Command("fastpack_trl.cli.verify", "check that packed documents are isolated", "--model"),
     "doctor": Command("fastpack_trl.cli.doctor", _DOCTOR, "--config"),
@@ -80,7 +80,7 @@ def _parser(chosen: str | None) -> tuple[CommandParser, CommandParser]:
         return parser, parser
     import_module(COMMANDS[chosen].module).add_arguments(parsers[chosen])
     if COMMANDS[chosen].module != _CONFIGS:
-        parsers[chosen].add_argument("--json", metavar="FILE", help="also write all results to FILE, for machines")
+        parsers[chosen].add_argument("--json", metavar="FILE", help="also write all results to FILE as JSON")
     return parser, parsers[chosen]
 
 
@@ -114,7 +114,7 @@ def _accept_unknown(args: argparse.Namespace, words: list[str], parser: CommandP
         for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
             if similar := get_close_matches(flag, parser._option_string_actions, n=1, cutoff=0.85):
                 raise UserError(f"unknown option {flag!r}; did you mean {similar[0]!r}?")
-        args.more = words
+        args.more = [*args.more, *words]
         return
     option = COMMANDS[args.command].option if args.command else ""
     near = did_you_mean(name.split("=")[0], (word for word in parser._option_string_actions if word[1] == "-"))

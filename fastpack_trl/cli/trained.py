@@ -105,7 +105,7 @@ def _config_options(options: dict[str, Any]) -> dict[str, Any]:
 def _find(args: Namespace) -> Trained:
     """Return the model or adapter that the options name; raise `UserError` if there is none."""
     from fastpack_trl.model.preflight import check_weights
-    from fastpack_trl.recipe.make_trainer import check_model
+    from fastpack_trl.recipe.make_trainer import check_model, method_of_run
     from fastpack_trl.recipe.methods import METHODS, SFT
 
     options: dict[str, Any] = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
@@ -122,6 +122,11 @@ def _find(args: Namespace) -> Trained:
     elif (inside := list(path.glob(f"*/{_ADAPTER}"))) and not (path / "config.json").is_file():
         newest = max(inside, key=lambda file: file.stat().st_mtime).parent  # of a run that was ended
         raise UserError(f"{short_repr(folder)} has no adapter or model; did you mean '{newest}'?")
+    elif args.config and not args.model and not any([*path.glob("config.json"), *path.glob("*/config.json")]):
+        command = method_of_run(args.config).command
+        raise UserError(
+            f"no trained model in {short_repr(folder)}: run fastpack-trl {command} --config {args.config} first"
+        )
     name = model_folder(option, name)
     check_model(name, _config_options(options), option, METHODS["reward"] if classifies else SFT)
     if not is_adapter:
@@ -158,7 +163,7 @@ def _base_of(path: Path, base: str | None, args: Namespace) -> tuple[str, str, b
 
     shown = short_repr(str(path))
     if any(path.glob("model*.safetensors")):
-        raise UserError(f"{shown} holds an adapter and a full model, of two runs: move one away")
+        raise UserError(f"{shown} contains both an adapter and a full model, from two runs: move one out")
     if fault := file_fault(path / _ADAPTER):
         raise UserError(f"the adapter {shown} cannot be loaded: {fault}; copy or download it again")
     about = json.loads((path / _ADAPTER).read_text(encoding="utf-8"))
@@ -194,8 +199,9 @@ def _merge(args: Namespace) -> dict[str, Any]:
         merged, untied = merge_adapter(model)
         for part in (merged, tokenizer):
             part.save_pretrained(output)
-    how = " as during training: quantized, then dequantized" if "quantization_config" in trained.options else ""
-    lines = [f"{trained.folder} merged into {trained.base}{how}", resized, untied, f"written: {output}"]
+    how = ", as during training: quantized, then dequantized" if "quantization_config" in trained.options else ""
+    what = f"merged {trained.folder} with its base {trained.base} (both unchanged){how}"
+    lines = [what, resized, untied, f"written: {output}"]
     print("\n".join(filter(None, lines)))
     if args.push_to_hub:
         with preparing():

@@ -58,5 +58,7 @@ def _reasons(run: Run) -> Iterator[object]:
     yield run.is_sharded and not run.is_fsdp2 and SHARDED
     yield not decoder_layers(run.model) and "the model has no list of decoder layers with packed attention"
     rarely = setting == "auto" and device == "cpu"
-    yield rarely and f"on {device} compiling takes longer than most runs; layer_compile='on' compiles"
+    yield rarely and (
+        f"on {device} compiling takes longer than most runs; layer_compile='on' with packed_attention='sdpa' compiles"
+    )
     yield run.choice.refuses_compile

@@ -131,10 +131,12 @@ class _CastTogether(torch.autograd.Function):
 
 
 def _add_up(parameters: Sequence[Tensor], gradients: dict[int, Tensor]) -> None:
-    """Add gradients, by the index of their parameter, to existing ones, and take them out of `gradients`.
+    """Add gradients to existing ones in one multi-tensor kernel, and remove them from `gradients`.
 
-    One multi-tensor addition of the same sums replaces a node of autograd and a kernel per parameter. Autograd keeps
-    those whose parameter has no gradient yet, is frozen or has hooks, and those of a parameter with several.
+    Left to autograd: parameters without a gradient, frozen, with hooks, or used more than once.
+
+    Args:
+        gradients: by the index of their parameter.
     """
     owners = Counter(id(parameters[index]) for index in gradients)
     added = [

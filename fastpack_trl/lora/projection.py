@@ -78,7 +78,9 @@ def _by_torch(x: Tensor, base: BaseWeight, a: Tensor, b: Tensor, bias: Tensor | 
 
 
 class _Projection(torch.autograd.Function):
-    """A whole projection in a graph, its low-rank part eagerly; backward is that of the whole projection.
+    """In a compiled graph, compute the whole projection; eagerly, only its low-rank part (`_AddBase` adds the base).
+
+    Backward covers both.
 
     Arguments: x, dropped or None, reduced (made here if None: eagerly), a, b, bias or None, then the fields of
     `BaseWeight` or `Fp8Weight`.

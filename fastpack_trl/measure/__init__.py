@@ -1,1 +1,1 @@
-"""Counters, timers, and the records and tables of measurements."""
+"""Counters, and the records and tables of measurements."""

@@ -74,7 +74,7 @@ class PartsHooked:
 
 
 def hook_inside(module: nn.Module, name: str = "") -> str:
-    """Return the first user's hook that a call of `module` runs: global, on it, or inside of it; empty if none.
+    """Describe the first user hook that a call of `module` runs (global, on it or on a submodule); empty if none.
 
     ``the forward hook scale on layers.1.mlp``, after the name of the module if it is given.
     """

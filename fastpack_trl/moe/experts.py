@@ -294,7 +294,10 @@ _backward = operator(
 
 
 class _Experts(torch.autograd.Function):
-    """Arguments: the tensors, then a `Form`, or in a graph the values of `Form.flat`."""
+    """Run an experts block under autograd.
+
+    Arguments: the tensors, then a `Form` (in a compiled graph: the values of `Form.flat`).
+    """
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:

@@ -201,9 +201,10 @@ def moe(run: Run) -> Iterator[None]:
         note = "its kernels need compute capability 8.0; moe='on' runs it in plain torch"
         why = why or (note if setting == "auto" and not quantized else "")
     if why and quantized:
+        remove = "moe_quantize_experts" if requested is None else "experts_implementation, or moe_quantize_experts"
         raise ValueError(
             f"moe_quantize_experts='on': {why}, and TRL's experts cannot train in 4 bits; on several GPUs use DDP "
-            "(accelerate_config: multi_gpu), otherwise remove that setting, or moe_quantize_experts"
+            f"(accelerate_config: multi_gpu), otherwise remove {remove}"
         )
     if why:
         run.set_status("moe", "stock" if present and setting != "off" else "off", "stock", why)

@@ -137,7 +137,7 @@ def _measure(documents: Dataset, prepared: Dataset, args: Any, strategy: str | N
                 "completions that are not empty"
             )
         raise DataError(
-            f"nothing of the train data set is left to train on: max_length={max_length} cuts every completion off, "
+            f"no example of the train data set is left: max_length={max_length} cuts every completion off; "
             f"the longest document has {longest:,} tokens: raise max_length, or shorten the prompts"
         )
     # Only these two cut; `bfd_split` and `wrapped` continue a long document in the next row.
@@ -163,7 +163,7 @@ def _measure(documents: Dataset, prepared: Dataset, args: Any, strategy: str | N
     table: list[tuple[str, object, object]] = [
         ("documents", True, f"{len(lengths):,} ({tokens:,} tokens)"),
         ("skipped empty documents", empty, empty),
-        ("packing fill", packed, f"{fill:.1%} of {len(prepared):,} rows x {max_length} tokens"),
+        ("packing fill", packed, f"{fill:.1%} of {len(prepared):,} rows x {max_length or 0:,} tokens"),
         ("truncated tokens", True, cuts),
         ("documents without loss tokens", any(unscored.values()), "; ".join(filter(unscored.get, unscored))),
         ("padding trained on", padding, f"{masked} to {IGNORE_INDEX}"),

@@ -166,5 +166,5 @@ def dropped(prepared: Any, dataset: Any, max_length: int | None, name: str) -> s
     why = "a prompt alone fills" if prompts else "an answer with its prompt is longer than"
     lost = f"{total - len(prepared):,} of {total:,} dropped: {why} max_length={max_length}"
     if not len(prepared) and name == "train":
-        raise DataError(f"nothing of the train data set is left to train on, {lost}: raise max_length")
+        raise DataError(f"no example of the train data set is left: {lost}; raise max_length")
     return f"{lost}: raise max_length to keep them"

@@ -86,7 +86,7 @@ class StaticInputs:
 
 
 def _ends(bucket: Bucket, size: Bucket, batch: PackedBatch) -> NDArray[np.int32]:
-    """Return (1, segments + 1), `cu_seqlens` of a row and its tail; with keys (2, ...), `cu_seqlens_k` second."""
+    """Return `cu_seqlens` of a row and its tail, (1, segments + 1); with keys two rows, `cu_seqlens_k` second."""
     pieces = bucket.pieces_of(size)
     lengths = np.concatenate([batch.segment_lengths, _even(bucket.tokens - size.tokens, pieces)])
     found: NDArray[np.int32] = np.full((1 + bool(bucket.keys), bucket.segments + 1), bucket.tokens, np.int32)

@@ -103,4 +103,4 @@ def check_runs(model: Any) -> None:
     # TRL asks for both if `chat_template_path` adds tokens to a model with tied weights.
     token_adapter = getattr(model.get_output_embeddings(), "token_adapter", None)
     if isinstance(getattr(token_adapter, "base_layer", None), ModulesToSaveWrapper):
-        raise UserError("PEFT cannot run a head in modules_to_save with trained tokens: merge the adapter first")
+        raise UserError("PEFT cannot combine a head in modules_to_save with trainable tokens: merge the adapter first")

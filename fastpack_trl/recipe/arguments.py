@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 COMMAND_OPTIONS: Mapping[str, str] = {
     "--config": "a YAML whose keys are these options; flags override it, `fastpack-trl init NAME` writes one",
-    "--accelerate_config": "start several processes by a config of TRL (fsdp2, zero2, multi_gpu, ...) or a file",
+    "--accelerate_config": "launch several processes with one of TRL's accelerate configs (fsdp2, ...) or your file",
     "--verbose": "show in the banner why each feature is off (also: FASTPACK_VERBOSE=1)",
     "--traceback": "show the traceback of an error that is otherwise one line (also: FASTPACK_TRACEBACK=1)",
     "--help-all": "show this text and every option of TRL",

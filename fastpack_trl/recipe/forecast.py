@@ -51,7 +51,8 @@ RESERVE_GIB, RESERVE_SHARE = 0.12, 0.03
 """Memory of the allocator on top of its tensors: a constant, and a share of what a step allocates and frees."""
 _ROOM = 0.98  # share of a device that the longest row may take
 _ROW = 256  # tokens: rows are multiples
-_LONGEST = 2**20
+LONGEST = 2**20
+"""Tokens of the longest row that is tried."""
 _NF4_BLOCK, _NESTED_BLOCK = 64, 256  # numbers per scale; scales per scale of scales
 _EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
 
@@ -194,7 +195,7 @@ class Forecast:
             parts, _ = self.need(count * _ROW, count * _ROW, Level.OFFLOAD)
             return sum(parts.values()) > self.gpu.gib * _GIB * _ROOM
 
-        return bisect(range(1, _LONGEST // _ROW + 1), 0, key=exceeds) * _ROW if self.costs is not None else 0
+        return bisect(range(1, LONGEST // _ROW + 1), 0, key=exceeds) * _ROW if self.costs is not None else 0
 
     def graphs_refused(self, moving: float, plan: Plan) -> str:
         """Return why CUDA graphs, which hold `moving` bytes, would not be recorded, by the feature's own rule."""
@@ -215,7 +216,7 @@ def forecast(arguments: Arguments, gpus: Sequence[Gpu]) -> dict[str, Any]:
     most = getattr(training, "max_length", None)
     merges = getattr(training, "merge_accumulation", "auto") != "off"
     row = None if most is None else row_tokens(training, most, most, merges=merges)
-    report: dict[str, Any] = {"row_tokens": row, "gpus": {}}
+    report: dict[str, Any] = {"row_tokens": row, "max_length": most, "gpus": {}}
     for gpu in gpus:
         one = predict(arguments, gpu, seen)
         parts, features = one.fixed, one.run.on
@@ -311,7 +312,7 @@ def stand_in(arguments: Arguments, model: Any, gpu: Gpu) -> Any:
             compiled = layer_compile.why_not(run)
             captured = capture.unavailable(run.device) or capture.why_not(run)
         for name, why in (("layer_compile", compiled), ("cuda_graph", captured)):
-            on[name] = f"off: {why}" if why else "on, where it pays back"
+            on[name] = f"off: {why}" if why else "on, if it pays off"
         if args.bf16 and emulates_bf16(run.device):
             if "lora" in on and arguments.model.load_in_4bit:  # the layers are not quantized here
                 on["lora"] = "stock: bf16 is emulated: fp16=True is fast"

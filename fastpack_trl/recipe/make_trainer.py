@@ -99,7 +99,9 @@ def make_trainer(
     is_tokenized = {"input_ids", "chosen_ids"} & next(iter(data["train"])).keys()
     if not is_tokenized and not tokenizer("text", add_special_tokens=False)["input_ids"]:
         # transformers makes an empty one for some families if its files are missing
-        raise UserError(f"the tokenizer of {model.model_name_or_path!r} gives no tokens: its files are missing there")
+        raise UserError(
+            f"the tokenizer of {model.model_name_or_path!r} produces no tokens: its tokenizer files are missing"
+        )
     if method.command == "dpo" and script.ignore_bias_buffers:
         import torch
 
@@ -144,9 +146,14 @@ def _check_paths(training: Any) -> None:
         # The command line hands over text; the trainer takes the boolean ("the last checkpoint in output_dir").
         resume = training.resume_from_checkpoint = str(resume).lower() == "true"
     if isinstance(resume, str) and not Path(resume).is_dir():
-        raise UserError(f"resume_from_checkpoint={resume!r} is not a folder: name a checkpoint-N folder, or true")
+        raise UserError(
+            f"resume_from_checkpoint={resume!r} is not a folder: pass a checkpoint-N folder, or true for the newest"
+        )
     if resume is True and not any(Path(output).glob("checkpoint-[0-9]*")):
-        raise UserError(f"resume_from_checkpoint=True, but output_dir={output!r} has no checkpoint-N folder: remove it")
+        raise UserError(
+            f"resume_from_checkpoint=True, but output_dir={output!r} has no checkpoint-N folder: remove "
+            "resume_from_checkpoint"
+        )
     choose_checkpoint(resume, output)  # the choice is reported when training starts
 
 
@@ -207,7 +214,7 @@ def _take_split(splits: Mapping[str, Any], role: str, arguments: Arguments) -> A
     if {"instruction", "output"} <= row:
         raise DataError(f"{data}, in the format of Alpaca: dataset_format: alpaca reads them")
     if command not in ("", method.command):
-        raise DataError(f"{data}, which are for {METHODS[command].what}: `fastpack-trl {command}` trains on them")
+        raise DataError(f"{data}: these are columns for {METHODS[command].what}; use `fastpack-trl {command}`")
     raise DataError(f"{data}: {method.command} needs {', or '.join(map(' and '.join, kinds))}: {rename}")
 
 

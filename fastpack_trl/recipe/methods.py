@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from importlib import import_module
@@ -93,3 +94,10 @@ def made_for(columns: Iterable[str]) -> str:
         (len(kind), command) for command, method in METHODS.items() for kind in method.columns if there.issuperset(kind)
     ]
     return max(fits, key=lambda fit: fit[0], default=(0, ""))[1]
+
+
+def add_trainer(parser: ArgumentParser) -> None:
+    """Add ``--trainer``, and `more` for the options of training commands, which their own parser reads."""
+    trainer = "the training command of the YAML (sft, dpo, ...), if its keys do not identify it"
+    form = "--trainer={}".format
+    parser.add_argument("--trainer", metavar="NAME", dest="more", action="append", type=form, default=[], help=trainer)

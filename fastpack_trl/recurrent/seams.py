@@ -101,8 +101,8 @@ def _check(tokens: Tensor, chunks: Chunks, has_state: bool = False) -> None:
     if has_state or rows != 1 or length != chunks.total_tokens:
         state = " and a state" if has_state else ""
         raise PackingError(
-            f"a recurrent layer got {rows} row(s) of {length} tokens{state}, but the documents of one row of "
-            f"{chunks.total_tokens} tokens: give packed rows without a cache (use_cache=False)"
+            f"a recurrent layer got {rows} row(s) of {length} tokens{state}, expected one row of "
+            f"{chunks.total_tokens}: give packed rows without a cache (use_cache=False)"
         )
 
 

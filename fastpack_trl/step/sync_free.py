@@ -106,7 +106,7 @@ def sync_free(run: Run) -> Iterator[None]:
     host = not run.is_deepspeed
     ours = (["loss, metrics"] if not stock else []) + (["host work"] if host else [])
     path = "host work only" if ours == ["host work"] else ", ".join(ours) or "stock"
-    why = f"TRL's loss and metrics: {stock}" if stock else "logits made once"
+    why = f"TRL's loss and metrics: {stock}" if stock else "logits computed once"
     run.set_status("sync_free", "on" if ours else "stock", path, "; ".join([why, *remarks]), holds=not stock and host)
     run.loss_is_ours = not stock
     try:

@@ -22,9 +22,9 @@ class RowSettings(ModelSettings):
     )
     cuda_graph: Switch = choice(
         "auto",
-        "The decoder as CUDA graphs, forward and backward, one pair per size of rows: auto (if the device is idle for "
-        "10 percent of an eager step, and enough steps are left), on (without weighing), or off. The loss stays eager. "
-        "Costs the activations of one micro-batch, held for the run. One process.",
+        "Replay the decoder as CUDA graphs, forward and backward, one pair per row size: auto (if the device is idle "
+        "for 10 percent of an eager step, and enough steps are left), on (without these conditions), or off. The loss "
+        "stays eager. Costs the activations of one micro-batch, held for the run. One process.",
     )
 
     def __post_init__(self) -> None:

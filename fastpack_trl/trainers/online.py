@@ -86,7 +86,7 @@ class _OnlineTrainer(PackedTrainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _fastpack_together(self, model: Any, inputs: Any) -> Sequence[tuple[Any, Figures]]:
-        """Run the micro-batches of a step forward as one row; if they cannot, none of the run are from here on."""
+        """Run the forward pass of a step's micro-batches as one row; if it cannot, stop merging in this run."""
         stock: Any = self
         first = stock._step % self.args.steps_per_generation
         batches = stock._buffered_inputs[first : first + self.args.gradient_accumulation_steps]

@@ -284,7 +284,7 @@ def test_leak_under_a_collator_of_the_user_is_reported_and_under_a_kind_of_stock
     with pytest.raises(PackingError, match="custom data collator Kind"):
         trained(FastSFTTrainer, kind(pad_token_id=0, padding_free=True), **LEAKING)
     joining: dict[str, Any] = {"collator": DataCollatorForLanguageModeling(pad_token_id=0), "packing": True}
-    with pytest.raises(PackingError, match=r"LEAK: every row is one document .* padding_free=False"):
+    with pytest.raises(PackingError, match=r"packed rows leak: .* each row as one document; .* padding_free=False"):
         trained(FastSFTTrainer, **joining)
     ours = trained(FastSFTTrainer, **joining, fast={"verify_packing": "off"})
     assert_same_log(ours, trained(SFTTrainer, **joining))

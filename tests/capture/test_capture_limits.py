@@ -58,8 +58,8 @@ def test_a_model_that_lacks_room_for_a_graph_runs_eager(tmp_path: Path, devices:
     ("left", "step", "said"),
     [
         (78.0, 25.6, ""),  # 8B, LoRA, 4,096 tokens on 141 GB
-        (27.2, 64.4, "graphs hold 64.4 GiB beside an eager step, the plan leaves 27.2"),  # 14B, copies of its weights
-        (0.0, 25.6, "graphs hold 25.6 GiB beside an eager step, the plan leaves 0.0"),  # layers are recomputed
+        (27.2, 64.4, "graphs need 64.4 GiB on top of an eager step; the plan leaves 27.2"),  # 14B, copies of weights
+        (0.0, 25.6, "graphs need 25.6 GiB on top of an eager step; the plan leaves 0.0"),  # layers are recomputed
         (None, 0.0, ""),  # no plan: the device is asked before the first recording
     ],
 )

@@ -156,8 +156,8 @@ def test_a_forecast_follows_the_rules_of_the_features(material: Material, monkey
         return dict(json.loads(file.read_text())["forecast"]["gpus"]["H100"]["features"])
 
     assert found() == {
-        "packed_attention": "varlen", "lora": "on", "layer_compile": "on, where it pays back",
-        "cuda_graph": "on, where it pays back",
+        "packed_attention": "varlen", "lora": "on", "layer_compile": "on, if it pays off",
+        "cuda_graph": "on, if it pays off",
     }  # fmt: skip
     monkeypatch.setattr("fastpack_trl.compile.layer_compile.why_not", lambda run: "a new rule")
     monkeypatch.setattr("fastpack_trl.capture.feature.LEAST_CAPABILITY", (9, 5))

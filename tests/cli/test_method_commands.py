@@ -126,9 +126,9 @@ def test_the_help_has_our_options_and_all_of_them(command: str, capsys: pytest.C
 
 GRPO = {"prompt": "the quick brown"}
 WRONG: list[tuple[str, Mapping[str, object], Mapping[str, Any], str]] = [
-    ("sft", PAIR, {}, "which are for preference optimization (DPO): `fastpack-trl dpo`"),
-    ("sft", {"prompt": "a"}, {}, "`fastpack-trl grpo` trains on them"),
-    ("dpo", ROWS["kto"], {}, "`fastpack-trl kto` trains on them"),
+    ("sft", PAIR, {}, "these are columns for preference optimization (DPO); use `fastpack-trl dpo`"),
+    ("sft", {"prompt": "a"}, {}, "use `fastpack-trl grpo`"),
+    ("dpo", ROWS["kto"], {}, "use `fastpack-trl kto`"),
     ("dpo", {"question": "a", "good": "b"}, {}, "columns question, good: dpo needs chosen and rejected: rename them"),
     ("reward", {"other": "a"}, {}, "reward needs chosen and rejected, or chosen_ids and rejected_ids"),
     ("dpo", PAIR | {"chosen": 5}, {}, "it holds {'chosen': 5"),

@@ -88,7 +88,7 @@ def test_answers_dropped_by_max_length_are_counted(name: str, dropped: str, tmp_
         trainer = build_preference(name, tmp_path, fast=True, data=Dataset.from_list(rows), **SHORT, **limit)
         return trainer.fastpack_report.facts.get("train examples")
 
-    with pytest.raises(ValueError, match=r"set is left.*max_length=48: raise max"):
+    with pytest.raises(ValueError, match=r"set is left.*max_length=48; raise max"):
         report(60, 60)
     assert report(60, 3, 4, 5).startswith(f"{dropped} dropped: a")
     assert report(60, 3, 4, 5, max_length=63) is None

@@ -204,7 +204,7 @@ def test_after_qlora_it_is_merged_into_the_base_that_was_trained_on(
     merged = material.folder / "out-merged"
     words = ["--config", path] if named == "--config" else [material.out, "--load_in_4bit"]
     assert main(["merge", *map(str, words)]) == 0
-    assert f"{model} as during training: quantized, then dequantized" in capsys.readouterr().out
+    assert f"{model} (both unchanged), as during training: quantized, then dequantized" in capsys.readouterr().out
     assert "quantization_config" not in json.loads((merged / "config.json").read_text(encoding="utf-8"))
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     dense = AutoModelForCausalLM.from_pretrained(model, quantization_config=quantization).dequantize()
@@ -220,7 +220,10 @@ def test_a_run_is_merged_and_its_answers_stand_beside_those_of_the_base(
 ) -> None:
     path, merged, record = trained(material), material.folder / "merged", material.folder / "answers.json"
     assert main(["merge", str(material.out), "--output", str(merged)]) == 0
-    assert f"{material.out} merged into {material.model}\nwritten: {merged}" in capsys.readouterr().out
+    assert (
+        f"merged {material.out} with its base {material.model} (both unchanged)\nwritten: {merged}"
+        in capsys.readouterr().out
+    )
     base = AutoModelForCausalLM.from_pretrained(material.model)
     before = logits(base)
     expected = logits(PeftModel.from_pretrained(base, material.out))

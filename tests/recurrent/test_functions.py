@@ -228,7 +228,7 @@ def test_states_by_doubling_equal_those_chunk_by_chunk(count: int, monkeypatch: 
 @pytest.mark.parametrize(("name", "state"), [(DELTA, "output_final_state"), (MAMBA, "return_final_states"), (CONV, "")])
 def test_a_state_or_another_row_is_refused_by_name(name: str, state: str) -> None:
     rule, arguments = partial(OURS[name], chunks_of(PackedBatch.from_lengths((3, 2)))), CASES[name].arguments(5)
-    with pytest.raises(PackingError, match=r"1 row\(s\) of 4 tokens, but.*use_cache=False"):
+    with pytest.raises(PackingError, match=r"1 row\(s\) of 4 tokens, expected.*use_cache=False"):
         CASES[name].call(rule, *(tensor[:4] for tensor in arguments))
     with pytest.raises(PackingError, match=r"2 row\(s\)"):
         CASES[name].call(lambda x, *rest, **keywords: rule(x.expand(2, *x.shape[1:]), *rest, **keywords), *arguments)

@@ -175,7 +175,7 @@ def test_a_row_takes_no_cache_and_no_shared_prefixes_and_nan_stays_nan() -> None
         assert model(**keywords).past_key_values is None
         with pytest.raises(PackingError, match="use_cache=False"):
             model(past_key_values=DynamicCache(config=model.config), **keywords)
-        with pytest.raises(PackingError, match=r"gated delta rule.*prefixes repeated"):
+        with pytest.raises(PackingError, match=r"gated delta rule.*without shared prefixes"):
             model(input_ids=ids[:, :10], packed_batch=tree, use_cache=False, **to_transformers_kwargs(tree))
         model.model.layers[0].linear_attn.A_log.fill_(torch.nan)
         assert packed(model, ids, batch).isnan()
