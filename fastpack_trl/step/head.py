@@ -214,10 +214,8 @@ class _HeadFunction(torch.autograd.Function):
                     chunked_logprob._addmm_fp32(grad_weight[columns], tile[:, columns].t(), inputs)
             if grad_bias is not None:
                 grad_bias += tile.sum(dim=0, dtype=torch.float32)
-        if loss_type is None:
-            ctx.save_for_backward(grad_hidden)  # freed as soon as backward has read it
-        else:
-            ctx.gradients = (grad_hidden, grad_weight, grad_bias)
+        ctx.save_for_backward(None if loss_type else grad_hidden)  # freed as soon as backward has read it
+        ctx.gradients = (grad_hidden, grad_weight, grad_bias) if loss_type else None
         ctx.dtypes = (hidden.dtype, weight.dtype, bias.dtype if bias is not None else None)
         ctx.is_loss = loss_type is not None
         ctx.mark_non_differentiable(over.log_probs if loss_type else total, over.entropy, over.is_top1)
