@@ -40,10 +40,9 @@ from fastpack_trl.errors import UserError
 from fastpack_trl.measure.device_memory import free_memory
 from fastpack_trl.measure.record import date_now
 
-AGAIN = "trl again"
-"""TRL once more with the first seed: how far two runs of the same code drift apart on a device."""
 PRETRAINED = ("trl", "fastpack", "fastpack same memory")
 FP8 = "fastpack fp8"
+MORE = (FP8, accuracy.AGAIN, accuracy.LIGER)
 MODES = ("lora", "full", "nf4")
 FIRST_RUN_SECONDS = 45.0
 """No process is started with less time left; its later runs take as long as the longest before them."""
@@ -68,7 +67,7 @@ class Task:
     method: str = "sft"
     fields: Mapping[str, Any] = field(default_factory=dict)
     modes: tuple[str, ...] = MODES
-    sides: tuple[str, ...] = (*PRETRAINED, FP8, AGAIN)
+    sides: tuple[str, ...] = (*PRETRAINED, *MORE)
     seeds: int = 5
 
 
@@ -141,7 +140,7 @@ def make_trainer(task: Task, mode: str, side: str, texts: Any, folder: Path, out
     import fastpack_trl
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    how = SIDES["trl" if side == AGAIN else side]
+    how = SIDES["trl" if side == accuracy.AGAIN else side]
     fields: dict[str, Any] = {
         "learning_rate": RATES[mode], "warmup_steps": 5, "logging_steps": 1, "bf16": device == "cuda",
         "use_cpu": device != "cuda", "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
@@ -241,9 +240,9 @@ def groups_left(args: Namespace, done: Sequence[Mapping[str, Any]], tree: str) -
         for mode, side in itertools.product(task.modes, task.sides):
             if name not in args.tasks or mode not in args.modes or (args.sides and side not in args.sides):
                 continue
-            if side == FP8 and mode != "lora":
+            if side in (FP8, accuracy.LIGER) and mode != "lora":
                 continue
-            first = range(args.seed, args.seed + (1 if side == AGAIN else min(args.seeds, task.seeds)))
+            first = range(args.seed, args.seed + (1 if side == accuracy.AGAIN else args.seeds or task.seeds))
             seeds = [seed for seed in first if (f"{name} {mode}", side, seed) not in known]
             if seeds:
                 found.append((name, mode, side, seeds))
@@ -323,7 +322,7 @@ def parse(words: Sequence[str]) -> Namespace:
         parser = Parser("real_weights", __doc__)
         parser.add_argument("command", choices=COMMANDS, help="COMMAND --help lists its options")
         return parser.parse_args(words)
-    parser = Parser(f"real_weights {name}", __doc__, f"sides: {', '.join(dict.fromkeys((*PRETRAINED, FP8, AGAIN)))}")
+    parser = Parser(f"real_weights {name}", __doc__, f"sides: {', '.join((*PRETRAINED, *MORE))}")
     add = parser.add_argument
     if name == "convert":
         add("--out", type=Path, metavar="DIR", required=True, help="folder for weights, tokenizer and texts")
@@ -335,7 +334,7 @@ def parse(words: Sequence[str]) -> Namespace:
     add("--tasks", nargs="+", metavar="TASK", default=[*TASKS], help=f"of {', '.join(TASKS)} (default: all)")
     add("--modes", nargs="+", metavar="MODE", default=[*MODES], help=f"of {', '.join(MODES)} (default: all)")
     add("--sides", nargs="+", metavar="SIDE", help="default: those of the task")
-    add("--seeds", type=int, default=5, help="number of seeds, from --seed on (default: %(default)s)")
+    add("--seeds", type=int, help="number of seeds, from --seed on (default: those of the task)")
     add("--steps", type=int, default=0, help="steps of a run (default: those of the task)")
     add("--jobs", type=int, default=1, help="processes on each GPU at once (default: %(default)s)")
     add("--gpus", nargs="+", default=[""], metavar="GPU", help="numbers of the GPUs (default: the first)")
@@ -344,7 +343,7 @@ def parse(words: Sequence[str]) -> Namespace:
     args = parser.measurement(words[1:], threads=min(4, torch.get_num_threads()))
     args.words = ["real_weights", *words]
     args.tasks, args.modes = known_names("task", args.tasks, TASKS), known_names("mode", args.modes, MODES)
-    args.sides = known_names("side", args.sides, (*SIDES, AGAIN)) if args.sides else None
+    args.sides = known_names("side", args.sides, (*SIDES, accuracy.AGAIN)) if args.sides else None
     return args
 
 

@@ -68,8 +68,10 @@ def facts_of(args: Namespace, done: Sequence[Mapping[str, Any]]) -> dict[str, An
     here = source()
     edited = {"note": f"with changes {here['changes']} that are in no commit"} if here.get("changes") else {}
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    words = (Path(word).name if word.startswith("/") else word for word in args.words)
     return {
-        "command": "python -m benchmarks " + shlex.join(args.words), "date": done[-1]["date"] if done else date_now(),
+        "command": f"python -m benchmarks {shlex.join(words)}",
+        "date": done[-1]["date"] if done else date_now(),
         "commit": here["commit"] or "unknown", "tree": tree_now(), **edited, "versions": versions(),
         "machine": {**machine(device), "threads": args.threads},
     }  # fmt: skip

@@ -100,12 +100,13 @@ def distance(one: Any, other: Any) -> tuple[float, float]:
 def test_captured_steps_differ_from_eager_ones_as_eager_runs_do(
     tmp_path: Path, family: str, kind: str, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options: dict[str, Any] = {}
+    # Small, else runs drift apart over 30 steps by the order of additions: experts by tokens that are routed elsewhere.
+    options: dict[str, Any] = {"learning_rate": 1e-4}
     if shared:
-        options = {"data": prefixed(count=400), "max_length": 256, "gradient_accumulation_steps": 2}
+        options |= {"data": prefixed(count=400), "max_length": 256, "gradient_accumulation_steps": 2}
         options["fast"] = {"share_prefixes": "on"}
         if family in ("qwen3_moe", "gpt_oss"):
-            options["learning_rate"] = 1e-6  # else eager runs alone route tokens apart, by the order of additions
+            options["learning_rate"] = 1e-6
     captured = run(tmp_path / "a", family, kind, **options)
     assert (captured[2].status, captured[2].path) == ("on", "captured"), captured[2]
     with monkeypatch.context() as patch:  # the same static shapes, and nothing is recorded
