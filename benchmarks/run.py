@@ -87,6 +87,7 @@ SIDES = {
     "fastpack eager": Side(True, {"cuda_graph": "off"}),
     "fastpack fp8": Side(True, {"frozen_base": "fp8"}),
     "fastpack whole documents": Side(True, {"share_prefixes": "off"}),
+    "fastpack flash-attn-4": Side(True, {"packed_attention": "flash_attention_4"}),
     "fastpack": Side(True),
     "metadata per layer": Side(around=metadata_per_layer),
     "metadata once": Side(around=partial(packed, implementation="sdpa")),

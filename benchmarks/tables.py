@@ -76,7 +76,8 @@ one machine; sides are compared within one command only. Each command runs at th
 `python -m benchmarks run`.
 
 - *trl*: TRL's trainer as installed, with gradient checkpointing; *trl compiled*: its layers compiled by accelerate.
-- *fastpack*: our trainer at its defaults; *fastpack same memory*: it recomputes as TRL does.
+- *fastpack*: our trainer at its defaults; *fastpack same memory*: it recomputes as TRL does; *fastpack flash-attn-4*:
+  with that package.
 - *times*: that side's time over this one's, for the same tokens; above 1 this one is faster.
 - *tokens*: without padding. *peak*: reserved by torch, CUDA graphs included; in older records tensors and graphs.
 - *loss apart*: largest relative difference of a logged loss in the first 24 steps."""
