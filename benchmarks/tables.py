@@ -306,7 +306,8 @@ def readme(records: Sequence[Run]) -> str:
         f"{', '.join(devices)}; runs of 500 steps, slow first ones included; LoRA of rank 16, real text, "
         "random weights, TRL and fastpack in separate processes. fastpack uses free GPU memory; *recomputing as TRL*: "
         '`activation_memory="checkpoint"`. Empty cells were not measured. '
-        "[All results, with commands and commits](benchmarks/RESULTS.md)."
+        "[All results, with commands and commits](benchmarks/RESULTS.md). "
+        "[Accuracy with pretrained weights](docs/accuracy.md)."
     )
     picture = f"![time and memory of TRL and fastpack](docs/figures/{FIGURE.name})"
     return "\n\n".join([grid(columns, lines), said, picture, *_why(records)])
