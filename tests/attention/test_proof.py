@@ -209,9 +209,9 @@ def evaluated(trainer: Any) -> float:
 
 
 def test_packing_under_stock_is_checked_and_a_leak_stops(tmp_path: Path) -> None:
-    right = train(FastSFTTrainer, tmp_path, packing=True, fast=OFF)
-    assert right.fastpack_report["verify_packing"].path == "proof of stock"
-    assert right.fastpack_report["verify_packing"].reason.startswith("passed")
+    line = train(FastSFTTrainer, tmp_path, packing=True, fast=OFF, bf16=True).fastpack_report["verify_packing"]
+    assert (line.path, line.reason[:6]) == ("proof of stock", "passed")
+    assert "(reported only)" in line.reason, "in the dtype of a step"
     with pytest.raises(PackingError, match=r"with stock: LEAK.*set packed_attention='auto'; verify_packing='off'"):
         train(FastSFTTrainer, tmp_path, fast=OFF, **LEAKING)
     with pytest.raises(PackingError, match=r"LEAK.*torch_compile=True compiles.*leave that out, or set packing=False"):
@@ -258,12 +258,29 @@ def test_small_copy_leaks_under_stock_where_the_model_does(family: str) -> None:
     if family.endswith("4-bit"):
         model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     state = torch.get_rng_state()
-    with start_proof.small_copy(model, torch.device("cpu"), None) as copy:
-        assert leaks(copy) == leaks(model)
+    device = torch.device("cpu")
+    with start_proof.small_copy(model, device, None) as copy, start_proof.small_copy(model, device, torch.half) as half:
+        assert (half.dtype, leaks(copy)) == (torch.half, leaks(model))
         assert copy.config.get_text_config().num_hidden_layers < 6
         kinds = set(getattr(model.config, "layer_types", None) or ())
         assert set(getattr(copy.config, "layer_types", None) or ()) == kinds
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(("fast", "expected"), [({}, ("proof", "per_document")), (OFF, ("proof of stock", "stock"))])
+def test_where_stock_lacks_a_kernel_a_small_copy_is_checked(tmp_path: Path, fast: Any, expected: Any) -> None:
+    model = tiny_model("qwen3")
+    mlp, stock = model.model.layers[0].mlp, model.model.layers[0].mlp.forward
+
+    def forward(hidden: torch.Tensor) -> Any:
+        if not mlp.training:
+            raise ImportError("a kernel of quantized weights")
+        return stock(hidden)
+
+    mlp.forward = forward
+    ours = trainer_of(FastSFTTrainer, tmp_path, model, fast, packing=True)
+    ours.train()
+    assert (ours.fastpack_report["verify_packing"].path, ours.fastpack_proof.path) == expected
 
 
 def test_leak_under_a_collator_of_the_user_is_reported_and_under_a_kind_of_stocks_stops(tmp_path: Path) -> None:
