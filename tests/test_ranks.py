@@ -160,8 +160,7 @@ def test_a_process_that_fails_takes_the_others_along_and_sharded_layers_stay_who
             said = f"{type(error).__name__}: {error}"
         assert said == (f"ValueError: of {rank}" if here else "RuntimeError: rank 1: ValueError: of 1" * bool(fails))
     with pytest.raises(ValueError, match="of 1") if rank else nullcontext():
-        why_not = partial(fail, ValueError("of 1")) if rank else str
-        assert ranks.first_reason(why_not) == "rank 1: ValueError: of 1"
+        assert ranks.first_reason(partial(fail, ValueError("of 1")) if rank else str) == "rank 1: ValueError: of 1"
     assert ranks.first_reason(lambda: "no" * rank) == ("no" if rank else "rank 1: no")
 
     ids = (torch.arange(24).view(1, 24) * 7 + rank) % 60
