@@ -97,7 +97,9 @@ def test_contradictory_fields_stop_config_and_training_but_no_evaluation_and_no_
 
 def test_levels_that_recompute_nothing_go_with_no_checkpointing() -> None:
     for level in ("auto", "keep", "off"):
-        FastSFTConfig(use_cpu=True, bf16=False, activation_memory=level, gradient_checkpointing=False)
+        for how in (None, {"use_reentrant": False}):
+            given = {"gradient_checkpointing": False, "gradient_checkpointing_kwargs": how, "use_cpu": True}
+            FastSFTConfig(bf16=False, activation_memory=level, **given)
     FastSFTConfig(use_cpu=True, bf16=False, activation_memory="offload", checkpoint_offload="single_buffer")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -158,6 +159,8 @@ def test_a_process_that_fails_takes_the_others_along_and_sharded_layers_stay_who
         except (ValueError, RuntimeError) as error:
             said = f"{type(error).__name__}: {error}"
         assert said == (f"ValueError: of {rank}" if here else "RuntimeError: rank 1: ValueError: of 1" * bool(fails))
+    with pytest.raises(ValueError, match="of 1") if rank else nullcontext():
+        assert ranks.first_reason(partial(fail, ValueError("of 1")) if rank else str) == "rank 1: ValueError: of 1"
     assert ranks.first_reason(lambda: "no" * rank) == ("no" if rank else "rank 1: no")
 
     ids = (torch.arange(24).view(1, 24) * 7 + rank) % 60

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from fastpack_trl.testing import tiny_model
 OFF = {"packed_attention": "off"}
 LEAKING: dict[str, Any] = {"family": "gpt_oss", "packing": True, "max_steps": 1, "eval_strategy": "no"}
 COPIED = ("qwen3", "gpt_oss", "gemma3_text", "bloom", "opt", "deepseek_v3", "granitemoehybrid", "qwen3_next", "afmoe")
+Custom = type("Custom", (DataCollatorForLanguageModeling,), {})
 SHARING = ("llama", "qwen3", "gemma2", "gemma3_text", "mistral", "gpt_oss", "qwen3_moe", "deepseek_v3", "opt")
 
 
@@ -209,9 +212,9 @@ def evaluated(trainer: Any) -> float:
 
 
 def test_packing_under_stock_is_checked_and_a_leak_stops(tmp_path: Path) -> None:
-    right = train(FastSFTTrainer, tmp_path, packing=True, fast=OFF)
-    assert right.fastpack_report["verify_packing"].path == "proof of stock"
-    assert right.fastpack_report["verify_packing"].reason.startswith("passed")
+    line = train(FastSFTTrainer, tmp_path, packing=True, fast=OFF, bf16=True).fastpack_report["verify_packing"]
+    assert (line.path, line.reason[:6]) == ("proof of stock", "passed")
+    assert "(reported only)" in line.reason, "in the dtype of a step"
     with pytest.raises(PackingError, match=r"with stock: LEAK.*set packed_attention='auto'; verify_packing='off'"):
         train(FastSFTTrainer, tmp_path, fast=OFF, **LEAKING)
     with pytest.raises(PackingError, match=r"LEAK.*torch_compile=True compiles.*leave that out, or set packing=False"):
@@ -258,12 +261,23 @@ def test_small_copy_leaks_under_stock_where_the_model_does(family: str) -> None:
     if family.endswith("4-bit"):
         model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     state = torch.get_rng_state()
-    with start_proof.small_copy(model, torch.device("cpu"), None) as copy:
-        assert leaks(copy) == leaks(model)
+    device = torch.device("cpu")
+    with start_proof.small_copy(model, device, None) as copy, start_proof.small_copy(model, device, torch.half) as half:
+        assert (half.dtype, leaks(copy)) == (torch.half, leaks(model))
         assert copy.config.get_text_config().num_hidden_layers < 6
         kinds = set(getattr(model.config, "layer_types", None) or ())
         assert set(getattr(copy.config, "layer_types", None) or ()) == kinds
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(("fast", "expected"), [({}, ("proof", "per_document")), (OFF, ("proof of stock", "stock"))])
+def test_where_stock_lacks_a_kernel_a_small_copy_is_checked(tmp_path: Path, fast: Any, expected: Any) -> None:
+    model = tiny_model("qwen3")
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda x, stock=mlp.forward: stock(x) if mlp.training else import_module("a_kernel_of_fp8_weights")
+    ours = trainer_of(FastSFTTrainer, tmp_path, model, fast, packing=True)
+    ours.train()
+    assert (ours.fastpack_report["verify_packing"].path, ours.fastpack_proof.path) == expected
 
 
 def test_leak_under_a_collator_of_the_user_is_reported_and_under_a_kind_of_stocks_stops(tmp_path: Path) -> None:
@@ -273,16 +287,11 @@ def test_leak_under_a_collator_of_the_user_is_reported_and_under_a_kind_of_stock
         trainer.train()
         return trainer
 
-    class Own:
-        """Neither stock's collator nor a kind of it: what it tells the model is not known."""
-
-        def __call__(self, rows: Any) -> Any:
-            return DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(rows)
-
-    assert "LEAK" in trained(FastSFTTrainer, Own(), **LEAKING).fastpack_report["verify_packing"].reason
-    kind = type("Kind", (DataCollatorForLanguageModeling,), {})
-    with pytest.raises(PackingError, match="custom data collator Kind"):
-        trained(FastSFTTrainer, kind(pad_token_id=0, padding_free=True), **LEAKING)
+    # Neither stock's collator nor a kind of it: what it tells the model is not known.
+    own = partial(DataCollatorForLanguageModeling.__call__, DataCollatorForLanguageModeling(0, padding_free=True))
+    assert "LEAK" in trained(FastSFTTrainer, own, **LEAKING).fastpack_report["verify_packing"].reason
+    with pytest.raises(PackingError, match="custom data collator Custom"):
+        trained(FastSFTTrainer, Custom(pad_token_id=0, padding_free=True), **LEAKING)
     joining: dict[str, Any] = {"collator": DataCollatorForLanguageModeling(pad_token_id=0), "packing": True}
     with pytest.raises(PackingError, match=r"packed rows leak: .* each row as one document; .* padding_free=False"):
         trained(FastSFTTrainer, **joining)
@@ -390,7 +399,3 @@ def test_a_check_of_rows_under_stock_says_nothing_about_ours(tmp_path: Path) -> 
     trainer.data_collator = own
     trainer.evaluate()
     assert trainer.fastpack_report["verify_packing"].path == "proof"
-
-
-class Custom(DataCollatorForLanguageModeling):
-    """One of the user's."""

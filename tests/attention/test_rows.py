@@ -155,9 +155,10 @@ def test_gradients_of_a_prefix_are_summed_in_fp32_over_its_branches(name: str) -
     assert (ours - exact).norm() <= 2**-6 * exact.norm()
 
 
-def test_scores_of_sinks_and_softcaps_are_in_fp32_under_autocast_and_not_kept_for_backward() -> None:
+@pytest.mark.parametrize("name", ["per_document", "flash_attention_4"])
+def test_scores_of_sinks_and_softcaps_are_in_fp32_under_autocast_and_not_kept_for_backward(name: str) -> None:
     batch, sizes = PackedBatch.from_lengths((64, 64)), []
-    ours, inputs = attend(prepared("per_document", batch), None, 2.0), make_inputs(batch, torch.float32, sinks=True)
+    ours, inputs = attend(prepared(name, batch), None, 2.0), make_inputs(batch, torch.float32, sinks=True)
 
     def keep(tensor: Tensor) -> Tensor:
         sizes.append(tensor.numel())
@@ -349,5 +350,5 @@ def test_only_kernels_over_a_row_take_static_batches_up_to_where_int32_ends() ->
     fits = Bucket(2**31 // (64 * 128) - 128 * 100 - 1, 100, 512)
     assert not BACKENDS["varlen"].refuses_static(fits, wide)
     assert "tokens in 101 segments" in BACKENDS["varlen"].refuses_static(fits._replace(segments=101), wide)
-    with pytest.raises(ValueError, match=r"too long for varlen's int32 backward: set packed_attention="):
+    with pytest.raises(ValueError, match=r"in 1 segments is too long for varlen's int32 backward: set packed_att"):
         prepared("varlen", PackedBatch.from_lengths((2**31 // (64 * 128) - 127,)), features=wide)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from fastpack_trl.model.checkpoint_seam import CHECKPOINT, Nesting, checkpoint_wrapped, stock_checkpoint
+from fastpack_trl.model.checkpoint_seam import CHECKPOINT, Nesting, checkpoint_wrapped, layer_keywords, stock_checkpoint
 
 HIDDEN = torch.ones(2, 4, requires_grad=True)
 PLAIN, OTHER = (partial(torch_checkpoint, use_reentrant=False) for _ in range(2))
@@ -35,14 +35,16 @@ class Layer(GradientCheckpointingLayer):
         return self.linear(hidden) * factor
 
 
-def through(function: Any, *args: Any) -> Any:
+def through(_name: str, function: Any, *args: Any) -> Any:
     return function(*args)
 
 
 def saying(seen: list[str], name: str) -> Any:
     def wrapper(inner: Any, function: Any, *args: Any) -> Any:
         seen.append(name)
-        return inner(partial(through, function), *args)
+        wrapped = partial(through, name, function)
+        assert layer_keywords(wrapped) == layer_keywords(function)
+        return inner(wrapped, *args)
 
     return wrapper
 

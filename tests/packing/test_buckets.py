@@ -94,7 +94,6 @@ def test_holds_counts_the_pieces_of_the_tail(size: Bucket, tail: int, longer: in
         (shared_rows(1000, 200), MOST_BUCKETS, 0.1),
         (shared_rows(40, 30), MOST_BUCKETS, 0.1),
     ],
-    ids=["2048", "2048-long", "8192", "3000", "4096-whole", "unpacked-1", "unpacked-8", "shared-long", "shared-short"],
 )
 def test_rows_are_served_at_little_more_than_their_cost(rows: list[Bucket], most: int, cost: float) -> None:
     """The blocks of an attention kernel's grid that find nothing to do, and surplus keys, are part of the cost."""

@@ -42,8 +42,7 @@ def chunk_gated_delta_rule(
         row = [x[0, start:end] for x in (q, k, v, g, beta)]
         chunks = chunks_of(PackedBatch.from_lengths((end - start,)))
         outs.append(packed_delta(*row, chunks, normalise=use_qk_l2norm_in_kernel))
-    out = torch.cat(outs)
-    return out[None], None
+    return (torch.cat(outs))[None], None
 """
 
 

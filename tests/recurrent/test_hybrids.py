@@ -23,8 +23,6 @@ from fastpack_trl.model.facts import FUNCTIONS, read_features
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.testing import count_host_syncs, gradients
 
-TWO = pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
-
 
 def separate(model: Any, ids: Tensor, lengths: tuple[int, ...], *, ours: bool = False) -> tuple[float, Any]:
     """Loss and gradients of the documents one by one, by stock or by rows of one document each."""
@@ -75,7 +73,7 @@ def test_packed_loss_and_gradients_equal_separate_documents_and_are_proven(famil
     assert max(proof.lengths) > 2 * 64  # carries a state across chunks
 
 
-@TWO
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
 def test_the_proof_finds_a_state_that_is_kept_across_documents(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only from chunk to chunk: a probe of a few dozen tokens would not see it. And a dropped keyword."""
     model, right = hybrid_model(family), install.chunks_of
@@ -132,8 +130,7 @@ def test_ordinary_batches_stay_bit_equal_to_stock(family: str, wrapped: bool, mo
         again = outputs()
         assert abs(packed(model, row, batch).item() - loss) <= 1e-5
     assert {name: vars(home).get(name) for name in FUNCTIONS} == before
-    for side in (actual, again):
-        assert all(torch.equal(ours, stock) for ours, stock in zip(side, expected, strict=True))
+    assert all(map(torch.equal, actual + again, expected * 2))
 
 
 def test_only_layers_whose_functions_are_called_pack() -> None:
@@ -152,17 +149,13 @@ def test_only_layers_whose_functions_are_called_pack() -> None:
         pass
 
 
-UNREACHED: dict[str, dict[str, Any]] = {
-    "mamba": {},
-    "recurrent_gemma": {"num_hidden_layers": 3, "head_dim": 8, "lru_width": 32},
-}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "lru_width": 32}
 
 
-@pytest.mark.parametrize("family", UNREACHED)
-def test_families_that_no_function_reaches_are_named(family: str) -> None:
+@pytest.mark.parametrize(("family", "more"), [("mamba", {}), ("recurrent_gemma", {**HEADS, "num_hidden_layers": 3})])
+def test_families_that_no_function_reaches_are_named(family: str, more: dict[str, int]) -> None:
     sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0, "intermediate_size": 48}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2} if family != "mamba" else {}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**sizes, **heads, **UNREACHED[family]}))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes | more))
     with pytest.raises(ValueError, match=f"{family} (has linear|does not call|mixes tokens)"), packed_attention(model):
         pass
 

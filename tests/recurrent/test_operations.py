@@ -13,11 +13,13 @@ from transformers import CONFIG_MAPPING
 
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.measure.flops import model_flops
-from fastpack_trl.model.facts import mixers
-from fastpack_trl.packing.chunks import chunks_of
+from fastpack_trl.model.facts import Scan, mixers
+from fastpack_trl.packing.chunks import CHUNK, chunks_of
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.recurrent import solve
+from fastpack_trl.recurrent.delta import delta_rule
 from fastpack_trl.recurrent.seams import recurrent_layers
+from fastpack_trl.recurrent.ssd import mamba2
 
 # What makes no new numbers, and what torch resolves before a kernel.
 NO_KERNEL = frozenset(
@@ -84,6 +86,19 @@ def test_needed_operations_are_those_of_the_operators(family: str) -> None:
     mixing = forward.total() - forward["mm"] - forward["addmm"]
     assert mixing > 0
     assert (150 * flops.forward, flops.count(150, {})) == (forward.total(), whole.total() - mixing)
+
+
+def test_operations_of_a_scan_are_its_matmuls() -> None:
+    key, value, step = (torch.rand(CHUNK, *shape) for shape in ((2, 32), (4, 16), (4,)))
+    uncounted = 2 * 4 * (CHUNK * (CHUNK // 3) + 32 * 16)  # torch counts no inverse, and no product in place
+    for function, row, kind, more in (
+        (delta_rule, (key, key, value, -step, step, True), "delta rule", uncounted),
+        (mamba2, (value, step, -torch.ones(4), key, key, None), "Mamba-2", 0),
+    ):
+        with FlopCounterMode(display=False) as counter:
+            function(*row, *chunks_of(PackedBatch.from_lengths((CHUNK,))))
+        seen = counter.get_total_flops() / CHUNK + more
+        assert Scan(kind, 2, 4, 32, 16).flops(CHUNK) == pytest.approx(seen, rel=0.03)  # for the sums of decays
 
 
 def counted(counter: FlopCounterMode) -> Counter[str]:
