@@ -106,6 +106,8 @@ def test_everything_but_packed_training_rows_runs_the_layers_as_they_are() -> No
             loss, logits = packed(model.eval(), ids, batch), model(**padded).logits
         tokens = model.generate(**padded, max_new_tokens=4, do_sample=False)
         model.train()
+        model.model.no_layers = nn.ModuleList([nn.Linear(2, 2)])
+        assert decoder_layers(model) == list(model.model.layers)
         with compiled_layers(model, _backend=backend):
             one_step(model, ids, batch)
             graphs = backend.graphs
@@ -119,6 +121,9 @@ def test_everything_but_packed_training_rows_runs_the_layers_as_they_are() -> No
                 packed(model, ids, batch)
             assert backend.graphs == graphs == 1
             torch.testing.assert_close(one_step(model, ids, batch), expected)
+    with compiled(model, backend, attention="per_document") as layers:
+        one_step(model, ids, batch)
+    assert (layers.path, backend.graphs) == ("pending", graphs)
 
 
 def data_dependent(module: nn.Module, hidden: Tensor) -> Tensor:
@@ -187,9 +192,12 @@ def test_a_trial_moves_neither_random_state_nor_buffers_nor_gradients() -> None:
     with packed_attention(model):
         expected = one_step(model, *row(0))
     calls = [2 * layer.mlp.calls for layer in decoder_layers(model)]
+    embedded: list[Tensor] = []
+    model.get_input_embeddings().register_forward_hook(lambda _module, _args, out: embedded.append(out))
     state = torch.get_rng_state()
     with compiled(model):
         actual = one_step(model, *row(0))
+    assert [tensor.requires_grad for tensor in embedded] == [False]
     assert torch.equal(torch.get_rng_state(), state)
     assert [layer.mlp.calls for layer in decoder_layers(model)] == calls
     torch.testing.assert_close(actual, expected)
