@@ -14,16 +14,7 @@ from typing import Any
 import pytest
 import torch
 from attention_material import packed
-from compile_material import (
-    Counting,
-    cast_adapters,
-    checkpoint,
-    compiled,
-    make,
-    one_step,
-    row,
-    stop,
-)
+from compile_material import Counting, cast_adapters, checkpoint, compiled, make, one_step, row, stop
 from offload_material import offloaded
 from torch import Tensor, nn
 from trainer_material import train
@@ -33,6 +24,7 @@ from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.checkpointing.offload import checkpointed_layers
 from fastpack_trl.compile.layers import compiled_layers, decoder_layers
 from fastpack_trl.moe.feature import apply_moe
+from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.testing import gradients
 
 
@@ -57,6 +49,7 @@ def test_one_graph_per_window_for_ten_rows(
     with compiled(model, backend, attention=attention) as layers:
         for seed in range(10):
             one_step(model, *row(seed, longest=4 if graphs > 1 and seed % 2 else 30))
+        one_step(model, torch.tensor([[5]]), PackedBatch.from_lengths((1,), labels=torch.tensor([[5]])))  # runs eagerly
     assert (backend.graphs, layers.path, len(layers.kinds)) == (graphs, "compiled", graphs), layers.reason
     assert sum(len(kind.members) for kind in layers.kinds) == 4
 
