@@ -66,10 +66,6 @@ def test_no_device_memory_for_even_one_input_raises_and_leaves_nothing_behind() 
         assert_same(step(model), stock)
 
 
-class BreaksError(Exception):
-    """Raised by a layer of a test."""
-
-
 def test_no_leak_over_60_steps_of_which_every_third_breaks_off() -> None:
     """In forward, in the recompute (the second call of the layer in a step), or before any backward."""
     model = make("llama", layers=3)
@@ -80,13 +76,13 @@ def test_no_leak_over_60_steps_of_which_every_third_breaks_off() -> None:
 
             def fail(*args: Any, calls: Any = calls, at: int | None = where) -> None:
                 if next(calls) == at:
-                    raise BreaksError
+                    raise ArithmeticError
 
             handle = model.model.layers[1].mlp.register_forward_pre_hook(fail)
-            with nullcontext() if where is None else pytest.raises(BreaksError):
+            with nullcontext() if where is None else pytest.raises(ArithmeticError):
                 loss: Any = loss_of(model, number, 4 + number % 9)  # batches of several sizes
                 if where == 2:
-                    raise BreaksError
+                    raise ArithmeticError
                 loss.backward()
             handle.remove()
             loss = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from dataclasses import dataclass, field
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -142,6 +143,24 @@ def test_buffers_are_free_layer_by_layer_without_the_garbage_collector() -> None
     finally:
         gc.enable()
     assert left == [4, 3, 2, 1, 0]
+
+
+def test_a_call_from_another_thread_waits_for_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = RecordingStreams()
+    model, copy = Model("double_buffer", streams, keep=0), streams.copy
+    other = Thread(target=model.forward, args=(8, 1), daemon=True)
+
+    def meanwhile(*args: Tensor) -> None:
+        if other.ident is None:
+            other.start()
+            other.join(0.1)
+            assert other.is_alive()
+        copy(*args)
+
+    monkeypatch.setattr(streams, "copy", meanwhile)
+    model.forward(8, 2)
+    other.join(60)
+    assert not other.is_alive()
 
 
 def test_the_next_input_is_asked_for_before_the_layer_is_recomputed() -> None:

@@ -14,16 +14,7 @@ from typing import Any
 import pytest
 import torch
 from attention_material import packed
-from compile_material import (
-    Counting,
-    cast_adapters,
-    checkpoint,
-    compiled,
-    make,
-    one_step,
-    row,
-    stop,
-)
+from compile_material import Counting, cast_adapters, checkpoint, compiled, make, one_step, row, stop
 from offload_material import offloaded
 from torch import Tensor, nn
 from trainer_material import train
@@ -33,6 +24,7 @@ from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.checkpointing.offload import checkpointed_layers
 from fastpack_trl.compile.layers import compiled_layers, decoder_layers
 from fastpack_trl.moe.feature import apply_moe
+from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.testing import gradients
 
 
@@ -57,6 +49,7 @@ def test_one_graph_per_window_for_ten_rows(
     with compiled(model, backend, attention=attention) as layers:
         for seed in range(10):
             one_step(model, *row(seed, longest=4 if graphs > 1 and seed % 2 else 30))
+        one_step(model, torch.tensor([[5]]), PackedBatch.from_lengths((1,), labels=torch.tensor([[5]])))  # runs eagerly
     assert (backend.graphs, layers.path, len(layers.kinds)) == (graphs, "compiled", graphs), layers.reason
     assert sum(len(kind.members) for kind in layers.kinds) == 4
 
@@ -106,6 +99,8 @@ def test_everything_but_packed_training_rows_runs_the_layers_as_they_are() -> No
             loss, logits = packed(model.eval(), ids, batch), model(**padded).logits
         tokens = model.generate(**padded, max_new_tokens=4, do_sample=False)
         model.train()
+        model.model.no_layers = nn.ModuleList([nn.Linear(2, 2)])
+        assert decoder_layers(model) == list(model.model.layers)
         with compiled_layers(model, _backend=backend):
             one_step(model, ids, batch)
             graphs = backend.graphs
@@ -119,6 +114,9 @@ def test_everything_but_packed_training_rows_runs_the_layers_as_they_are() -> No
                 packed(model, ids, batch)
             assert backend.graphs == graphs == 1
             torch.testing.assert_close(one_step(model, ids, batch), expected)
+    with compiled(model, backend, attention="per_document") as layers:
+        one_step(model, ids, batch)
+    assert (layers.path, backend.graphs) == ("pending", graphs)
 
 
 def data_dependent(module: nn.Module, hidden: Tensor) -> Tensor:
@@ -187,9 +185,12 @@ def test_a_trial_moves_neither_random_state_nor_buffers_nor_gradients() -> None:
     with packed_attention(model):
         expected = one_step(model, *row(0))
     calls = [2 * layer.mlp.calls for layer in decoder_layers(model)]
+    embedded: list[Tensor] = []
+    model.get_input_embeddings().register_forward_hook(lambda _module, _args, out: embedded.append(out))
     state = torch.get_rng_state()
     with compiled(model):
         actual = one_step(model, *row(0))
+    assert [tensor.requires_grad for tensor in embedded] == [False]
     assert torch.equal(torch.get_rng_state(), state)
     assert [layer.mlp.calls for layer in decoder_layers(model)] == calls
     torch.testing.assert_close(actual, expected)

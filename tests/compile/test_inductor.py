@@ -77,5 +77,6 @@ def test_what_inductor_lacks_is_named_once_and_the_run_is_the_same(
     assert (line.status, line.path) == ("stock", "eager"), line
     expected = ["ompiler"] if lacks == "compiler" else ["NotADirectoryError", REMEDY]
     assert all(said in line.reason for said in expected), line.reason
+    assert (REMEDY in line.reason) == (lacks == "cache")
     assert sum("layer_compile" in record.message for record in caplog.records) == 1
     assert figures(on) == figures(off)

@@ -26,37 +26,41 @@ def test_a_long_run_is_compiled_and_a_short_one_told_from_when_on_it_would_pay(
     if wide:
         monkeypatch.setattr(kinds, "FLOPS_PER_SECOND", 1e8)
 
-    def run(left: StepsLeft | None) -> Any:
+    def run(left: StepsLeft | None, longest: int = 20) -> Any:
         backend, model = Counting(), make("llama")
         with compiled(model, backend, left=None if left is None else lambda: left) as layers:
             for seed in range(2):
-                one_step(model, *row(seed))
+                one_step(model, *row(seed, longest=longest))
         assert (backend.graphs, layers.path, layers.unpaid) in ((1, "compiled", False), (0, "eager", True))
         return layers
 
-    short = run(StepsLeft(1, 1))
-    assert short.unpaid, short.reason
-    (steps,) = re.findall(r"x 2 not compiled: 1 steps left, it pays off from ([\d,]+) on", short.reason)
-    enough = int(steps.replace(",", ""))
+    def least(longest: int) -> int:
+        short = run(StepsLeft(1, 1), longest)
+        (steps,) = re.findall(r"x 2 not compiled: 1 steps left, it pays off from ([\d,]+) on", short.reason)
+        return int(steps.replace(",", ""))
+
+    enough = least(20)
     assert (enough < 4000) == wide
+    assert (least(60) < enough / 2) == wide
     assert run(StepsLeft(enough - 2, 1)).unpaid
     assert run(StepsLeft(enough + 2, 1)).path == "compiled"
     assert run(StepsLeft(enough // 4 + 2, 4)).path == "compiled"
     without = run(None)
-    assert without.kinds[0].seconds > 0
+    assert 0 < without.kinds[0].seconds < 60
 
 
 class Noted(TrainerCallback):
-    """Notes what is left, and how many graphs there are, at the end of each step."""
+    """Notes what is left, how many graphs there are and whether one may come, at the end of each step."""
 
     def __init__(self, backend: Counting | None = None) -> None:
         self.trainer: Any = None
         self.left: list[StepsLeft] = []
-        self.backend, self.graphs = backend or Counting(), list[int]()
+        self.backend, self.graphs, self.waits = backend or Counting(), list[int](), list[bool]()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.left.append(self.trainer.fastpack_run.steps_left())
         self.graphs.append(self.backend.graphs)
+        self.waits.append(not self.trainer.fastpack_run.step.is_warmed_up)
 
 
 def noted(folder: Path, resume: str | None = None, backend: Counting | None = None, **more: Any) -> Noted:
@@ -86,10 +90,12 @@ def test_auto_weighs_in_the_second_step_and_on_compiles_at_once(
     backend = Counting(differentiate=True)
     monkeypatch.setattr("fastpack_trl.compile.layer_compile.why_not", lambda run: "")
     compile_with(backend, monkeypatch)
+    waits: dict[str, list[bool]] = {}
 
     def graphs_and_line(name: str, steps: int, setting: str = "auto") -> tuple[list[int], Any]:
         backend.graphs = 0
         made = noted(tmp_path / name, backend=backend, layer_compile=setting, max_steps=steps)
+        waits[name] = made.waits
         return made.graphs, made.trainer.fastpack_report["layer_compile"]
 
     graphs, line = graphs_and_line("short", 3)
@@ -104,6 +110,7 @@ def test_auto_weighs_in_the_second_step_and_on_compiles_at_once(
     graphs, line = graphs_and_line("ends", 1)
     said = "LlamaDecoderLayer is compiled at its first packed row, after the first step"
     assert (graphs, line.path, line.reason) == ([0], "pending", said)
+    assert (waits["on"], waits["long"]) == ([False] * 3, [True, False, False])
 
 
 @pytest.mark.cuda

@@ -76,6 +76,8 @@ def test_inputs_and_gradients_of_any_strides_and_no_tokens(pair: tuple[Any, Any]
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():  # in training mode
                 torch.testing.assert_close(pair[1](x), pair[0](x), rtol=1e-5, atol=1e-5)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert pair[1](x).dtype == pair[0](x).dtype
 
 
 @pytest.mark.parametrize(

@@ -106,15 +106,12 @@ def test_all_copies_or_none_are_kept_and_named_in_the_report(
 
 
 @pytest.mark.usefixtures("copies_fit")
-def test_a_model_in_the_dtype_of_the_run_needs_no_copies() -> None:
-    model = adapted("llama")
-    assert "frozen weights" not in str(apply_lora(model))
-    assert kept(model) == {False}
-
-
-@pytest.mark.usefixtures("copies_fit")
-def test_frozen_fp32_weights_are_cast_once_for_the_run() -> None:
+def test_frozen_fp32_weights_are_cast_once_for_a_run_in_bf16_and_never_for_one_in_fp32() -> None:
     model, stock = adapted("llama"), adapted("llama")
+    applied = apply_lora(model)
+    assert "frozen weights" not in str(applied)
+    assert kept(model) == {False}
+    applied.revert()
     applied = apply_lora(model, compute_dtype=torch.bfloat16)
     casts = []
     for each in (model, stock):

@@ -30,15 +30,18 @@ from fastpack_trl.testing import gradients
 
 
 @pytest.mark.parametrize(
-    ("family", "how"),
+    ("family", "how", "frozen"),
     [
-        *((family, {"r": r}) for family in MOE_FAMILIES for r in (4, 3)),
-        *(("qwen3_moe", {"stacks": [s]}) for s in STACKS),
+        *((family, {"r": r}, "nothing") for family in MOE_FAMILIES for r in (4, 3)),
+        *(("qwen3_moe", {"stacks": [s]}, "nothing") for s in STACKS),
+        *(("qwen3_moe", {}, factor) for factor in ("lora_A", "lora_B")),
     ],
     ids=str,
 )
-def test_logits_and_adapter_gradients_equal_peft(family: str, how: dict[str, Any]) -> None:
+def test_logits_and_adapter_gradients_equal_peft(family: str, how: dict[str, Any], frozen: str) -> None:
     model = adapted(family, **how)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and frozen not in name)
     expected = step(model)
     assert any("experts" in name for name in expected[1])
     with apply_moe(model) as report:
@@ -113,6 +116,7 @@ def test_neither_a_dense_delta_nor_a_dense_gradient_of_a_stack_is_made() -> None
     with apply_moe(model), _Made(model) as ours:
         step(model)
     assert not stacks & ours.shapes
+    assert (48, 4) in ours.shapes  # x A^T of 24 tokens at two experts each, as wide as its rank
     assert "index_put" not in ours.names
     assert "baddbmm" not in ours.names
 

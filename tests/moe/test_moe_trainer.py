@@ -109,6 +109,7 @@ def test_experts_without_a_gate_train_and_evaluate_as_stock(tmp_path: Path, sett
     ours = fast_trained(tmp_path / "ours", model=hybrid_model("nemotron_h"), trainer=trainer, fast={"moe": setting})
     assert_same_log(ours, stock)
     assert ours.evaluate()["eval_loss"] == pytest.approx(stock.evaluate()["eval_loss"], rel=1e-5)
+    assert ("lora" in ours.fastpack_report) == peft
     line = ours.fastpack_report["moe"]
     assert (line.status, line.path) == ("off" if setting == "off" else "stock", "stock")
     assert line.reason == ("switched off" if setting == "off" else "1 layer (experts without a gate)")
