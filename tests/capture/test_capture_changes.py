@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.capture import graphs
 from fastpack_trl.capture.graphs import BackboneGraphs
+from fastpack_trl.lora import frozen_base
 
 
 @pytest.mark.parametrize(
@@ -138,3 +139,24 @@ def test_rows_with_edited_labels_are_captured_too(tmp_path: Path, devices: Any) 
     runs = [run(setting) for setting in ("on", "off")]
     assert devices.made[0].log.count("replay") >= 16, devices.made[0].log
     assert_same_run(*runs)
+
+
+def test_a_call_that_asks_for_more_than_a_row_is_not_replayed(tmp_path: Path, devices: Any) -> None:
+    cls = in_a_loader(FastSFTTrainer, lambda inputs: inputs.update(output_hidden_states=True))
+    build(cls, tmp_path, devices).train()
+    assert not {"record", "replay"} & set(devices.made[0].log)
+
+
+def test_a_weight_that_is_edited_under_its_copy_in_fp8_is_read_itself_from_then_on(
+    tmp_path: Path, devices: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def edit(model: Any, **_: Any) -> None:
+        for layer in model.get_decoder().layers:
+            layer.mlp.up_proj.base_layer.weight.mul_(2.0)
+
+    monkeypatch.setattr(frozen_base, "_refused_by_device", lambda run: "")
+    options = {"callbacks": [At(7, edit)], "max_steps": 14, "fast": {"frozen_base": "fp8"}}
+    ours, eager = both(tmp_path, devices, lora=True, **options)
+    log = devices.made[0].log
+    assert log.index("replay") < log.index("reset") < log.index("together")
+    assert_same_run(ours, eager)

@@ -104,6 +104,8 @@ def test_without_positions_the_forward_is_trls() -> None:
     assert twin(ids[:1], **chosen).entropy.tolist() == pytest.approx([math.log(96)] * 2)  # its own head
     model.forward = trls
     assert not layer.in_place
+    add_fused_lm_head(twin, outputs=("log_probs", "entropy", "is_top1"), temperature=0.5)
+    assert "with a temperature" in LossForward(twin).missing
 
 
 def test_micro_batches_without_a_loss_are_those_of_stock(tmp_path: Path) -> None:
@@ -322,7 +324,9 @@ def test_what_still_asks_the_device_and_evaluation_with_predictions_are_named_on
     assert PADDED in trainer.fastpack_report["sync_free"].reason
     assert said(caplog.messages, PADDED) == 1
     trainer.train()
-    assert PADDED not in trainer.fastpack_report["sync_free"].reason
+    reason = trainer.fastpack_report["sync_free"].reason
+    assert PADDED not in reason
+    assert "compute_metrics" not in reason
 
 
 def test_where_trl_has_other_tiles_its_own_loss_runs_and_is_named(

@@ -323,6 +323,7 @@ def test_what_stock_refuses_is_refused_alike(key: str, tmp_path: Path) -> None:
 
 def test_a_reference_that_was_not_kept_is_refused_alike_after_training(tmp_path: Path) -> None:
     ours, stock = both("DPO", tmp_path, lora=False, precompute_ref_log_probs=True, max_steps=1)
+    assert ours._fastpack_rows.ran == 5 + 3 + 1 + 3, "the reference before the run, a step and an evaluation"
     said = []
     for trainer in (ours, stock):
         with pytest.raises(ValueError, match="after training has started") as error:
