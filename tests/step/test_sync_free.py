@@ -29,6 +29,7 @@ from fastpack_trl.step.sync_free import why_stock_loss
 from fastpack_trl.testing import tiny_model
 
 LORA = {"peft_config": LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")}
+PROMPT = {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)}
 FULL: dict[str, Any] = {}
 LOSS = "loss, metrics, host work"
 SEQUENCE = SimpleNamespace(tp_size=1, cp_size=1, sp_size=2)
@@ -42,10 +43,8 @@ def counted(cls: type[SFTTrainer], folder: Path, model: Any, method: dict[str, A
 
 @pytest.mark.parametrize(
     ("family", "layers", "method", "accumulation"),
-    [
-        ("qwen3", 2, FULL, 4), ("qwen3", 4, LORA, 1), ("qwen3_moe", 4, FULL, 1), ("qwen3_moe", 2, LORA, 4),
-    ],
-)  # fmt: skip
+    [("qwen3", 2, FULL, 4), ("qwen3", 4, LORA, 1), ("qwen3_moe", 4, FULL, 1), ("qwen3_moe", 2, LORA, 4)],
+)
 def test_no_host_sync_between_two_logs(
     family: str, layers: int, method: dict[str, Any], accumulation: int, tmp_path: Path
 ) -> None:
@@ -135,10 +134,7 @@ def test_an_empty_evaluation_set_is_named_and_the_next_one_runs(tmp_path: Path) 
         ({"fast": {"packed_attention": "off"}}, "packed_attention is off"),
         ({"label_smoothing_factor": 0.1}, "label smoothing needs the full logits"),
         ({"trainer": {"compute_loss_func": None}}, "compute_loss_func needs the full logits"),
-        (
-            {"trainer": {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)}},
-            "each document",
-        ),
+        ({"trainer": PROMPT}, "each document"),
     ],
 )
 def test_what_needs_stock_runs_as_stock_and_says_why(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
@@ -218,20 +214,14 @@ def test_whoever_reads_the_metrics_between_two_logs_reads_those_of_stock(tmp_pat
     ("change", "reason"),
     [
         (lambda trainer: (vars(trainer), "is_fsdp_enabled", True), "FSDP version 1 flattens the head"),
-        (
-            lambda trainer: (vars(trainer.model), "hf_device_map", {"a": 0, "b": "cpu"}),
-            "the model is spread over 0, cpu",
-        ),
+        (lambda trainer: (vars(trainer.model), "hf_device_map", {"a": 0, "b": "cpu"}), "model is spread over 0, cpu"),
         (lambda trainer: (vars(trainer.model.lm_head.weight), "ds_id", 3), "ZeRO-3 shards the head"),
         (lambda trainer: (vars(trainer.accelerator.state), "parallelism_config", SEQUENCE), "sequence parallelism"),
     ],
     ids=["fsdp1", "devices", "zero3", "sequence"],
 )
 def test_what_one_process_on_a_cpu_cannot_run_goes_to_stock_by_name(
-    change: Callable[[Any], tuple[dict[str, Any], str, Any]],
-    reason: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Any], Any], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model("qwen3", tie_word_embeddings=False)
     trainer: Any = build(FastSFTTrainer, tmp_path, model=model, data="tokens", packing=True)

@@ -100,17 +100,8 @@ def test_disabled_is_stock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("name", ["DPO", "KTO", "Reward", "GRPO", "RLOO"])
 def test_configs_of_ours_have_the_fields_that_apply(name: str, tmp_path: Path) -> None:
-    config = getattr(fastpack_trl, f"Fast{name}Config")
-    ours = build(
-        name,
-        tmp_path,
-        fast=True,
-        config=config,
-        share_prefixes=False,
-        lora="off",
-        packed_attention="per_document",
-        **SHORT,
-    )
+    config, own = getattr(fastpack_trl, f"Fast{name}Config"), {"lora": "off", "packed_attention": "per_document"}
+    ours = build(name, tmp_path, fast=True, config=config, share_prefixes=False, **own, **SHORT)
     ours.train()
     assert ours.fastpack_report["share_prefixes"].reason == "switched off"
     assert ours.fastpack_report["packed_attention"].path == "per_document"

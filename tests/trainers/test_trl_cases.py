@@ -26,7 +26,7 @@ from preference_material import (
     judged,
     name_on_disk,
     pairs,
-)  # fmt: skip
+)
 from trainer_material import make_tokenizer, sentences
 
 from fastpack_trl.testing import tiny_model
