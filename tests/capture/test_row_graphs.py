@@ -50,16 +50,12 @@ def uneven_completions() -> Dataset:
 
 
 RUNS: dict[str, dict[str, Any]] = {
-    "DPO-lora": {"lora": True},
+    **{key: {"lora": True} for key in ("DPO-lora", "KTO", "Reward-lora", "GRPO")},
+    **{key: {"lora": False} for key in ("Reward-full", "RLOO")},
     "DPO-full": {"lora": False, "gradient_checkpointing": True},
     "DPO-accumulated": {"lora": True, "gradient_accumulation_steps": 2},
-    "KTO": {"lora": True},
     "KTO-uneven": {"lora": True, "data": uneven_completions(), "max_steps": 32},
-    "Reward-lora": {"lora": True},
-    "Reward-full": {"lora": False},
     "Reward-head": {"lora": False, "around": lambda made: made.model.model.requires_grad_(False)},
-    "GRPO": {"lora": True},
-    "RLOO": {"lora": False},
 }
 
 
