@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset
 from peft import LoraConfig
 from trainer_material import build, figures, make_dataset, sentences, train
@@ -41,6 +42,15 @@ def test_a_feature_that_was_switched_off_before_a_second_run_is_off(tmp_path: Pa
     trainer.args.sync_free = "auto"
     trainer.train()
     assert trainer.fastpack_report["sync_free"].status == "on"
+
+
+def test_deepspeed_shards_in_stage_3_alone_and_what_it_has_not_cast_yet_is_autocast(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    for deepspeed, bf16 in ((False, False), (True, False), (True, True)):
+        trainer.is_deepspeed_enabled, trainer.args.bf16 = deepspeed, bf16
+        with trainer.fastpack_run.autocast():
+            assert torch.is_autocast_enabled("cpu") == bf16
+        assert not trainer.fastpack_run.is_sharded
 
 
 def test_attention_is_chosen_again_where_its_setting_was_changed(

@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.capture import graphs
 from fastpack_trl.capture.graphs import BackboneGraphs
+from fastpack_trl.lora import frozen_base
 
 
 @pytest.mark.parametrize(
@@ -23,15 +24,18 @@ from fastpack_trl.capture.graphs import BackboneGraphs
         *([[(7, act)], False] for act in (*CHANGES, "evaluation mode", "generate", "raise the rate", "edit frozen")),
         *([[(step, act)], False] for step, act in ((3, "swap data"), (4, "replace forward"), (3, "generate"))),
         *([[(0, "freeze"), (step, "unfreeze")], False] for step in (2, 7)),
-        *([[(7, act)], True] for act in ("merge", "disable")),
+        *([[(7, act)], True] for act in ("merge", "disable", "edit base")),
     ],
     ids=lambda value: "-".join(f"{act} {step}" for step, act in value) if isinstance(value, list) else "",
 )
 def test_what_a_callback_does_in_the_middle_counts_from_then_on(
-    tmp_path: Path, devices: Any, acts: list[tuple[int, str]], lora: bool
+    tmp_path: Path, devices: Any, acts: list[tuple[int, str]], lora: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A frozen weight that is edited under its copy in FP8 is read itself."""
+    monkeypatch.setattr(frozen_base, "_refused_by_device", lambda run: "")
     options = {"callbacks": [At(*one) for one in acts], "max_steps": 14, "max_grad_norm": 0.0, "weight_decay": 0.1}
-    ours, eager = both(tmp_path, devices, lora=lora, **options)
+    fast = {"frozen_base": "fp8" if acts[0][1] == "edit base" else "as_loaded"}
+    ours, eager = both(tmp_path, devices, lora=lora, fast=fast, **options)
     log = devices.made[0].log
     assert log.count("replay") >= 4
     step, act = acts[-1]
@@ -64,13 +68,8 @@ def test_what_is_frozen_gets_no_gradient_in_rows_that_fit_no_bucket(tmp_path: Pa
 
 
 def test_a_model_that_changes_again_and_again_runs_eager(tmp_path: Path, devices: Any) -> None:
-    class Swapping(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
-            if state.global_step > 5 and state.global_step % 4 == 0:
-                for parameter in model.parameters():
-                    parameter.data = parameter.data.clone()
-
-    trainer = build(FastSFTTrainer, tmp_path, devices, callbacks=[Swapping()], max_steps=60)
+    swaps = [At(step, "swap data") for step in range(8, 60, 4)]
+    trainer = build(FastSFTTrainer, tmp_path, devices, callbacks=swaps, max_steps=60)
     trainer.train()
     line = trainer.fastpack_report["cuda_graph"]
     assert (line.status, line.path) == ("off", "eager")
@@ -138,3 +137,9 @@ def test_rows_with_edited_labels_are_captured_too(tmp_path: Path, devices: Any) 
     runs = [run(setting) for setting in ("on", "off")]
     assert devices.made[0].log.count("replay") >= 16, devices.made[0].log
     assert_same_run(*runs)
+
+
+def test_a_call_that_asks_for_more_than_a_row_is_not_replayed(tmp_path: Path, devices: Any) -> None:
+    cls = in_a_loader(FastSFTTrainer, lambda inputs: inputs.update(output_hidden_states=True))
+    build(cls, tmp_path, devices).train()
+    assert not {"record", "replay"} & set(devices.made[0].log)

@@ -24,10 +24,7 @@ from fastpack_trl.testing import tiny_model
     ("error", "said"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB"), "no memory for the graph"),
-        (
-            RuntimeError("operation not permitted when stream is capturing"),
-            "cannot be recorded: operation not permitted",
-        ),
+        (RuntimeError("operation not permitted when stream is capturing"), "be recorded: operation not permitted"),
     ],
     ids=["memory", "refused"],
 )
@@ -170,13 +167,9 @@ def test_off_with_the_reason(
     [
         (torch.bfloat16, (9, 0), ""),
         (torch.bfloat16, (10, 3), ""),
-        (
-            torch.bfloat16,
-            (12, 0),
-            "grouped matmuls in bfloat16 read their sizes on the host at compute capability 12.0",
-        ),
-        (torch.float32, (9, 0), "grouped matmuls in float32 read their sizes on the host at compute capability 9.0"),
-        (torch.float16, (8, 0), "grouped matmuls in float16 read their sizes on the host at compute capability 8.0"),
+        (torch.bfloat16, (12, 0), "bfloat16 read their sizes on the host at compute capability 12.0"),
+        (torch.float32, (9, 0), "float32 read their sizes on the host at compute capability 9.0"),
+        (torch.float16, (8, 0), "float16 read their sizes on the host at compute capability 8.0"),
     ],
 )
 def test_experts_are_captured_where_their_products_read_no_sizes(
@@ -196,4 +189,4 @@ def test_experts_are_captured_where_their_products_read_no_sizes(
         module.to(dtype)
     trainer = build(FastSFTTrainer, tmp_path, devices, model=model, max_steps=1, callbacks=[Asks()])
     trainer.train()
-    assert found == [said]
+    assert found == [said and f"grouped matmuls in {said}"]

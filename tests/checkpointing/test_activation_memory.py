@@ -14,7 +14,7 @@ from compile_material import Counting, compile_with
 from offload_material import LAYERS
 from out_of_memory import too_large
 from torch import Tensor
-from trainer_material import build, figures, train
+from trainer_material import build, figures, make_dataset, train
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
@@ -47,6 +47,12 @@ def test_an_unchanged_sft_config_is_planned_as_ours_with_its_defaults(tmp_path: 
         plans.append((largest_row(trainer.fastpack_run)[0], planned.plan.levels, planned.plan.predicted))
     assert plans[0][0] == 4 * 4 * 48  # the row that `merge_accumulation` may make of four micro-batches of four
     assert plans[0] == plans[1]
+    data = make_dataset("tokens")
+    trainer = build(
+        FastSFTTrainer, tmp_path, model=llama(), data=data, **options | {"packing": False, "max_length": 90}
+    )
+    longest = max(map(len, data["input_ids"]))
+    assert largest_row(trainer.fastpack_run) == (4 * 4 * longest, longest)
 
 
 def test_a_row_takes_what_the_plan_says_of_its_size_with_the_layers_as_they_are(tmp_path: Path) -> None:
@@ -77,6 +83,18 @@ def test_more_stays_free_if_a_step_that_runs_out_of_memory_cannot_run_again(
             else:
                 patch.setattr(type(run), change, False)
             assert budget.budget_bytes(run, pytest.fail) == pytest.approx(retried * 8 / 9, rel=1e-6)
+    # What gradients and two moments will take, as long as they are not there.
+    found, size = [retried], sum(p.nbytes for p in run.model.parameters())
+    for act in (lambda: run.model(torch.ones(1, 3, dtype=int)).logits.sum().backward(), trainer.create_optimizer):
+        act()
+        found.append(budget.budget_bytes(run, pytest.fail))
+    trainer.optimizer.step()
+    found.append(budget.budget_bytes(run, pytest.fail))
+    assert found == [int((10**12 - times * size) * budget.MARGIN) for times in (3, 2, 2, 0)]
+    monkeypatch.setattr(type(run), "is_fsdp2", True)  # gradients of a step of several micro-batches are whole
+    for run.args.gradient_accumulation_steps in (2, 1):
+        found.append(budget.budget_bytes(run, pytest.fail))
+    assert found[-2:] == [int((10**12 - times * size) * budget.MARGIN) for times in (1, 0)]
 
 
 def trained(trainer: FastSFTTrainer) -> tuple[Any, list[Tensor]]:

@@ -75,7 +75,8 @@ def test_every_reporter_gets_every_figure_nothing_of_trl_changes_and_nothing_wai
 def test_rates_are_differences_of_what_trl_counts_and_mfu_is_what_they_need(
     cls: type[SFTTrainer], packing: bool, tmp_path: Path
 ) -> None:
-    trainer, reporter = run(cls, tmp_path, ThroughputCallback(PEAK), packing=packing, logging_steps=2, max_steps=6)
+    rate, late = ThroughputCallback(PEAK), torch.zeros(2)
+    trainer, reporter = run(cls, tmp_path, rate, packing=packing, logging_steps=2, max_steps=6)
     flops, before = model_flops(trainer.model), 0.0
     column = trainer.train_dataset["seq_lengths" if packing else "input_ids"]
     lengths = [length for row in column for length in row] if packing else list(map(len, column))
@@ -85,7 +86,9 @@ def test_rates_are_differences_of_what_trl_counts_and_mfu_is_what_they_need(
         assert row["tokens_per_second"] == pytest.approx(tokens / seconds)
         needed = flops.count(tokens, {window: tokens * pairs for window, pairs in mean.items()})
         assert row["mfu"] == pytest.approx(100 * needed / seconds / PEAK)
+        late += torch.tensor([tokens, seconds]) * (before > 0)
         before = row["num_tokens"]
+    assert rate.per_second == pytest.approx(float(late[0] / late[1])), "after the first log"
 
 
 def test_evaluation_takes_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,12 +110,14 @@ def test_a_callback_added_while_training_runs_starts_with_the_next_step(tmp_path
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 1:
                 trainer.add_callback(ThroughputCallback(PEAK))
+            for _ in range(2 * (state.global_step == 4)):
+                trainer.log({"loss": 1.0})  # the second time after no step
 
     trainer = build(SFTTrainer, tmp_path, trainer={"callbacks": [Adding()]}, eval_strategy="no")
     trainer.train()
     rows = [row for row in trainer.state.log_history if "loss" in row]
-    assert ["step_time_ms" in row for row in rows] == [False, True, True, True]
-    assert ["mfu" in row for row in rows] == [False, False, True, True]  # tokens before it are not known
+    assert ["step_time_ms" in row for row in rows] == [False, True, True, True, False]
+    assert ["mfu" in row for row in rows[:3]] == [False, False, True]  # tokens before it are not known
 
 
 def test_an_unknown_peak_is_said_once_and_memory_is_what_a_card_must_have(

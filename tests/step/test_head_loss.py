@@ -22,18 +22,11 @@ KINDS = pytest.mark.parametrize(
 
 
 def of_trl(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    *,
-    loss_type: str = "nll",
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
+    *given: Tensor | None, loss_type: str = "nll", logit_scale: float = 1.0, softcap: float | None = None
 ) -> HeadLoss:
-    """The loss by TRL's own function."""
+    """The loss by TRL's own function, of hidden states, weight, bias and targets."""
     log_probs, entropy, _, _, is_top1 = ChunkedLogProbFunction.apply(
-        hidden, weight, bias, targets, 1.0, 40, softcap, logit_scale, ("log_probs", "entropy", "is_top1")
+        *given, 1.0, 40, softcap, logit_scale, ("log_probs", "entropy", "is_top1")
     )
     losses = -log_probs * log_probs.exp().detach() if loss_type == "dft" else -log_probs
     return HeadLoss(losses.sum(), log_probs.detach(), entropy.detach(), is_top1)
@@ -48,11 +41,7 @@ def operations(name: str, args: Any) -> int:
 
 
 def material(
-    trained: bool,
-    bias: bool = False,
-    positions: int = POSITIONS,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
+    trained: bool, bias: bool = False, positions: int = POSITIONS, dtype: Any = torch.float32, device: str = "cpu"
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(positions, HIDDEN, generator=draw).to(device, dtype).requires_grad_()

@@ -112,6 +112,7 @@ ACTS: dict[str, Callable[..., object]] = {
     "generate": lambda model, **_: model.eval().generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False),
     "raise the rate": lambda optimizer, **_: [group.update(lr=5e-3) for group in optimizer.param_groups],
     "edit frozen": lambda model, **_: model.get_decoder().norm.weight.detach().mul_(2.0),
+    "edit base": lambda model, **_: [one.mlp.up_proj.base_layer.weight.mul_(2.0) for one in model.get_decoder().layers],
     "merge": lambda model, **_: (model.merge_adapter(), model.unmerge_adapter()),
     "disable": lambda model, **_: (
         model.base_model.disable_adapter_layers(), model.base_model.enable_adapter_layers(),

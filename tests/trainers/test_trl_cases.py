@@ -16,17 +16,7 @@ import torch
 from datasets import Dataset
 from model_material import gemma3, gemma3_processor
 from peft import LoraConfig, get_peft_model
-from preference_material import (
-    DATA,
-    assert_changed_alike,
-    assert_same,
-    both,
-    build,
-    even_words,
-    judged,
-    name_on_disk,
-    pairs,
-)  # fmt: skip
+from preference_material import DATA, assert_changed_alike, assert_same, both, build, even_words, name_on_disk, pairs
 from trainer_material import make_tokenizer, sentences
 
 from fastpack_trl.testing import tiny_model
@@ -303,7 +293,7 @@ REFUSED: dict[str, tuple[str, Case]] = {
     "adapters on the head": ("DPO", {"trainer": {"peft_config": LoraConfig(target_modules=["lm_head"])}}),
     "no data": ("KTO", {"trainer": {"train_dataset": None}}),
     "streamed, precomputed": ("DPO", lambda: {**streamed("DPO"), "precompute_ref_log_probs": True}),
-    "pictures without a processor": ("DPO", lambda: {"data": judged().add_column("image", [None] * 20)}),
+    "pictures without a processor": ("DPO", lambda: {"data": DATA["KTO"]().add_column("image", [None] * 20)}),
     "rewards and their tokenizers": (
         "RLOO", {"trainer": {"reward_funcs": [even_words], "reward_processing_classes": [None, None]}},
     ),
@@ -323,6 +313,7 @@ def test_what_stock_refuses_is_refused_alike(key: str, tmp_path: Path) -> None:
 
 def test_a_reference_that_was_not_kept_is_refused_alike_after_training(tmp_path: Path) -> None:
     ours, stock = both("DPO", tmp_path, lora=False, precompute_ref_log_probs=True, max_steps=1)
+    assert ours._fastpack_rows.ran == 5 + 3 + 1 + 3, "the reference before the run, a step and an evaluation"
     said = []
     for trainer in (ours, stock):
         with pytest.raises(ValueError, match="after training has started") as error:
