@@ -239,7 +239,8 @@ def groups_left(args: Namespace, done: Sequence[Mapping[str, Any]], tree: str) -
                 continue
             if side in (accuracy.FP8, accuracy.LIGER) and mode != "lora":
                 continue
-            first = range(args.seed, args.seed + (1 if side == accuracy.AGAIN else args.seeds or task.seeds))
+            single = side == accuracy.AGAIN or task.seeds == 1
+            first = range(args.seed, args.seed + (1 if single else args.seeds or task.seeds))
             seeds = [seed for seed in first if (f"{name} {mode}", side, seed) not in known]
             if seeds:
                 found.append((name, mode, side, seeds))
