@@ -76,7 +76,7 @@ python -m benchmarks real_weights run --data gemma --json mine.jsonl --jobs 6
 python -m benchmarks real_weights tables --add mine.jsonl
 ```
 
-`convert` needs transformers 5.23. The [Gemma terms of use](https://ai.google.dev/gemma/terms) apply."""
+`convert` needs transformers 5.23 or newer. The [Gemma terms of use](https://ai.google.dev/gemma/terms) apply."""
 EARLY = 24
 """Steps whose losses are compared by their largest difference; later the mean difference says more."""
 
@@ -88,7 +88,7 @@ def interval(differences: Sequence[float]) -> tuple[float, float]:
 
 
 class Training:
-    """All runs of one training, by side and seed."""
+    """All runs of one training on one GPU, versions and code, by side and seed."""
 
     def __init__(self, runs: Iterable[Run]) -> None:
         self.sides: dict[str, dict[int, Run]] = {}
@@ -96,10 +96,9 @@ class Training:
             self.sides.setdefault(run["side"], {})[run["seed"]] = run
 
     def pairs(self, side: str) -> list[tuple[Run, Run]]:
-        """Return the runs of a side, each with TRL's of the same seed, on the same GPU, versions and code."""
+        """Return the runs of a side, each with TRL's of the same seed."""
         theirs = self.sides.get(TRL, {})
-        ours = sorted(self.sides.get(side, {}).items())
-        return [(run, theirs[seed]) for seed, run in ours if seed in theirs and made_by(run) == made_by(theirs[seed])]
+        return [(run, theirs[seed]) for seed, run in sorted(self.sides.get(side, {}).items()) if seed in theirs]
 
     def differences(self, side: str, key: str) -> list[float]:
         """Return a score of each pair less TRL's: ``loss``, ``held`` or ``unseen``."""
@@ -125,14 +124,24 @@ class Training:
 
 def made_by(run: Run) -> tuple[Any, ...]:
     """Return what two runs must share to be a pair."""
-    return run["machine"].get("gpu", "CPU"), run["tree"], sorted(run["versions"].items())
+    return run["machine"].get("gpu", "CPU"), run["tree"], run["steps"], tuple(sorted(run["versions"].items()))
 
 
-def trainings(records: Iterable[Run]) -> dict[str, Training]:
-    """Return the supervised trainings that TRL's side has runs of, in the order of the page."""
-    runs = [*records]
-    found = {row: Training(run for run in runs if run["row"] == row) for row in TRAININGS}
-    return {row: training for row, training in found.items() if TRL in training.sides}
+def trainings(records: Iterable[Run], rows: Iterable[str] = TRAININGS) -> dict[str, Training]:
+    """Return the trainings of which TRL and fastpack have a pair, in the order of the page.
+
+    Of several GPUs, versions or codes the one with most pairs, and of these the newest.
+    """
+    groups: dict[str, dict[tuple[Any, ...], list[Run]]] = {}
+    for run in sorted(records, key=lambda run: run["date"]):
+        groups.setdefault(run["row"], {}).setdefault(made_by(run), []).append(run)
+    found = {}
+    for row in rows:
+        newest_first = map(Training, reversed(groups.get(row, {}).values()))
+        best = max(newest_first, key=lambda training: len(training.pairs(DEFAULT)), default=None)
+        if best is not None and best.pairs(DEFAULT):
+            found[row] = best
+    return found
 
 
 def minus(training: Training, side: str, key: str, form: str) -> str:
@@ -155,8 +164,6 @@ def page(records: Sequence[Run]) -> str:
     shown, lines = trainings(records), []
     for row, training in shown.items():
         pairs = training.pairs(DEFAULT)
-        if not pairs:
-            continue
         cells = [str(len(pairs)), f"{pairs[0][1]['before']['loss']:.3f}"]
         cells.append(f"{fmean(trl['after']['loss'] for _, trl in pairs):.4f}")
         cells.append(minus(training, DEFAULT, "loss", "+.4f"))
@@ -186,39 +193,37 @@ def _verdict(shown: Mapping[str, Training]) -> Iterator[str]:
         if (interval := training.compared(DEFAULT, key))
     }
     outside = [f"{TRAININGS[row]}, {FIGURES[key]}" for (row, key), (mean, half) in found.items() if abs(mean) > half]
-    first = [training.apart(DEFAULT)[:2] for training in shown.values() if training.pairs(DEFAULT)]
+    first = [training.apart(DEFAULT)[:2] for training in shown.values()]
     if found:
         loss = max(abs(mean) + half for (_, key), (mean, half) in found.items() if key == "loss")
         said = (
             f"In the first step losses differ by at most {max(loss for loss, _ in first):.4f}, gradient norms by "
-            f"{max(norm for _, norm in first):.1%}. Of {len(found)} intervals {len(outside)} exclude zero "
+            f"{max(norm for _, norm in first):.1%}. Intervals that exclude zero: {len(outside)} of {len(found)} "
             f"({0.05 * len(found):.1f} expected by chance){': ' * bool(outside)}{'; '.join(outside)}. No interval of "
             f"the loss goes beyond {loss:.4f}; smaller effects cannot be ruled out with so few seeds."
         )
         yield fill(said, 118)
     for row, training in shown.items():
         if training.compared(FP8, "loss"):
-            scores = [f"{FIGURES[key]} {text}" for key in FIGURES if (text := minus(training, FP8, key, "+.3g"))]
+            forms = {"loss": "+.4f", "held": "+.0f", "unseen": "+.0f"}
+            texts = {key: minus(training, FP8, key, form) for key, form in forms.items()}
+            scores = [f"{FIGURES[key]} {text}" for key, text in texts.items() if text]
             said = f'`frozen_base="fp8"` changes what is computed; {TRAININGS[row]}, minus TRL: {", ".join(scores)}.'
             yield fill(said, 118)
 
 
 def _missing(records: Sequence[Run]) -> Iterator[str]:
     """Yield a sentence about what has no pair yet."""
-    paired = {row for row, training in trainings(records).items() if training.pairs(DEFAULT)}
-    left = [name for row, name in TRAININGS.items() if row not in paired]
-    left += [title.partition("'")[0] for row, title in SINGLE.items() if all(run["row"] != row for run in records)]
-    if left:
+    names = TRAININGS | {row: title.partition("'")[0] for row, title in SINGLE.items()}
+    if left := [name for row, name in names.items() if row not in trainings(records, names)]:
         yield f"Not measured yet: {'; '.join(left)}."
 
 
 def _single(records: Sequence[Run]) -> Iterator[str]:
     """Yield a sentence each about DPO and GRPO."""
-    for row, title in SINGLE.items():
-        runs = {run["side"]: run for run in records if run["row"] == row}
-        if {TRL, DEFAULT} <= runs.keys():
-            said = ", ".join(f"{SIDES[side]} {_course(runs[side])}" for side in (TRL, DEFAULT))
-            yield f"{title} (one run each): {said}."
+    for row, training in trainings(records, SINGLE).items():
+        ours, theirs = training.pairs(DEFAULT)[0]
+        yield f"{SINGLE[row]} (one run each): TRL {_course(theirs)}, fastpack {_course(ours)}."
 
 
 def _course(run: Run) -> str:
@@ -302,8 +307,9 @@ def draw(records: Sequence[Run], file: Path) -> None:
 
 
 def add(records: Iterable[Run], file: Path = RECORDS) -> None:
-    """Keep records, in place of older ones of the same row, side and seed."""
-    kept = {(run["row"], run["side"], run["seed"]): run for run in [*(read(file) if file.exists() else ()), *records]}
+    """Keep records, in place of older ones of the same row, side and seed on the same GPU, versions and code."""
+    runs = [*(read(file) if file.exists() else ()), *records]
+    kept = {(run["row"], run["side"], run["seed"], made_by(run)): run for run in runs}
     file.parent.mkdir(exist_ok=True)
     file.write_text("".join(f"{json.dumps(run)}\n" for run in kept.values()), encoding="utf-8")
 

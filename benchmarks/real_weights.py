@@ -341,7 +341,7 @@ def parse(words: Sequence[str]) -> Namespace:
     args = parser.measurement(words[1:], threads=min(4, torch.get_num_threads()))
     args.words = ["real_weights", *words]
     args.tasks, args.modes = known_names("task", args.tasks, TASKS), known_names("mode", args.modes, MODES)
-    args.sides = known_names("side", args.sides, (*SIDES, accuracy.AGAIN)) if args.sides else None
+    args.sides = known_names("side", args.sides, (*PRETRAINED, *MORE)) if args.sides else None
     return args
 
 

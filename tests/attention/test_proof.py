@@ -288,7 +288,9 @@ def test_leak_under_a_collator_of_the_user_is_reported_and_under_a_kind_of_stock
         return trainer
 
     # Neither stock's collator nor a kind of it: what it tells the model is not known.
-    own = partial(DataCollatorForLanguageModeling.__call__, DataCollatorForLanguageModeling(0, padding_free=True))
+    own = partial(
+        DataCollatorForLanguageModeling.__call__, DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    )
     assert "LEAK" in trained(FastSFTTrainer, own, **LEAKING).fastpack_report["verify_packing"].reason
     with pytest.raises(PackingError, match="custom data collator Custom"):
         trained(FastSFTTrainer, Custom(pad_token_id=0, padding_free=True), **LEAKING)

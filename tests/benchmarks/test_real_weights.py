@@ -97,13 +97,22 @@ def test_the_kept_pages_are_what_the_kept_records_say() -> None:
 def test_the_interval_is_students() -> None:
     assert interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 4.303 / math.sqrt(3)), rel=1e-4)
     assert interval([0.1, -0.1, 0.05, 0.0, 0.05]) == pytest.approx((0.02, 2.776 * 0.0758288 / math.sqrt(5)), rel=1e-4)
-    same: dict[str, Any] = {"machine": {}, "tree": "1", "versions": {}, "grad_norms": [1.0]}
-    runs = [{**same, "side": side, "seed": seed, "after": {"loss": loss}, "losses": [2.0, loss]}
+    same: dict[str, Any] = {
+        "row": "names lora",
+        "date": "",
+        "steps": 2,
+        "tree": "1",
+        "versions": {},
+        "grad_norms": [1.0],
+    }
+    runs = [{**same, "machine": {}, "side": side, "seed": seed, "after": {"loss": loss}, "losses": [2.0, loss]}
             for side, losses in {"trl": (1.0, 2.0, 3.0), "fastpack": (1.1, 2.0, 3.2)}.items()
             for seed, loss in enumerate(losses)]  # fmt: skip
     assert Training(runs).compared("fastpack", "loss") == pytest.approx((0.1, 0.2484), rel=1e-3)
     assert Training(runs).apart("fastpack") == pytest.approx((0.0, 0.0, 0.1, 0.1 / 6 + 0.2 / 18), rel=1e-3)
-    assert Training([*runs[:3], {**runs[3], "machine": {"gpu": "other"}}]).pairs("fastpack") == []
+    other = {**runs[3], "machine": {"gpu": "other"}}
+    assert not accuracy.trainings([*runs[:3], other]), "no pair on one machine"
+    assert len(accuracy.trainings([other, *runs])["names lora"].pairs("fastpack")) == 3
 
 
 def test_a_reward_is_the_share_of_the_name() -> None:

@@ -100,8 +100,9 @@ def distance(one: Any, other: Any) -> tuple[float, float]:
 def test_captured_steps_differ_from_eager_ones_as_eager_runs_do(
     tmp_path: Path, family: str, kind: str, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Small, else runs drift apart over 30 steps by the order of additions: experts by tokens that are routed elsewhere.
-    options: dict[str, Any] = {"learning_rate": 1e-4}
+    # Small, else eager runs alone drift apart over 30 steps: additions in another order, tokens routed elsewhere. With
+    # both factors of LoRA drawn, an update that a replay does not see is still above the bounds.
+    options: dict[str, Any] = {"learning_rate": 1e-4, "lora": {"init_lora_weights": False}}
     if shared:
         options |= {"data": prefixed(count=400), "max_length": 256, "gradient_accumulation_steps": 2}
         options["fast"] = {"share_prefixes": "on"}

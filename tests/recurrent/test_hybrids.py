@@ -130,7 +130,7 @@ def test_ordinary_batches_stay_bit_equal_to_stock(family: str, wrapped: bool, mo
         again = outputs()
         assert abs(packed(model, row, batch).item() - loss) <= 1e-5
     assert {name: vars(home).get(name) for name in FUNCTIONS} == before
-    assert all(map(torch.equal, actual + again, expected * 2))
+    assert all(torch.equal(*pair) for pair in zip(actual + again, expected * 2, strict=True))
 
 
 def test_only_layers_whose_functions_are_called_pack() -> None:

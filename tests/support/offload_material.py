@@ -17,6 +17,10 @@ from fastpack_trl.testing import gradients, tiny_model
 LAYERS = 4
 
 
+class StopsError(Exception):
+    """Ends a step in the middle."""
+
+
 def enable(model: Any, **keywords: Any) -> Any:
     """Checkpointing as transformers' trainer switches it on; the method was renamed in 5.23."""
     every = keywords.pop("every_n_layers", 1)

@@ -51,9 +51,11 @@ def test_a_head_with_a_bias_and_one_in_fp32_beside_autocast_score_as_stocks(
         model = tiny_model("qwen3", tie_word_embeddings=False)
         model.lm_head = torch.nn.Linear(model.config.hidden_size, model.config.vocab_size)
         with torch.no_grad():
-            model.lm_head.weight.mul_(4.0), model.lm_head.bias.add_(1.0)
+            model.lm_head.weight.mul_(4.0)
+            model.lm_head.bias.add_(1.0)
             for layer in model.model.requires_grad_(False).layers:
-                layer.self_attn.o_proj.weight.zero_(), layer.mlp.down_proj.weight.zero_()
+                layer.self_attn.o_proj.weight.zero_()
+                layer.mlp.down_proj.weight.zero_()
         return {"model": model}
 
     ours, stock = both(name, tmp_path, sharp, lora=name == "DPO", max_steps=1, eval_strategy="no", **options)
@@ -62,6 +64,8 @@ def test_a_head_with_a_bias_and_one_in_fp32_beside_autocast_score_as_stocks(
 
 def test_the_auxiliary_loss_is_stocks_where_it_does_not_know_the_name_of_the_experts(tmp_path: Path) -> None:
     models = [tiny_model("deepseek_v3") for _ in range(2)]
+    if not hasattr(models[0].config, "output_router_logits"):
+        pytest.skip("returns no router logits in this transformers")
     models[1].config.num_experts = models[1].config.n_routed_experts
     options = {"router_aux_loss_coef": 0.1, "max_steps": 1, "eval_strategy": "no"}
     ours, stock = both("DPO", tmp_path, lambda: {"model": models.pop(0)}, **options)
