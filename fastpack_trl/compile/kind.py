@@ -171,7 +171,7 @@ class LayerKind:
 
     def _pays(self, call: LayerCall, left: StepsLeft) -> bool:
         """Return whether the remaining steps pay for compiling."""
-        weights = sum(weight.numel() for weight in call.layer.parameters() if weight.dim() == 2)  # without experts
+        weights = sum(_values(weight) for weight in call.layer.parameters() if weight.dim() == 2)  # without experts
         seconds = max(LAUNCH_SECONDS, 6 * weights * call.hidden.shape[1] / FLOPS_PER_SECOND)
         cost = StartUpCost(COMPILE_SECONDS, SAVED * seconds * len(self.members) * left.rows)
         self.reason = (
@@ -199,6 +199,12 @@ class LayerKind:
         self.reason = f"{self.name} x {len(self.members)} not compiled: {why}"
         logger.warning(f"layer_compile: {self.reason}; layer_compile='off' spares the attempt")
         self._handle.changed()
+
+
+def _values(weight: Tensor) -> int:
+    """Return the number of values of a weight; bytes of one in 4 bits hold two each."""
+    state = getattr(weight, "quant_state", None)
+    return weight.numel() if state is None else math.prod(state.shape)
 
 
 def _first_lines(error: BaseException) -> str:

@@ -11,6 +11,7 @@ from compile_material import Counting, compile_with, compiled, make, one_step, r
 from trainer_material import build, train
 from transformers import TrainerCallback
 
+from benchmarks.models import quantize
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.compile import kind as kinds
 from fastpack_trl.measure.payback import StepsLeft
@@ -47,6 +48,21 @@ def test_a_long_run_is_compiled_and_a_short_one_told_from_when_on_it_would_pay(
     assert run(StepsLeft(enough // 4 + 2, 4)).path == "compiled"
     without = run(None)
     assert 0 < without.kinds[0].seconds < 60
+
+
+def test_weights_in_4_bits_count_as_the_values_that_they_stand_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr(kinds, "FLOPS_PER_SECOND", 1e8)
+    reasons = set[str]()
+    for in_4_bits in (False, True):
+        model = make("llama")
+        if in_4_bits:
+            quantize(model, "cpu")
+        with compiled(model, Counting(), left=lambda: StepsLeft(1, 1)) as layers:
+            one_step(model, *row(0, longest=60))
+        reasons.add(layers.reason)
+    assert len(reasons) == 1
+    assert "it pays off from" in reasons.pop()
 
 
 class Noted(TrainerCallback):
