@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import itertools
+import json
+import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,6 +22,8 @@ from fastpack_trl.errors import UserError, did_you_mean
 
 PAD, EOS = 0, 1
 SPECIAL = {"pad_token": "<pad>", "eos_token": "<eos>"}
+TEXTS = "BENCHMARKS_TEXTS"
+"""Variable that names a folder for texts that the runs of a command share: making them takes many seconds."""
 RANK, ALPHA = 16, 32
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 PROJECTIONS = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
@@ -196,12 +200,11 @@ def quantize(model: Any, device: str) -> None:
 def word_tokenizer(vocabulary: int) -> Any:
     """Return a tokenizer whose words are ``t2 t3 ...``, for documents of random tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     words = [*SPECIAL.values(), *(f"t{index}" for index in range(2, vocabulary))]
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=words[-1]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL)
+    return _fast_tokenizer(tokenizer)
 
 
 def random_ids(lengths: list[int], vocabulary: int, seed: int) -> list[list[int]]:
@@ -220,7 +223,22 @@ def source_text(tokens: int, vocabulary: int, longest: int, whole_files: bool = 
     Args:
         whole_files: whether a document is a whole file; half of them are longer than 2,800 tokens.
     """
-    tokenizer = _code_tokenizer(min(vocabulary, 8000))
+    from tokenizers import Tokenizer
+
+    shared = os.environ.get(TEXTS)
+    file = Path(shared or "", f"{tokens}-{vocabulary}-{longest}-{whole_files}.json")
+    if shared and file.exists():
+        made, rows = json.loads(file.read_text(encoding="utf-8"))
+        tokenizer = _fast_tokenizer(Tokenizer.from_str(made))
+    else:
+        tokenizer = _code_tokenizer(min(vocabulary, 8000))
+        rows = _encoded(tokenizer, tokens, longest, whole_files)
+        if shared:
+            file.write_text(json.dumps([tokenizer.backend_tokenizer.to_str(), rows]), encoding="utf-8")
+    return tokenizer, datasets.Dataset.from_dict({"input_ids": rows})
+
+
+def _encoded(tokenizer: Any, tokens: int, longest: int, whole_files: bool) -> list[list[int]]:
     rows: list[list[int]] = []
     total = 0
     for text in itertools.cycle(_files() if whole_files else definitions()):
@@ -228,13 +246,12 @@ def source_text(tokens: int, vocabulary: int, longest: int, whole_files: bool = 
         total += len(rows[-1])
         if total >= tokens:
             break
-    return tokenizer, datasets.Dataset.from_dict({"input_ids": rows})
+    return rows
 
 
 @cache
 def _code_tokenizer(vocabulary: int) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -244,6 +261,12 @@ def _code_tokenizer(vocabulary: int) -> Any:
         vocab_size=vocabulary, special_tokens=[*SPECIAL.values()], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(itertools.islice(definitions(), 2000), trainer=trainer)
+    return _fast_tokenizer(tokenizer)
+
+
+def _fast_tokenizer(tokenizer: Any) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL)
 
 

@@ -40,7 +40,7 @@ from fastpack_trl.measure.device_memory import free_memory
 from fastpack_trl.measure.record import date_now
 
 PRETRAINED = ("trl", "fastpack", "fastpack same memory")
-MORE = (accuracy.FP8, accuracy.AGAIN, accuracy.LIGER)
+MORE = (accuracy.FP8, accuracy.AGAIN, accuracy.LIGER, accuracy.FLOAT32)
 MODES = ("lora", "full", "nf4")
 FIRST_RUN_SECONDS = 45.0
 """No process is started with less time left; its later runs take as long as the longest before them."""
@@ -112,11 +112,11 @@ def prefix_reward(completions: Sequence[str], name: Sequence[str], **kwargs: Any
     return found
 
 
-def load(folder: Path, mode: str, device: str) -> Any:
-    """Return the pretrained model: fp32 weights for ``full`` and on a CPU, else bf16 or NF4."""
+def load(folder: Path, mode: str, is_bf16: bool, device: str) -> Any:
+    """Return the pretrained model: fp32 weights for ``full`` and without `is_bf16`, else bf16 or NF4."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    options: dict[str, Any] = {"dtype": torch.bfloat16 if device == "cuda" and mode != "full" else torch.float32}
+    options: dict[str, Any] = {"dtype": torch.bfloat16 if is_bf16 and mode != "full" else torch.float32}
     if mode == "nf4":
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
@@ -137,9 +137,10 @@ def make_trainer(task: Task, mode: str, side: str, texts: Any, folder: Path, out
     import fastpack_trl
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    how = SIDES["trl" if side == accuracy.AGAIN else side]
+    how = SIDES["trl" if side in (accuracy.AGAIN, accuracy.FLOAT32) else side]
+    is_bf16 = device == "cuda" and side != accuracy.FLOAT32
     fields: dict[str, Any] = {
-        "learning_rate": RATES[mode], "warmup_steps": 5, "logging_steps": 1, "bf16": device == "cuda",
+        "learning_rate": RATES[mode], "warmup_steps": 5, "logging_steps": 1, "bf16": is_bf16,
         "use_cpu": device != "cuda", "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
         "output_dir": out, "seed": seed, **task.fields, **how.fields,
     }  # fmt: skip
@@ -153,7 +154,7 @@ def make_trainer(task: Task, mode: str, side: str, texts: Any, folder: Path, out
     tokenizer = AutoTokenizer.from_pretrained(folder)
     given: dict[str, Any] = {"reward_funcs": prefix_reward} if task.method == "grpo" else {}
     trainer = kind(
-        model=load(folder, mode, device), args=config(**fields), train_dataset=examples_of(task, texts, seed),
+        model=load(folder, mode, is_bf16, device), args=config(**fields), train_dataset=examples_of(task, texts, seed),
         peft_config=None if mode == "full" else adapters, processing_class=tokenizer, **given,
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
@@ -203,7 +204,7 @@ def _train_seed(
     begin = time.perf_counter()
     cuda = torch.cuda.is_available()
     if exam and not before:  # a model of its own: on a CPU an evaluation packs 4-bit weights for inference
-        before |= exam.scores(load(folder, mode, "cuda" if cuda else "cpu"))
+        before |= exam.scores(load(folder, mode, cuda, "cuda" if cuda else "cpu"))
     set_seed(seed)
     trainer = make_trainer(task, mode, side, texts["train"], folder, out, seed, steps)
     free_memory("cuda" if cuda else "cpu")
@@ -216,7 +217,7 @@ def _train_seed(
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     report = getattr(trainer, "fastpack_report", None)
     return {
-        "steps": len(logs), "seconds": trained, "tokens": logs[-1].get("num_tokens"),
+        "steps": len(logs), "limit": steps, "seconds": trained, "tokens": logs[-1].get("num_tokens"),
         **{name: [_short(log[key]) for log in logs if key in log] for name, key in CURVES.items()},
         "peak_gib": torch.cuda.max_memory_reserved() / 2**30 if cuda else None,
         "report": report and {line.feature: f"{line.status}: {line.path}" for line in report},
@@ -231,13 +232,17 @@ def _short(value: float) -> float:
 
 def groups_left(args: Namespace, done: Sequence[Mapping[str, Any]], tree: str) -> list[tuple[str, str, str, list[int]]]:
     """Return task, mode, side and the seeds that have no record of today's code."""
-    known = {(run["row"], run["side"], run["seed"]) for run in done if run["tree"] == tree}
+    known = {
+        (run["row"], run["side"], run["seed"])
+        for run in done
+        if run["tree"] == tree and run.get("limit", 0) == args.steps
+    }
     found = []
     for name, task in TASKS.items():
         for mode, side in itertools.product(task.modes, task.sides):
             if name not in args.tasks or mode not in args.modes or (args.sides and side not in args.sides):
                 continue
-            if side in (accuracy.FP8, accuracy.LIGER) and mode != "lora":
+            if (side in (accuracy.FP8, accuracy.LIGER) and mode != "lora") or (side, mode) == (accuracy.FLOAT32, "nf4"):
                 continue
             single = side == accuracy.AGAIN or task.seeds == 1
             first = range(args.seed, args.seed + (1 if single else args.seeds or task.seeds))

@@ -5,38 +5,49 @@
     python -m benchmarks run --rows "fsdp2 qwen3-8b lora 4096" --launcher accelerate --processes 2
 
 A run is the first steps of a run of 500: the warm-up lasts until all that pays off in such a run has been decided, then
-``--steps`` are timed, each to the end of the device's work. Rows ``start ...`` are whole runs. The file of ``--json``
-grows run by run, and the same command continues it.
+``--steps`` are timed; on a GPU in windows of ten between two logs, each to the end of the device's work. Rows ``start
+...`` are whole runs. The file of ``--json`` grows run by run, and the same command continues it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import tempfile
+import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from queue import Queue
+from statistics import fmean
 from typing import Any
 
 import torch
 
 from benchmarks import Parser, known_names
 from benchmarks.micro import ONE_SORT, metadata_per_layer, register_sorted_loop
-from benchmarks.models import PAD
+from benchmarks.models import PAD, TEXTS
 from benchmarks.records import append, facts_of, read
 from benchmarks.rows import METHODS, ROWS, Row
-from benchmarks.tables import shown
+from benchmarks.tables import COMPARED, shown
 from fastpack_trl.bench.learner import learner_alone
 from fastpack_trl.bench.process import OwnProcess, accelerate_launch, torchrun
 from fastpack_trl.bench.sides import compiled_regions
 from fastpack_trl.bench.watch import SETTLING, Watch, run_side
 from fastpack_trl.errors import UserError
 
+FLASH_4, FLASH_4_PATH = "fastpack flash-attn-4", "BENCHMARKS_FLASH_ATTN_4"
+"""Side that trains with flash-attn-4, and the variable with its folder if no other side shall find it."""
+LEAST_SECONDS = 45.0
+"""No run is started with less time left."""
+WINDOW = 10
+"""Steps between two logs, which are timed together: a user's run does not wait for the device after each step."""
 LARGE = ("qwen3-8b", "qwen3-14b", "qwen3-30b-a3b", "qwen3-32b")
 EQUAL_MEMORY = "fastpack equal memory"
 TRIES, EXCESS = 3, 1.01
@@ -74,6 +85,23 @@ class Side:
     warm_caches: bool = False
 
 
+@dataclass(kw_only=True, eq=False)
+class Windows(Watch):
+    """Time windows of steps: after the warm-up only the last step of each logs, and waits for the device."""
+
+    window: int
+    _inside: int = field(init=False, default=0)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End a step; the log of one inside a window is left out."""
+        is_timed = self.result.warmup_steps and len(self.result.seconds) < self.timed
+        self._inside = (self._inside + 1) % self.window if is_timed else 0
+        if self._inside:
+            control.should_log = False
+        else:
+            super().on_step_end(args, state, control, **kwargs)
+
+
 SAME_MEMORY = {"activation_memory": "checkpoint"}
 OFFLOAD = {"activation_memory": "offload"}
 SIDES = {
@@ -87,7 +115,7 @@ SIDES = {
     "fastpack eager": Side(True, {"cuda_graph": "off"}),
     "fastpack fp8": Side(True, {"frozen_base": "fp8"}),
     "fastpack whole documents": Side(True, {"share_prefixes": "off"}),
-    "fastpack flash-attn-4": Side(True, {"packed_attention": "flash_attention_4"}),
+    FLASH_4: Side(True, {"packed_attention": "flash_attention_4"}),
     "fastpack": Side(True),
     "metadata per layer": Side(around=metadata_per_layer),
     "metadata once": Side(around=partial(packed, implementation="sdpa")),
@@ -101,12 +129,13 @@ SIDES = {
 
 
 def train(
-    row: Mapping[str, Any], side: str, *, seed: int, steps: int, threads: int, profile: str = "",
+    row: Mapping[str, Any], side: str, *, seed: int, steps: int, threads: int, profiled: int = 2, profile: str = "",
     gib: float | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Train one side of a row in this process; return its figures.
 
     Args:
+        profiled: steps under the profiler, after the timed ones.
         profile: file for the table of the kernels of a step.
         gib: memory for the activations of ours.
     """
@@ -133,8 +162,9 @@ def train(
             return trainer
 
         around = learner_alone if what.is_online else how.around
-        result = run_side(build, watch_of(what, steps, profile), around=around, seed=seed)
-    return figures(result, what) | weights
+        watch = replace(watch_of(what, steps), profiled=profiled, kernels=profile)
+        result = run_side(build, watch, around=around, seed=seed)
+    return figures(result, what, watch.window) | weights
 
 
 def make_trainer(row: Row, ours: bool, fields: Mapping[str, Any], seed: int) -> Any:
@@ -151,35 +181,48 @@ def make_trainer(row: Row, ours: bool, fields: Mapping[str, Any], seed: int) -> 
     return kind(args=args, **row.material(args.device.type, seed))
 
 
-def watch_of(row: Row, steps: int, profile: str) -> Watch:
+def watch_of(row: Row, steps: int) -> Windows:
     """Return the watch of a run: all steps of a whole run, or `steps` after those that decide and settle."""
     if row.run:
         first = row.run // 2
-        return Watch(warmup=first, timed=row.run - first, longest_warmup=0)
-    cuda = torch.cuda.is_available()
-    return Watch(warmup=6 if cuda else 2, timed=steps, settling=SETTLING * cuda, profiled=2, kernels=profile)
+        return Windows(warmup=first, timed=row.run - first, longest_warmup=0, window=1)
+    if not torch.cuda.is_available():
+        return Windows(warmup=2, timed=steps, window=1)
+    window = max(1, min(WINDOW, steps // 4))
+    warmup = COMPARED if window > 1 else 6
+    return Windows(warmup=warmup, timed=steps // window, settling=SETTLING, window=window)
 
 
-def figures(result: Any, row: Row) -> dict[str, Any]:
-    """Return what a record has of a run."""
+def figures(result: Any, row: Row, window: int) -> dict[str, Any]:
+    """Return what a record has of a run: the mean seconds per step of each window, losses of the steps before them."""
     found = asdict(result)
+    first = found["warmup_steps"] if window > 1 else None
     warmup = {"steps": found["warmup_steps"], "first": found["first_step_seconds"], "seconds": found["warmup_seconds"]}
-    by_step = {name: {str(step): one for step, one in enumerate(found[name], 1)} for name in ("losses", "grad_norms")}
+    by_step = {
+        name: {str(step): one for step, one in enumerate(found[name][:first], 1)} for name in ("losses", "grad_norms")
+    }
     report = (found["report"] or {}).get("features")
     return {
-        "layers": row.depth, "run": row.run or 500, "steps": len(found["seconds"]), "warmup": warmup, **by_step,
-        **{name: found[name] for name in ("seconds", "tokens", "profile")}, "peak_gib": found["reserved_gib"],
+        "layers": row.depth, "run": row.run or 500, "steps": window * len(found["seconds"]), "warmup": warmup,
+        **by_step, "seconds": [seconds / window for seconds in found["seconds"]], "window": window,
+        **{name: found[name] for name in ("tokens", "profile")}, "peak_gib": found["reserved_gib"],
         "report": report and {n: f"{f['status']}: {f['path']}; {f['reason']}" for n, f in report.items()},
     }  # fmt: skip
 
 
-def launcher(row: Row, args: Namespace, caches: str, **more: Any) -> OwnProcess:
+def launcher(row: Row, side: str, args: Namespace, caches: str, gpus: str, **more: Any) -> OwnProcess:
     """Return what starts the process of a run, or those of all ranks, with the compile caches in a folder."""
     function = "benchmarks.run:train"
     found = process_command(function, row.engine, args.processes) if row.engine else OwnProcess(function)
-    folders = {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor", "TRITON_CACHE_DIR": f"{caches}/triton"}
+    environment = {**found.environment, TEXTS: str(Path(caches).parent)}
+    environment |= {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor", "TRITON_CACHE_DIR": f"{caches}/triton"}
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = gpus
+    if side == FLASH_4 and FLASH_4_PATH in os.environ:
+        environment["PYTHONPATH"] = os.pathsep.join([os.environ[FLASH_4_PATH], *sys.path])
     options = {"seed": args.seed, "threads": args.threads, **more}
-    return replace(found, options=options, timeout=args.timeout, environment={**found.environment, **folders})
+    timeout = min(args.timeout, args.end - time.time())
+    return replace(found, options=options, timeout=timeout, environment=environment)
 
 
 def process_command(function: str, engine: str, processes: int, *flags: str) -> OwnProcess:
@@ -200,28 +243,55 @@ def steps_of(row: Row, asked: int | None) -> int:
 
 
 def measure(args: Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the record of each run: sides in turn, in the other order in every second round."""
+    """Yield the record of each run as it ends; rows run at once, one on each of ``args.gpus``."""
     done = read(args.json) if args.json is not None and args.json.exists() else []
     about = facts_of(args, done)
     known = {
         (run["row"], run["side"], run["round"]) for run in done if run["tree"] == about["tree"] and "failed" not in run
     }
+    places, ended = Queue[str](), Queue[dict[str, Any] | None]()
+    for gpus in args.gpus:
+        places.put(gpus)
+
+    def row(name: str, folder: str) -> None:
+        gpus = places.get()
+        try:
+            for run in measure_row(name, args, known, gpus, folder):
+                ended.put({**run, **about})
+        finally:
+            places.put(gpus)
+
+    def end() -> None:
+        wait(rows)
+        ended.put(None)
+
+    with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder, ThreadPoolExecutor(len(args.gpus)) as pool:
+        rows = [pool.submit(row, name, folder) for name in args.rows]
+        pool.submit(end)
+        yield from iter(ended.get, None)
+        for one in rows:
+            one.result()
+
+
+def measure_row(
+    name: str, args: Namespace, known: Collection[tuple[str, str, int]], gpus: str, folder: str
+) -> Iterator[dict[str, Any]]:
+    """Yield the figures of each run of a row: sides in turn, in the other order in every second round."""
+    row, peaks, caches = ROWS[name], dict[str, float](), ""
     processes = {"processes": args.processes} if args.launcher == "accelerate" else {}
-    with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder:
-        for name in args.rows:
-            row, peaks, caches = ROWS[name], dict[str, float](), ""
-            for number in range(args.rounds):
-                sides = args.sides or row.sides
-                for side in sides if number % 2 == 0 else sides[::-1]:
-                    if (name, side, number) in known:
-                        continue
-                    if not (caches and SIDES[side].warm_caches):  # else those of the run before
-                        caches = tempfile.mkdtemp(dir=folder)
-                    start = partial(launcher, row, args, caches, steps=steps_of(row, args.steps))
-                    equal = side == EQUAL_MEMORY
-                    found = at_equal_memory(name, side, peaks, start) if equal else run_once(name, side, args, start)
-                    peaks[side] = found.get("peak_gib") or 0.0
-                    yield {"case": row.case, "row": name, "side": side, "round": number, **processes, **found, **about}
+    for number in range(args.rounds):
+        sides = args.sides or row.sides
+        for side in sides if number % 2 == 0 else sides[::-1]:
+            if (name, side, number) in known or args.end - time.time() < LEAST_SECONDS:
+                continue
+            if not (caches and SIDES[side].warm_caches):  # else those of the run before
+                caches = tempfile.mkdtemp(dir=folder)
+            profiled = 2 if number == 0 or args.profile else 0
+            start = partial(launcher, row, side, args, caches, gpus, steps=steps_of(row, args.steps), profiled=profiled)
+            equal = side == EQUAL_MEMORY
+            found = at_equal_memory(name, side, peaks, start) if equal else run_once(name, side, args, start)
+            peaks[side] = found.get("peak_gib") or 0.0
+            yield {"case": row.case, "row": name, "side": side, "round": number, **processes, **found}
 
 
 def run_once(name: str, side: str, args: Namespace, start: Callable[..., OwnProcess]) -> dict[str, Any]:
@@ -267,10 +337,13 @@ def parse(words: Sequence[str]) -> Namespace:
     add("--rounds", type=int, default=2, help="runs of each side (default: %(default)s)")
     add("--launcher", choices=("process", "accelerate"), default="process", help="one process, or one per GPU")
     add("--processes", type=int, default=2, help="of --launcher accelerate (default: %(default)s)")
+    add("--gpus", nargs="+", default=[""], help="rows at once, on 0 1, or 0,1 2,3 (default: one after another)")
+    add("--until", type=float, default=math.inf, metavar="SECONDS", help="end all processes after so many seconds")
     add("--steps", type=int, help="timed steps (default: 60, 24 of models from 8B on, 6 on a CPU)")
     add("--timeout", type=float, default=900, help="seconds of one run (default: %(default)s)")
     add("--profile", action="store_true", help="print the kernels of the profiled steps by their time")
     args = parser.measurement(words, threads=min(8, torch.get_num_threads()))
+    args.end = time.time() + args.until
     args.rows = known_names("row", args.rows, ROWS)
     args.sides = known_names("side", args.sides, SIDES) if args.sides else None
     for name in args.rows:
@@ -286,7 +359,7 @@ def main(words: Sequence[str]) -> int:
     for run in measure(args):
         records.append(run)
         append(args.json, run)
-        done = f"{1e3 * sum(run['seconds']) / run['steps']:,.1f} ms a step" if "failed" not in run else run["failed"]
+        done = f"{1e3 * fmean(run['seconds']):,.1f} ms a step" if "failed" not in run else run["failed"]
         last = "\n".join(run.get("last_lines", ())[-15:])
         print(f"{run['row']}, {run['side']}: {'failed: ' * ('failed' in run)}{done}", last, file=sys.stderr)
     print(shown(records))

@@ -67,11 +67,13 @@ def test_the_list_names_what_has_no_record(
     file = tmp_path / "mine.jsonl"
     file.write_text("".join(f"{json.dumps(run)}\n" for run in records))
     words = ["run", "--data", str(folder), "--json", str(file), "--tasks", "names", "--modes", "lora", "--list"]
-    assert main(["real_weights", *words, "--seeds", "3"]) == 0
+    assert main(["real_weights", *words, "--seeds", "3", "--steps", "2"]) == 0
     listed = capsys.readouterr().out
     assert "names lora, fastpack: seeds [2]" in listed
     assert AGAIN not in listed
-    assert "11 runs are left" in listed, "one of TRL and ours, three of three other sides"
+    assert "14 runs are left" in listed, "one of TRL and ours, three of four other sides"
+    assert main(["real_weights", *words, "--sides", "trl"]) == 0
+    assert "5 runs are left" in capsys.readouterr().out, "shorter runs are no whole ones"
 
 
 def test_the_pages_are_rendered_from_the_records(records: list[dict[str, Any]], tmp_path: Path) -> None:
@@ -100,7 +102,6 @@ def test_the_interval_is_students() -> None:
     same: dict[str, Any] = {
         "row": "names lora",
         "date": "",
-        "steps": 2,
         "tree": "1",
         "versions": {},
         "grad_norms": [1.0],

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import rows, run, several_gpus
+from benchmarks import models, rows, run, several_gpus
 from benchmarks.__main__ import COMMANDS, main
 from benchmarks.models import MODELS, build_model
 from benchmarks.rows import ROWS
-from benchmarks.run import EQUAL_MEMORY, SIDES, at_equal_memory, train
+from benchmarks.run import EQUAL_MEMORY, SIDES, Windows, at_equal_memory, train
 from benchmarks.tables import CASES, README_ROWS
 from fastpack_trl import FastSFTConfig
 
@@ -56,6 +56,23 @@ def test_a_whole_run_is_all_timed_and_its_kernels_are_listed(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+def test_steps_between_two_logs_are_timed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "watch_of", lambda _row, _steps: Windows(warmup=2, timed=2, window=3))
+    found = train({"row": "tiny-qwen3 full 256"}, "fastpack", seed=0, steps=6, threads=1)
+    assert (len(found["seconds"]), found["steps"], [*found["losses"]]) == (2, 6, ["1", "2"])
+    assert found["tokens"] == pytest.approx(6 * 256, rel=0.05)
+
+
+def test_texts_of_a_command_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(models.TEXTS, str(tmp_path))
+    (made, texts), (read, same) = (models.source_text.__wrapped__(500, 512, 64) for _ in range(2))
+    assert len([*tmp_path.iterdir()]) == 1
+    assert same["input_ids"] == texts["input_ids"]
+    assert read("def f(x):")["input_ids"] == made("def f(x):")["input_ids"]
+    assert read.pad_token_id == made.pad_token_id == models.PAD
+
+
+@pytest.mark.slow
 def test_two_processes_train_one_row(tmp_path: Path) -> None:
     words = ["run", "--rows", "ddp tiny-qwen3 full 256", "--sides", "fastpack", "--launcher", "accelerate"]
     file = tmp_path / "two.jsonl"
@@ -79,7 +96,7 @@ def test_rounds_alternate_failures_are_said_and_the_same_command_goes_on_with_it
     answers = dict.fromkeys(("trl", "fastpack warm caches"), good)
     answers["fastpack"] = {"failed": "OutOfMemoryError: too large", "last_lines": ["a line"]}
 
-    def launcher(_row: Any, _args: Any, caches: str, **_options: Any) -> Any:
+    def launcher(_row: Any, _side: str, _args: Any, caches: str, _gpus: str, **_options: Any) -> Any:
         return lambda row, side: ran.append((side, caches)) or answers[side]
 
     monkeypatch.setattr(run, "launcher", launcher)
