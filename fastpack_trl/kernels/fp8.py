@@ -124,5 +124,5 @@ def failure_of_products(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def scaled_product_torch(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
-    """Compute `scaled_product` in fp32."""
-    return (a.dense() @ b.dense().t()).to(dtype)
+    """Compute `scaled_product` in fp32; it scales sums, not values, whose sums could overflow."""
+    return (a.values.float() @ b.values.float().t() * (a.scales * b.scales.t())).to(dtype)

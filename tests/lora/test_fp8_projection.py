@@ -66,7 +66,7 @@ def test_a_projection_and_its_gradients_equal_the_reference(
     found, expected = results(project, **options), results(reference, **options)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("seed", range(2))

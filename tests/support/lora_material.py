@@ -119,14 +119,18 @@ def products_in_backward(model: Any, ids: Tensor, width: int) -> int:
 
 
 def assert_trains_as_peft(stock: Any, fast: Any, *, each_gradient: float | None = None) -> None:
-    """Twenty steps of AdamW in fp32; `each_gradient`: most relative error of a single gradient."""
+    """Twenty steps of AdamW in fp32; `each_gradient`: most relative error of a single gradient.
+
+    AdamW divides by the size of a gradient, so a gradient near zero carries its rounding into the weights: 2e-5 apart
+    after three steps. An update that is missed or wrong is a thousandth.
+    """
     models = (stock, fast)
     optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=2e-4) for m in models]
     for number in range(20):
         losses = [float(step(model, any_ids(seed=number))) for model in models]
         assert losses[1] == pytest.approx(losses[0], rel=1e-6)
         expected, found = map(gradients, models)
-        assert joint_error(found, expected) <= 5e-6
+        assert joint_error(found, expected) <= (1e-4 if number else 2e-6)
         for name, grad in expected.items() if each_gradient else ():
             assert float((found[name] - grad).norm()) <= each_gradient * float(grad.norm()), (number, name)
         for model, optimizer in zip(models, optimizers, strict=True):
