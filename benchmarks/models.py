@@ -234,7 +234,9 @@ def source_text(tokens: int, vocabulary: int, longest: int, whole_files: bool = 
         tokenizer = _code_tokenizer(min(vocabulary, 8000))
         rows = _encoded(tokenizer, tokens, longest, whole_files)
         if shared:
-            file.write_text(json.dumps([tokenizer.backend_tokenizer.to_str(), rows]), encoding="utf-8")
+            unfinished = file.with_suffix(f".{os.getpid()}")  # of several ranks
+            unfinished.write_text(json.dumps([tokenizer.backend_tokenizer.to_str(), rows]), encoding="utf-8")
+            unfinished.replace(file)
     return tokenizer, datasets.Dataset.from_dict({"input_ids": rows})
 
 

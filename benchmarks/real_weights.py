@@ -40,7 +40,9 @@ from fastpack_trl.measure.device_memory import free_memory
 from fastpack_trl.measure.record import date_now
 
 PRETRAINED = ("trl", "fastpack", "fastpack same memory")
-MORE = (accuracy.FP8, accuracy.AGAIN, accuracy.LIGER, accuracy.FLOAT32)
+MORE = (accuracy.FP8, accuracy.AGAIN, accuracy.LIGER)
+KNOWN = (*PRETRAINED, *MORE, accuracy.FLOAT32)
+"""All sides; the last one only runs if it is asked for."""
 MODES = ("lora", "full", "nf4")
 FIRST_RUN_SECONDS = 45.0
 """No process is started with less time left; its later runs take as long as the longest before them."""
@@ -239,7 +241,8 @@ def groups_left(args: Namespace, done: Sequence[Mapping[str, Any]], tree: str) -
     }
     found = []
     for name, task in TASKS.items():
-        for mode, side in itertools.product(task.modes, task.sides):
+        exact = [accuracy.FLOAT32] if args.sides and task.method == "sft" else []
+        for mode, side in itertools.product(task.modes, [*task.sides, *exact]):
             if name not in args.tasks or mode not in args.modes or (args.sides and side not in args.sides):
                 continue
             if (side in (accuracy.FP8, accuracy.LIGER) and mode != "lora") or (side, mode) == (accuracy.FLOAT32, "nf4"):
@@ -325,7 +328,7 @@ def parse(words: Sequence[str]) -> Namespace:
         parser = Parser("real_weights", __doc__)
         parser.add_argument("command", choices=COMMANDS, help="COMMAND --help lists its options")
         return parser.parse_args(words)
-    parser = Parser(f"real_weights {name}", __doc__, f"sides: {', '.join((*PRETRAINED, *MORE))}")
+    parser = Parser(f"real_weights {name}", __doc__, f"sides: {', '.join(KNOWN)}")
     add = parser.add_argument
     if name == "convert":
         add("--out", type=Path, metavar="DIR", required=True, help="folder for weights, tokenizer and texts")
@@ -346,7 +349,7 @@ def parse(words: Sequence[str]) -> Namespace:
     args = parser.measurement(words[1:], threads=min(4, torch.get_num_threads()))
     args.words = ["real_weights", *words]
     args.tasks, args.modes = known_names("task", args.tasks, TASKS), known_names("mode", args.modes, MODES)
-    args.sides = known_names("side", args.sides, (*PRETRAINED, *MORE)) if args.sides else None
+    args.sides = known_names("side", args.sides, KNOWN) if args.sides else None
     return args
 
 

@@ -34,7 +34,7 @@ def read(*files: Path) -> list[dict[str, Any]]:
 
 
 def newest(records: Iterable[Run]) -> list[Run]:
-    """Return the records of the newest command that measured each row, on a GPU and on a CPU."""
+    """Return the records of the newest command that measured each row, on each device."""
     last: dict[tuple[str, str, str], str] = {}
     found = list(records)
     for run in found:
@@ -43,20 +43,15 @@ def newest(records: Iterable[Run]) -> list[Run]:
 
 
 def key_of(run: Run) -> tuple[str, str, str]:
-    """Return what a newer record replaces: case, row, and whether a GPU or a CPU trained it."""
-    return run["case"], run["row"], "GPU" if "gpu" in run["machine"] else "CPU"
-
-
-def line(run: Run) -> str:
-    """Return a record as a line of a file."""
-    return f"{json.dumps(run, separators=(',', ':'))}\n"
+    """Return what a newer record replaces: case, row and GPU; all CPUs count as one."""
+    return run["case"], run["row"], run["machine"].get("gpu", "CPU")
 
 
 def append(file: Path | None, run: Run) -> None:
     """Append a record to a file, if there is one."""
     if file is not None:
         with file.open("a", encoding="utf-8") as stream:
-            stream.write(line(run))
+            stream.write(f"{json.dumps(run)}\n")
 
 
 def add(records: Sequence[Run], folder: Path = RESULTS) -> None:
@@ -65,7 +60,7 @@ def add(records: Sequence[Run], folder: Path = RESULTS) -> None:
         file = folder / f"{case}.jsonl"
         new = [run for run in records if run["case"] == case and "failed" not in run]
         kept = newest([*(read(file) if file.exists() else ()), *new])
-        file.write_text("".join(map(line, kept)), encoding="utf-8")
+        file.write_text("".join(f"{json.dumps(run)}\n" for run in kept), encoding="utf-8")
 
 
 def facts_of(args: Namespace, done: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -5,26 +5,24 @@
     python -m benchmarks run --rows "fsdp2 qwen3-8b lora 4096" --launcher accelerate --processes 2
 
 A run is the first steps of a run of 500: the warm-up lasts until all that pays off in such a run has been decided, then
-``--steps`` are timed; on a GPU in windows of ten between two logs, each to the end of the device's work. Rows ``start
-...`` are whole runs. The file of ``--json`` grows run by run, and the same command continues it.
+``--steps`` are timed: on a GPU in windows of ten between two logs (six from 8B on), each to the end of the device's
+work. Rows ``start ...`` are whole runs. The file of ``--json`` grows run by run, and the same command continues it.
+The variable BENCHMARKS_FLASH_ATTN_4 names a folder with flash-attn-4 that only the side of that name finds: where it
+is installed, all of our sides take it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import sys
 import tempfile
-import time
 from argparse import Namespace
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from queue import Queue
 from statistics import fmean
 from typing import Any
 
@@ -44,8 +42,6 @@ from fastpack_trl.errors import UserError
 
 FLASH_4, FLASH_4_PATH = "fastpack flash-attn-4", "BENCHMARKS_FLASH_ATTN_4"
 """Side that trains with flash-attn-4, and the variable with its folder if no other side shall find it."""
-LEAST_SECONDS = 45.0
-"""No run is started with less time left."""
 WINDOW = 10
 """Steps between two logs, which are timed together: a user's run does not wait for the device after each step."""
 LARGE = ("qwen3-8b", "qwen3-14b", "qwen3-30b-a3b", "qwen3-32b")
@@ -210,19 +206,16 @@ def figures(result: Any, row: Row, window: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def launcher(row: Row, side: str, args: Namespace, caches: str, gpus: str, **more: Any) -> OwnProcess:
+def launcher(row: Row, side: str, args: Namespace, caches: str, **more: Any) -> OwnProcess:
     """Return what starts the process of a run, or those of all ranks, with the compile caches in a folder."""
     function = "benchmarks.run:train"
     found = process_command(function, row.engine, args.processes) if row.engine else OwnProcess(function)
     environment = {**found.environment, TEXTS: str(Path(caches).parent)}
     environment |= {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor", "TRITON_CACHE_DIR": f"{caches}/triton"}
-    if gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = gpus
     if side == FLASH_4 and FLASH_4_PATH in os.environ:
-        environment["PYTHONPATH"] = os.pathsep.join([os.environ[FLASH_4_PATH], *sys.path])
+        environment["PYTHONPATH"] = os.pathsep.join([*sys.path, os.environ[FLASH_4_PATH]])
     options = {"seed": args.seed, "threads": args.threads, **more}
-    timeout = min(args.timeout, args.end - time.time())
-    return replace(found, options=options, timeout=timeout, environment=environment)
+    return replace(found, options=options, timeout=args.timeout, environment=environment)
 
 
 def process_command(function: str, engine: str, processes: int, *flags: str) -> OwnProcess:
@@ -243,55 +236,29 @@ def steps_of(row: Row, asked: int | None) -> int:
 
 
 def measure(args: Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the record of each run as it ends; rows run at once, one on each of ``args.gpus``."""
+    """Yield the record of each run: sides in turn, in the other order in every second round."""
     done = read(args.json) if args.json is not None and args.json.exists() else []
     about = facts_of(args, done)
     known = {
         (run["row"], run["side"], run["round"]) for run in done if run["tree"] == about["tree"] and "failed" not in run
     }
-    places, ended = Queue[str](), Queue[dict[str, Any] | None]()
-    for gpus in args.gpus:
-        places.put(gpus)
-
-    def row(name: str, folder: str) -> None:
-        gpus = places.get()
-        try:
-            for run in measure_row(name, args, known, gpus, folder):
-                ended.put({**run, **about})
-        finally:
-            places.put(gpus)
-
-    def end() -> None:
-        wait(rows)
-        ended.put(None)
-
-    with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder, ThreadPoolExecutor(len(args.gpus)) as pool:
-        rows = [pool.submit(row, name, folder) for name in args.rows]
-        pool.submit(end)
-        yield from iter(ended.get, None)
-        for one in rows:
-            one.result()
-
-
-def measure_row(
-    name: str, args: Namespace, known: Collection[tuple[str, str, int]], gpus: str, folder: str
-) -> Iterator[dict[str, Any]]:
-    """Yield the figures of each run of a row: sides in turn, in the other order in every second round."""
-    row, peaks, caches = ROWS[name], dict[str, float](), ""
     processes = {"processes": args.processes} if args.launcher == "accelerate" else {}
-    for number in range(args.rounds):
-        sides = args.sides or row.sides
-        for side in sides if number % 2 == 0 else sides[::-1]:
-            if (name, side, number) in known or args.end - time.time() < LEAST_SECONDS:
-                continue
-            if not (caches and SIDES[side].warm_caches):  # else those of the run before
-                caches = tempfile.mkdtemp(dir=folder)
-            profiled = 2 if number == 0 or args.profile else 0
-            start = partial(launcher, row, side, args, caches, gpus, steps=steps_of(row, args.steps), profiled=profiled)
-            equal = side == EQUAL_MEMORY
-            found = at_equal_memory(name, side, peaks, start) if equal else run_once(name, side, args, start)
-            peaks[side] = found.get("peak_gib") or 0.0
-            yield {"case": row.case, "row": name, "side": side, "round": number, **processes, **found}
+    with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder:
+        for name in args.rows:
+            row, peaks, caches = ROWS[name], dict[str, float](), ""
+            for number in range(args.rounds):
+                sides = args.sides or row.sides
+                for side in sides if number % 2 == 0 else sides[::-1]:
+                    if (name, side, number) in known:
+                        continue
+                    if not (caches and SIDES[side].warm_caches):  # else those of the run before
+                        caches = tempfile.mkdtemp(dir=folder)
+                    options = {"steps": steps_of(row, args.steps), "profiled": 2 * (number == 0 or args.profile)}
+                    start = partial(launcher, row, side, args, caches, **options)
+                    equal = side == EQUAL_MEMORY
+                    found = at_equal_memory(name, side, peaks, start) if equal else run_once(name, side, args, start)
+                    peaks[side] = found.get("peak_gib") or 0.0
+                    yield {"case": row.case, "row": name, "side": side, "round": number, **processes, **found, **about}
 
 
 def run_once(name: str, side: str, args: Namespace, start: Callable[..., OwnProcess]) -> dict[str, Any]:
@@ -337,13 +304,10 @@ def parse(words: Sequence[str]) -> Namespace:
     add("--rounds", type=int, default=2, help="runs of each side (default: %(default)s)")
     add("--launcher", choices=("process", "accelerate"), default="process", help="one process, or one per GPU")
     add("--processes", type=int, default=2, help="of --launcher accelerate (default: %(default)s)")
-    add("--gpus", nargs="+", default=[""], help="rows at once, on 0 1, or 0,1 2,3 (default: one after another)")
-    add("--until", type=float, default=math.inf, metavar="SECONDS", help="end all processes after so many seconds")
     add("--steps", type=int, help="timed steps (default: 60, 24 of models from 8B on, 6 on a CPU)")
     add("--timeout", type=float, default=900, help="seconds of one run (default: %(default)s)")
     add("--profile", action="store_true", help="print the kernels of the profiled steps by their time")
     args = parser.measurement(words, threads=min(8, torch.get_num_threads()))
-    args.end = time.time() + args.until
     args.rows = known_names("row", args.rows, ROWS)
     args.sides = known_names("side", args.sides, SIDES) if args.sides else None
     for name in args.rows:

@@ -79,8 +79,7 @@ one machine; sides are compared within one command only. Each command runs at th
 - *fastpack*: our trainer at its defaults; *fastpack same memory*: it recomputes as TRL does; *fastpack flash-attn-4*:
   with that package.
 - *times*: that side's time over this one's, for the same tokens; above 1 this one is faster.
-- *rounds*: median of each round, sides in turn. *tokens*: without padding. *peak*: reserved by torch, CUDA graphs
-  included; in older records tensors and graphs.
+- *tokens*: without padding. *peak*: reserved by torch, CUDA graphs included; in older records tensors and graphs.
 - *loss apart*: largest relative difference of a logged loss in the first 24 steps."""
 LEFT = "row", "side", "ms a step", "quartiles", "rounds, ms", "tokens a step", "tokens/s"
 RIGHT = (
@@ -216,7 +215,7 @@ def _cells(case: str, sides: Mapping[str, Side], name: str) -> Iterator[tuple[st
         yield "tokens/s", f"{side.tokens / side.step:,.0f}"
     for base in what.over:
         if base in sides and base != name:
-            good = gate is None or side.agrees(gate, what.budget)
+            good = gate is None or all(each.agrees(gate, what.budget) for each in (side, sides[base]))
             yield f"times {base}", f"{side.times(sides[base]):.2f}" if good else "losses differ"
     warmup = run.get("warmup", {})
     if run.get("run") and "seconds" in warmup:
@@ -268,8 +267,7 @@ def little(records: Iterable[Run]) -> Iterator[list[str]]:
     rows: dict[tuple[str, str, str], list[Run]] = {}
     for run in newest(records):
         rows.setdefault(key_of(run), []).append(run)
-    for (case, row, _), runs in rows.items():
-        device = runs[0]["machine"].get("gpu", "CPU")
+    for (case, row, device), runs in rows.items():
         sides = {name: side for name, side in sides_of(runs).get(row, {}).items() if side.seconds}
         ours = {name: side for name, side in sides.items() if name.startswith(OURS) and name not in CASES[case].over}
         for name, side in ours.items():
@@ -290,14 +288,12 @@ def readme_rows(records: Sequence[Run]) -> dict[str, dict[str, Side]]:
 
 def readme(records: Sequence[Run]) -> str:
     """Return what stands at the top of the README: table, conditions in one line, and figure."""
-    rows, lines = readme_rows(records), list[list[str]]()
+    rows, lines, devices = readme_rows(records), [], dict[str, None]()
     if not rows:
         return "Nothing is measured."
-    gpus = {row: sides["trl"].runs[0]["machine"]["gpu"] for row, sides in rows.items()}
-    devices = [*dict.fromkeys(gpus.values())]
     for row, sides in rows.items():
         trl, ours = sides["trl"], sides[OURS]
-        where = f" ({gpus[row].split()[1]})" if len(devices) > 1 else ""
+        devices[trl.runs[0]["machine"]["gpu"]] = None
         good = ours.agrees(trl, CASES["sft"].budget)
         speeds = [(OURS, "trl", "**{:.1f}x**"), (OURS, "trl compiled", "{:.1f}x"), (SAME_MEMORY, "trl", "{:.1f}x")]
         times = [
@@ -305,12 +301,12 @@ def readme(records: Sequence[Run]) -> str:
             for one, other, form in speeds
         ]
         peaks = [f"{sides[name].peak:.1f}" if name in sides else "" for name in ("trl", SAME_MEMORY, OURS)]
-        lines.append([README_ROWS[row] + where, *(times if good else ["losses differ", "", ""]), *peaks])
+        lines.append([README_ROWS[row], *(times if good else ["losses differ", "", ""]), *peaks])
     columns = "training | >speed over TRL | >over TRL compiled | >speed, recomputing as TRL"
     columns += " | >GiB, TRL | >GiB, recomputing as TRL | >GiB, fastpack"
     said = (
-        f"{', '.join(devices)}; whole runs of 500 steps; LoRA of rank 16, real text, "
-        "random weights, sides in separate processes. fastpack uses free GPU memory; *recomputing as TRL*: "
+        f"{', '.join(devices)}; runs of 500 steps, slow first ones included; LoRA of rank 16, real text, "
+        "random weights, TRL and fastpack in separate processes. fastpack uses free GPU memory; *recomputing as TRL*: "
         '`activation_memory="checkpoint"`. Empty cells were not measured. '
         "[All results, with commands and commits](benchmarks/RESULTS.md). "
         "[Accuracy with pretrained weights](docs/accuracy.md)."

@@ -171,7 +171,7 @@ class LayerKind:
 
     def _pays(self, call: LayerCall, left: StepsLeft) -> bool:
         """Return whether the remaining steps pay for compiling."""
-        weights = sum(_values(weight) for weight in call.layer.parameters() if weight.dim() == 2)  # without experts
+        weights = sum(_values(weight) for name, weight in call.layer.named_parameters() if _is_dense(name, weight))
         seconds = max(LAUNCH_SECONDS, 6 * weights * call.hidden.shape[1] / FLOPS_PER_SECOND)
         cost = StartUpCost(COMPILE_SECONDS, SAVED * seconds * len(self.members) * left.rows)
         self.reason = (
@@ -199,6 +199,11 @@ class LayerKind:
         self.reason = f"{self.name} x {len(self.members)} not compiled: {why}"
         logger.warning(f"layer_compile: {self.reason}; layer_compile='off' spares the attempt")
         self._handle.changed()
+
+
+def _is_dense(name: str, weight: Tensor) -> bool:
+    """Return whether it is a matrix that each token meets: expert stacks are not, which in 4 bits are parametrized."""
+    return weight.dim() == 2 and ".parametrizations." not in name
 
 
 def _values(weight: Tensor) -> int:

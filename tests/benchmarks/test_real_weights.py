@@ -13,7 +13,7 @@ from PIL import Image
 
 from benchmarks import accuracy
 from benchmarks.__main__ import main
-from benchmarks.accuracy import AGAIN, Training, interval
+from benchmarks.accuracy import AGAIN, FLOAT32, Training, interval
 from benchmarks.models import build_model, shape_of, word_tokenizer
 from benchmarks.real_weights import TASKS, prefix_reward, train_seeds
 from benchmarks.records import read, tree_now
@@ -47,12 +47,13 @@ def records(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict
     train("trl", seeds=[0, 1])
     train("fastpack", seeds=[0, 1])
     train(AGAIN, seeds=[0])
+    train(FLOAT32, seeds=[0])
     return read(file)
 
 
 def test_sides_train_alike_from_the_same_weights(records: list[dict[str, Any]]) -> None:
-    assert [run["side"] for run in records] == ["trl", "trl", "fastpack", "fastpack", AGAIN]
-    for trl, ours in ((records[0], records[2]), (records[1], records[3]), (records[0], records[4])):
+    assert [run["side"] for run in records] == ["trl", "trl", "fastpack", "fastpack", AGAIN, FLOAT32]
+    for trl, ours in zip((records[0], records[1], records[0], records[0]), records[2:], strict=True):
         assert len(trl["losses"]) == len(trl["grad_norms"]) == 2
         for key in ("losses", "grad_norms"):
             assert ours[key] == pytest.approx(trl[key], rel=1e-3)
@@ -71,9 +72,9 @@ def test_the_list_names_what_has_no_record(
     listed = capsys.readouterr().out
     assert "names lora, fastpack: seeds [2]" in listed
     assert AGAIN not in listed
-    assert "14 runs are left" in listed, "one of TRL and ours, three of four other sides"
-    assert main(["real_weights", *words, "--sides", "trl"]) == 0
-    assert "5 runs are left" in capsys.readouterr().out, "shorter runs are no whole ones"
+    assert "11 runs are left" in listed, "one of TRL and ours, three of three other sides"
+    assert main(["real_weights", *words, "--sides", "trl", FLOAT32]) == 0
+    assert "10 runs are left" in capsys.readouterr().out, "shorter runs are no whole ones, float32 runs if asked for"
 
 
 def test_the_pages_are_rendered_from_the_records(records: list[dict[str, Any]], tmp_path: Path) -> None:
@@ -85,6 +86,7 @@ def test_the_pages_are_rendered_from_the_records(records: list[dict[str, Any]], 
     page = accuracy.page(kept)
     assert len(page.split()) < 500
     assert f"| country names, LoRA | 2 | {records[0]['before']['loss']:.3f} |" in page
+    assert f"{kept[5]['grad_norms'][0]:.1f} by TRL in float32." in " ".join(page.split())
     assert "TRL again" in accuracy.details(kept)
 
 

@@ -57,16 +57,27 @@ def test_a_whole_run_is_all_timed_and_its_kernels_are_listed(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_steps_between_two_logs_are_timed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = list[int]()
+    monkeypatch.setattr(Windows, "_synchronize", lambda watch: waits.append(len(watch.result.losses)))
     monkeypatch.setattr(run, "watch_of", lambda _row, _steps: Windows(warmup=2, timed=2, window=3))
-    found = train({"row": "tiny-qwen3 full 256"}, "fastpack", seed=0, steps=6, threads=1)
+    found = train({"row": "tiny-qwen3 full 256"}, "fastpack", seed=0, steps=6, threads=1, profiled=0)
     assert (len(found["seconds"]), found["steps"], [*found["losses"]]) == (2, 6, ["1", "2"])
     assert found["tokens"] == pytest.approx(6 * 256, rel=0.05)
+    assert waits == [0, 0, 1, 2, 3], "at the start and after each logged step"
+
+
+@pytest.mark.parametrize(("steps", "window", "warmup"), [(60, 10, 24), (24, 6, 24), (2, 1, 6)])
+def test_windows_on_a_gpu(steps: int, window: int, warmup: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    watch = run.watch_of(ROWS["qwen3-8b lora 4096"], steps)
+    assert (watch.window, watch.timed, watch.warmup) == (window, steps // window, warmup)
 
 
 def test_texts_of_a_command_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(models.TEXTS, str(tmp_path))
-    (made, texts), (read, same) = (models.source_text.__wrapped__(500, 512, 64) for _ in range(2))
-    assert len([*tmp_path.iterdir()]) == 1
+    made, texts = models.source_text.__wrapped__(500, 512, 64)
+    monkeypatch.delattr(models, "_encoded")
+    read, same = models.source_text.__wrapped__(500, 512, 64)
     assert same["input_ids"] == texts["input_ids"]
     assert read("def f(x):")["input_ids"] == made("def f(x):")["input_ids"]
     assert read.pad_token_id == made.pad_token_id == models.PAD
@@ -96,7 +107,7 @@ def test_rounds_alternate_failures_are_said_and_the_same_command_goes_on_with_it
     answers = dict.fromkeys(("trl", "fastpack warm caches"), good)
     answers["fastpack"] = {"failed": "OutOfMemoryError: too large", "last_lines": ["a line"]}
 
-    def launcher(_row: Any, _side: str, _args: Any, caches: str, _gpus: str, **_options: Any) -> Any:
+    def launcher(_row: Any, _side: str, _args: Any, caches: str, **_options: Any) -> Any:
         return lambda row, side: ran.append((side, caches)) or answers[side]
 
     monkeypatch.setattr(run, "launcher", launcher)
