@@ -88,7 +88,7 @@ class CompiledLayer:
         options = {"shape_padding": False} if backend == "inductor" else None
         compiled = partial(torch.compile, backend=backend, dynamic=True, fullgraph=True, options=options)
         self._layer, self._with_checkpoint = (
-            _floats_as_constants(compiled(_separate_code(_run, each))) for each in (name, f"{name}_checkpointed")
+            _in_one_state(compiled(_separate_code(_run, each))) for each in (name, f"{name}_checkpointed")
         )
         self._traced: set[str] = set()
 
@@ -166,23 +166,29 @@ def hooks_active() -> bool:
     return read is not None and read(True) is not None
 
 
-def _floats_as_constants(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make floats constants of the graph: ``dynamic=True`` would first make symbols of them, give up, and trace again.
+def _in_one_state(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Call a compiled function in one global state, whatever stands around: another one would be compiled by itself.
 
-    Set around every call, since any row may need a second graph, and around nothing else: functions that a user
-    compiles may have floats that change. In torch 2.13 the setting is one of the thread, a recompute may be in another.
+    Floats are constants of the graph: ``dynamic=True`` would first make symbols of them, give up, and trace again.
+    Autocast caches no casts, as in a recording; a compiled function never does. Set around every call, since any row
+    may need a second graph, and around nothing else: functions that a user compiles may have floats that change. In
+    torch 2.13 the first setting is one of the thread, and a recompute may be in another.
     """
     import torch._dynamo.config as config
 
-    if not hasattr(config, "specialize_float"):
-        return function
+    has_floats = hasattr(config, "specialize_float")
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        before, config.specialize_float = config.specialize_float, True
+        before, caches = has_floats and config.specialize_float, torch.is_autocast_cache_enabled()
         try:
+            torch.set_autocast_cache_enabled(False)
+            if has_floats:
+                config.specialize_float = True
             return function(*args, **kwargs)
         finally:
-            config.specialize_float = before
+            torch.set_autocast_cache_enabled(caches)
+            if has_floats:
+                config.specialize_float = before
 
     return call
 

@@ -14,13 +14,15 @@ from typing import Any
 import pytest
 import torch
 from attention_material import packed
-from compile_material import Counting, cast_adapters, checkpoint, compiled, make, one_step, row, stop
+from captured_material import STEPS, build, capturing
+from compile_material import Counting, cast_adapters, checkpoint, compile_with, compiled, make, one_step, row, stop
 from offload_material import offloaded
 from torch import Tensor, nn
 from trainer_material import train
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention.install import packed_attention
+from fastpack_trl.capture.slot import Slot
 from fastpack_trl.checkpointing.offload import checkpointed_layers
 from fastpack_trl.compile.layers import compiled_layers, decoder_layers
 from fastpack_trl.moe.feature import apply_moe
@@ -52,6 +54,23 @@ def test_one_graph_per_window_for_ten_rows(
         one_step(model, torch.tensor([[5]]), PackedBatch.from_lengths((1,), labels=torch.tensor([[5]])))  # runs eagerly
     assert (backend.graphs, layers.path, len(layers.kinds)) == (graphs, "compiled", graphs), layers.reason
     assert sum(len(kind.members) for kind in layers.kinds) == 4
+
+
+def test_rows_of_a_captured_run_take_the_graph_that_was_compiled_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recording switches off autocast's cache, and torch guards on that; here rows warm up, and none is recorded."""
+    backend = Counting(differentiate=True)
+    compile_with(backend, monkeypatch)
+    monkeypatch.setattr("fastpack_trl.capture.graphs.WARM_ROWS", STEPS)
+    warm: list[int] = []
+    run_eagerly = Slot.run_eagerly
+    monkeypatch.setattr(Slot, "run_eagerly", lambda slot: [run_eagerly(slot), warm.append(1)][0])
+    with capturing() as devices:
+        trainer = build(FastSFTTrainer, tmp_path, devices, lora=True, fast={"layer_compile": "on"})
+        trainer.train()
+    assert trainer.fastpack_report["layer_compile"].path == "compiled"
+    assert (bool(warm), backend.graphs) == (True, 1)
 
 
 def test_copies_are_plain_and_layers_are_as_before_afterwards_also_after_an_exception() -> None:
