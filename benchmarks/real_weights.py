@@ -31,7 +31,7 @@ import torch
 from benchmarks import Parser, accuracy, known_names
 from benchmarks.models import ALPHA, PROJECTIONS, RANK
 from benchmarks.pretrained import LONGEST, LONGEST_NAME, RATES, Examination, convert
-from benchmarks.records import append, facts_of, read
+from benchmarks.records import append, facts_of, read, short
 from benchmarks.rows import METHODS
 from benchmarks.run import SIDES
 from fastpack_trl.bench.process import OwnProcess
@@ -220,16 +220,12 @@ def _train_seed(
     report = getattr(trainer, "fastpack_report", None)
     return {
         "steps": len(logs), "limit": steps, "seconds": trained, "tokens": logs[-1].get("num_tokens"),
-        **{name: [_short(log[key]) for log in logs if key in log] for name, key in CURVES.items()},
+        **{name: [short(log[key], 5) for log in logs if key in log] for name, key in CURVES.items()},
         "peak_gib": torch.cuda.max_memory_reserved() / 2**30 if cuda else None,
         "report": report and {line.feature: f"{line.status}: {line.path}" for line in report},
         "before": dict(before), "after": exam.scores(trainer.model) if exam else {},
         "whole_seconds": time.perf_counter() - begin,
     }  # fmt: skip
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.5g}")
 
 
 def groups_left(args: Namespace, done: Sequence[Mapping[str, Any]], tree: str) -> list[tuple[str, str, str, list[int]]]:

@@ -63,6 +63,11 @@ def add(records: Sequence[Run], folder: Path = RESULTS) -> None:
         file.write_text("".join(f"{json.dumps(run)}\n" for run in kept), encoding="utf-8")
 
 
+def short(value: float | None, digits: int = 7) -> float | None:
+    """Return a number with few digits, as records hold it."""
+    return None if value is None else float(f"{value:.{digits}g}")
+
+
 def facts_of(args: Namespace, done: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return what all records of a command share."""
     here = source()

@@ -236,7 +236,6 @@ for _name, _prefix in {"300+300": (300, 300), "1000+200": (1000, 200), "nothing"
 ROWS["prefix tiny"] = replace(ROWS["prefix tiny"], model="tiny-qwen3", tokens=256)
 _BY_ITSELF: dict[str, tuple[str, ...]] = {
     "fp8": ("fastpack", "fastpack fp8"),
-    "equal-memory": ("trl compiled", "fastpack equal memory"),
     "metadata": ("metadata per layer", "metadata once", "packed kernel"),
     "ddp": USUAL, "fsdp2": USUAL,
 }  # fmt: skip
@@ -245,7 +244,7 @@ for _name, _row in [*ROWS.items()]:
     if _row.case == "sft":
         for _case, _sides in _BY_ITSELF.items():
             _engine = _case if _case in ("ddp", "fsdp2") else ""
-            _of = "several_gpus" if _engine else _case.replace("-", "_")
+            _of = "several_gpus" if _engine else _case
             ROWS[f"{_case} {_name}"] = replace(_row, case=_of, sides=_sides, engine=_engine)
         for _steps in (20, 100):
             _start = replace(_row, case="start", run=_steps, sides=(*PAIR, "fastpack warm caches"))

@@ -5,8 +5,9 @@
     python -m benchmarks run --rows "fsdp2 qwen3-8b lora 4096" --launcher accelerate --processes 2
 
 A run is the first steps of a run of 500: the warm-up lasts until all that pays off in such a run has been decided, then
-``--steps`` are timed: on a GPU in windows of ten between two logs (six from 8B on), each to the end of the device's
-work. Rows ``start ...`` are whole runs. The file of ``--json`` grows run by run, and the same command continues it.
+``--steps`` are timed, on a GPU as many more as fill 15 s, in windows of ten between two logs (six from 8B on), each to
+the end of the device's work. Rows ``start ...`` are whole runs. The file of ``--json`` grows run by run, and the same
+command continues it.
 The variable BENCHMARKS_FLASH_ATTN_4 names a folder with flash-attn-4 that only the side of that name finds: where it
 is installed, all of our sides take it.
 """
@@ -14,14 +15,17 @@ is installed, all of our sides take it.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import tempfile
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -31,23 +35,22 @@ import torch
 from benchmarks import Parser, known_names
 from benchmarks.micro import ONE_SORT, metadata_per_layer, register_sorted_loop
 from benchmarks.models import PAD, TEXTS
-from benchmarks.records import append, facts_of, read
+from benchmarks.records import append, facts_of, read, short
 from benchmarks.rows import METHODS, ROWS, Row
 from benchmarks.tables import COMPARED, shown
 from fastpack_trl.bench.learner import learner_alone
 from fastpack_trl.bench.process import OwnProcess, accelerate_launch, torchrun
 from fastpack_trl.bench.sides import compiled_regions
-from fastpack_trl.bench.watch import SETTLING, Watch, run_side
+from fastpack_trl.bench.watch import LONGEST_WARMUP, SETTLING, Watch, run_side
 from fastpack_trl.errors import UserError
 
 FLASH_4, FLASH_4_PATH = "fastpack flash-attn-4", "BENCHMARKS_FLASH_ATTN_4"
 """Side that trains with flash-attn-4, and the variable with its folder if no other side shall find it."""
 WINDOW = 10
 """Steps between two logs, which are timed together: a user's run does not wait for the device after each step."""
+LEAST_SECONDS = 15.0
+"""Of a GPU's timed steps: rows of new lengths are recorded for some hundred steps, which fast sides reach."""
 LARGE = ("qwen3-8b", "qwen3-14b", "qwen3-30b-a3b", "qwen3-32b")
-EQUAL_MEMORY = "fastpack equal memory"
-TRIES, EXCESS = 3, 1.01
-"""Runs at equal memory until the peak is at most this many times the other side's."""
 REGIONS = {"BACKEND": "INDUCTOR", "USE_REGIONAL_COMPILATION": "true"}
 FSDP = ("--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
 
@@ -83,10 +86,21 @@ class Side:
 
 @dataclass(kw_only=True, eq=False)
 class Windows(Watch):
-    """Time windows of steps: after the warm-up only the last step of each logs, and waits for the device."""
+    """Time windows of steps: after the warm-up only the last step of each logs, and waits for the device.
+
+    Attributes:
+        window: steps of a window.
+        most: of the windows, if more than `timed` are needed for `LEAST_SECONDS`.
+    """
 
     window: int
+    most: int = 0
     _inside: int = field(init=False, default=0)
+    _fastest: float = field(init=False, default=math.inf)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin the time of a step."""
+        self._begin = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End a step; the log of one inside a window is left out."""
@@ -94,8 +108,12 @@ class Windows(Watch):
         self._inside = (self._inside + 1) % self.window if is_timed else 0
         if self._inside:
             control.should_log = False
-        else:
-            super().on_step_end(args, state, control, **kwargs)
+            return
+        super().on_step_end(args, state, control, **kwargs)
+        if not self.result.warmup_steps:
+            self._fastest = min(self._fastest, self._end - self._begin)
+            wanted = LEAST_SECONDS / (self._fastest * self.window)
+            self.timed = max(self.timed, min(self.most, math.ceil(wanted)))
 
 
 SAME_MEMORY = {"activation_memory": "checkpoint"}
@@ -106,7 +124,6 @@ SIDES = {
     "trl liger": Side(fields={"use_liger_kernel": True}),
     "trl offload": Side(fields={"activation_offloading": True}),
     "fastpack same memory": Side(True, SAME_MEMORY),
-    EQUAL_MEMORY: Side(True),
     "fastpack warm caches": Side(True, warm_caches=True),
     "fastpack eager": Side(True, {"cuda_graph": "off"}),
     "fastpack fp8": Side(True, {"frozen_base": "fp8"}),
@@ -125,15 +142,13 @@ SIDES = {
 
 
 def train(
-    row: Mapping[str, Any], side: str, *, seed: int, steps: int, threads: int, profiled: int = 2, profile: str = "",
-    gib: float | None = None,
+    row: Mapping[str, Any], side: str, *, seed: int, steps: int, threads: int, profiled: int = 2, profile: str = ""
 ) -> dict[str, Any]:  # fmt: skip
     """Train one side of a row in this process; return its figures.
 
     Args:
         profiled: steps under the profiler, after the timed ones.
         profile: file for the table of the kernels of a step.
-        gib: memory for the activations of ours.
     """
     what, how = ROWS[row["row"]], SIDES[side]
     if "tokens" in row:
@@ -148,8 +163,6 @@ def train(
     weights: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder:
         fields = {**what.arguments(device), **how.fields, "output_dir": folder, "seed": seed}
-        if gib is not None:
-            fields["activation_memory_gib"] = gib
 
         def build() -> Any:
             trainer = make_trainer(what, how.ours, fields, seed)
@@ -160,7 +173,8 @@ def train(
         around = learner_alone if what.is_online else how.around
         watch = replace(watch_of(what, steps), profiled=profiled, kernels=profile)
         result = run_side(build, watch, around=around, seed=seed)
-    return figures(result, what, watch.window) | weights
+    packages = {"flash_attn_4": version("flash-attn-4")} if side == FLASH_4 else {}
+    return figures(result, what, watch.window) | weights | packages
 
 
 def make_trainer(row: Row, ours: bool, fields: Mapping[str, Any], seed: int) -> Any:
@@ -186,7 +200,8 @@ def watch_of(row: Row, steps: int) -> Windows:
         return Windows(warmup=2, timed=steps, window=1)
     window = max(1, min(WINDOW, steps // 4))
     warmup = COMPARED if window > 1 else 6
-    return Windows(warmup=warmup, timed=steps // window, settling=SETTLING, window=window)
+    most = 0 if window == 1 or row.engine else (500 - LONGEST_WARMUP) // window - 1  # ranks stop at one step
+    return Windows(warmup=warmup, timed=steps // window, settling=SETTLING, window=window, most=most)
 
 
 def figures(result: Any, row: Row, window: int) -> dict[str, Any]:
@@ -195,12 +210,13 @@ def figures(result: Any, row: Row, window: int) -> dict[str, Any]:
     first = found["warmup_steps"] if window > 1 else None
     warmup = {"steps": found["warmup_steps"], "first": found["first_step_seconds"], "seconds": found["warmup_seconds"]}
     by_step = {
-        name: {str(step): one for step, one in enumerate(found[name][:first], 1)} for name in ("losses", "grad_norms")
+        name: {str(step): short(one) for step, one in enumerate(found[name][:first], 1)}
+        for name in ("losses", "grad_norms")
     }
     report = (found["report"] or {}).get("features")
     return {
         "layers": row.depth, "run": row.run or 500, "steps": window * len(found["seconds"]), "warmup": warmup,
-        **by_step, "seconds": [seconds / window for seconds in found["seconds"]], "window": window,
+        **by_step, "seconds": [short(seconds / window) for seconds in found["seconds"]], "window": window,
         **{name: found[name] for name in ("tokens", "profile")}, "peak_gib": found["reserved_gib"],
         "report": report and {n: f"{f['status']}: {f['path']}; {f['reason']}" for n, f in report.items()},
     }  # fmt: skip
@@ -236,16 +252,22 @@ def steps_of(row: Row, asked: int | None) -> int:
 
 
 def measure(args: Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the record of each run: sides in turn, in the other order in every second round."""
+    """Yield the record of each run: sides in turn, in the other order in every second round.
+
+    Raises:
+        UserError: the file has records of another machine, which no side of this one is compared with.
+    """
     done = read(args.json) if args.json is not None and args.json.exists() else []
     about = facts_of(args, done)
+    if any(run["machine"] != about["machine"] for run in done):
+        raise UserError(f"--json {str(args.json)!r} has records of another machine or --threads: give a new file")
     known = {
         (run["row"], run["side"], run["round"]) for run in done if run["tree"] == about["tree"] and "failed" not in run
     }
     processes = {"processes": args.processes} if args.launcher == "accelerate" else {}
     with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder:
         for name in args.rows:
-            row, peaks, caches = ROWS[name], dict[str, float](), ""
+            row, caches = ROWS[name], ""
             for number in range(args.rounds):
                 sides = args.sides or row.sides
                 for side in sides if number % 2 == 0 else sides[::-1]:
@@ -255,9 +277,7 @@ def measure(args: Namespace) -> Iterator[dict[str, Any]]:
                         caches = tempfile.mkdtemp(dir=folder)
                     options = {"steps": steps_of(row, args.steps), "profiled": 2 * (number == 0 or args.profile)}
                     start = partial(launcher, row, side, args, caches, **options)
-                    equal = side == EQUAL_MEMORY
-                    found = at_equal_memory(name, side, peaks, start) if equal else run_once(name, side, args, start)
-                    peaks[side] = found.get("peak_gib") or 0.0
+                    found = run_once(name, side, args, start)
                     yield {"case": row.case, "row": name, "side": side, "round": number, **processes, **found, **about}
 
 
@@ -269,26 +289,6 @@ def run_once(name: str, side: str, args: Namespace, start: Callable[..., OwnProc
         found = start(profile=file.name)({"row": name}, side)
         print(f"{name}, {side}: kernels of the profiled steps\n{Path(file.name).read_text(encoding='utf-8')}")
         return found
-
-
-def at_equal_memory(
-    name: str, side: str, peaks: Mapping[str, float], start: Callable[..., OwnProcess]
-) -> dict[str, Any]:
-    """Run our side with the peak of the sides before it, with less for activations until it does not exceed that.
-
-    Raises:
-        UserError: there is no such peak.
-    """
-    peak = max(peaks.values(), default=0.0)
-    if not peak:
-        raise UserError(f"{side!r} gets the peak memory of a side before it on a CUDA device: give another one first")
-    gib, found = peak, dict[str, Any]()
-    for _ in range(TRIES):
-        found = start(gib=gib)({"row": name}, side)
-        if "failed" in found or found["peak_gib"] <= EXCESS * peak:
-            break
-        gib -= found["peak_gib"] - peak
-    return found
 
 
 def parse(words: Sequence[str]) -> Namespace:

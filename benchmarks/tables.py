@@ -35,7 +35,7 @@ class Case:
 
     Attributes:
         over: sides that the others are compared with; the losses are those of the first.
-        budget: largest relative difference of a logged loss; beyond it no speed is shown.
+        budget: largest relative difference of a logged loss; beyond it no speed is shown (but see `comparable`).
     """
 
     title: str
@@ -46,9 +46,6 @@ class Case:
 
 CASES = {
     "sft": Case("SFT", "Rows of real text. *whole run*: a run of 500 steps, its first steps included."),
-    "equal_memory": Case(
-        "At equal memory", "fastpack gets the peak memory of TRL with compiled layers.", ("trl compiled",), 2e-2
-    ),
     "memory_caps": Case("Longest row under a memory cap", "Packed rows; a step is one row.", ("trl",), 1.0),
     "start": Case("From the first step on", "Whole runs with empty compile caches, or filled ones."),
     "several_gpus": Case("Two GPUs", "A packed row per GPU and step. FSDP 2 logs losses in bf16.", budget=8e-3),
@@ -80,7 +77,8 @@ one machine; sides are compared within one command only. Each command runs at th
   with that package.
 - *times*: that side's time over this one's, for the same tokens; above 1 this one is faster.
 - *tokens*: without padding. *peak*: reserved by torch, CUDA graphs included; in older records tensors and graphs.
-- *loss apart*: largest relative difference of a logged loss in the first 24 steps."""
+- *loss apart*: largest relative difference of a logged loss in the first 24 steps. A speed of ours is shown if it is at
+  most 1e-3, another budget that the table names, or what TRL's own compiled layers differ by."""
 LEFT = "row", "side", "ms a step", "quartiles", "rounds, ms", "tokens a step", "tokens/s"
 RIGHT = (
     "first step, s", "whole run, ms a step", "whole run, times", "loss apart", "peak, GiB", "kept, MiB", "launches",
@@ -120,12 +118,18 @@ class Side:
 
     @property
     def whole(self) -> float:
-        """Seconds per step of a whole run: its measured first steps, and the mean of the timed ones for the rest."""
-        mean, first = fmean(self.seconds), [run.get("warmup", {}) for run in self.runs]
-        steps = self.runs[0].get("run")
+        """Seconds per step of a whole run: the measured steps as they were, and the median of the timed for the rest.
+
+        What is compiled or recorded for rows of new lengths slows down some timed steps, and hardly any later ones.
+        """
+        steps, first = self.runs[0].get("run"), [run.get("warmup", {}) for run in self.runs]
         if not steps or any("seconds" not in each for each in first):
-            return mean
-        return fmean((each["seconds"] + (steps - each["steps"]) * mean) / steps for each in first)
+            return fmean(self.seconds)
+        timed = [(fmean(run["seconds"]), run["steps"]) for run in self.runs]
+        return fmean(
+            (each["seconds"] + mean * count + (steps - each["steps"] - count) * self.step) / steps
+            for each, (mean, count) in zip(first, timed, strict=True)
+        )
 
     @property
     def peak(self) -> float | None:
@@ -143,11 +147,6 @@ class Side:
         common = [step for step in theirs.keys() & mine.keys() if int(step) <= COMPARED]
         return max((abs(mine[step] - theirs[step]) / max(abs(theirs[step]), 1e-2) for step in common), default=None)
 
-    def agrees(self, other: Side, budget: float) -> bool:
-        """Return whether the losses are the other side's, or may differ since documents of the model leak under TRL."""
-        apart = self.apart(other)
-        return LEAKS in self.runs[0]["row"] or apart is None or apart <= budget
-
 
 def sides_of(records: Iterable[Run]) -> dict[str, dict[str, Side]]:
     """Return the sides of each row, both in the order of the records."""
@@ -156,6 +155,23 @@ def sides_of(records: Iterable[Run]) -> dict[str, dict[str, Side]]:
         if run.get("seconds") or run.get("largest") == 0:
             found.setdefault(run["row"], {}).setdefault(run["side"], []).append(run)
     return {row: {side: Side(runs) for side, runs in sides.items()} for row, sides in found.items()}
+
+
+def comparable(sides: Mapping[str, Side], case: Case) -> set[str]:
+    """Return the sides of a row whose speed may be compared: all of TRL's own, and those with its losses.
+
+    Losses may be as far from TRL's as the case allows, or as those of TRL's own compiled layers are; or documents of
+    the model leak under TRL.
+    """
+    gate, compiled = sides.get(case.over[0]), sides.get("trl compiled")
+    if gate is None:
+        return {*sides}
+    budget = max(case.budget, (compiled and compiled.apart(gate)) or 0.0)
+    return {
+        name
+        for name, side in sides.items()
+        if name.startswith("trl") or LEAKS in side.runs[0]["row"] or (side.apart(gate) or 0.0) <= budget
+    }
 
 
 def grid(columns: str, rows: Iterable[Sequence[str]]) -> str:
@@ -203,7 +219,7 @@ def _cells(case: str, sides: Mapping[str, Side], name: str) -> Iterator[tuple[st
         yield "ms a step", "no row fits"
         return
     sides = {other: one for other, one in sides.items() if one.seconds}
-    gate = sides.get(what.over[0])
+    gate, good = sides.get(what.over[0]), comparable(sides, what)
     yield "ms a step", f"{side.step * 1e3:,.1f}"
     if len(side.seconds) > 2:
         low, _, high = quantiles(side.seconds, n=4)
@@ -215,13 +231,12 @@ def _cells(case: str, sides: Mapping[str, Side], name: str) -> Iterator[tuple[st
         yield "tokens/s", f"{side.tokens / side.step:,.0f}"
     for base in what.over:
         if base in sides and base != name:
-            good = gate is None or all(each.agrees(gate, what.budget) for each in (side, sides[base]))
-            yield f"times {base}", f"{side.times(sides[base]):.2f}" if good else "losses differ"
+            yield f"times {base}", f"{side.times(sides[base]):.2f}" if {name, base} <= good else "losses differ"
     warmup = run.get("warmup", {})
     if run.get("run") and "seconds" in warmup:
         yield "first step, s", f"{warmup['first']:.1f}"
         yield "whole run, ms a step", f"{side.whole * 1e3:,.1f}"
-        if gate not in (None, side):
+        if gate not in (None, side) and name in good:
             yield "whole run, times", f"{side.times(gate, whole=True):.2f}"
     if gate not in (None, side) and (apart := side.apart(gate)) is not None:
         yield "loss apart", f"{apart:.1e}"
@@ -241,7 +256,8 @@ def page(records: Sequence[Run]) -> str:
         of_case = [run for run in newest(records) if run["case"] == case]
         for device in dict.fromkeys(run["machine"].get("gpu", "CPU") for run in of_case):
             found = [run for run in of_case if run["machine"].get("gpu", "CPU") == device]
-            parts += [f"## {what.title}, {device}", what.text, table(case, found), "\n".join(_sources(found))]
+            apart = f" Losses may be {what.budget:g} apart." if 1e-3 < what.budget < 1 else ""
+            parts += [f"## {what.title}, {device}", what.text + apart, table(case, found), "\n".join(_sources(found))]
     losers = list(little(records))
     if losers:
         said = f"Rows in which fastpack is under {LITTLE} times as fast as another side."
@@ -252,10 +268,12 @@ def page(records: Sequence[Run]) -> str:
 def _sources(records: Sequence[Run]) -> list[str]:
     """Return a line per command: what measured it, where, when, and of which code."""
     found: dict[str, None] = {}
+    more = {run["command"]: f", flash-attn-4 {run['flash_attn_4']}" for run in records if "flash_attn_4" in run}
     for run in records:
         machine, versions = run["machine"], run["versions"]
         where = "" if "gpu" in machine else f"{machine['processor']}, threads: {machine['threads']}, "
         packages = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers", "trl", "peft"))
+        packages += more.get(run["command"], "")
         note = f" ({run['note']})" if "note" in run else ""
         code = f"commit {run['commit'][:7]}{note}, code {run['tree']}"
         found[f"- `{run['command']}`: {run['date'][:10]}, {where}{packages}; {code}"] = None
@@ -269,10 +287,11 @@ def little(records: Iterable[Run]) -> Iterator[list[str]]:
         rows.setdefault(key_of(run), []).append(run)
     for (case, row, device), runs in rows.items():
         sides = {name: side for name, side in sides_of(runs).get(row, {}).items() if side.seconds}
+        good = comparable(sides, CASES[case])
         ours = {name: side for name, side in sides.items() if name.startswith(OURS) and name not in CASES[case].over}
         for name, side in ours.items():
             for base in CASES[case].over:
-                if base in sides and side.agrees(sides[base], CASES[case].budget):
+                if base in sides and {name, base} <= good:
                     whole = bool(runs[0].get("run"))
                     times = min(side.times(sides[base]), side.times(sides[base], whole=whole))
                     if times < LITTLE and not (case == "memory_caps" and side.tokens != sides[base].tokens):
@@ -292,16 +311,16 @@ def readme(records: Sequence[Run]) -> str:
     if not rows:
         return "Nothing is measured."
     for row, sides in rows.items():
-        trl, ours = sides["trl"], sides[OURS]
+        trl = sides["trl"]
         devices[trl.runs[0]["machine"]["gpu"]] = None
-        good = ours.agrees(trl, CASES["sft"].budget)
+        good = comparable(sides, CASES["sft"])
         speeds = [(OURS, "trl", "**{:.1f}x**"), (OURS, "trl compiled", "{:.1f}x"), (SAME_MEMORY, "trl", "{:.1f}x")]
         times = [
-            form.format(sides[one].times(sides[other], whole=True)) if {one, other} <= sides.keys() else ""
+            form.format(sides[one].times(sides[other], whole=True)) if {one, other} <= good else ""
             for one, other, form in speeds
         ]
         peaks = [f"{sides[name].peak:.1f}" if name in sides else "" for name in ("trl", SAME_MEMORY, OURS)]
-        lines.append([README_ROWS[row], *(times if good else ["losses differ", "", ""]), *peaks])
+        lines.append([README_ROWS[row], *(times if OURS in good else ["losses differ", "", ""]), *peaks])
     columns = "training | >speed over TRL | >over TRL compiled | >speed, recomputing as TRL"
     columns += " | >GiB, TRL | >GiB, recomputing as TRL | >GiB, fastpack"
     said = (

@@ -14,7 +14,7 @@ from benchmarks import models, rows, run, several_gpus
 from benchmarks.__main__ import COMMANDS, main
 from benchmarks.models import MODELS, build_model
 from benchmarks.rows import ROWS
-from benchmarks.run import EQUAL_MEMORY, SIDES, Windows, at_equal_memory, train
+from benchmarks.run import SIDES, Windows, train
 from benchmarks.tables import CASES, README_ROWS
 from fastpack_trl import FastSFTConfig
 
@@ -56,14 +56,18 @@ def test_a_whole_run_is_all_timed_and_its_kernels_are_listed(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_steps_between_two_logs_are_timed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("least", "windows"), [(0.0, 2), (1e9, 4)])
+def test_steps_between_two_logs_are_timed_together_until_they_fill_the_time(
+    least: float, windows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waits = list[int]()
+    monkeypatch.setattr(run, "LEAST_SECONDS", least)
     monkeypatch.setattr(Windows, "_synchronize", lambda watch: waits.append(len(watch.result.losses)))
-    monkeypatch.setattr(run, "watch_of", lambda _row, _steps: Windows(warmup=2, timed=2, window=3))
+    monkeypatch.setattr(run, "watch_of", lambda _row, _steps: Windows(warmup=2, timed=2, window=3, most=4))
     found = train({"row": "tiny-qwen3 full 256"}, "fastpack", seed=0, steps=6, threads=1, profiled=0)
-    assert (len(found["seconds"]), found["steps"], [*found["losses"]]) == (2, 6, ["1", "2"])
-    assert found["tokens"] == pytest.approx(6 * 256, rel=0.05)
-    assert waits == [0, 0, 1, 2, 3], "at the start and after each logged step"
+    assert (len(found["seconds"]), found["steps"], [*found["losses"]]) == (windows, 3 * windows, ["1", "2"])
+    assert found["tokens"] == pytest.approx(3 * windows * 256, rel=0.05)
+    assert waits == [0, *range(2 + windows)], "at the start and after each logged step"
 
 
 @pytest.mark.parametrize(("steps", "window", "warmup"), [(60, 10, 24), (24, 6, 24), (2, 1, 6)])
@@ -71,6 +75,8 @@ def test_windows_on_a_gpu(steps: int, window: int, warmup: int, monkeypatch: pyt
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     watch = run.watch_of(ROWS["qwen3-8b lora 4096"], steps)
     assert (watch.window, watch.timed, watch.warmup) == (window, steps // window, warmup)
+    assert (watch.most > watch.timed) == (window > 1), "more where steps are fast"
+    assert run.watch_of(ROWS["ddp qwen3-8b lora 4096"], steps).most == 0, "each rank would choose for itself"
 
 
 def test_texts_of_a_command_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,20 +135,9 @@ def test_rounds_alternate_failures_are_said_and_the_same_command_goes_on_with_it
     ran.clear()
     assert main(words) == 1
     assert len(ran) == 6, "of other code"
-
-
-def test_at_equal_memory_ours_gets_less_until_its_peak_is_the_other_s() -> None:
-    given: list[float] = []
-
-    def start(gib: float) -> Any:
-        given.append(gib)
-        return lambda row, side: {"peak_gib": gib + 2.0}
-
-    found = at_equal_memory("row", EQUAL_MEMORY, {"trl compiled": 20.0}, start)
-    assert given == [20.0, 18.0]
-    assert found["peak_gib"] == 20.0
-    with pytest.raises(run.UserError, match="give another one first"):
-        at_equal_memory("row", EQUAL_MEMORY, {"trl compiled": 0.0}, start)
+    file.write_text(file.read_text().replace('"threads": ', '"threads": 1'))
+    with pytest.raises(run.UserError, match="another machine"):
+        [*run.measure(run.parse(words[1:]))]
 
 
 @pytest.mark.parametrize(

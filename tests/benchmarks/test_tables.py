@@ -57,7 +57,7 @@ def test_every_record_says_what_measured_it_and_is_the_newest_of_its_row() -> No
         assert run.keys() >= KEYS, run["row"]
         assert run["case"] in CASES
         assert run["command"].startswith("python -m benchmarks")
-        assert len(run["seconds"]) == run["steps"] or "span" in run or run.get("largest") == 0
+        assert len(run["seconds"]) * run.get("window", 1) == run["steps"] or "span" in run or run.get("largest") == 0
         assert re.fullmatch(r"[0-9a-f]{40}", run["commit"])
         assert "/" not in str(run["machine"].values()), "no folder, no name of a host"
     assert {run["case"] for run in records} == {file.stem for file in RESULTS.glob("*.jsonl")}
@@ -95,6 +95,10 @@ def test_no_speed_is_shown_if_losses_differ_early_unless_documents_leak() -> Non
     assert "losses differ" in tables.readme(wrong)
     assert "| 2.00 |" in tables.table("sft", pair({"1": 2.0, "30": 1.0}, {"1": 2.0, "30": 9.0}))
     assert "| 2.00 |" in tables.table("sft", pair({"1": 2.5}, {"1": 2.0}, row="gpt-oss-20b experts 4096"))
+    compiled = run_of("trl compiled", 0.8, losses={"1": 2.0, "2": 1.8})
+    near = [*pair({"1": 2.0, "2": 1.95}, {"1": 2.0, "2": 1.9}), compiled]
+    assert "losses differ" not in tables.table("sft", near), "nearer to TRL than its own compiled layers"
+    assert tables.table("sft", [*wrong, compiled]).count("losses differ") == 2, "to both"
 
 
 def test_what_was_not_measured_or_failed_is_not_shown() -> None:
