@@ -57,9 +57,7 @@ def test_a_whole_run_is_all_timed_and_its_kernels_are_listed(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("least", "windows"), [(0.0, 2), (1e9, 4)])
-def test_steps_between_two_logs_are_timed_together_until_they_fill_the_time(
-    least: float, windows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_between_logs_are_timed_at_once(least: float, windows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     waits = list[int]()
     monkeypatch.setattr(run, "LEAST_SECONDS", least)
     monkeypatch.setattr(Windows, "_synchronize", lambda watch: waits.append(len(watch.result.losses)))

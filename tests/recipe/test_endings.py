@@ -25,6 +25,7 @@ def test_signal_leaves_a_checkpoint_that_resumes(material: Material, number: sig
     process = subprocess.Popen(
         [forks.python(), "-m", "fastpack_trl", "sft", *flags],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job of a shell ignores it
     )  # fmt: skip
     assert process.stdout is not None
     for _ in range(5):
