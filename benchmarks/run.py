@@ -49,7 +49,7 @@ FLASH_4, FLASH_4_PATH = "fastpack flash-attn-4", "BENCHMARKS_FLASH_ATTN_4"
 WINDOW = 10
 """Steps between two logs, which are timed together: a user's run does not wait for the device after each step."""
 LEAST_SECONDS = 15.0
-"""Of a GPU's timed steps: rows of new lengths are recorded for some hundred steps, which fast sides reach."""
+"""Least time of the timed steps on a GPU: rows of new lengths are captured during the first hundred steps or more."""
 LARGE = ("qwen3-8b", "qwen3-14b", "qwen3-30b-a3b", "qwen3-32b")
 REGIONS = {"BACKEND": "INDUCTOR", "USE_REGIONAL_COMPILATION": "true"}
 FSDP = ("--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
@@ -90,7 +90,7 @@ class Windows(Watch):
 
     Attributes:
         window: steps of a window.
-        most: of the windows, if more than `timed` are needed for `LEAST_SECONDS`.
+        most: largest number of windows, where `timed` of them take less than `LEAST_SECONDS`.
     """
 
     window: int
@@ -255,12 +255,14 @@ def measure(args: Namespace) -> Iterator[dict[str, Any]]:
     """Yield the record of each run: sides in turn, in the other order in every second round.
 
     Raises:
-        UserError: the file has records of another machine, which no side of this one is compared with.
+        UserError: the file has records of another machine: sides are compared on one machine only.
     """
     done = read(args.json) if args.json is not None and args.json.exists() else []
     about = facts_of(args, done)
     if any(run["machine"] != about["machine"] for run in done):
-        raise UserError(f"--json {str(args.json)!r} has records of another machine or --threads: give a new file")
+        raise UserError(
+            f"--json {str(args.json)!r} has records of another machine, driver or --threads: give a new file"
+        )
     known = {
         (run["row"], run["side"], run["round"]) for run in done if run["tree"] == about["tree"] and "failed" not in run
     }
@@ -304,7 +306,7 @@ def parse(words: Sequence[str]) -> Namespace:
     add("--rounds", type=int, default=2, help="runs of each side (default: %(default)s)")
     add("--launcher", choices=("process", "accelerate"), default="process", help="one process, or one per GPU")
     add("--processes", type=int, default=2, help="of --launcher accelerate (default: %(default)s)")
-    add("--steps", type=int, help="timed steps (default: 60, 24 of models from 8B on, 6 on a CPU)")
+    add("--steps", type=int, help="least timed steps (default: 60, 24 from 8B on, 6 on a CPU)")
     add("--timeout", type=float, default=900, help="seconds of one run (default: %(default)s)")
     add("--profile", action="store_true", help="print the kernels of the profiled steps by their time")
     args = parser.measurement(words, threads=min(8, torch.get_num_threads()))

@@ -51,7 +51,7 @@ BUDGETS = {
     "trainers": 1000,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 22150, "benchmarks": 2980, "tests": 25050}
+TOTALS = {"fastpack_trl": 22150, "benchmarks": 3000, "tests": 25060}
 
 
 @cache

@@ -167,11 +167,11 @@ def hooks_active() -> bool:
 
 
 def _in_one_state(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Call a compiled function in one global state, whatever stands around: another one would be compiled by itself.
+    """Call a compiled function under fixed global settings: torch guards on them, another value makes a second graph.
 
     Floats are constants of the graph: ``dynamic=True`` would first make symbols of them, give up, and trace again.
-    Autocast caches no casts, as in a recording; a compiled function never does. Set around every call, since any row
-    may need a second graph, and around nothing else: functions that a user compiles may have floats that change. In
+    Autocast's cache of weights is off, as during capture; compiled code never uses it. Set around every call, since any
+    row may need a second graph, and around nothing else: functions that a user compiles may have floats that change. In
     torch 2.13 the first setting is one of the thread, and a recompute may be in another.
     """
     import torch._dynamo.config as config

@@ -73,10 +73,13 @@ def test_every_record_is_of_a_commit_in_the_history() -> None:
         )
 
 
-def test_a_whole_run_has_its_first_steps_and_the_mean_of_the_timed_ones_for_the_rest() -> None:
+def test_a_whole_run_has_its_measured_steps_and_the_less_favourable_figure_for_the_rest() -> None:
     side = Side([run_of("trl", 2.0)])
     assert side.whole == (20.0 + (500 - 12) * 2.0) / 500
     assert Side([run_of("trl", 2.0, warmup={})]).whole == 2.0
+    seconds = {"seconds": [1.0, 1.0, 1.0, 5.0], "window": 1}
+    assert Side([run_of("trl") | seconds]).whole == (20.0 + 8.0 + (500 - 16) * 1.0) / 500
+    assert Side([run_of("fastpack") | seconds]).whole == (20.0 + 8.0 + (500 - 16) * 2.0) / 500
     ours = Side([run_of("fastpack", 0.5), run_of("fastpack", 0.7, round=1)])
     assert ours.step == pytest.approx(0.6)
     assert ours.times(side) == pytest.approx(2.0 / 0.6)
@@ -96,9 +99,14 @@ def test_no_speed_is_shown_if_losses_differ_early_unless_documents_leak() -> Non
     assert "| 2.00 |" in tables.table("sft", pair({"1": 2.0, "30": 1.0}, {"1": 2.0, "30": 9.0}))
     assert "| 2.00 |" in tables.table("sft", pair({"1": 2.5}, {"1": 2.0}, row="gpt-oss-20b experts 4096"))
     compiled = run_of("trl compiled", 0.8, losses={"1": 2.0, "2": 1.8})
-    near = [*pair({"1": 2.0, "2": 1.95}, {"1": 2.0, "2": 1.9}), compiled]
+    near = [*pair({"1": 2.0, "2": 1.903}, {"1": 2.0, "2": 1.9}), compiled]
     assert "losses differ" not in tables.table("sft", near), "nearer to TRL than its own compiled layers"
-    assert tables.table("sft", [*wrong, compiled]).count("losses differ") == 2, "to both"
+    assert tables.table("sft", [*wrong, compiled]).count("losses differ") == 2, "to both: 2e-3 at most"
+    assert "losses differ" in tables.table("sft", pair({"1": 2.0, "2": float("nan")}, {"1": 2.0, "2": 1.9}))
+    later = [*near, run_of("fastpack", 0.5, losses={"1": 2.5}, round=1)]
+    assert "losses differ" in tables.table("sft", later), "in any round"
+    recomputing = run_of("fastpack same memory", losses={"1": 3.0})
+    assert tables.readme([*near, recomputing]).count("losses differ") == 1, "in its cell"
 
 
 def test_what_was_not_measured_or_failed_is_not_shown() -> None:
