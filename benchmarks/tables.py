@@ -344,8 +344,8 @@ def readme(records: Sequence[Run]) -> str:
     columns += " | >GiB, TRL | >GiB, recomputing as TRL | >GiB, fastpack"
     said = (
         f"{', '.join(devices)}; runs of 500 steps, slow first ones included, estimated from 48 or more; LoRA of rank "
-        "16, real text, random weights, TRL and fastpack in separate processes. fastpack uses free GPU memory; *recomputing as TRL*: "
-        '`activation_memory="checkpoint"`. Empty cells were not measured. '
+        "16, real text, random weights, TRL and fastpack in separate processes. fastpack uses free GPU memory; "
+        '*recomputing as TRL*: `activation_memory="checkpoint"`. Empty cells were not measured. '
         "[All results, with commands and commits](benchmarks/RESULTS.md). "
         "[Accuracy with pretrained weights](docs/accuracy.md)."
     )
