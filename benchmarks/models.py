@@ -215,10 +215,10 @@ def random_ids(lengths: list[int], vocabulary: int, seed: int) -> list[list[int]
 
 @cache
 def source_text(tokens: int, vocabulary: int, longest: int, whole_files: bool = False) -> tuple[Any, datasets.Dataset]:
-    """Return a tokenizer, and at least `tokens` tokens of the standard library's top-level functions and classes.
+    """Return a tokenizer, and `tokens` tokens or all of the standard library's top-level functions and classes.
 
-    Real source code, so document lengths and repetitions are those of a data set of code. It repeats from the start if
-    it is too short, and documents are cut to `longest` tokens, as packing would.
+    Real source code, so document lengths and repetitions are those of a data set of code: two million tokens, which
+    training repeats if that is too short. Documents are cut to `longest` tokens, as packing would.
 
     Args:
         whole_files: whether a document is a whole file; half of them are longer than 2,800 tokens.
@@ -242,12 +242,12 @@ def source_text(tokens: int, vocabulary: int, longest: int, whole_files: bool = 
 
 def _encoded(tokenizer: Any, tokens: int, longest: int, whole_files: bool) -> list[list[int]]:
     rows: list[list[int]] = []
-    total = 0
-    for text in itertools.cycle(_files() if whole_files else definitions()):
-        rows.append((tokenizer(text)["input_ids"] + [tokenizer.eos_token_id])[:longest])
-        total += len(rows[-1])
-        if total >= tokens:
-            break
+    texts = _files() if whole_files else definitions()
+    while tokens > 0 and (some := list(itertools.islice(texts, 256))):
+        for ids in tokenizer(some)["input_ids"]:
+            if tokens > 0:
+                rows.append([*ids, tokenizer.eos_token_id][:longest])
+                tokens -= len(rows[-1])
     return rows
 
 

@@ -29,6 +29,8 @@ from fastpack_trl.moe.quantized import quantize_experts
 LONGEST_DOCUMENT = 2048
 PROMPTS, COMPLETIONS = (50, 400), (30, 200)
 """Least and most tokens of preference data, drawn evenly."""
+RUN = 500
+"""Steps of the run that a row stands for."""
 GROUP, MICRO_BATCHES = 8, 4
 """Completions of a prompt, and micro-batches of a step, of GRPO and RLOO."""
 METHODS = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO", "rloo": "RLOO"}
@@ -49,7 +51,7 @@ class Row:
         documents: ``code``, ``files``, or tokens of documents that repeat: ``(321, 300, 80)``.
         prefix: shared and mean own tokens of documents; `completions`: the loss counts their own tokens alone.
         prompts: least and most tokens of a prompt.
-        run: number of steps of a whole run; 0: the first ones of a run of 500.
+        run: number of steps of a whole run; 0: the first ones of a run of `RUN`.
         engine: ``ddp`` or ``fsdp2``: one process per GPU.
     """
 
@@ -92,7 +94,7 @@ class Row:
         batch, accumulated = self.batch or (1, self.accumulated)
         found: dict[str, Any] = {
             "per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulated, "bf16": device == "cuda",
-            "use_cpu": device != "cuda", "max_steps": self.run or 500, "logging_steps": 10, "save_strategy": "no",
+            "use_cpu": device != "cuda", "max_steps": self.run or RUN, "logging_steps": 10, "save_strategy": "no",
             "report_to": "none", "disable_tqdm": True, "learning_rate": 1e-4,
             "gradient_checkpointing": self.model != "narrow",
         }  # fmt: skip
@@ -145,7 +147,7 @@ class Row:
     def examples(self, vocabulary: int, seed: int) -> tuple[Any, datasets.Dataset]:
         """Return the tokenizer and the data set."""
         batch, accumulated = self.batch or (1, 1)
-        rows = 80 * batch * accumulated * (2 if self.engine else 1)
+        rows = RUN * batch * accumulated * (2 if self.engine else 1)
         if self.method != "sft":
             return word_tokenizer(vocabulary), self._preferences(rows, min(vocabulary, 8192), seed)
         if self.prefix is not None:
@@ -156,7 +158,7 @@ class Row:
             return word_tokenizer(vocabulary), datasets.Dataset.from_dict({"input_ids": ids})
         whole = self.documents == "files"
         longest = self.tokens if whole else min(self.tokens, LONGEST_DOCUMENT)
-        return source_text(self.tokens * (120 if self.batch is None else rows // 4), vocabulary, longest, whole)
+        return source_text(self.tokens * (rows if self.batch is None else rows // 2), vocabulary, longest, whole)
 
     def _prefixed(self, tokens: int, vocabulary: int, seed: int) -> datasets.Dataset:
         assert self.prefix is not None

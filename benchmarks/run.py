@@ -36,7 +36,7 @@ from benchmarks import Parser, known_names
 from benchmarks.micro import ONE_SORT, metadata_per_layer, register_sorted_loop
 from benchmarks.models import PAD, TEXTS
 from benchmarks.records import append, facts_of, read, short
-from benchmarks.rows import METHODS, ROWS, Row
+from benchmarks.rows import METHODS, ROWS, RUN, Row
 from benchmarks.tables import COMPARED, shown
 from fastpack_trl.bench.learner import learner_alone
 from fastpack_trl.bench.process import OwnProcess, accelerate_launch, torchrun
@@ -200,7 +200,7 @@ def watch_of(row: Row, steps: int) -> Windows:
         return Windows(warmup=2, timed=steps, window=1)
     window = max(1, min(WINDOW, steps // 4))
     warmup = COMPARED if window > 1 else 6
-    most = 0 if window == 1 or row.engine else (500 - LONGEST_WARMUP) // window - 1  # ranks stop at one step
+    most = 0 if window == 1 or row.engine else (RUN - LONGEST_WARMUP) // window - 1  # ranks stop at one step
     return Windows(warmup=warmup, timed=steps // window, settling=SETTLING, window=window, most=most)
 
 
@@ -215,7 +215,7 @@ def figures(result: Any, row: Row, window: int) -> dict[str, Any]:
     }
     report = (found["report"] or {}).get("features")
     return {
-        "layers": row.depth, "run": row.run or 500, "steps": window * len(found["seconds"]), "warmup": warmup,
+        "layers": row.depth, "run": row.run or RUN, "steps": window * len(found["seconds"]), "warmup": warmup,
         **by_step, "seconds": [short(seconds / window) for seconds in found["seconds"]], "window": window,
         **{name: found[name] for name in ("tokens", "profile")}, "peak_gib": found["reserved_gib"],
         "report": report and {n: f"{f['status']}: {f['path']}; {f['reason']}" for n, f in report.items()},
