@@ -48,13 +48,13 @@ Made by `python -m benchmarks real_weights tables`; do not edit.
 
 - Weights: Gemma 3 270M (base), from a 4-bit file (Q4_K_M) of a third party, dequantized to bf16.
 - Country names: prompts such as `Germany in French:`, loss on the completion, three epochs of rows of {LONGEST // 2}
-  tokens, one per step. *names right*: exact matches of 400 held-out pairs; *unseen right*: of 429 pairs of 40 countries
-  that no prompt has. Source code: 100 rows of {LONGEST:,} tokens of Python's standard library.
-- LoRA: rank 16, bf16 base, rate {RATES["lora"]:.0e}. QLoRA: the same on an NF4 base. All weights: fp32, bf16 autocast,
-  rate {RATES["full"]:.0e}. Seeds change the order of the documents and the start of LoRA; both sides have the same.
+  tokens, one per step. *names right*: exact matches of 400 held-out pairs; *unseen right*: of 429 names of 40
+  countries absent from training. Source code: 100 rows of {LONGEST:,} tokens of Python's standard library.
+- LoRA: rank 16, bf16 base, learning rate {RATES["lora"]:.0e}. QLoRA: the same on an NF4 base. All weights: fp32, bf16
+  autocast, learning rate {RATES["full"]:.0e}. Seeds change document order and LoRA's start alike on both sides.
 - The FP8 base is trained in FP8 and examined in bf16. Liger's kernels stay in the model when it answers: it then has
   half of the names right, although its losses agree. The cause is not established.
-- Country names, LoRA, have ten seeds: five were added since the interval of the first ones excluded zero.
+- Country names, LoRA, have ten seeds: five were added because the interval of the first five excluded zero.
 - *pairs*: seeds that both sides have run on the same GPU, versions and code; all figures are of these. *minus TRL*:
   95 % interval of the mean difference (paired Student's t), or the mean difference if there are fewer than three.
 - *captured*: runs whose steps were replayed as CUDA graphs. Six processes share a GPU, so the choice varies."""

@@ -29,8 +29,7 @@ from fastpack_trl.moe.quantized import quantize_experts
 LONGEST_DOCUMENT = 2048
 PROMPTS, COMPLETIONS = (50, 400), (30, 200)
 """Least and most tokens of preference data, drawn evenly."""
-RUN = 500
-"""Steps of the run that a row stands for."""
+RUN = 500  # steps of the run that a row stands for
 GROUP, MICRO_BATCHES = 8, 4
 """Completions of a prompt, and micro-batches of a step, of GRPO and RLOO."""
 METHODS = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO", "rloo": "RLOO"}

@@ -76,15 +76,15 @@ one machine; sides are compared within one command only. Each command runs at th
 `python -m benchmarks run`.
 
 - *trl*: TRL's trainer as installed, with gradient checkpointing; *trl compiled*: its layers compiled by accelerate.
-- *fastpack*: our trainer at its defaults; *fastpack same memory*: it recomputes as TRL does; *fastpack flash-attn-4*:
-  with that package.
+- *fastpack*: at its defaults; *fastpack same memory*: it recomputes as TRL does; *fastpack flash-attn-4*: with that.
 - *times*: that side's time over this one's, for the same tokens; above 1 this one is faster.
 - *tokens*: without padding. *peak*: reserved by torch, CUDA graphs included; in older records tensors and graphs.
-- *whole run*: an estimate of 500 steps; the measured ones as they were, and for the rest the mean of the timed ones on
-  sides of ours, their median on others.
-- *loss apart*: largest relative difference from TRL of a logged loss in the first 24 steps. A speed of ours is shown
-  only if it is at most 1e-3, the limit that the table names, or that of TRL's own compiled layers up to 2e-3. Not
-  checked: TRL's sides; gpt-oss, whose documents see each other under TRL; rows under a memory cap.
+- *whole run*: estimate for 500 steps: measured steps as they were, the rest at the mean (fastpack) or median (other
+  sides) of the timed steps.
+- *launches*: kernels per step; *idle*: share of a step in which the GPU waits; *kept*: memory saved for backward.
+- *loss apart*: largest relative difference from TRL of a logged loss in the first 24 steps. fastpack's speed is shown
+  only if it is at most 1e-3, the limit stated above the table, or that of TRL's compiled layers (2e-3 at most). Not
+  checked: TRL's sides; gpt-oss, which leaks under TRL; rows under a memory cap.
 - GPU records of 2026-11-27 time 24, 40 or 60 steps after the first 24; newer ones at least 15 s."""
 LEFT = "row", "side", "ms a step", "quartiles", "rounds, ms", "tokens a step", "tokens/s"
 RIGHT = (
@@ -345,7 +345,8 @@ def readme(records: Sequence[Run]) -> str:
     said = (
         f"{', '.join(devices)}; runs of 500 steps, slow first ones included, estimated from 48 or more; LoRA of rank "
         "16, real text, random weights, TRL and fastpack in separate processes. fastpack uses free GPU memory; "
-        '*recomputing as TRL*: `activation_memory="checkpoint"`. Empty cells were not measured. '
+        '*recomputing as TRL*: `activation_memory="checkpoint"`. Over 500 steps, compiling can make TRL slower. '
+        f"{'Empty cells were not measured. ' * any('' in line for line in lines)}"
         "[All results, with commands and commits](benchmarks/RESULTS.md). "
         "[Accuracy with pretrained weights](docs/accuracy.md)."
     )

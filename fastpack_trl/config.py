@@ -1,4 +1,4 @@
-"""`FastSFTConfig`: TRL's `SFTConfig` and a few flat fields, each ``"auto"`` by default."""
+"""`FastSFTConfig`: TRL's `SFTConfig` and a few flat fields, most ``"auto"`` by default."""
 
 # ruff: noqa: RUF009 - `choice` and `option` return fields
 from __future__ import annotations
@@ -200,7 +200,7 @@ class ModelSettings:
     layer_compile: Switch = choice(
         "auto",
         "Compile the decoder layers, one graph per kind of layer: auto (on CUDA, if it pays off over the remaining "
-        "steps), on (any device; on a CPU with packed_attention='sdpa') or off. Costs 6 to 14 seconds per kind of "
+        "steps), on (any device; on a CPU with packed_attention='sdpa') or off. Costs 7 to 21 seconds per kind of "
         "layer; later runs find most of it in Inductor's cache.",
     )
     moe_quantize_experts: Literal["off", "on"] = choice(

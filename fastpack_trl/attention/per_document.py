@@ -88,7 +88,11 @@ class PerDocument(Backend):
     refuses_compile = "per_document launches one kernel per document, which a compiled graph cannot contain"
 
     def refuses(self, features: ModelFeatures) -> str:
-        return f"attention dropout is {features.dropout}: no kernel per document has any" if features.dropout else ""
+        return (
+            f"attention dropout is {features.dropout}: per-document kernels do not support it"
+            if features.dropout
+            else ""
+        )
 
     def reason(self, features: ModelFeatures) -> str:
         return f"{features.device_type}; {described(features)}"

@@ -302,7 +302,7 @@ class RowBackend(Backend):
         yield unsupported and f"{name} needs bf16 or fp16, this run computes in {_short(dtype)} (bf16=False?)"
         too_wide = features.head_dim > MAX_HEAD_DIM
         yield too_wide and f"head_dim {features.head_dim} is over {name}'s limit of {MAX_HEAD_DIM}"
-        yield features.dropout and f"{name} has no dropout, the model's is {features.dropout}"
+        yield features.dropout and f"{name} does not support dropout (the model's is {features.dropout})"
         yield features.softcap and not KERNELS[name][1] and f"{name} has no softcap"
 
 

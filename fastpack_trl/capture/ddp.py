@@ -133,7 +133,7 @@ def too_large(run: Run) -> str:
     if size <= _MOST_BYTES:
         return ""
     return (
-        f"gradients of {size / 2**30:.1f} GiB are reduced beside the backward pass, which graphs cannot wait in: train "
+        f"gradients of {size / 2**30:.1f} GiB are reduced during the backward pass, which graphs do not support: train "
         "adapters (LoRA), or in one process"
     )
 

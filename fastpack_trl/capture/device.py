@@ -171,7 +171,7 @@ class CudaGraphs:
         free = allocatable(self.device)
         if free >= 2 * taken:
             return ""
-        return f"{free / 2**30:.1f} GiB are free, a graph and an eager step beside it take {2 * taken / 2**30:.1f}"
+        return f"{free / 2**30:.1f} GiB are free, a graph plus an eager step takes {2 * taken / 2**30:.1f}"
 
     def forget(self) -> None:
         """Give the pool up, and its memory back: torch may refuse a pool whose last graph is gone."""

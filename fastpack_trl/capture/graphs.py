@@ -199,7 +199,7 @@ class BackboneGraphs(TrainerCallback):
             slot.record(self._device, self._buffers)
         except torch.OutOfMemoryError as error:
             close_frames(error)
-            self.disable("no memory for the graph of a micro-step beside what eager ones need")
+            self.disable("no memory for a graph in addition to eager steps")
         except Exception as error:
             logger.debug(f"{FEATURE}: {error}", exc_info=True)
             close_frames(error)
@@ -238,7 +238,7 @@ class BackboneGraphs(TrainerCallback):
         """Free the memory of the graphs after a step ran out of it; False if there are none."""
         held = self.graphs > 0
         if held:
-            self.disable("a step ran out of memory beside the graphs")
+            self.disable("a step ran out of memory while graphs were held")
         return held
 
     def finish(self) -> None:

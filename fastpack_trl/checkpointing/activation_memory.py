@@ -222,7 +222,7 @@ def _conflicts(run: Run) -> Iterator[object]:
     yield run.is_deepspeed and "DeepSpeed makes its own copies of weights and gradients, which the plan cannot count"
     yield offload_conflict(run.args, run.trainer)
     checkpoints = run.is_fsdp2 and run.trainer.accelerator.state.fsdp_plugin.activation_checkpointing
-    yield checkpoints and "activation_checkpointing of FSDP says what to keep"
+    yield checkpoints and "activation_checkpointing of FSDP decides what is kept"
     yield from against_plan(run.args, run.settings.activation_memory, run.settings.checkpoint_offload)
 
 

@@ -37,7 +37,7 @@ def main(argv: Sequence[str], method: Method = SFT) -> int:
     if not words:
         raise UserError(
             "no settings: give --config FILE ('fastpack-trl init' writes one), or --model_name_or_path and "
-            "--dataset_name; --help lists all options"
+            "--dataset_name; --help-all lists all options"
         )
     if "--verbose" in argv:
         enable_verbose()

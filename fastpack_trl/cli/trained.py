@@ -222,7 +222,7 @@ def _generate(args: Namespace) -> dict[str, Any]:
     with preparing():
         trained = _find(args)
     if trained.classifies:
-        raise UserError(f"{trained.folder} is a reward model, which scores a text and writes none")
+        raise UserError(f"{trained.folder} is a reward model: it scores text and cannot generate")
     import torch
 
     from fastpack_trl.recipe.adapters import check_runs

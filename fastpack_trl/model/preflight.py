@@ -174,8 +174,10 @@ def against_plan(args: Any, level: str, offload: str) -> Iterator[object]:
     keywords.pop("use_reentrant", None)  # a level uses False; only DeepSpeed needs True
     yield other_offload(args)
     yield not enabled and "gradient_checkpointing=False keeps all activations"
-    yield keywords and f"gradient_checkpointing_kwargs={keywords} says what to keep"
-    yield offload not in ("auto", "off") and level != "offload" and f"checkpoint_offload={offload!r} says what to keep"
+    yield keywords and f"gradient_checkpointing_kwargs={keywords} decides what is kept"
+    yield (
+        offload not in ("auto", "off") and level != "offload" and f"checkpoint_offload={offload!r} decides what is kept"
+    )
     yield args.torch_compile and "torch_compile=True decides by itself what to keep"
 
 

@@ -197,9 +197,7 @@ def _take_split(splits: Mapping[str, Any], role: str, arguments: Arguments) -> A
     field = f"dataset_{role.replace('eval', 'test')}_split"
     name, training, method = getattr(arguments.script, field), arguments.training, arguments.method
     if name not in splits:
-        raise UserError(
-            f"{field}={short_repr(name)}: the data have no such split: set it to one of {', '.join(splits)}"
-        )
+        raise UserError(f"{field}={short_repr(name)}: no such split: set it to one of {', '.join(splits)}")
     if next(iter(splits[name]), None) is None:
         raise UserError(f"{field}={short_repr(name)}: the split is empty: check the file, or choose another split")
     split, kinds, rename = reshape(splits[name], role, arguments.data.dataset_format), method.columns, "rename them"

@@ -52,7 +52,7 @@ def _no_trial_is_known() -> Iterator[None]:
         (HOPPER, {"compute_dtype": torch.float32}, None, "per_document", "varlen needs bf16 or fp16, this run"),
         (HOPPER, {"head_dim": 288}, None, "per_document", "head_dim 288 is over varlen's limit of 256"),
         (HOPPER, {"softcap": True}, None, "per_document", "varlen has no softcap"),
-        (HOPPER, {"dropout": 0.1}, None, "sdpa", "varlen has no dropout, the model's is 0.1"),
+        (HOPPER, {"dropout": 0.1}, None, "sdpa", "varlen does not support dropout (the model's is 0.1)"),
         (PLAIN, {}, "sdpa", "per_document", f"{UNPACKED}'sdpa'"),
         (PLAIN, {"dropout": 0.1}, "eager", "sdpa", f"{UNPACKED}'eager'"),
         (PLAIN, LFM, "sdpa", PADDED_DOCUMENTS, UNPACKED),

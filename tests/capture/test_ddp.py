@@ -126,7 +126,7 @@ def one_lacks_memory() -> None:
         ours, _ = both(device={"after_replay": after_replay}, **options)
         said = line(ours)
         assert (said.path == "eager") == bool(rank), said
-        assert not rank or "a step ran out of memory beside the graphs" in said.reason
+        assert not rank or "a step ran out of memory while graphs were held" in said.reason
     # A forward of one rank runs again, in which DDP's would hand out the buffers once more.
     left, forward = [EAGER_STEPS * 2], DistributedDataParallel._post_forward
 

@@ -153,7 +153,7 @@ def doctor_block(folder: Path) -> str:
 def fields_table(_: Path) -> str:
     """Return a row per field of `FastSFTConfig`: its values and its help text."""
     lines = [
-        [f"`{own.name}`", ", ".join(_CHOICES.get(own.name, ("number", str(own.default).lower()))), own.metadata["help"]]
+        [f"`{own.name}`", ", ".join(_CHOICES.get(own.name, (str(own.default).lower(), "number"))), own.metadata["help"]]
         for own in fields(Settings)
     ]
     return grid("field | values | meaning", lines)
