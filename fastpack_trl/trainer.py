@@ -13,7 +13,7 @@ from trl import SFTTrainer
 
 from fastpack_trl.capture.ddp import reduced_after
 from fastpack_trl.checkpointing.activation_memory import gathered_once
-from fastpack_trl.model.changes import patch_attribute
+from fastpack_trl.model.changes import during_training, patch_attribute
 from fastpack_trl.model.preflight import check_given
 from fastpack_trl.packing.batching import fast_view, is_stock_collator, packing_collator, plan_batches
 from fastpack_trl.packing.collator import unshared
@@ -84,7 +84,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         if self._fastpack_collates(dataset, training, description):
             if self.fastpack_run.packs:
                 shares = self.fastpack_run.shares_prefixes and training
-                collator, dataset = packing_collator(self, share_prefixes=shares), fast_view(self, dataset)
+                collator, dataset = packing_collator(self, share_prefixes=shares), fast_view(dataset)
             else:
                 collator = DocumentsCollator(collator)
         with patch_attribute(self, "data_collator", collator):
@@ -107,7 +107,10 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         return self.compute_metrics is None and description.lower() != "test" and isinstance(dataset, Dataset)
 
     def _fastpack_enter(self, stack: ExitStack) -> None:
-        self._fastpack_optimizer_step = OptimizerStep(self.fastpack_run)
+        getattr(self, "_eval_dataloaders", {}).clear()  # kept workers collate as the run that started them
+        self._fastpack_optimizer_step = step = OptimizerStep(self.fastpack_run)
+        if self.fastpack_run.training:  # `auto_find_batch_size` begins again
+            stack.enter_context(during_training(self, at_begin=step.reset))
         stack.callback(setattr, self, "_fastpack_optimizer_step", OptimizerStep(self.fastpack_run))  # holds no batch
 
     @property

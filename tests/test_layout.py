@@ -48,10 +48,10 @@ BUDGETS = {
     "recipe": 1800,
     "run": 450,
     "step": 1700,
-    "trainers": 1000,
+    "trainers": 1050,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 22150, "benchmarks": 3000, "tests": 25060}
+TOTALS = {"fastpack_trl": 22200, "benchmarks": 3000, "tests": 25200}
 
 
 @cache

@@ -235,6 +235,26 @@ def test_masks_are_gone_after_the_step(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(batches) > 3
 
 
+def test_kept_loader_workers_do_not_outlive_what_decides_their_batches(tmp_path: Path) -> None:
+    given = {"dataloader_persistent_workers": True, "dataloader_num_workers": 1, "eval_strategy": "no", "max_steps": 1}
+    shapes = []
+    for cls in (FastSFTTrainer, SFTTrainer):
+        trainer = build(cls, tmp_path, **given)
+        trainer.evaluate()
+        trainer.compute_metrics = lambda prediction: shapes.append(prediction.predictions.shape) or {}
+        trainer.evaluate()
+    assert shapes[0] == shapes[1]
+
+
+def test_streamed_rows_are_one_document_without_packing_whatever_their_lengths_say(tmp_path: Path) -> None:
+    ids = make_dataset("tokens")["input_ids"]
+    data = Dataset.from_dict({"input_ids": ids, "seq_lengths": [[1, len(each) - 1] for each in ids]})
+    given = {"data": data.to_iterable_dataset(), "packing": False, "eval_strategy": "no"}
+    ours, stock = (train(cls, tmp_path, **given) for cls in (FastSFTTrainer, SFTTrainer))
+    assert ours.fastpack_report["batches"].path == "padding-free"
+    assert_same_log(ours, stock, rtol=1e-4)
+
+
 def test_compute_metrics_and_predict_get_the_padded_batches_of_stock(tmp_path: Path) -> None:
     runs, shapes = [], []
     for cls in (FastSFTTrainer, SFTTrainer):

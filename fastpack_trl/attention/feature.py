@@ -32,7 +32,7 @@ def choose_attention(run: Run) -> None:
         ValueError: the requested path would be wrong for the model; names the fix.
     """
     keywords = run.args.model_init_kwargs or {}
-    features = read_features(run.model, run.compute_dtype)
+    features = read_features(run.model, run.compute_dtype, run.device)
     choice = choose(
         run.settings.packed_attention,
         features,
@@ -126,7 +126,7 @@ def _install(run: Run, stack: ExitStack) -> None:
         tell_stock_error(run)
     attempt = stack.enter_context(ExitStack())
     attention = attempt.enter_context(
-        install.packed_attention(run.model, run.choice.path, compute_dtype=run.compute_dtype)
+        install.packed_attention(run.model, run.choice.path, compute_dtype=run.compute_dtype, device=run.device)
     )
     attention.remark = partial(run.report.remark, "packed_attention")
     refuses_static = partial(BACKENDS[attention.path].refuses_static, features=attention.features)

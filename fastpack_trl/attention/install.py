@@ -79,6 +79,7 @@ def packed_attention(
     *,
     stock_requested: str | None = None,
     compute_dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
 ) -> Iterator[PackedAttention]:
     """Keep packed documents apart in `model`, also with TRL's `SFTTrainer`; the model is restored on exit.
 
@@ -98,12 +99,13 @@ def packed_attention(
         implementation: a value of `FastSFTConfig.packed_attention`: ``auto``, ``varlen``, ``per_document``, ...
         stock_requested: the `attn_implementation` that the user set, which ``auto`` respects.
         compute_dtype: the autocast dtype of the run (``torch.bfloat16`` under ``bf16=True``); default: the weights'.
+        device: on which the model will run; default: where it is.
 
     Raises:
         ValueError: the implementation does not exist or would be wrong for this model, or the model's attention cannot
             be switched; names the remedy.
     """
-    features = read_features(model, compute_dtype)
+    features = read_features(model, compute_dtype, device)
     choice = choose(implementation, features, stock_requested=stock_requested, attempt=failure)
     handle = PackedAttention(choice, features)
     if handle.path == PADDED_DOCUMENTS:
@@ -263,6 +265,11 @@ def _attention(
                 "packing=False and packed_attention='off'"
             )
         return stock_attention(module, stock)(module, query, key, value, attention_mask, *args, **kwargs)
+    if attention_mask is not None and attention_mask.shape != (1, 1, 1, 1):
+        raise PackingError(
+            f"{type(module).__name__} makes an attention mask of its own, which packed attention would ignore; set "
+            "packing=False and packed_attention='off'"
+        )
     expected = query.shape[2] if packed_tokens is None else packed_tokens
     # A kernel would read past the end of the shorter ones.
     if not (query.shape[2] == key.shape[2] == value.shape[2] == expected):

@@ -89,7 +89,7 @@ def computed_share(trainer: SFTTrainer) -> float | None:
     dataset = trainer.train_dataset
     if not isinstance(dataset, Dataset) or not len(dataset):
         return None
-    rows, collator = fast_view(trainer, dataset), packing_collator(trainer, share_prefixes=True)
+    rows, collator = fast_view(dataset), packing_collator(trainer, share_prefixes=True)
     each = trainer.args.per_device_train_batch_size
     drawn = random.Random(trainer.args.seed).sample(range(len(rows)), min(len(rows), _SAMPLE * each))
     computed = whole = 0

@@ -110,7 +110,7 @@ def _remedy(run: Run) -> str:
 
 def tell_stock_error(run: Run) -> None:
     """Report that TRL's own rows would give another loss: its attention errs, or lets packed documents leak."""
-    why = stock_error(read_features(run.model, run.compute_dtype))
+    why = stock_error(read_features(run.model, run.compute_dtype, run.device))
     if not why and run.plan.kind == "packed" and not run.is_sharded and run.settings.verify_packing != "off":
         try:
             with run.autocast():

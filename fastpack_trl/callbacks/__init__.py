@@ -37,6 +37,7 @@ class MeasuredRate(TrainerCallback):
         self.tokens: float | None = None
         self._total_tokens = self._total_seconds = 0.0  # excludes the first log, which includes start-up
         self._since: float | None = None
+        self._has_trained = False
 
     @property
     def per_second(self) -> float | None:
@@ -46,8 +47,9 @@ class MeasuredRate(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start counting."""
         self._step, self._is_first = state.global_step, True
-        # A resumed run may continue its count: the first log shows it.
-        self._counted: float | None = None if state.global_step else 0.0
+        # A resumed or second run may continue its count: the first log shows it.
+        self._counted: float | None = None if state.global_step or self._has_trained else 0.0
+        self._has_trained = True
         self._since = self._event = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -18,6 +18,7 @@ from fastpack_trl.checkpointing.trace import layer_costs, probe_batches
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model import sharded
 from fastpack_trl.model.changes import callbacks_added, during_training
+from fastpack_trl.model.checkpoint_seam import CHECKPOINT
 from fastpack_trl.model.facts import UNREADABLE
 from fastpack_trl.model.hooks import HookWatch
 from fastpack_trl.model.preflight import against_plan, check_recompute
@@ -162,9 +163,10 @@ class ActivationMemory(TrainerCallback):
         self._install()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Install again if a hook of the user came or went."""
-        if [watch.look() for watch in self._watches] != self._hooks:
-            self._install()
+        """Install again if a hook of the user came or went, or if TRL's generation switched checkpointing on."""
+        changed = [watch.look() for watch in self._watches] != self._hooks
+        if changed or self._functions() != self._installed:
+            self._install(changed)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Report the peak of what torch reserved."""
@@ -177,14 +179,18 @@ class ActivationMemory(TrainerCallback):
         self._run.step.activations_left, self._run.step.offloads = None, False
         self._stack.close()
 
-    def _install(self) -> None:
+    def _functions(self) -> list[Any]:
+        return [(layer.gradient_checkpointing, getattr(layer, CHECKPOINT, None)) for layer in self._layers]
+
+    def _install(self, changed: bool = True) -> None:
         self._stack.close()
         self._hooks = [watch.look() for watch in self._watches]
         run, levels = self._run, self._levels()
         mode: Mode = "single_buffer" if run.settings.checkpoint_offload == "single_buffer" else "double_buffer"
         self._stack.enter_context(layer_levels(self._layers, levels, mode))
         run.step.offloads = Level.OFFLOAD in levels
-        run.step.version += 1
+        run.step.version += changed
+        self._installed = self._functions()
         self.report()
 
     def _levels(self) -> list[Level]:

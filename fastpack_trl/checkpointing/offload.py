@@ -94,12 +94,14 @@ class SavedInput:
         source: the input, or its bytes in host memory with the same shape, strides and dtype.
         streams: of its device.
         on_host: whether `source` is in host memory.
+        version: of the input on the device when it was saved.
     """
 
     index: int
     source: Tensor
     streams: Streams
     on_host: bool = False
+    version: int = 0
 
 
 class _Copy(NamedTuple):
@@ -205,7 +207,7 @@ class Offload:
             # Only now, a layer later, is the input before let go: its copy had the whole layer to finish.
             self._finish_write()
             self._drop_ahead()
-            saved = SavedInput(index, tensor, self._streams(tensor.device))
+            saved = SavedInput(index, tensor, self._streams(tensor.device), version=tensor._version)
             if not keep and tensor.nbytes >= MIN_BYTES:
                 if why := self._why_kept(saved):
                     self.say(f"layer inputs stay on the device: {why}")
@@ -222,6 +224,8 @@ class Offload:
         with self._lock:
             self._finish_write()
             tensor = self._take(saved) if saved.on_host else saved.source
+            if not saved.on_host:
+                _check_unchanged(tensor, saved.version)
             # If another graph holds the buffer of this layer, it holds those before too.
             is_own = saved.on_host or saved.index not in self._holders
             before = self._holders.get(saved.index - 1) if self.prefetch and is_own else None
@@ -277,11 +281,8 @@ class Offload:
         if copy is None:
             return
         copy.finish()
-        if copy.memory._version != copy.version and copy.saved() is not None:
-            raise RuntimeError(
-                f"the input of a checkpointed layer, {tuple(copy.memory.shape)}, was changed in place after it was "
-                "saved, so that its recompute would see another input: set checkpoint_offload='off'"
-            )
+        if copy.saved() is not None:
+            _check_unchanged(copy.memory, copy.version)
 
     def _take(self, saved: SavedInput) -> Tensor:
         ahead = self._ahead
@@ -348,3 +349,11 @@ def offload_checkpoints(
             wrapper = functools.partial(offload.call, index, index >= len(layers) - keep_last)
             stack.enter_context(checkpoint_wrapped(layer, wrapper, Nesting.OFFLOAD))
         yield offload
+
+
+def _check_unchanged(tensor: Tensor, version: int) -> None:
+    if tensor._version != version:
+        raise RuntimeError(
+            f"the input of a checkpointed layer, {tuple(tensor.shape)}, was changed in place after it was saved: its "
+            "recompute would see another input; set checkpoint_offload='off'"
+        )

@@ -267,10 +267,16 @@ def asked_for(model: nn.Module, requested: Any = None) -> str | None:
     return None if is_default else implementation
 
 
-def read_features(model: nn.Module, compute_dtype: torch.dtype | None = None) -> ModelFeatures:
-    """Read the attention of `model`, which will run in `compute_dtype`; a model that cannot be read has a `gap`."""
+def read_features(
+    model: nn.Module, compute_dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> ModelFeatures:
+    """Read the attention of `model`, which will run in `compute_dtype`; a model that cannot be read has a `gap`.
+
+    Args:
+        device: where it will run. Default: that of its parameters, which FSDP and `bf16_full_eval` move later.
+    """
     base = text_model(model)
-    device = next(iter(base.parameters())).device
+    device = device or next(iter(base.parameters())).device
     config = base.config.get_text_config()
     unread = ModelFeatures(
         model_type=str(config.model_type),

@@ -14,11 +14,8 @@ from fastpack_trl.errors import first_reason
 from fastpack_trl.model.facts import ALORA, is_invoked_once_per_row, is_prompt_learning, token_table
 from fastpack_trl.model.hooks import BATCH_METHODS, hook_inside, replaced_methods
 from fastpack_trl.model.upstream import DataCollatorForLanguageModeling
-from fastpack_trl.packing.collator import COLUMNS, PackingCollator
+from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.packing.documents import PADDED_DOCUMENTS
-
-PADDING_FREE_COLUMNS = COLUMNS[:2]
-"""Without packing TRL reads a row as one document, even if the data set has document lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +148,7 @@ def packing_collator(trainer: SFTTrainer, *, share_prefixes: bool = False) -> Pa
         pad_to_multiple_of=stock.pad_to_multiple_of,
         vocab_size=vocabulary(trainer.model),
         share_prefixes=share_prefixes,
+        whole_rows=not trainer.padding_free,
     )
 
 
@@ -159,10 +157,7 @@ def vocabulary(model: Any) -> int:
     return int(getattr(token_table(model), "num_embeddings", 0) or model.config.get_text_config().vocab_size)
 
 
-def fast_view(trainer: SFTTrainer, dataset: Any) -> Any:
+def fast_view(dataset: Any) -> Any:
     """Return a map-style data set whose rows are NumPy arrays; others, and formats the user set, as they are."""
-    if not isinstance(dataset, Dataset):
-        return dataset
-    columns = COLUMNS if trainer.padding_free else PADDING_FREE_COLUMNS
-    dataset = dataset.remove_columns([name for name in COLUMNS if name in dataset.column_names and name not in columns])
-    return dataset if dataset.format["type"] is not None else dataset.with_format("numpy")
+    is_plain = isinstance(dataset, Dataset) and dataset.format["type"] is None
+    return dataset.with_format("numpy") if is_plain else dataset

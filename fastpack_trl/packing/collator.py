@@ -53,6 +53,7 @@ class PackingCollator(DataCollatorForLanguageModeling):
             `PackedBatch.documents`. ``labels`` stay those of the documents, one after the other: as many as without.
         vocab_size: if given, token ids and labels are checked against it, where they would otherwise fail as an
             out-of-range index on the device. Costs about two microseconds per thousand tokens.
+        whole_rows: ``seq_lengths`` is ignored: each row is one document, as in TRL without ``padding_free``.
 
     Raises:
         ValueError: ``padding_free=False``, a padding or vocabulary that makes no sense. On a batch: no token in any
@@ -64,6 +65,7 @@ class PackingCollator(DataCollatorForLanguageModeling):
     padding_free: bool = True
     vocab_size: int | None = None
     share_prefixes: bool = False
+    whole_rows: bool = False
 
     def __post_init__(self) -> None:
         multiple, size, token = self.pad_to_multiple_of, self.vocab_size, self.pad_token_id
@@ -84,7 +86,8 @@ class PackingCollator(DataCollatorForLanguageModeling):
 
     def torch_call(self, examples: Sequence[Mapping[str, Any]]) -> PackedInputs:
         """Flatten the rows; the class describes input and output."""
-        rows = [_read_row(index, example) for index, example in enumerate(examples)]
+        columns = COLUMNS[1:2] if self.whole_rows else COLUMNS[1:]
+        rows = [_read_row(index, example, columns) for index, example in enumerate(examples)]
         ids, lengths = [ids for ids, _, _ in rows], _flatten([lengths for _, _, lengths in rows])
         if not lengths.size:
             raise ValueError(f"the batch has no token in its {len(rows)} row(s): drop empty rows from the dataset")
@@ -154,7 +157,7 @@ def unshared(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     return PackedInputs(rest | {"input_ids": ids, "packed_batch": plain} | to_transformers_kwargs(plain))
 
 
-def _read_row(index: int, example: Mapping[str, Any]) -> tuple[Ints, Ints, Ints]:
+def _read_row(index: int, example: Mapping[str, Any], columns: Sequence[str]) -> tuple[Ints, Ints, Ints]:
     """Return token ids, labels (the same object if the row has none) and document lengths, none of them 0."""
     if "input_ids" not in example:
         raise ValueError(
@@ -162,7 +165,7 @@ def _read_row(index: int, example: Mapping[str, Any]) -> tuple[Ints, Ints, Ints]
             "dataset, or let SFTTrainer prepare it"
         )
     ids = _to_array(index, "input_ids", example["input_ids"])
-    given = {name: _to_array(index, name, example[name]) for name in COLUMNS[1:] if example.get(name) is not None}
+    given = {name: _to_array(index, name, example[name]) for name in columns if example.get(name) is not None}
     labels, lengths = given.get("labels", ids), given.get("seq_lengths", np.array([len(ids)]))
     if len(labels) != len(ids):
         raise ValueError(

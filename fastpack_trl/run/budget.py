@@ -34,7 +34,7 @@ def largest_row(run: Run) -> tuple[int, int]:
     most, facts = run.max_length, run.facts
     longest = most if facts is None or not facts.longest else min(most or 2**62, facts.longest)
     if longest is None:
-        raise ValueError("max_length=None: rows may have any length")
+        raise ValueError("max_length=None, or a trainer without it: rows may have any length")
     merges = run.counts_documents and run.settings.merge_accumulation != "off"
     return row_tokens(run.args, most, longest, run.sequences, merges=merges), int(longest)
 

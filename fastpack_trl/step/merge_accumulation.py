@@ -102,7 +102,7 @@ class Merging:
         self.measures = run.device.type == "cuda"
         self.fits = None if self.measures else math.inf
         self._run, self._bytes_per_token = run, math.inf
-        self._planned = self._ended = self._all_looked_at = False
+        self._ended = self._all_looked_at = False
         self._module_hooks: HookWatch | None = None
         self._step: list[Any] = []
         self._groups: dict[int, range] = {}
@@ -114,9 +114,8 @@ class Merging:
         Without the number of tokens of the whole step each loss is a mean over its micro-batch: they cannot be merged.
         """
         self._step, self._groups = batches, {}
-        if self.fits is None and self._planned:
+        if self.fits is None and self._bytes_per_token < math.inf:
             self.fits = self._predict()
-        self._planned = True
         if self._ended or len(batches) < 2 or num_items_in_batch is None or self.fits is None:
             return
         if not all(map(can_merge, batches)):

@@ -188,7 +188,10 @@ class FeaturedTrainer(_Stock):
         if self._fastpack_disabled or self._fastpack_entered:
             yield  # evaluation during training: already installed
             return
-        run = self.fastpack_run
+        run, args = self.fastpack_run, self.args
+        waits = (args.bf16_full_eval or args.fp16_full_eval) and not (run.is_sharded or self.is_model_parallel)
+        if waits and next(self.model.parameters()).device.type != args.device.type:
+            self._move_model_to_device(self.model, args.device)  # TRL does so later, after the packing check
         run.settings, run.training, run.is_strict = Settings.of(self.args, announce), announce, announce
         with contextlib.ExitStack() as stack:
             stack.callback(setattr, run, "is_strict", False)  # also where a feature stops the run

@@ -7,7 +7,7 @@ over many. The micro-batches of an optimizer step run forward together; TRL comp
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from fastpack_trl.checkpointing.activation_memory import count_layers, row_bytes
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.facts import UNREADABLE, learned_positions
+from fastpack_trl.model.hooks import callback_between, hook_on_a_gradient, trained_parameters
 from fastpack_trl.packing.batching import BatchPlan
 from fastpack_trl.packing.prompt_groups import PromptGroups, group_completions
 from fastpack_trl.run.budget import free_bytes, memory_to_come
@@ -71,6 +72,14 @@ class _OnlineTrainer(PackedTrainer):
         )
         yield run.ranks.count > 1 and "each process reduces its gradients with its last micro-batch only"
         yield getattr(self, "aux_loss_enabled", False) and "the auxiliary loss of experts is per micro-batch"
+        yield from self._fastpack_watchers(self.model.parameters())
+
+    def _fastpack_watchers(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[object]:
+        """Yield what sees each micro-batch, or its gradients: these exist after the last one only."""
+        optim = str(getattr(self.args.optim, "value", self.args.optim)).lower()
+        yield "lomo" in optim and f"optim={optim!r} steps in the backward pass"
+        yield callback_between(self)
+        yield hook_on_a_gradient(self.model, parameters)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -106,6 +115,7 @@ class _OnlineTrainer(PackedTrainer):
         is_next = len(batches) == args.gradient_accumulation_steps and batches[0] is inputs
         yield not is_next and "the micro-batches of a step are not the next of TRL's buffer"
         yield any(map(_has_images, batches)) and "there are images"
+        yield from self._fastpack_watchers(trained_parameters(self.optimizer))
         width = sum(inputs[name].shape[1] for name in ("prompt_ids", "completion_ids"))
         tokens = width * sum(len(each["prompt_ids"]) for each in batches)
         if tokens <= self._fastpack_fits:

@@ -41,6 +41,10 @@ class OptimizerStep:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a run: no micro-batch is done."""
         self._batches: list[Any] = []
         self._start: _Start | None = None
         self._done = self._step = self._before = 0

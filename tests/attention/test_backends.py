@@ -103,6 +103,20 @@ def test_every_family_is_read_and_passes_its_trial_or_has_a_reason(family: str) 
         assert choose("auto", features, attempt=failure) == choose("auto", features)
 
 
+def test_a_path_is_chosen_for_the_device_that_weights_are_moved_to_later() -> None:
+    """FSDP loads them on the first process only, where others have none."""
+    features = read_features(tiny_model("qwen3").to("meta"), device=torch.device("cpu"))
+    assert features == read_features(tiny_model("qwen3"))
+
+
+@pytest.mark.cuda
+def test_a_model_that_bf16_full_eval_leaves_on_the_host_trains_on_the_path_of_the_device(tmp_path: Path) -> None:
+    options = {"packing": True, "use_cpu": False, "bf16": True, "bf16_full_eval": True}
+    ours, stock = both(tmp_path, **options)
+    assert ours.fastpack_report["packed_attention"].path == "varlen", ours.fastpack_report
+    assert_same_log(ours, stock, rtol=3e-2)
+
+
 def test_operator_that_has_changed_is_passed_over_by_auto_and_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

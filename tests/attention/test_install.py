@@ -8,13 +8,19 @@ import pickle
 import warnings
 import weakref
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from attention_material import LENGTHS, snapshot
 from torch import Tensor
+from torch.testing import assert_close
+from trainer_material import assert_same_log, train
+from transformers import AutoConfig, AutoModelForCausalLM
+from trl import SFTTrainer
 
+from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.attention.install import PackedAttention, backend_installed, packed_attention
 from fastpack_trl.attention.interface import AttentionCall
@@ -159,3 +165,19 @@ def test_attention_dropout_acts_in_stocks_function_with_dense_masks() -> None:
     with packed_attention(model) as attention:
         assert attention.path == "sdpa"
         assert not torch.equal(forward(model), forward(model))
+
+
+@pytest.mark.parametrize(("packing", "path"), [(True, "documents"), (False, "stock")])
+def test_a_model_whose_layers_add_to_the_mask_trains_in_bf16_as_under_stock(
+    tmp_path: Path, packing: bool, path: str
+) -> None:
+    """Doge's learned mask moves hidden states by less than what bf16 does to those of other models."""
+    fields = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("doge", vocab_size=96, **fields))
+    given = {"packing": packing, "bf16": True, "router_aux_loss_coef": 0.0, "eval_strategy": "no"}
+    ours, stock = (train(cls, tmp_path, model=copy.deepcopy(model), **given) for cls in (FastSFTTrainer, SFTTrainer))
+    assert ours.fastpack_report["batches"].path == path
+    assert "makes an attention mask of its own" in str(ours.fastpack_report)
+    assert_same_log(ours, stock, rtol=2e-2)
+    for mine, theirs in zip(ours.model.parameters(), stock.model.parameters(), strict=True):
+        assert_close(mine, theirs, rtol=0, atol=5e-3)

@@ -251,7 +251,7 @@ def test_call_that_a_kernel_lacks_is_refused_by_name() -> None:
     batch = PackedBatch.from_lengths((3, 2))
     for name, requested, message in (
         ("per_document", {"dropout": 0.1}, r"attention dropout \(0\.1\).*packed_attention='sdpa'"),
-        ("varlen", {"dropout": 0.1}, r"varlen does not support dropout.*set packed_attention='per_document'"),
+        ("varlen", {"dropout": 0.1}, r"varlen has no dropout.*set packed_attention='per_document'"),
         ("varlen", {"softcap": 30.0}, r"varlen has no softcap.*set packed_attention='per_document'"),
     ):
         call = AttentionCall(*make_inputs(batch, torch.float32), SCALE, **requested)

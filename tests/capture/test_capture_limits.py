@@ -23,7 +23,7 @@ from fastpack_trl.testing import tiny_model
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB"), "no memory for the graph"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB"), "no memory for a graph"),
         (RuntimeError("operation not permitted when stream is capturing"), "be recorded: operation not permitted"),
     ],
     ids=["memory", "refused"],

@@ -219,7 +219,7 @@ def refused() -> None:
         assert "replay" not in ours.device_log
     for prepare, reason in (
         (lambda trainer: hook_of(0)(trainer.model), "hook" if dist.get_rank() == 0 else "rank 0: "),
-        (lambda trainer: None, "gradients of 0.0 GiB are reduced beside the backward pass"),
+        (lambda trainer: None, "gradients of 0.0 GiB are reduced during the backward pass"),
     ):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match=reason):
             patch.setattr(ddp, "_MOST_BYTES", 0 if "GiB" in reason else 1 << 30)

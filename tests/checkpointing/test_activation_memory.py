@@ -14,8 +14,9 @@ from compile_material import Counting, compile_with
 from offload_material import LAYERS
 from out_of_memory import too_large
 from torch import Tensor
-from trainer_material import build, figures, make_dataset, train
+from trainer_material import build, callback, figures, make_dataset, train
 from trl import SFTTrainer
+from trl.models.utils import unwrap_model_for_generation
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.checkpointing import activation_memory as memory
@@ -150,6 +151,27 @@ def test_what_the_user_says_is_respected_by_auto(tmp_path: Path, message: str) -
         trainer.fastpack_run.facts = None
     trainer.train()
     assert message in trainer.fastpack_report["activation_memory"].reason
+
+
+def test_generation_between_steps_leaves_the_plan(tmp_path: Path) -> None:
+    """TRL's helper, as `LogCompletionsCallback` uses it, switches checkpointing on for every layer."""
+    seen = []
+
+    def generate(state: Any, model: Any) -> None:
+        with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as unwrapped, torch.no_grad():
+            unwrapped.eval().generate(input_ids=torch.tensor([[5, 6, 7]]), max_new_tokens=2)
+        model.train()
+
+    def look(state: Any, model: Any) -> None:
+        seen.append([layer.gradient_checkpointing for layer in checkpointable_layers(model)])
+
+    trainer = fast(tmp_path, activation_memory="keep", gradient_checkpointing=True)
+    for event, act in (("on_step_end", generate), ("on_substep_end", look)):
+        trainer.add_callback(callback(event, act)())
+    version = trainer.fastpack_run.step.version
+    trainer.train()
+    assert seen == [[False] * LAYERS] * 3
+    assert trainer.fastpack_run.step.version == version + 1, "graphs stay"
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -164,11 +164,12 @@ def test_other_arguments_of_a_layer_are_left_alone(case: str) -> None:
         assert offload.use.most_held == (1 if case == "a list" else 2) * 256
 
 
-def test_an_input_changed_in_place_after_it_was_saved_is_an_error() -> None:
+@pytest.mark.parametrize("keep", [0, 2])
+def test_an_input_changed_in_place_after_it_was_saved_is_an_error(keep: int) -> None:
     layers = [Layer() for _ in range(2)]
-    with layers_offloaded(layers):
+    with offloaded(layers, streams=lambda _: RecordingStreams(), keep_last=keep):
         x = torch.randn(8, 8)
         hidden = layers[0](x)
         x.add_(1)
         with pytest.raises(RuntimeError, match="changed in place after it was saved"):
-            layers[1](hidden)
+            layers[1](hidden).sum().backward()

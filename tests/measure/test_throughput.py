@@ -91,6 +91,18 @@ def test_rates_are_differences_of_what_trl_counts_and_mfu_is_what_they_need(
     assert rate.per_second == pytest.approx(float(late[0] / late[1])), "after the first log"
 
 
+def test_a_second_run_counts_no_token_of_the_first(tmp_path: Path) -> None:
+    """TRL counts on, while the steps begin again."""
+    trainer, reporter = run(FastSFTTrainer, tmp_path, ThroughputCallback(PEAK), logging_steps=2, max_steps=4)
+    first = reporter.steps[-1]["num_tokens"]
+    trainer.train()
+    again, last = reporter.steps[-2:]
+    assert first < again["num_tokens"]
+    assert "tokens_per_second" not in again, "unknown where the count began"
+    tokens = last["tokens_per_second"] * last["step_time_ms"] * 2 / 1e3
+    assert tokens == pytest.approx(last["num_tokens"] - again["num_tokens"])
+
+
 def test_evaluation_takes_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that a batch of the evaluation moves on by 100 s, and a look at it by 1 ms."""
     clock = count(step=0.001)

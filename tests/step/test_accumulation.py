@@ -125,7 +125,7 @@ class _OwnStep(FastSFTTrainer):
         ("dense mask of sdpa", {"packed_attention": "sdpa"}, {}),
         ("NEFTune", {}, {"neftune_noise_alpha": 5.0}),
         ("longest document", {}, {"model": {"rope_parameters": DYNAMIC}}),
-        ("two rows are more than", {"sync_free": "auto"}, {"max_length": 2100}),
+        ("two rows exceed", {"sync_free": "auto"}, {"max_length": 2100}),
         ("training_step of _OwnStep", {}, {"cls": _OwnStep}),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from preference_material import assert_same, both, build, trained
+from trainer_material import callback
 
 from fastpack_trl.testing import count_host_syncs
 from fastpack_trl.trainers import online
@@ -62,6 +63,30 @@ def test_what_is_not_merged_is_said_and_stocks(options: dict[str, Any], why: str
     line = ours.fastpack_report["merge_accumulation"]
     assert line.status == "off"
     assert why in line.reason
+    assert_same(ours, stock, **CLOSE)
+
+
+def halve(state: Any, model: Any) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+def clamp(state: Any, model: Any) -> None:
+    if state.global_step == 1:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
+@pytest.mark.parametrize(("event", "act"), [("on_substep_end", halve), ("on_step_begin", clamp)])
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+def test_what_sees_gradients_of_each_micro_batch_sees_stocks(name: str, event: str, act: Any, tmp_path: Path) -> None:
+    options = STEP | {"optim": "sgd", "learning_rate": 0.03, "max_grad_norm": 0, "eval_strategy": "no"}
+    ours, stock = both(name, tmp_path, lambda: {"trainer": {"callbacks": [callback(event, act)()]}}, **options)
+    line = ours.fastpack_report["merge_accumulation"]
+    said = "on_substep_end of Calls" if act is halve else "a hook on the gradient of"
+    assert (line.status, said in line.reason) == ("off", True), line
     assert_same(ours, stock, **CLOSE)
 
 

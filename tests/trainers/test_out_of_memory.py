@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,7 @@ def test_a_captured_run_goes_on_without_graphs_and_with_the_figures_of_stock(
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=2e-4)
     line = ours.fastpack_report["cuda_graph"]
     assert (line.status, line.path) == ("off", "eager"), line
-    assert ("no memory for the graph" if place == "recording" else "a step ran out of memory") in line.reason
+    assert ("no memory for a graph" if place == "recording" else "a step ran out of memory") in line.reason
     assert sum("cuda_graph: eager from here on" in text for text in caplog.messages) == 1
 
 
@@ -169,6 +170,30 @@ def test_rows_of_ours_run_again_with_their_metrics(
     ours.train()
     assert full.raised == 1
     assert figures(ours) == figures(expected)
+
+
+def test_a_smaller_batch_of_auto_find_batch_size_has_its_own_second_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first batch size fails twice in a step, the next one once."""
+    numbers, sizes, head = count(1), [], losses.head_loss
+
+    def filling(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and next(numbers) in (1, 2, 4):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return head(*args, **kwargs)
+
+    class Sizes(FastSFTTrainer):
+        def get_train_dataloader(self) -> Any:
+            sizes.append(self._train_batch_size)
+            return super().get_train_dataloader()
+
+    monkeypatch.setattr(losses, "head_loss", filling)
+    options = {"packing": True, "max_steps": 2, "gradient_accumulation_steps": 2, "eval_strategy": "no"}
+    fast = {"merge_accumulation": "off"}
+    trainer = build(Sizes, tmp_path, model=tiny_model("qwen3"), fast=fast, auto_find_batch_size=True, **options)
+    trainer.train()
+    assert (sizes, trainer.state.global_step) == ([4, 3], 2)
 
 
 @pytest.mark.parametrize("training", [True, False])
