@@ -71,7 +71,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "without checkpointing": ({"checkpoint_offload": "double_buffer"}, {"gradient_checkpointing": False}),
     "use_reentrant=True stores": ({"checkpoint_offload": "single_buffer"}, REENTRANT),
     "'every_n_layers': 2": ({"activation_memory": "keep"}, {"gradient_checkpointing_kwargs": {"every_n_layers": 2}}),
-    "='double_buffer' says": ({"activation_memory": "checkpoint"}, {"checkpoint_offload": "double_buffer"}),
+    "='double_buffer' decides": ({"activation_memory": "checkpoint"}, {"checkpoint_offload": "double_buffer"}),
 }
 
 
