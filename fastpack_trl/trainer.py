@@ -46,6 +46,8 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
     _fastpack_stock = SFTTrainer
     _fastpack_kinds = ("any", "sft")
     _fastpack_plan = staticmethod(plan_batches)
+    _fastpack_decides: tuple[Any, ...] = ()
+    """What decided the batches of the last evaluation."""
     data_collator: Any  # set by transformers' Trainer; swapped while a loader is built
     _metrics = FlushedOnRead()
     _total_train_tokens = FlushedOnRead()
@@ -107,7 +109,10 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         return self.compute_metrics is None and description.lower() != "test" and isinstance(dataset, Dataset)
 
     def _fastpack_enter(self, stack: ExitStack) -> None:
-        getattr(self, "_eval_dataloaders", {}).clear()  # kept workers collate as the run that started them
+        decides = self.fastpack_run.plan, self.compute_metrics is None, type(self.data_collator)
+        if decides != self._fastpack_decides:  # kept workers collate as the evaluation that started them
+            getattr(self, "_eval_dataloaders", {}).clear()
+        self._fastpack_decides = decides
         self._fastpack_optimizer_step = step = OptimizerStep(self.fastpack_run)
         if self.fastpack_run.training:  # `auto_find_batch_size` begins again
             stack.enter_context(during_training(self, at_begin=step.reset))

@@ -123,8 +123,8 @@ def tell_stock_error(run: Run) -> None:
 
 
 def _checked(run: Run, attention: PackedAttention | None) -> PackingProof:
-    """Check the model; if its parameters are, or will be, in several processes, check a small copy instead."""
-    if not run.is_sharded:
+    """Check the model; a small copy if its parameters are, or will be, in several processes or on another device."""
+    if not run.is_sharded and next(run.model.parameters()).device.type == run.device.type:
         with suppress(ImportError):  # TRL's own forward lacks a kernel (weights in FP8, say), which ours does without
             return verify_packing(run.model, implementation="off", attention=attention)
     with small_copy(run.model, run.device, run.compute_dtype) as copy:

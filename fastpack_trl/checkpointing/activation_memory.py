@@ -18,7 +18,7 @@ from fastpack_trl.checkpointing.trace import layer_costs, probe_batches
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model import sharded
 from fastpack_trl.model.changes import callbacks_added, during_training
-from fastpack_trl.model.checkpoint_seam import CHECKPOINT
+from fastpack_trl.model.checkpoint_seam import stock_checkpoint
 from fastpack_trl.model.facts import UNREADABLE
 from fastpack_trl.model.hooks import HookWatch
 from fastpack_trl.model.preflight import against_plan, check_recompute
@@ -180,7 +180,7 @@ class ActivationMemory(TrainerCallback):
         self._stack.close()
 
     def _functions(self) -> list[Any]:
-        return [(layer.gradient_checkpointing, getattr(layer, CHECKPOINT, None)) for layer in self._layers]
+        return [(layer.gradient_checkpointing, stock_checkpoint(layer)) for layer in self._layers]
 
     def _install(self, changed: bool = True) -> None:
         self._stack.close()
