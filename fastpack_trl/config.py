@@ -200,7 +200,7 @@ class ModelSettings:
     layer_compile: Switch = choice(
         "auto",
         "Compile the decoder layers, one graph per kind of layer: auto (on CUDA, if it pays off over the remaining "
-        "steps), on (any device; on a CPU with packed_attention='sdpa') or off. Costs 7 to 21 seconds per kind of "
+        "steps), on (any device; on a CPU with packed_attention='sdpa') or off. Costs 10 to 20 seconds per kind of "
         "layer; later runs find most of it in Inductor's cache.",
     )
     moe_quantize_experts: Literal["off", "on"] = choice(

@@ -116,7 +116,7 @@ class BackboneGraphs(TrainerCallback):
             return None
         key = Key(id(backbone), trains, bool(others.get(ROUTER_LOGITS)), bucket)
         if key not in self._slots:
-            self._slots[key] = Slot(self._run, backbone, key, WARM_ROWS)
+            self._slots[key] = Slot(self._run, backbone, key, others, WARM_ROWS)
         self._slots[key].inputs.copy_row(batch, tokens)
         outputs = self._run_slot(self._slots[key], key, tokens.numel())
         return None if outputs is None else RowOutputs(outputs[0], outputs[1:] or None)

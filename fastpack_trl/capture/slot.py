@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -15,7 +16,6 @@ from fastpack_trl.lora.report import LoraReport
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.static_batch import StaticInputs
 from fastpack_trl.run import Run
-from fastpack_trl.step.loss import ROUTER_LOGITS
 
 _TRAINED, _SCORED = "trained", "scored"
 """Memory pools: activations of a forward with gradients wait for its backward while a reference is scored."""
@@ -43,9 +43,10 @@ class Slot:
         needs: number of rows that have to, before it is recorded.
     """
 
-    def __init__(self, run: Run, backbone: Any, key: Key, needs: int) -> None:
+    def __init__(self, run: Run, backbone: Any, key: Key, others: Mapping[str, Any], needs: int) -> None:
+        """`others` are keywords without effect (PEFT adds some): compiled layers are compiled for their number."""
         self.inputs = StaticInputs(key.bucket, run.device)
-        self._run, self._backbone, self._key = run, backbone, key
+        self._run, self._backbone, self._key, self._others = run, backbone, key, dict(others)
         self.warm, self.needs = 0, needs
         self.forward: torch.cuda.CUDAGraph | None = None
         self.backward: torch.cuda.CUDAGraph | None = None
@@ -67,7 +68,6 @@ class Slot:
         """
         adapters = self._run.get_state(LoraReport)
         adding_up = nullcontext() if adapters is None else adapters.adding_up()
-        routing = {ROUTER_LOGITS: True} if self._key.routes else {}
         kind = self._run.device.type
         # Casts of weights that an earlier call made would not be in a recording, nor those of a recording elsewhere.
         autocast = torch.autocast(
@@ -75,10 +75,10 @@ class Slot:
         )
         try:
             with autocast, adding_up:
-                outputs = self._backbone(**self.inputs.keywords, **routing, use_cache=False)
+                outputs = self._backbone(**self.inputs.keywords, **self._others, use_cache=False)
         finally:
             self.inputs.batch.clear_derived()
-        routers = getattr(outputs, "router_logits", None) if routing else None
+        routers = getattr(outputs, "router_logits", None) if self._key.routes else None
         return outputs.last_hidden_state, *(routers or ())
 
     def record(self, device: CudaGraphs, buffers: GradientBuffers | None) -> None:

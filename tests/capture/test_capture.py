@@ -48,6 +48,37 @@ def test_a_captured_run_trains_as_an_eager_one(tmp_path: Path, devices: Any, nam
     assert "3.00 GiB" in line.reason
 
 
+@pytest.mark.parametrize("options", [{"lora": {"task_type": "CAUSAL_LM"}}, {"family": "gpt_oss"}], ids=["lora", "moe"])
+def test_layers_get_the_keywords_of_an_eager_step(
+    tmp_path: Path, devices: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Layers that are compiled for some keywords are compiled again for others: PEFT adds two without a value."""
+    model = tiny_model(options.get("family", "qwen3"))
+    kind, static = type(model.get_decoder().layers[0]), []
+    forward, run_eagerly = kind.forward, slot.Slot.run_eagerly
+    keywords: dict[bool, set[Any]] = {True: set(), False: set()}
+
+    def seen(self: Any, hidden: torch.Tensor, **given: Any) -> Any:
+        if self.training:
+            plain = ((name, type(value), isinstance(value, bool) and value) for name, value in given.items())
+            keywords[bool(static)].add(frozenset(plain))
+        return forward(self, hidden, **given)
+
+    def of_a_slot(self: slot.Slot) -> Any:
+        static.append(self)
+        try:
+            return run_eagerly(self)
+        finally:
+            static.clear()
+
+    monkeypatch.setattr(kind, "forward", seen)
+    monkeypatch.setattr(slot.Slot, "run_eagerly", of_a_slot)
+    build(FastSFTTrainer, tmp_path, devices, model=model, **options).train()
+    assert devices.made[0].log.count("replay") >= 2
+    assert keywords[True] == keywords[False]
+    assert len(keywords[True]) == 1
+
+
 @pytest.mark.parametrize("optim", ["adamw_8bit", "paged_adamw_32bit", "adamw_torch"])
 def test_steps_of_bitsandbytes_are_ordered_with_captured_ones(tmp_path: Path, devices: Any, optim: str) -> None:
     if "torch" not in optim:

@@ -123,6 +123,15 @@ def test_captured_steps_differ_from_eager_ones_as_eager_runs_do(
     assert found[1] <= 2 * gradients + 2e-2, (found, pairs)
 
 
+def test_layers_are_compiled_once_for_eager_and_captured_rows(tmp_path: Path) -> None:
+    counters = torch._dynamo.utils.counters["stats"]
+    before = counters["unique_graphs"]
+    lora = {"task_type": "CAUSAL_LM"}
+    line = run(tmp_path, "llama", "lora", fast={"layer_compile": "on"}, lora=lora)[2]
+    assert line.path == "captured", line
+    assert counters["unique_graphs"] - before == 1
+
+
 def test_between_two_logs_a_captured_run_waits_for_nothing_and_launches_tens(tmp_path: Path) -> None:
     launches: list[int] = []
     waits: list[Any] = []
