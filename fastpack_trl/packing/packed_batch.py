@@ -180,13 +180,14 @@ class PackedBatch(TensorFields):
             ends_k = torch.from_numpy(np.append(0, keys.cumsum()).astype(np.int32))
             shared = SharedKeys(tuple(before.tolist()), torch.from_numpy(index), ends_k, int(keys.max()))
             places += before.repeat(segments)
-        position_ids = torch.from_numpy(places[None])
+        # Neither `places[None]`, whose first stride is 0, nor a view: torch may compile layers again for either.
+        position_ids = torch.from_numpy(places.reshape(1, total))
         return cls(
             seq_lengths=tuple(lengths.tolist()),
             num_padding=num_padding,
             cu_seqlens=torch.from_numpy(np.append(0, ends).astype(np.int32)),
             position_ids=position_ids,
-            seq_idx=torch.from_numpy(np.arange(len(segments), dtype=np.int32).repeat(segments)[None]),
+            seq_idx=torch.from_numpy(np.arange(len(segments), dtype=np.int32).repeat(segments).reshape(1, total)),
             max_seqlen=int(segments.max()),
             loss_positions=loss_positions,
             loss_labels=loss_labels,

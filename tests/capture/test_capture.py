@@ -52,7 +52,7 @@ def test_a_captured_run_trains_as_an_eager_one(tmp_path: Path, devices: Any, nam
 def test_layers_get_the_keywords_of_an_eager_step(
     tmp_path: Path, devices: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    """Layers that are compiled for some keywords are compiled again for others: PEFT adds two without a value."""
+    """Layers are compiled again for other keywords (PEFT adds two without a value), and for other strides."""
     model = tiny_model(options.get("family", "qwen3"))
     kind, static = type(model.get_decoder().layers[0]), []
     forward, run_eagerly = kind.forward, slot.Slot.run_eagerly
@@ -60,9 +60,13 @@ def test_layers_get_the_keywords_of_an_eager_step(
 
     def seen(self: Any, hidden: torch.Tensor, **given: Any) -> Any:
         if self.training:
-            plain = ((name, type(value), isinstance(value, bool) and value) for name, value in given.items())
-            keywords[bool(static)].add(frozenset(plain))
+            keywords[bool(static)].add(frozenset((name, described(value)) for name, value in given.items()))
         return forward(self, hidden, **given)
+
+    def described(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.dtype, value.dim(), value._is_view(), value.stride() == torch.empty(value.shape).stride()
+        return value if isinstance(value, bool) else type(value)
 
     def of_a_slot(self: slot.Slot) -> Any:
         static.append(self)

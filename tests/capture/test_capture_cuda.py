@@ -123,11 +123,13 @@ def test_captured_steps_differ_from_eager_ones_as_eager_runs_do(
     assert found[1] <= 2 * gradients + 2e-2, (found, pairs)
 
 
-def test_layers_are_compiled_once_for_eager_and_captured_rows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+def test_layers_are_compiled_once_for_eager_and_captured_rows(tmp_path: Path, checkpointing: bool) -> None:
     counters = torch._dynamo.utils.counters["stats"]
     before = counters["unique_graphs"]
-    lora = {"task_type": "CAUSAL_LM"}
-    line = run(tmp_path, "llama", "lora", fast={"layer_compile": "on"}, lora=lora)[2]
+    fast = {"layer_compile": "on"} | ({"activation_memory": "checkpoint"} if checkpointing else {})
+    more: dict[str, Any] = {"fast": fast, "gradient_checkpointing": checkpointing}
+    line = run(tmp_path, "llama", "lora", lora={"task_type": "CAUSAL_LM"}, **more)[2]
     assert line.path == "captured", line
     assert counters["unique_graphs"] - before == 1
 

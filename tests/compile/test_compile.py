@@ -55,15 +55,18 @@ def test_one_graph_per_window_for_ten_rows(
     assert sum(len(kind.members) for kind in layers.kinds) == 4
 
 
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 def test_rows_of_a_captured_run_take_the_graph_that_was_compiled_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpointing: bool
 ) -> None:
     """A recording switches off autocast's cache, and torch guards on that; here rows warm up, and none is recorded."""
     backend = Counting(differentiate=True)
     compile_with(backend, monkeypatch)
     monkeypatch.setattr("fastpack_trl.capture.graphs.WARM_ROWS", STEPS)
     with capturing() as devices:
-        trainer = build(FastSFTTrainer, tmp_path, devices, lora=True, fast={"layer_compile": "on"})
+        fast = {"layer_compile": "on"} | ({"activation_memory": "checkpoint"} if checkpointing else {})
+        more: dict[str, Any] = {"fast": fast, "gradient_checkpointing": checkpointing}
+        trainer = build(FastSFTTrainer, tmp_path, devices, lora={"task_type": "CAUSAL_LM"}, **more)
         trainer.train()
     assert "no row was recorded" in trainer.fastpack_report["cuda_graph"].reason
     assert (trainer.fastpack_report["layer_compile"].path, backend.graphs) == ("compiled", 1)
