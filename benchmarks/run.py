@@ -142,7 +142,7 @@ SIDES = {
 
 
 def train(
-    row: Mapping[str, Any], side: str, *, seed: int, steps: int, threads: int, profiled: int = 2, profile: str = ""
+    row: Mapping[str, Any], side: str, *, seed: int, steps: int, threads: int, profiled: int = 3, profile: str = ""
 ) -> dict[str, Any]:  # fmt: skip
     """Train one side of a row in this process; return its figures.
 
@@ -277,7 +277,7 @@ def measure(args: Namespace) -> Iterator[dict[str, Any]]:
                         continue
                     if not (caches and SIDES[side].warm_caches):  # else those of the run before
                         caches = tempfile.mkdtemp(dir=folder)
-                    options = {"steps": steps_of(row, args.steps), "profiled": 2 * (number == 0 or args.profile)}
+                    options = {"steps": steps_of(row, args.steps), "profiled": 3 * (number == 0 or args.profile)}
                     start = partial(launcher, row, side, args, caches, **options)
                     found = run_once(name, side, args, start)
                     yield {"case": row.case, "row": name, "side": side, "round": number, **processes, **found, **about}
@@ -289,7 +289,7 @@ def run_once(name: str, side: str, args: Namespace, start: Callable[..., OwnProc
         return start()({"row": name}, side)
     with tempfile.NamedTemporaryFile(suffix=".txt") as file:
         found = start(profile=file.name)({"row": name}, side)
-        print(f"{name}, {side}: kernels of the profiled steps\n{Path(file.name).read_text(encoding='utf-8')}")
+        print(f"{name}, {side}: kernels of a step\n{Path(file.name).read_text(encoding='utf-8')}")
         return found
 
 
@@ -308,7 +308,7 @@ def parse(words: Sequence[str]) -> Namespace:
     add("--processes", type=int, default=2, help="of --launcher accelerate (default: %(default)s)")
     add("--steps", type=int, help="least timed steps (default: 60, 24 from 8B on, 6 on a CPU)")
     add("--timeout", type=float, default=900, help="seconds of one run (default: %(default)s)")
-    add("--profile", action="store_true", help="print the kernels of the profiled steps by their time")
+    add("--profile", action="store_true", help="print the kernels of a step by their time")
     args = parser.measurement(words, threads=min(8, torch.get_num_threads()))
     args.rows = known_names("row", args.rows, ROWS)
     args.sides = known_names("side", args.sides, SIDES) if args.sides else None

@@ -41,7 +41,7 @@ def train_side(
         changes = {"activation_memory": "off", "checkpoint_offload": "off"}
     elif name == COMPILED and cuda and transformers.utils.is_liger_kernel_available():
         changes = {"use_liger_kernel": True}
-    watch = Watch(warmup=warmup, timed=timed, gate=gate, settling=SETTLING * cuda, profiled=2, count_syncs=True)
+    watch = Watch(warmup=warmup, timed=timed, gate=gate, settling=SETTLING * cuda, profiled=3, count_syncs=True)
 
     def checked() -> Any:
         trainer = build(trainer_class, config_class, **LONG, **changes)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class SideResult:
         first_step_seconds, warmup_seconds: from the start of `train()` to the end of the first step and of the warm-up.
         peak_gib, reserved_gib: peak device memory that was allocated, and that torch held: the card must have the
             latter. None on the CPU.
-        profile: launches and busy seconds per step under the profiler; empty without one.
+        profile: median launches and busy seconds of steps under the profiler (a new bucket makes many launches).
         host_syncs: operations in one step for which the host waits for the device; None if they were not counted.
         compares: the figure that the gate compares, `LOSS` or `GRADIENT_NORM`.
         setting, path: the model and data, and the implementations that ran, for people.
@@ -89,7 +90,7 @@ class Watch(TrainerCallback):
         settling: steps of the warm-up after the features of a trainer of ours are decided.
         longest_warmup: steps after which the warm-up ends in any case.
         profiled: steps under torch.profiler after the timed ones, on a GPU or if there are `kernels`.
-        kernels: file for the profiler's table of the kernels of these steps.
+        kernels: file for the profiler's table of the kernels of the last of them.
         count_syncs: count the host syncs of one more step.
     """
 
@@ -163,10 +164,12 @@ class Watch(TrainerCallback):
             result.path = ", ".join(f"{line.feature} {line.path}" for line in report if line.status == "on")
         self._is_logged = False  # a log reads the device, and launches kernels
         if self.profiled and (result.device == "cuda" or self.kernels):
-            with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profiler:
-                for _ in range(self.profiled):
+            figures: list[dict[str, float]] = []
+            for _ in range(self.profiled):
+                with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profiler:
                     yield
-            result.profile = profile_figures(profiler.events() or (), self.profiled)
+                figures.append(profile_figures(profiler.events() or ()))
+            result.profile = {name: median(each[name] for each in figures) for name in figures[0]}
             if self.kernels:
                 order = f"self_{'cuda' if result.device == 'cuda' else 'cpu'}_time_total"
                 table = profiler.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=90)
@@ -245,18 +248,15 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def profile_figures(events: Iterable[Any], steps: int) -> dict[str, float]:
-    """Return launches and busy seconds of the device, each per step of `steps`.
-
-    The idle share of a step is 1 - ``busy_seconds`` / its seconds, timed without the profiler.
-    """
+def profile_figures(events: Iterable[Any]) -> dict[str, float]:
+    """Return launches and busy seconds of the device: a step is idle for the rest of its seconds without a profiler."""
     launches, spans = 0, list[tuple[float, float]]()
     for event in events:
         if event.device_type == DeviceType.CPU:
             launches += event.name.startswith(_LAUNCHES)
         elif event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
             spans.append((event.time_range.start, event.time_range.end))
-    return {"launches": launches / steps, "busy_seconds": covered(spans) / 1e6 / steps}
+    return {"launches": launches, "busy_seconds": covered(spans) / 1e6}
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:

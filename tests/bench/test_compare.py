@@ -112,12 +112,12 @@ def test_the_picture_shows_every_side(record: dict[str, Any], tmp_path: Path) ->
 
 def test_a_watch_records_each_step_as_the_log_has_it_and_ends_the_run(tmp_path: Path) -> None:
     trainer, waiting = _build(tmp_path, logging_steps=3)(*SFT.classes), [True] * 2
-    watch = Watch(warmup=2, timed=3, settling=1, profiled=1, kernels=str(tmp_path / "kernels"), count_syncs=True)
+    watch = Watch(warmup=2, timed=3, settling=1, profiled=2, kernels=str(tmp_path / "kernels"), count_syncs=True)
     found = run_side(
         lambda: trainer, watch,
         around=lambda trainer: trainer.fastpack_run.step.waiting_for(lambda: bool(waiting and waiting.pop())),
     )  # fmt: skip
-    assert trainer.state.global_step == 4 + 3 + 1 + 1  # warmed up in step 3, and one step more
+    assert trainer.state.global_step == 4 + 3 + 2 + 1  # warmed up in step 3, and one step more
     assert (found.warmup_steps, len(found.seconds)) == (4, 3)
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert found.losses == [entry["loss"] for entry in logs]
