@@ -102,8 +102,9 @@ class BackboneGraphs(TrainerCallback):
             return None
         watched = self._watched(backbone)
         self._look_for_watchers(watched, begins=trains and self._rule.begins_step())
-        given = [value for name, value in others.items() if name != ROUTER_LOGITS]
-        if self.has_ended or any(value is not None and value is not False for value in given):
+        # Without effect are None, False, and the named outputs that PEFT's reward models ask for.
+        given = ((name == "return_dict", value) for name, value in others.items() if name != ROUTER_LOGITS)
+        if self.has_ended or any(value is not None and value is not plain for plain, value in given):
             return None
         bucket = self._bucket(batch)
         if bucket is None or (trains and self._is_open):

@@ -116,8 +116,9 @@ def packed_call(
     packed, hidden = kwargs.get("packed_layer"), args[0] if args else None
     if packed is None or not layer.training or not torch.is_grad_enabled():
         return None
-    # Sizes 0 and 1 are compiled as constants: a graph of their own for a row of one token.
-    if not isinstance(hidden, Tensor) or hidden.dim() != 3 or hidden.shape[1] < 2:
+    # Sizes 0 and 1 are compiled as constants: a graph of their own for a row of one token, or of one chunk.
+    one_chunk = any(isinstance(value, Chunks) and value.causal.shape[0] < 2 for value in kwargs.values())
+    if not isinstance(hidden, Tensor) or hidden.dim() != 3 or hidden.shape[1] < 2 or one_chunk:
         return None
     names = tuple((_recorder.get() if _recorder is not None else None) or ())
     if getattr(packed, "calls_per_document", False) or not _RECORDED.issuperset(names):

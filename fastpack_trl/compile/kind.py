@@ -37,7 +37,7 @@ LayerRun = Callable[..., Any]
 COMPILE_SECONDS = 12.0
 """Seconds to compile one kind of layer with cold caches: 11 to 13 on an H100 for Qwen3 0.6B; 3 with warm ones."""
 SAVED = 0.3
-"""Share of an eager layer step that compiling saves: 0.2 to 0.42 there. In 71 comparisons it was never slower."""
+"""Share of an eager layer step that compiling saves: 0.2 to 0.42 on an H200. In 71 comparisons it was never slower."""
 LAUNCH_SECONDS, FLOPS_PER_SECOND = 3e-3, 5e14
 """Seconds that the host takes to launch the forward and backward pass of a layer, and the rate at which an H200 runs
 its matmuls if these take longer: an eager step is assumed to take the larger of the two."""

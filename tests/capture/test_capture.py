@@ -66,7 +66,7 @@ def test_layers_get_the_keywords_of_an_eager_step(
     def described(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return value.dtype, value.dim(), value._is_view(), value.stride() == torch.empty(value.shape).stride()
-        return value if isinstance(value, bool) else type(value)
+        return (type(value), *map(described, value if isinstance(value, tuple) else ()), value is True)
 
     def of_a_slot(self: slot.Slot) -> Any:
         static.append(self)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from preference_material import assert_same, build, trained
 from transformers import TrainerCallback
 
@@ -55,6 +56,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "DPO-full": {"lora": False, "gradient_checkpointing": True},
     "DPO-accumulated": {"lora": True, "gradient_accumulation_steps": 2},
     "KTO-uneven": {"lora": True, "data": uneven_completions(), "max_steps": 32},
+    "Reward-named": {"trainer": {"peft_config": LoraConfig(r=4, target_modules=["q_proj"], task_type="SEQ_CLS")}},
     "Reward-head": {"lora": False, "around": lambda made: made.model.model.requires_grad_(False)},
 }
 

@@ -96,6 +96,7 @@ def _parent(folder: str) -> NoReturn:
     import importlib
     from select import select
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
     for name in MODULES:
         importlib.import_module(name)
     gc.collect()
