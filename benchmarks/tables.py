@@ -92,8 +92,8 @@ NOT_RUN = """- Whole gpt-oss-20b and Qwen3-30B-A3B: 4 of their layers start soon
 - flash-attn-4 and Liger's kernels in other rows than those above: device time."""
 LEFT = "row", "side", "ms a step", "quartiles", "rounds, ms", "tokens a step", "tokens/s"
 RIGHT = (
-    "first step, s", "whole run, ms a step", "whole run, times", "loss apart", "peak, GiB", "launches",
-    "idle", "commit",
+    "first step, s", "whole run, ms a step", "whole run, times", "loss apart", "peak, GiB", "launches", "idle",
+    "commit",
 )  # fmt: skip
 """Columns of a table; between them is one for each side that the others are compared with."""
 README_ROWS = {
@@ -357,8 +357,8 @@ def readme(records: Sequence[Run]) -> str:
     stock, own = (sides[name].runs[0].get("profile") for name in ("trl", OURS))
     idle = 1 - stock["busy_seconds"] / trl.step if stock else 0.0
     why = (
-        f"In the last row TRL is launch-bound: a step launches {stock['launches']:,.0f} kernels and leaves the GPU "
-        f"idle {idle:.0%} of the time, so a faster host narrows the gap. fastpack launches {own['launches']:,.0f}."
+        f"In the table's last row TRL is launch-bound: a step launches {stock['launches']:,.0f} kernels and leaves the "
+        f"GPU idle {idle:.0%} of the time, so a faster host narrows the gap. fastpack launches {own['launches']:,.0f}."
     ) if stock and own and idle > 0.5 else ""  # fmt: skip
     return "\n\n".join(filter(None, [grid(columns, lines), said, picture, why]))
 
