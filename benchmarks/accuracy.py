@@ -202,7 +202,7 @@ def _first_step(shown: Mapping[str, Training], records: Iterable[Run]) -> Iterat
         loss = max(training.apart(DEFAULT)[0] for training in shown.values())
         yield fill(
             f"In the first step losses differ by at most {loss:.4f}, gradient norms by {median(norms):.2%} (median) "
-            f"and {max(norms):.1%} at most. Loss and norm in that case ({TRAININGS[trl['row']]}, seed {trl['seed']}): "
+            f"and {max(norms):.1%} at most. Loss and norm there ({TRAININGS[trl['row']]}, seed {trl['seed']}): "
             f"{', '.join(values)}.",
             118,
         )
@@ -221,8 +221,8 @@ def _verdict(shown: Mapping[str, Training]) -> Iterator[str]:
         loss = max(abs(mean) + half for (_, key), (mean, half) in found.items() if key == "loss")
         said = (
             f"Intervals that exclude zero: {len(outside)} of {len(found)} "
-            f"({0.05 * len(found):.1f} expected by chance){': ' * bool(outside)}{'; '.join(outside)}. The widest "
-            f"interval of the loss reaches {loss:.4f}; smaller effects cannot be ruled out."
+            f"({0.05 * len(found):.1f} expected by chance){': ' * bool(outside)}{'; '.join(outside)}. Loss "
+            f"differences below {loss:.4f} cannot be ruled out."
         )
         yield fill(said, 118)
     forms, apart = {"loss": "+.4f", "held": "+.0f", "unseen": "+.0f"}, list[str]()

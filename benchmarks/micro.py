@@ -1,6 +1,6 @@
 """``python -m benchmarks micro``: kernels and work of the host alone, the sides of a row in turn in one process.
 
-    python -m benchmarks micro --rows collate experts --json mine.jsonl
+    python -m benchmarks micro --rows collate "experts small-gpt-oss" --json mine.jsonl
     python -m benchmarks micro --rows "experts gpt-oss-20b lora 8192 uniform" --rounds 7
 
 A row is a function that returns a callable per side. On a GPU a round is the median of `triton.testing.do_bench`, on a

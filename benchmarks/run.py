@@ -8,7 +8,7 @@ A run is the first steps of a run of 500: the warm-up lasts until all that pays 
 ``--steps`` are timed, on a GPU as many more as fill 15 s, in windows of ten between two logs (six from 8B on), each to
 the end of the device's work. Rows ``start ...`` are whole runs. The file of ``--json`` grows run by run, and the same
 command continues it.
-The variable BENCHMARKS_FLASH_ATTN_4 names a folder with flash-attn-4 that only the side of that name finds: where it
+The variable BENCHMARKS_FLASH_ATTN_4 names a folder with flash-attn-4 that only the sides of that name find: where it
 is installed, all of our sides take it.
 """
 
@@ -44,8 +44,8 @@ from fastpack_trl.bench.sides import compiled_regions
 from fastpack_trl.bench.watch import LONGEST_WARMUP, SETTLING, Watch, run_side
 from fastpack_trl.errors import UserError
 
-FLASH_4, FLASH_4_PATH = "fastpack flash-attn-4", "BENCHMARKS_FLASH_ATTN_4"
-"""Side that trains with flash-attn-4, and the variable with its folder if no other side shall find it."""
+FLASH_4, FLASH_4_PATH = "flash-attn-4", "BENCHMARKS_FLASH_ATTN_4"
+"""In the names of sides that train with it, and the variable with its folder if no other side shall find it."""
 WINDOW = 10
 """Steps between two logs, which are timed together: a user's run does not wait for the device after each step."""
 LEAST_SECONDS = 15.0
@@ -53,6 +53,12 @@ LEAST_SECONDS = 15.0
 LARGE = ("qwen3-8b", "qwen3-14b", "qwen3-30b-a3b", "qwen3-32b")
 REGIONS = {"BACKEND": "INDUCTOR", "USE_REGIONAL_COMPILATION": "true"}
 FSDP = ("--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
+
+
+def with_flash_attn_4(trainer: Any, within: Callable[[Any], Any] = contextlib.nullcontext) -> Any:
+    """Give TRL's model transformers' own interface of FlashAttention-4, then enter `within`."""
+    trainer.model.set_attn_implementation("flash_attention_4")
+    return within(trainer)
 
 
 @contextlib.contextmanager
@@ -116,11 +122,12 @@ class Windows(Watch):
             self.timed = max(self.timed, min(self.most, math.ceil(wanted)))
 
 
-SAME_MEMORY = {"activation_memory": "checkpoint"}
-OFFLOAD = {"activation_memory": "offload"}
+SAME_MEMORY, OFFLOAD = {"activation_memory": "checkpoint"}, {"activation_memory": "offload"}
 SIDES = {
     "trl": Side(),
     "trl compiled": Side(around=compiled_regions),
+    "trl flash-attn-4": Side(around=with_flash_attn_4),
+    "trl compiled flash-attn-4": Side(around=partial(with_flash_attn_4, within=compiled_regions)),
     "trl liger": Side(fields={"use_liger_kernel": True}),
     "trl offload": Side(fields={"activation_offloading": True}),
     "fastpack same memory": Side(True, SAME_MEMORY),
@@ -128,7 +135,7 @@ SIDES = {
     "fastpack eager": Side(True, {"cuda_graph": "off"}),
     "fastpack fp8": Side(True, {"frozen_base": "fp8"}),
     "fastpack whole documents": Side(True, {"share_prefixes": "off"}),
-    FLASH_4: Side(True, {"packed_attention": "flash_attention_4"}),
+    "fastpack flash-attn-4": Side(True, {"packed_attention": "flash_attention_4"}),
     "fastpack": Side(True),
     "metadata per layer": Side(around=metadata_per_layer),
     "metadata once": Side(around=partial(packed, implementation="sdpa")),
@@ -173,7 +180,7 @@ def train(
         around = learner_alone if what.is_online else how.around
         watch = replace(watch_of(what, steps), profiled=profiled, kernels=profile)
         result = run_side(build, watch, around=around, seed=seed)
-    packages = {"flash_attn_4": version("flash-attn-4")} if side == FLASH_4 else {}
+    packages = {"flash_attn_4": version("flash-attn-4")} if FLASH_4 in side else {}
     return figures(result, what, watch.window) | weights | packages
 
 
@@ -228,7 +235,7 @@ def launcher(row: Row, side: str, args: Namespace, caches: str, **more: Any) -> 
     found = process_command(function, row.engine, args.processes) if row.engine else OwnProcess(function)
     environment = {**found.environment, TEXTS: str(Path(caches).parent)}
     environment |= {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor", "TRITON_CACHE_DIR": f"{caches}/triton"}
-    if side == FLASH_4 and FLASH_4_PATH in os.environ:
+    if FLASH_4 in side and FLASH_4_PATH in os.environ:
         environment["PYTHONPATH"] = os.pathsep.join([*sys.path, os.environ[FLASH_4_PATH]])
     options = {"seed": args.seed, "threads": args.threads, **more}
     return replace(found, options=options, timeout=args.timeout, environment=environment)

@@ -74,27 +74,25 @@ Made by `python -m benchmarks tables` from the records in `benchmarks/results/`;
 one machine; sides are compared within one command only. Each command runs at the commit it names; today's form is
 `python -m benchmarks run`.
 
-- *trl*: TRL's trainer as installed, with gradient checkpointing; *trl compiled*: its layers compiled by accelerate.
-- *fastpack*: at its defaults; *fastpack same memory*: it recomputes as TRL does; *fastpack flash-attn-4*: with that.
+- *trl*: TRL's trainer as installed, with gradient checkpointing and transformers' default attention (sdpa with a mask;
+  gpt-oss: eager); *trl compiled*: its layers compiled by accelerate. *flash-attn-4*: with FlashAttention-4.
+- *fastpack*: at its defaults; *fastpack same memory*: it recomputes as TRL does; its graphs need some memory on top.
 - *times*: that side's time over this one's, for the same tokens; above 1 this one is faster.
 - *tokens*: without padding. *peak*: reserved by torch, CUDA graphs included; in older records tensors and graphs.
 - *whole run*: estimate for 500 steps: measured steps as they were, the rest at the mean (fastpack) or median (other
-  sides) of the timed steps.
+  sides) of the timed ones: at least 15 s on a GPU (in older records 5 to 60 steps), 6 steps on a CPU.
 - *launches*: kernels per step; *idle*: share of a step in which the GPU waits.
-- *loss apart*: largest relative difference from TRL of a logged loss in the first 24 steps. fastpack's speed is shown
-  only if it is at most 1e-3, the limit stated above the table, or that of TRL's compiled layers (2e-3 at most). Not
-  checked: TRL's sides; gpt-oss, which leaks under TRL; rows under a memory cap.
-- GPU records of commit c829a26 time 24, 40 or 60 steps after the first 24; newer ones at least 15 s."""
-NOT_RUN = """- Whole gpt-oss-20b and Qwen3-30B-A3B: 4 of their layers start sooner, and fit on one card under TRL too.
-- All 500 steps of a run: at least 48 are measured. GRPO and RLOO with generation: the learner alone is timed.
+- *loss apart*: largest relative difference from TRL of a logged loss in the first 24 steps; for GRPO of a gradient
+  norm, as its loss does not depend on the model. fastpack's speed is shown only within 1e-3, the limit above the table,
+  or the difference of TRL's compiled layers (2e-3 at most). Not checked: TRL's sides; gpt-oss (leaks); memory caps."""
+NOT_RUN = """- TRL with FlashAttention-2 or 3: no wheel. Whole gpt-oss-20b and Qwen3-30B-A3B: device time.
+- All 500 steps of a run: 48 or more are measured on an H100. GRPO and RLOO with generation: the learner alone is timed.
 - GRPO, recomputing as TRL: fastpack recomputes there by default, since its rows may have any length.
 - Other cards than H100 and H200, more than two GPUs: no such machine. DeepSpeed, FSDP 1: most features are off.
 - flash-attn-4 and Liger's kernels in other rows than those above: device time."""
 LEFT = "row", "side", "ms a step", "quartiles", "rounds, ms", "tokens a step", "tokens/s"
-RIGHT = (
-    "first step, s", "whole run, ms a step", "whole run, times", "loss apart", "peak, GiB", "launches", "idle",
-    "commit",
-)  # fmt: skip
+RIGHT = ("first step, s", "whole run, ms a step", "whole run, times", "loss apart", "peak, GiB", "launches", "idle",
+         "commit")  # fmt: skip
 """Columns of a table; between them is one for each side that the others are compared with."""
 README_ROWS = {
     "qwen3-8b lora 4096": "Qwen3-8B LoRA",
@@ -149,21 +147,20 @@ class Side:
 
     def times(self, other: Side, whole: bool = False) -> float:
         """Return how many times as fast as `other` this side is; per token of the timed steps if both count them."""
-        if whole:  # the same rows on both sides
-            return other.whole / self.whole
         share = self.tokens / other.tokens if self.tokens and other.tokens else 1.0
-        return other.step / self.step * share
+        return (other.whole / self.whole if whole else other.step / self.step) * share
 
     def apart(self, other: Side) -> float | None:
         """Return the largest relative difference of a loss of the same early step, in any round; inf with a NaN.
 
-        None if none was logged by both.
+        None if none was logged by both. For GRPO and RLOO of a gradient norm.
         """
-        theirs = other.runs[0].get("losses") or {}
+        name = "grad_norms" if self.runs[0]["row"].startswith(("grpo", "rloo")) else "losses"
+        theirs = other.runs[0].get(name) or {}
         found = [
             abs(loss - theirs[step]) / max(abs(theirs[step]), 1e-2)
             for run in self.runs
-            for step, loss in (run.get("losses") or {}).items()
+            for step, loss in (run.get(name) or {}).items()
             if step in theirs and int(step) <= COMPARED
         ]
         return max((one if isfinite(one) else inf for one in found), default=None)
@@ -277,8 +274,7 @@ def page(records: Sequence[Run]) -> str:
             found = [run for run in of_case if run["machine"].get("gpu", "CPU") == device]
             apart = f" Largest loss difference allowed: {what.budget:g}." if 1e-3 < what.budget < 1 else ""
             parts += [f"## {what.title}, {device}", what.text + apart, table(case, found), "\n".join(_sources(found))]
-    losers = list(little(records))
-    if losers:
+    if losers := list(little(records)):
         said = f"Rows in which fastpack is under {LITTLE} times as fast as another side."
         parts += ["## Where it does not help", said, grid("row | device | side | other side | >times", losers)]
     if records:
@@ -346,18 +342,18 @@ def readme(records: Sequence[Run]) -> str:
     columns = "training | >speed over TRL | >over TRL compiled | >speed, recomputing as TRL"
     columns += " | >GiB, TRL | >GiB, recomputing as TRL | >GiB, fastpack"
     said = (
-        f"{', '.join(devices)}; runs of 500 steps, slow first ones included, estimated from 48 or more; packed rows of "
-        "4,096 tokens, LoRA of rank 16, real text, random weights. fastpack uses free GPU memory; "
-        '*recomputing as TRL*: `activation_memory="checkpoint"`. Over 500 steps, compiling can make TRL slower. '
+        f"{', '.join(devices)}; runs of 500 steps, start included, estimated from 48 or more; packed rows of "
+        "4,096 tokens (last row: documents of about 230), code, LoRA of rank 16, random bf16 weights. TRL uses "
+        "transformers' default attention; in gpt-oss its documents see each other. fastpack uses free GPU memory; "
+        '*recomputing as TRL*: `activation_memory="checkpoint"`. '
         f"{'Empty cells were not measured. ' * any('' in line for line in lines)}"
-        "[All results](benchmarks/RESULTS.md). "
-        "[Accuracy with pretrained weights](docs/accuracy.md)."
+        "[All results](benchmarks/RESULTS.md). [Accuracy with pretrained weights](docs/accuracy.md)."
     )
     picture = f"![time and memory of TRL and fastpack](docs/figures/{FIGURE.name})"
     stock, own = (sides[name].runs[0].get("profile") for name in ("trl", OURS))
     idle = 1 - stock["busy_seconds"] / trl.step if stock else 0.0
     why = (
-        f"In the table's last row TRL is launch-bound: a step launches {stock['launches']:,.0f} kernels and leaves the "
+        f"In the last row TRL is launch-bound: a step launches {stock['launches']:,.0f} kernels and leaves the "
         f"GPU idle {idle:.0%} of the time, so a faster host narrows the gap. fastpack launches {own['launches']:,.0f}."
     ) if stock and own and idle > 0.5 else ""  # fmt: skip
     return "\n\n".join(filter(None, [grid(columns, lines), said, picture, why]))

@@ -35,7 +35,7 @@ LayerRun = Callable[..., Any]
 """Maps hidden states, (1, total_tokens, hidden_size), to the output of a layer."""
 
 COMPILE_SECONDS = 12.0
-"""Seconds to compile one kind of layer with cold caches: 11 to 13 on an H100 for Qwen3 0.6B; 3 with warm ones."""
+"""Seconds to compile one kind of layer with cold caches: 11 to 19 on an H100, 14 in the median; 3 with warm ones."""
 SAVED = 0.3
 """Share of an eager layer step that compiling saves: 0.2 to 0.42 on an H200. In 71 comparisons it was never slower."""
 LAUNCH_SECONDS, FLOPS_PER_SECOND = 3e-3, 5e14

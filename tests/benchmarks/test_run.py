@@ -170,14 +170,15 @@ def test_every_row_has_a_model_fields_sides_and_a_table() -> None:
         assert row.arguments("cpu")["max_steps"] >= 20, name
         assert row.depth.split(" of ")[0] == str(shape.layers)
     for shape in MODELS.values():
-        small = build_model(shape.cut_to(1), positions=32, seed=0, device="meta")
-        assert small.config.num_hidden_layers == 1
+        assert build_model(shape.cut_to(1), positions=32, seed=0, device="meta").config.num_hidden_layers == 1
 
 
 def test_sides_that_are_ours_have_fields_of_ours() -> None:
     assert {name for name, side in SIDES.items() if side.ours} == {n for n in SIDES if n.startswith("fastpack")}
     for side in filter(lambda side: side.ours, SIDES.values()):
         FastSFTConfig(output_dir="out", use_cpu=True, bf16=False, **side.fields)
+    with pytest.raises((ImportError, ValueError), match=r"(?i)flash.?attention.?4"):
+        train({"row": "tiny-qwen3 full 256"}, "trl flash-attn-4", seed=0, steps=1, threads=1)
 
 
 def test_the_package_stands_alone_and_the_benchmarks_list_their_commands(capsys: pytest.CaptureFixture[str]) -> None:
