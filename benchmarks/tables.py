@@ -343,19 +343,19 @@ def readme(records: Sequence[Run]) -> str:
     columns += " | >GiB, TRL | >GiB, recomputing as TRL | >GiB, fastpack"
     said = (
         f"{', '.join(devices)}; runs of 500 steps, start included, estimated from 48 or more; packed rows of "
-        "4,096 tokens (last row: documents of about 230), code, LoRA of rank 16, random bf16 weights. TRL uses "
-        "transformers' default attention; in gpt-oss its documents see each other. fastpack uses free GPU memory; "
-        '*recomputing as TRL*: `activation_memory="checkpoint"`. '
+        "4,096 tokens, code, LoRA of rank 16, random bf16 weights. TRL uses transformers' default attention; in "
+        "gpt-oss its documents see each other. fastpack uses free GPU memory; *recomputing as TRL*: "
+        '`activation_memory="checkpoint"`. '
         f"{'Empty cells were not measured. ' * any('' in line for line in lines)}"
         "[All results](benchmarks/RESULTS.md). [Accuracy with pretrained weights](docs/accuracy.md)."
     )
     picture = f"![time and memory of TRL and fastpack](docs/figures/{FIGURE.name})"
     stock, own = (sides[name].runs[0].get("profile") for name in ("trl", OURS))
-    idle = 1 - stock["busy_seconds"] / trl.step if stock else 0.0
+    idle, few = 1 - stock["busy_seconds"] / trl.step if stock else 0.0, own and f"{own['launches']:,.0f}"
     why = (
-        f"In the last row TRL is launch-bound: a step launches {stock['launches']:,.0f} kernels and leaves the "
-        f"GPU idle {idle:.0%} of the time, so a faster host narrows the gap. fastpack launches {own['launches']:,.0f}."
-    ) if stock and own and idle > 0.5 else ""  # fmt: skip
+        f"In the last row ({trl.tokens:,.0f} tokens) TRL is launch-bound: a step launches {stock['launches']:,.0f} "
+        f"kernels, and the GPU idles {idle:.0%} of the time. fastpack launches {few}. A faster host narrows the gap."
+    ) if stock and own and trl.tokens and idle > 0.5 else ""  # fmt: skip
     return "\n\n".join(filter(None, [grid(columns, lines), said, picture, why]))
 
 

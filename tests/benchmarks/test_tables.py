@@ -105,21 +105,21 @@ def test_no_speed_is_shown_if_losses_differ_early_unless_documents_leak() -> Non
     assert "losses differ" in tables.table("sft", pair({"1": 2.0, "2": float("nan")}, {"1": 2.0, "2": 1.9}))
     later = [*near, run_of("fastpack", 0.5, losses={"1": 2.5}, round=1)]
     assert "losses differ" in tables.table("sft", later), "in any round"
+    norms = [run_of(side, row="grpo x", grad_norms={"1": norm}) for side, norm in (("trl", 1.0), ("fastpack", 1.1))]
+    assert "losses differ" in tables.table("sft", norms), "GRPO's loss does not depend on the model"
     recomputing = run_of("fastpack same memory", losses={"1": 3.0})
     assert tables.readme([*near, recomputing]).count("losses differ") == 1, "in its cell"
 
 
 def test_what_was_not_measured_or_failed_is_not_shown() -> None:
-    assert tables.readme([]) == "Nothing is measured."
-    assert "##" not in tables.page([])
+    assert (tables.readme([]), "##" in tables.page([])) == ("Nothing is measured.", False)
     text = tables.table("sft", [run_of("fastpack", peak_gib=None), run_of("trl", peak_gib=None)])
     assert [line.split(" | ")[1] for line in text.splitlines()[2:]] == ["trl", "fastpack"], "in one order"
     assert "peak" not in text
     none = run_of("trl", case="memory_caps") | {"seconds": [], "largest": 0}
     assert "| trl | no row fits |" in tables.table("memory_caps", [none, run_of("fastpack", case="memory_caps")])
     assert [*tables.little([none, run_of("fastpack", case="memory_caps")])] == []
-    failed = {key: value for key, value in run_of("trl").items() if key != "seconds"} | {"failed": "x"}
-    assert sides_of([failed]) == {}
+    assert sides_of([{key: value for key, value in run_of("trl").items() if key != "seconds"}]) == {}
     with pytest.raises(ValueError, match="the page has no"):
         tables.between("no marks", MARKS, "")
 
