@@ -82,9 +82,10 @@ one machine; sides are compared within one command only. Each command runs at th
 - *whole run*: estimate for 500 steps: measured steps as they were, the rest at the mean (fastpack) or median (other
   sides) of the timed ones: at least 15 s on a GPU (in older records 5 to 60 steps), 6 steps on a CPU.
 - *launches*: kernels per step; *idle*: share of a step in which the GPU waits.
-- *loss apart*: largest relative difference from TRL of a logged loss in the first 24 steps; for GRPO of a gradient
-  norm, as its loss does not depend on the model. fastpack's speed is shown only within 1e-3, the limit above the table,
-  or the difference of TRL's compiled layers (2e-3 at most). Not checked: TRL's sides; gpt-oss (leaks); memory caps."""
+- *loss apart*: largest relative difference of a logged loss in the first 24 steps from TRL's first round (beside *trl*:
+  its second round); for GRPO of a gradient norm, as its loss does not depend on the model. fastpack's speed is shown
+  only within 1e-3, the limit above the table, or the difference of TRL's compiled layers (2e-3 at most). Not checked:
+  TRL's sides; gpt-oss (leaks); memory caps."""
 NOT_RUN = """- TRL with FlashAttention-2 or 3: no wheel. Whole gpt-oss-20b and Qwen3-30B-A3B: device time.
 - All 500 steps of a run: 48 or more are measured on an H100. GRPO and RLOO with generation: the learner alone is timed.
 - GRPO, recomputing as TRL: fastpack recomputes there by default, since its rows may have any length.
@@ -256,7 +257,7 @@ def _cells(case: str, sides: Mapping[str, Side], name: str) -> Iterator[tuple[st
         yield "whole run, ms a step", f"{side.whole * 1e3:,.1f}"
         if gate not in (None, side) and name in good:
             yield "whole run, times", f"{side.times(gate, whole=True):.2f}"
-    if gate not in (None, side) and (apart := side.apart(gate)) is not None:
+    if gate and (gate is not side or len(side.runs) > 1) and (apart := side.apart(gate)) is not None:
         yield "loss apart", f"{apart:.1e}"
     if side.peak:
         yield "peak, GiB", f"{side.peak:.1f}"
