@@ -40,8 +40,9 @@ from fastpack_trl.measure.device_memory import free_memory
 from fastpack_trl.measure.record import date_now
 
 PRETRAINED = ("trl", "fastpack", "fastpack same memory")
-MORE = (accuracy.FP8, accuracy.AGAIN, accuracy.LIGER)
-KNOWN = (*PRETRAINED, *MORE, accuracy.FLOAT32)
+LORA = (accuracy.FP8, accuracy.COMPILED, accuracy.LIGER)
+"""Sides for LoRA alone."""
+KNOWN = (*PRETRAINED, *LORA, accuracy.AGAIN, accuracy.FLOAT32)
 """All sides; the last one only runs if it is asked for."""
 MODES = ("lora", "full", "nf4")
 FIRST_RUN_SECONDS = 45.0
@@ -67,14 +68,16 @@ class Task:
     method: str = "sft"
     fields: Mapping[str, Any] = field(default_factory=dict)
     modes: tuple[str, ...] = MODES
-    sides: tuple[str, ...] = (*PRETRAINED, *MORE)
-    seeds: int = 5
+    sides: tuple[str, ...] = (*PRETRAINED, *LORA, accuracy.AGAIN)
+    seeds: int = 10
 
 
+_LOOSE = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 _PACKED = {"packing": True, "max_length": LONGEST, "per_device_train_batch_size": 1}
 TASKS = {
     "names": Task("names", fields={**_PACKED, "max_length": LONGEST // 2, "num_train_epochs": 3}),
     "code": Task("code", fields={**_PACKED, "max_steps": 100}),
+    "loose": Task("names", "sft", {**_LOOSE, "max_steps": 100}, ("lora",), PAIR),
     "dpo": Task("names", "dpo", {"per_device_train_batch_size": 16, "max_steps": 60}, ("lora",), PAIR, 1),
     "grpo": Task(
         "names", "grpo",
@@ -241,9 +244,9 @@ def groups_left(args: Namespace, done: Sequence[Mapping[str, Any]], tree: str) -
         for mode, side in itertools.product(task.modes, [*task.sides, *exact]):
             if name not in args.tasks or mode not in args.modes or (args.sides and side not in args.sides):
                 continue
-            if (side in (accuracy.FP8, accuracy.LIGER) and mode != "lora") or (side, mode) == (accuracy.FLOAT32, "nf4"):
+            if (side in LORA and mode != "lora") or (side, mode) == (accuracy.FLOAT32, "nf4"):
                 continue
-            single = side == accuracy.AGAIN or task.seeds == 1
+            single = (name, side) == ("names", accuracy.AGAIN) or task.seeds == 1
             first = range(args.seed, args.seed + (1 if single else args.seeds or task.seeds))
             seeds = [seed for seed in first if (f"{name} {mode}", side, seed) not in known]
             if seeds:

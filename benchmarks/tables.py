@@ -71,26 +71,26 @@ CASES = {
 INTRODUCTION = """# Results
 
 Made by `python -m benchmarks tables` from the records in `benchmarks/results/`; do not edit. Absolute times hold for
-one machine; sides are compared within one command only. Each command runs at the commit it names; today's form is
-`python -m benchmarks run`.
+one machine; sides are compared within one command only, which runs at the commit it names. Up to four commands shared a
+host with H100s, each with GPUs and cores of its own.
 
 - *trl*: TRL's trainer as installed, with gradient checkpointing and transformers' default attention (sdpa with a mask;
   gpt-oss: eager); *trl compiled*: its layers compiled by accelerate. *flash-attn-4*: with FlashAttention-4.
-- *fastpack*: at its defaults; *fastpack same memory*: it recomputes as TRL does; its graphs need some memory on top.
+- *fastpack*: at its defaults; *fastpack same memory*: it recomputes as TRL does; graphs need memory on top (*peak*).
 - *times*: that side's time over this one's, for the same tokens; above 1 this one is faster.
 - *tokens*: without padding. *peak*: reserved by torch, CUDA graphs included; in older records tensors and graphs.
 - *whole run*: estimate for 500 steps: measured steps as they were, the rest at the mean (fastpack) or median (other
-  sides) of the timed ones: at least 15 s on a GPU (in older records 5 to 60 steps), 6 steps on a CPU.
-- *launches*: kernels per step; *idle*: share of a step in which the GPU waits.
+  sides) of the timed ones: at least 15 s on a GPU (two GPUs: 9 s), 6 steps on a CPU.
+- *launches*: by the host per step; a replayed graph is one. *idle*: share of a step in which the GPU waits.
 - *loss apart*: largest relative difference of a logged loss in the first 24 steps from TRL's first round (beside *trl*:
-  its second round); for GRPO of a gradient norm, as its loss does not depend on the model. fastpack's speed is shown
-  only within 1e-3, the limit above the table, or the difference of TRL's compiled layers (2e-3 at most). Not checked:
-  TRL's sides; gpt-oss (leaks); memory caps."""
-NOT_RUN = """- TRL with FlashAttention-2 or 3: no wheel. Whole gpt-oss-20b and Qwen3-30B-A3B: device time.
+  its second round); for preference and online trainers of a gradient norm, as their losses hardly depend on the model.
+  fastpack's speed is shown only within 1e-3, the limit above the table, or the difference of TRL's compiled layers
+  (2e-3 at most). Not checked: TRL's sides; gpt-oss (leaks); memory caps."""
+NOT_RUN = """- TRL with FlashAttention-2 or 3: no wheel. TRL with FlashAttention-4; *flash-attn-4* and Liger's kernels
+  in other rows than those above; whole gpt-oss-20b and Qwen3-30B-A3B: device time.
 - All 500 steps of a run: 48 or more are measured on an H100. GRPO and RLOO with generation: the learner alone is timed.
 - GRPO, recomputing as TRL: fastpack recomputes there by default, since its rows may have any length.
-- Other cards than H100 and H200, more than two GPUs: no such machine. DeepSpeed, FSDP 1: most features are off.
-- flash-attn-4 and Liger's kernels in other rows than those above: device time."""
+- Other cards than H100 and H200, more than two GPUs: no such machine. DeepSpeed, FSDP 1: most features are off."""
 LEFT = "row", "side", "ms a step", "quartiles", "rounds, ms", "tokens a step", "tokens/s"
 RIGHT = ("first step, s", "whole run, ms a step", "whole run, times", "loss apart", "peak, GiB", "launches", "idle",
          "commit")  # fmt: skip
@@ -154,9 +154,9 @@ class Side:
     def apart(self, other: Side) -> float | None:
         """Return the largest relative difference of a loss of the same early step, in any round; inf with a NaN.
 
-        None if none was logged by both. For GRPO and RLOO of a gradient norm.
+        None if none was logged by both. For preference and online trainers of a gradient norm.
         """
-        name = "grad_norms" if self.runs[0]["row"].startswith(("grpo", "rloo")) else "losses"
+        name = "grad_norms" if self.runs[0]["case"] == "preference" else "losses"
         theirs = other.runs[0].get(name) or {}
         found = [
             abs(loss - theirs[step]) / max(abs(theirs[step]), 1e-2)
@@ -263,7 +263,10 @@ def _cells(case: str, sides: Mapping[str, Side], name: str) -> Iterator[tuple[st
         yield "peak, GiB", f"{side.peak:.1f}"
     if profile := run.get("profile"):
         yield "launches", f"{profile['launches']:,.0f}"
-        yield "idle", f"{max(0.0, 1 - profile['busy_seconds'] / side.step):.0%}"
+        if (
+            idle := 1 - profile["busy_seconds"] / side.step
+        ) >= 0:  # else the profiled steps were longer than the others
+            yield "idle", f"{idle:.0%}"
 
 
 def page(records: Sequence[Run]) -> str:
@@ -353,9 +356,11 @@ def readme(records: Sequence[Run]) -> str:
     picture = f"![time and memory of TRL and fastpack](docs/figures/{FIGURE.name})"
     stock, own = (sides[name].runs[0].get("profile") for name in ("trl", OURS))
     idle, few = 1 - stock["busy_seconds"] / trl.step if stock else 0.0, own and f"{own['launches']:,.0f}"
+    found = [Side([one]).times(Side([two]), whole=True) for one in sides[OURS].runs for two in trl.runs]
     why = (
-        f"In the last row ({trl.tokens:,.0f} tokens) TRL is launch-bound: a step launches {stock['launches']:,.0f} "
-        f"kernels, and the GPU idles {idle:.0%} of the time. fastpack launches {few}. A faster host narrows the gap."
+        f"In the last row ({trl.tokens:,.0f} tokens; {min(found):.0f}x to {max(found):.0f}x by round) TRL's host makes "
+        f"{stock['launches']:,.0f} launches a step, and the GPU idles {idle:.0%} of the time; fastpack makes {few}, "
+        "a graph counting as one. A faster host narrows the gap."
     ) if stock and own and trl.tokens and idle > 0.5 else ""  # fmt: skip
     return "\n\n".join(filter(None, [grid(columns, lines), said, picture, why]))
 
