@@ -52,7 +52,7 @@ CASES = {
     "memory_caps": Case("Longest row under a memory cap", "Packed rows; a step is one row.", ("trl",), 1.0),
     "start": Case("From the first step on", "Whole runs with empty compile caches, or filled ones."),
     "several_gpus": Case("Two GPUs", "A packed row per GPU and step. FSDP 2 logs losses in bf16.", budget=8e-3),
-    "preference": Case("Preference and online trainers", "GRPO: the learner alone.", budget=2e-2),
+    "preference": Case("Preference and online trainers", "Gradient norms are compared.", budget=2e-2),
     "prefixes": Case(
         "Shared prefixes", "Rows of 8,192 tokens; *1000+200*: 1,000 shared tokens before 100 to 300 own.",
         ("trl", "fastpack whole documents"),
@@ -263,9 +263,8 @@ def _cells(case: str, sides: Mapping[str, Side], name: str) -> Iterator[tuple[st
         yield "peak, GiB", f"{side.peak:.1f}"
     if profile := run.get("profile"):
         yield "launches", f"{profile['launches']:,.0f}"
-        if (
-            idle := 1 - profile["busy_seconds"] / side.step
-        ) >= 0:  # else the profiled steps were longer than the others
+        idle = 1 - profile["busy_seconds"] / side.step
+        if idle >= 0:  # else the profiled steps were longer than the others
             yield "idle", f"{idle:.0%}"
 
 
@@ -276,7 +275,7 @@ def page(records: Sequence[Run]) -> str:
         of_case = [run for run in newest(records) if run["case"] == case]
         for device in dict.fromkeys(run["machine"].get("gpu", "CPU") for run in of_case):
             found = [run for run in of_case if run["machine"].get("gpu", "CPU") == device]
-            apart = f" Largest loss difference allowed: {what.budget:g}." if 1e-3 < what.budget < 1 else ""
+            apart = f" Largest difference allowed: {what.budget:g}." if 1e-3 < what.budget < 1 else ""
             parts += [f"## {what.title}, {device}", what.text + apart, table(case, found), "\n".join(_sources(found))]
     if losers := list(little(records)):
         said = f"Rows in which fastpack is under {LITTLE} times as fast as another side."
