@@ -3,26 +3,26 @@
     python -m benchmarks memory_caps --models qwen3-8b qwen3-14b-nf4 --caps 16 24 --json mine.jsonl
 
 Each try is a process of its own that trains a few steps. The row doubles until it does not fit, then the gap is halved.
-A cap limits torch's allocator to what a device of that size leaves beside CUDA's context. Documents have 2,048 tokens.
-The record of a side has its tries, and the figures of the longest row.
+A cap limits torch's allocator to what a device of that size leaves beside CUDA's context, once the model is made: it is
+quantized as a whole, which loading does not do. Documents have 2,048 tokens. The record of a side has its tries, and
+the figures of the longest row.
 """
 
 from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from benchmarks import Parser, known_names
 from benchmarks.records import append, facts_of
-from benchmarks.run import SIDES, train
+from benchmarks.run import SIDES
 from benchmarks.tables import shown
 from fastpack_trl.bench.process import OwnProcess
 
-GIB = 2**30
 MODELS = {
     "qwen3-8b": "qwen3-8b lora 4096", "qwen3-8b-nf4": "qwen3-8b nf4 4096", "qwen3-14b-nf4": "qwen3-14b nf4 4096",
     "gpt-oss-20b-nf4": "gpt-oss-20b nf4-experts 4096", "tiny": "tiny-qwen3 full 256",
@@ -31,15 +31,6 @@ MODELS = {
 OUT_OF_MEMORY = "OutOfMemory", "out of memory", "ALLOC_FAILED"
 STEPS = 2
 """Timed steps; two come before."""
-
-
-def attempt(row: Mapping[str, Any], side: str, *, cap: float, **options: Any) -> dict[str, Any]:
-    """Train rows of ``row["tokens"]`` tokens under a cap, in this process; return the figures."""
-    if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        context = total - free - torch.cuda.memory_reserved()
-        torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, (cap * GIB - context) / total)))
-    return train(row, side, **options)
 
 
 def longest(fits: Callable[[int], bool], *, first: int, most: int, multiple: int) -> int:
@@ -67,12 +58,12 @@ def measure(model: str, side: str, cap: float, args: Namespace) -> dict[str, Any
     Raises:
         RuntimeError: a try failed for another reason than memory.
     """
-    options = {"cap": cap, "seed": args.seed, "steps": STEPS, "threads": args.threads}
+    options = {"seed": args.seed, "steps": STEPS, "threads": args.threads}
     tries: dict[int, dict[str, Any]] = {}
 
     def fits(tokens: int) -> bool:
-        start = OwnProcess("benchmarks.memory_caps:attempt", options, timeout=args.timeout)
-        found = tries[tokens] = start({"row": MODELS[model], "tokens": tokens}, side)
+        start = OwnProcess("benchmarks.run:train", options, timeout=args.timeout)
+        found = tries[tokens] = start({"row": MODELS[model], "tokens": tokens, "cap": cap}, side)
         why = str(found.get("failed", ""))
         print(f"{model}, {cap:g} GiB, {side}, {tokens:,} tokens: {why or 'fits'}", file=sys.stderr)
         if why and not any(sign in why for sign in OUT_OF_MEMORY) and "not done within" not in why:
@@ -82,13 +73,11 @@ def measure(model: str, side: str, cap: float, args: Namespace) -> dict[str, Any
     tokens = longest(fits, first=args.first, most=args.most, multiple=args.multiple)
     shared = {"case": "memory_caps", "row": f"{model}, {cap:g} GiB", "side": side, "round": 0}
     best = tries.get(tokens, {"seconds": [], "steps": 0, "tokens": None})
-    return {**shared, **best, "largest": tokens, "cap_gib": cap, "tries": list(_tries(tries, cap))}
-
-
-def _tries(tries: Mapping[int, Mapping[str, Any]], cap: float) -> Iterator[dict[str, Any]]:
-    for tokens, found in tries.items():
-        failed = str(found["failed"])[:90] if "failed" in found else None
-        yield {"cap_gib": cap, "tokens": tokens, "reserved_gib": found.get("peak_gib"), "failed": failed}
+    listed = [
+        {"cap_gib": cap, "tokens": tried, "reserved_gib": found.get("peak_gib"), "failed": found.get("failed", "")[:90]}
+        for tried, found in tries.items()
+    ]
+    return {**shared, **best, "largest": tokens, "cap_gib": cap, "tries": listed}
 
 
 def parse(words: Sequence[str]) -> Namespace:

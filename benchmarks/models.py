@@ -197,6 +197,15 @@ def quantize(model: Any, device: str) -> None:
     model.hf_device_map = {"": 0 if device == "cuda" else "cpu"}
 
 
+def limit_memory(cap: float) -> None:
+    """Limit torch's allocator to what a device of `cap` GiB leaves beside CUDA's context; 0: no limit."""
+    if cap and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        context = total - free - torch.cuda.memory_reserved()
+        torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, (cap * 2**30 - context) / total)))
+
+
 def word_tokenizer(vocabulary: int) -> Any:
     """Return a tokenizer whose words are ``t2 t3 ...``, for documents of random tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers

@@ -18,6 +18,7 @@ from benchmarks.models import (
     RANK,
     STACKS,
     build_model,
+    limit_memory,
     quantize,
     random_ids,
     shape_of,
@@ -52,6 +53,7 @@ class Row:
         prompts: least and most tokens of a prompt.
         run: number of steps of a whole run; 0: the first ones of a run of `RUN`.
         engine: ``ddp`` or ``fsdp2``: one process per GPU.
+        cap: GiB of the device that may be used once the model is made; 0: all.
     """
 
     case: str
@@ -69,6 +71,7 @@ class Row:
     engine: str = ""
     sides: tuple[str, ...] = USUAL
     accumulated: int = 1
+    cap: float = 0.0
 
     @property
     def is_online(self) -> bool:
@@ -81,12 +84,11 @@ class Row:
         shape = shape_of(self.model).cut_to(self.layers)
         return f"{shape.layers} of {shape.published_layers}"
 
-    def stretched_to(self, tokens: int) -> Row:
-        """Return the row with so many tokens, in documents of `LONGEST_DOCUMENT` tokens or the rest."""
-        lengths = [LONGEST_DOCUMENT] * (tokens // LONGEST_DOCUMENT) + [tokens % LONGEST_DOCUMENT] * bool(
-            tokens % LONGEST_DOCUMENT
-        )
-        return replace(self, tokens=tokens, documents=tuple(lengths))
+    def stretched_to(self, tokens: int, cap: float) -> Row:
+        """Return the row with so many tokens, in documents of `LONGEST_DOCUMENT` tokens or the rest, under a cap."""
+        whole, rest = divmod(tokens, LONGEST_DOCUMENT)
+        lengths = [LONGEST_DOCUMENT] * whole + [rest] * bool(rest)
+        return replace(self, tokens=tokens, documents=tuple(lengths), cap=cap)
 
     def arguments(self, device: str) -> dict[str, Any]:
         """Return the arguments of both trainers' configurations."""
@@ -112,6 +114,7 @@ class Row:
     def material(self, device: str, seed: int) -> dict[str, Any]:
         """Return the trainer's model, data, tokenizer and adapters."""
         model, peft_config = self.model_and_adapters(device, seed)
+        limit_memory(self.cap)
         tokenizer, examples = self.examples(int(model.config.get_text_config().vocab_size), seed)
         found = {"model": model, "processing_class": tokenizer, "train_dataset": examples, "peft_config": peft_config}
         return found | ({"reward_funcs": len} if self.is_online else {})  # never called: rewards are made up too

@@ -160,7 +160,7 @@ def train(
     """
     what, how = ROWS[row["row"]], SIDES[side]
     if "tokens" in row:
-        what = what.stretched_to(row["tokens"])
+        what = what.stretched_to(row["tokens"], row.get("cap", 0.0))
     if what.engine and how.around is compiled_regions:  # FSDP 2 wraps the model elsewhere
         how = Side()
         os.environ |= {f"ACCELERATE_DYNAMO_{name}": value for name, value in REGIONS.items()}

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from benchmarks import memory_caps
 from benchmarks.__main__ import main
-from benchmarks.memory_caps import attempt, longest
+from benchmarks.memory_caps import longest
+from benchmarks.run import train
 
 
 @given(limit=st.integers(0, 200_000), most=st.sampled_from([4096, 131_072]), multiple=st.sampled_from([64, 256]))
@@ -55,6 +56,6 @@ def test_tries_end_by_memory_or_time_and_other_failures_are_raised(
 
 @pytest.mark.slow
 def test_a_try_trains_rows_of_so_many_tokens() -> None:
-    row = {"row": memory_caps.MODELS["tiny"], "tokens": 96}
-    found = attempt(row, "fastpack", cap=16.0, seed=0, steps=2, threads=1)
+    row = {"row": memory_caps.MODELS["tiny"], "tokens": 96, "cap": 16.0}
+    found = train(row, "fastpack", seed=0, steps=2, threads=1)
     assert found["tokens"] == 2 * 96
