@@ -4,8 +4,7 @@
 
 Each try is a process of its own that trains a few steps. The row doubles until it does not fit, then the gap is halved.
 A cap limits torch's allocator to what a device of that size leaves beside CUDA's context, once the model is made: it is
-quantized as a whole, which loading does not do. Documents have 2,048 tokens. The record of a side has its tries, and
-the figures of the longest row.
+quantized as a whole, which loading does not do. Documents have 2,048 tokens.
 """
 
 from __future__ import annotations
@@ -71,13 +70,12 @@ def measure(model: str, side: str, cap: float, args: Namespace) -> dict[str, Any
         return not why
 
     tokens = longest(fits, first=args.first, most=args.most, multiple=args.multiple)
-    shared = {"case": "memory_caps", "row": f"{model}, {cap:g} GiB", "side": side, "round": 0}
-    best = tries.get(tokens, {"seconds": [], "steps": 0, "tokens": None})
+    shared = {"case": "memory_caps", "row": f"{model}, {cap:g} GiB", "side": side, "round": 0, "largest": tokens}
     listed = [
-        {"cap_gib": cap, "tokens": tried, "reserved_gib": found.get("peak_gib"), "failed": found.get("failed", "")[:90]}
-        for tried, found in tries.items()
-    ]
-    return {**shared, **best, "largest": tokens, "cap_gib": cap, "tries": listed}
+        {"tokens": tried, "reserved_gib": found.get("peak_gib"), "failed": found.get("failed", "")[:90],
+         "again": "ran out of memory" in str(found.get("report"))} for tried, found in tries.items()
+    ]  # fmt: skip
+    return shared | tries.get(tokens, {"seconds": [], "steps": 0, "tokens": None}) | {"cap_gib": cap, "tries": listed}
 
 
 def parse(words: Sequence[str]) -> Namespace:

@@ -44,8 +44,9 @@ def recorded() -> list[Recorded]:
     found: dict[str, Recorded] = {}
     for run in CAPS:
         model = run["row"].partition(",")[0]
-        for row in run["tries"]:
-            if row["reserved_gib"] and not row["failed"] and not (row.get("plan") or {}).get("ran_again"):
+        for row in ({"cap_gib": run["cap_gib"], **tried} for tried in run["tries"]):
+            again = row.get("again") or (row.get("plan") or {}).get("ran_again")
+            if row["reserved_gib"] and not row["failed"] and not again:
                 one = Recorded(model, run["weights_gib"], row)
                 found.setdefault(f"{one} {row.get('level')} {row.get('long')}", one)
     return list(found.values())
