@@ -63,10 +63,10 @@ VERDICT = """## All intervals of a side
 
 Those that exclude zero, the largest loss difference that one allows, and the loss over all pairs of a task. Sides of
 fastpack are not independent: most of their runs are equal bit for bit. The FP8 base changes what is computed."""
-SUMMARY = """{} intervals exclude zero ({} expected by chance); none allows a loss difference beyond {}. Over all pairs,
+SUMMARY = """{} intervals exclude zero ({} expected by chance); none reaches beyond a loss of {}. Over all pairs,
 fastpack's loss minus TRL's is {} (country names) and {} (source code; TRL's
-second run minus its first: {}). Three trainings have ten seeds because with five an interval
-excluded zero (2 of 12); the others have five."""
+second run minus its first: {}). Three trainings have ten seeds, since with
+five and earlier code one of their intervals excluded zero (3 of 12): what chance gives is a rough guide."""
 DRIFT = """## Drift over steps
 
 Against TRL's run of the same seed. First step: the weights are the same, so only rounding differs. Later: the largest

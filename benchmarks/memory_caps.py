@@ -3,8 +3,8 @@
     python -m benchmarks memory_caps --models qwen3-8b qwen3-14b-nf4 --caps 16 24 --json mine.jsonl
 
 Each try is a process of its own that trains a few steps. The row doubles until it does not fit, then the gap is halved.
-A cap limits torch's allocator to what a device of that size leaves beside CUDA's context, once the model is made: it is
-quantized as a whole, which loading does not do. Documents have 2,048 tokens.
+A cap limits torch's allocator to what a device of that size leaves beside CUDA's context, once the model is made: the
+benchmark quantizes a model as a whole, `from_pretrained` piece by piece. Documents have 2,048 tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MODELS = {
 """The row of `benchmarks.rows` that is made longer, by model."""
 OUT_OF_MEMORY = "OutOfMemory", "out of memory", "ALLOC_FAILED"
 STEPS = 2
-"""Timed steps; two come before."""
+"""Timed steps; two or more come before."""
 
 
 def longest(fits: Callable[[int], bool], *, first: int, most: int, multiple: int) -> int:
@@ -57,24 +57,23 @@ def measure(model: str, side: str, cap: float, args: Namespace) -> dict[str, Any
     Raises:
         RuntimeError: a try failed for another reason than memory.
     """
-    options = {"seed": args.seed, "steps": STEPS, "threads": args.threads}
+    options = {"seed": args.seed, "steps": STEPS, "threads": args.threads, "profiled": 0}
     tries: dict[int, dict[str, Any]] = {}
 
     def fits(tokens: int) -> bool:
         start = OwnProcess("benchmarks.run:train", options, timeout=args.timeout)
-        found = tries[tokens] = start({"row": MODELS[model], "tokens": tokens, "cap": cap}, side)
+        found = start({"row": MODELS[model], "tokens": tokens, "cap": cap}, side)
         why = str(found.get("failed", ""))
         print(f"{model}, {cap:g} GiB, {side}, {tokens:,} tokens: {why or 'fits'}", file=sys.stderr)
-        if why and not any(sign in why for sign in OUT_OF_MEMORY) and "not done within" not in why:
+        if why and not any(sign in why for sign in OUT_OF_MEMORY):
             raise RuntimeError("\n".join([why, *found.get("last_lines", ())]))
+        tries[tokens] = found | ({"failed": why[:90]} if why else {})
         return not why
 
     tokens = longest(fits, first=args.first, most=args.most, multiple=args.multiple)
     shared = {"case": "memory_caps", "row": f"{model}, {cap:g} GiB", "side": side, "round": 0, "largest": tokens}
-    listed = [
-        {"tokens": tried, "reserved_gib": found.get("peak_gib"), "failed": found.get("failed", "")[:90],
-         "again": "ran out of memory" in str(found.get("report"))} for tried, found in tries.items()
-    ]  # fmt: skip
+    keys = "failed", "peak_gib", "ooms"
+    listed = [{"tokens": tried, **{key: run.get(key) for key in keys}} for tried, run in tries.items()]
     return shared | tries.get(tokens, {"seconds": [], "steps": 0, "tokens": None}) | {"cap_gib": cap, "tries": listed}
 
 
@@ -92,7 +91,7 @@ def parse(words: Sequence[str]) -> Namespace:
     add("--first", type=int, default=2048, help="tokens of the first try (default: %(default)s)")
     add("--most", type=int, default=131_072, help="tokens of a row at most (default: %(default)s)")
     add("--multiple", type=int, default=256, help="tokens of a row are a multiple of this (default: %(default)s)")
-    add("--timeout", type=float, default=300, help="seconds of a try; a longer one does not fit (default: %(default)s)")
+    add("--timeout", type=float, default=300, help="seconds of a try; more end the command (default: %(default)s)")
     args = parser.measurement(words, threads=min(8, torch.get_num_threads()))
     args.models, args.sides = known_names("model", args.models, MODELS), known_names("side", args.sides, SIDES)
     return args

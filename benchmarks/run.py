@@ -168,21 +168,22 @@ def train(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if "LOCAL_RANK" in os.environ and device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    weights: dict[str, float] = {}
+    more: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder:
         fields = {**what.arguments(device), **how.fields, "output_dir": folder, "seed": seed}
 
         def build() -> Any:
             trainer = make_trainer(what, how.ours, fields, seed)
             if device == "cuda":
-                weights["weights_gib"] = torch.cuda.memory_allocated() / 2**30
+                more["weights_gib"] = torch.cuda.memory_allocated() / 2**30
             return trainer
 
         around = learner_alone if what.is_online else how.around
         watch = replace(watch_of(what, steps), profiled=profiled, kernels=profile)
         result = run_side(build, watch, around=around, seed=seed)
-    packages = {"flash_attn_4": version("flash-attn-4")} if FLASH_4 in side else {}
-    return figures(result, what, watch.window) | weights | packages
+    more |= {"flash_attn_4": version("flash-attn-4")} if FLASH_4 in side else {}
+    more |= {"ooms": torch.cuda.memory_stats().get("num_ooms")} if what.cap and device == "cuda" else {}
+    return figures(result, what, watch.window) | more
 
 
 def make_trainer(row: Row, ours: bool, fields: Mapping[str, Any], seed: int) -> Any:
@@ -204,8 +205,8 @@ def watch_of(row: Row, steps: int) -> Windows:
     if row.run:
         first = row.run // 2
         return Windows(warmup=first, timed=row.run - first, longest_warmup=0, window=1)
-    if not torch.cuda.is_available():
-        return Windows(warmup=2, timed=steps, window=1)
+    if row.cap or not torch.cuda.is_available():
+        return Windows(warmup=2, timed=steps, settling=int(row.cap > 0), window=1)
     window = max(1, min(WINDOW, steps // 4))
     warmup = COMPARED if window > 1 else 6
     most = 0 if window == 1 or row.engine else (RUN - LONGEST_WARMUP) // window - 1  # ranks stop at one step

@@ -32,10 +32,10 @@ def test_the_row_that_is_found_fits_and_an_eighth_more_does_not(limit: int, most
     assert max(tried) <= most
 
 
-def test_tries_end_by_memory_or_time_and_other_failures_are_raised(
+def test_tries_end_by_memory_and_other_failures_are_raised(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    reasons = {192: "OutOfMemoryError: CUDA out of memory", 256: "not done within 9 s"}
+    reasons = {192: "OutOfMemoryError: CUDA out of memory", 256: "torch.OutOfMemoryError"}
 
     def process(function: str, options: Mapping[str, Any], timeout: float) -> Any:
         def answer(row: Mapping[str, Any], side: str) -> dict[str, Any]:
@@ -49,9 +49,10 @@ def test_tries_end_by_memory_or_time_and_other_failures_are_raised(
     words = ["memory_caps", "--models", "tiny", "--sides", "fastpack", "--caps", "16", "--first", "64", "--most", "512"]
     assert main([*words, "--multiple", "64"]) == 0
     assert "| tiny, 16 GiB | fastpack | 1,000.0 | 128 | 128 |" in capsys.readouterr().out
-    reasons[64] = "ValueError: no such field"
-    with pytest.raises(RuntimeError, match="no such field"):
-        main(words)
+    for reason in ("ValueError: no such field", "not done within 9 s"):
+        reasons[64] = reason
+        with pytest.raises(RuntimeError, match=reason):
+            main(words)
 
 
 @pytest.mark.slow
