@@ -185,13 +185,13 @@ def page(records: Sequence[Run]) -> str:
             cells.append(told(training.differences(DEFAULT, "held"), "+.1f"))
         lines.append([TRAININGS[row], *cells, *[""] * (6 - len(cells))])
     said = {name: line for name, *line in verdict(shown)}
-    again = said.get(SIDES[AGAIN], ["not run"] * 5)[4]
+    ours, again = (said.get(SIDES[side]) for side in (DEFAULT, AGAIN))
     columns = "training | >pairs | >loss, base | >TRL | >fastpack minus TRL | >names, TRL | >fastpack minus TRL"
     parts = (
         INTRODUCTION,
         grid(columns, lines),
         *_first_step(shown, records),
-        *(SUMMARY.format(*said[name][:5], again) for name in (SIDES[DEFAULT],) if name in said),
+        *([SUMMARY.format(*ours[:5], again[4] if again else "not run")] if ours else []),
         *_single(records),
         REPEAT,
     )
