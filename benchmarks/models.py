@@ -70,18 +70,10 @@ def decoder_shape(
     query, key_value, width = heads
     theta, options = more.pop("theta", 1e6), {name: more.pop(name) for name in ("weights", "layers") if name in more}
     fields = {
-        "num_hidden_layers": count,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_attention_heads": query,
-        "num_key_value_heads": key_value,
-        "head_dim": width,
-        "vocab_size": vocabulary,
-        "tie_word_embeddings": False,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
-        **more,
-    }
+        "num_hidden_layers": count, "hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": query,
+        "num_key_value_heads": key_value, "head_dim": width, "vocab_size": vocabulary, "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": theta}, **more,
+    }  # fmt: skip
     return ModelShape(model_type, fields, **options)
 
 
@@ -102,14 +94,9 @@ _LLAMA: dict[str, Any] = {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}
 _DELTA: dict[str, Any] = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 _DELTA |= {"layer_types": ["linear_attention"] * 3 + ["full_attention"], "max_position_embeddings": 16_384}
 _MAMBA: dict[str, Any] = {
-    "mamba_n_heads": 8,
-    "mamba_d_head": 64,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 128,
-    "mamba_expand": 2,
-}
-_MAMBA |= {"num_local_experts": 0, "shared_intermediate_size": 768}
-_MAMBA["layer_types"] = ["mamba"] * 3 + ["attention"]
+    "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 128, "mamba_expand": 2,
+    "num_local_experts": 0, "shared_intermediate_size": 768, "layer_types": ["mamba"] * 3 + ["attention"],
+}  # fmt: skip
 _TIED: dict[str, Any] = {"tie_word_embeddings": True, "theta": 1e4}
 MODELS = {
     "qwen3-0.6b": decoder_shape("qwen3", (28, 1024, 3072), (16, 8, 128), _QWEN3, tie_word_embeddings=True),

@@ -122,7 +122,10 @@ class Examination:
 
     @torch.no_grad()
     def scores(self, model: Any) -> dict[str, Any]:
-        """Return the held-out loss per token, and the exact matches of names, held out and of unseen countries."""
+        """Return the held-out loss per token, and the exact matches of names, held out and of unseen countries.
+
+        On a GPU also the loss in float32, in which a model stays that is not quantized.
+        """
         was_training, cuda = model.training, model.device.type == "cuda"
         model.eval()
         with torch.autocast(model.device.type, torch.bfloat16, enabled=cuda):
@@ -130,6 +133,8 @@ class Examination:
             for split in ("held", "unseen"):
                 if self._texts.get(split) and "name" in self._texts[split][0]:
                     found[split] = self._matches(model, self._texts[split])
+        if cuda and not getattr(model, "is_quantized", False):
+            found["float32"] = self._loss(model.float())
         model.train(was_training)
         return found
 

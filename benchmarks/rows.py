@@ -196,7 +196,7 @@ LONG = (1883, 1400, 1100, 900, 800, 700, 500, 400, 300, 209)
 _MODELS = (
     ("qwen3-0.6b", "lora", 2048), ("qwen3-0.6b", "lora", 8192), ("llama-3.2-1b", "full", 4096), ("small", "lora", 512),
     ("qwen3-8b", "lora", 4096), ("qwen3-8b", "nf4", 4096), ("qwen3-14b", "nf4", 4096), ("gpt-oss-20b", "experts", 4096),
-    ("qwen3-30b-a3b", "experts", 4096), ("qwen3-32b", "nf4", 2048), ("small", "lora", 4096), ("small", "lora", 8192),
+    ("qwen3-30b-a3b", "experts", 4096), ("small", "lora", 4096), ("small", "lora", 8192),
     ("tiny-qwen3", "full", 256), ("tiny-qwen3", "nf4", 256), ("tiny-gpt-oss", "experts", 256),
     ("tiny-gpt-oss", "nf4-experts", 256), ("llama-3.2-1b", "full", 2048), ("qwen3-0.6b", "full", 2048),
     ("gpt-oss-20b", "nf4-experts", 4096), ("small-qwen3-moe", "experts", 512), ("small-gpt-oss", "experts", 512),
@@ -239,7 +239,6 @@ for _name, _prefix in {"300+300": (300, 300), "1000+200": (1000, 200), "nothing"
     ROWS |= {f"prefix {_name}": _row, f"prefix {_name} completions": replace(_row, completions=True)}
 ROWS["prefix tiny"] = replace(ROWS["prefix tiny"], model="tiny-qwen3", tokens=256)
 _BY_ITSELF: dict[str, tuple[str, ...]] = {
-    "fp8": ("fastpack", "fastpack fp8"),
     "metadata": ("metadata per layer", "metadata once", "packed kernel"),
     "ddp": USUAL, "fsdp2": USUAL,
 }  # fmt: skip
@@ -254,10 +253,7 @@ for _name, _row in [*ROWS.items()]:
             _start = replace(_row, case="start", run=_steps, sides=(*PAIR, "fastpack warm caches"))
             ROWS[f"start {_name}, {_steps} steps"] = _start
 _BUFFERS = "fastpack one buffer", "fastpack two buffers", "fastpack same memory", "trl offload"
-for _model, _kind, _layers, _tokens in (
-    ("qwen3-8b", "lora", 12, 49_152), ("qwen3-14b", "nf4", 10, 49_152), ("qwen3-32b", "nf4", 8, 24_576),
-):  # fmt: skip
-    ROWS[f"reload {_model} {_tokens}"] = Row("reload", _model, _tokens, _kind, layers=_layers, sides=_BUFFERS)
+ROWS["reload qwen3-8b 49152"] = Row("reload", "qwen3-8b", 49_152, layers=12, sides=_BUFFERS)
 _ROUTING = "expert by expert", "one sort", "fastpack same memory"
 for _model, _tokens in (("gpt-oss-20b", 2048), ("gpt-oss-20b", 8192), ("tiny-gpt-oss", 64)):
     ROWS[f"routing {_model} frozen {_tokens}"] = Row("routing", _model, _tokens, "frozen", sides=_ROUTING)

@@ -50,7 +50,7 @@ WINDOW = 10
 """Steps between two logs, which are timed together: a user's run does not wait for the device after each step."""
 LEAST_SECONDS = 15.0
 """Least time of the timed steps on a GPU: rows of new lengths are captured during the first hundred steps or more."""
-LARGE = ("qwen3-8b", "qwen3-14b", "qwen3-30b-a3b", "qwen3-32b")
+LARGE = ("qwen3-8b", "qwen3-14b", "qwen3-30b-a3b")
 REGIONS = {"BACKEND": "INDUCTOR", "USE_REGIONAL_COMPILATION": "true"}
 FSDP = ("--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
 

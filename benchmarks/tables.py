@@ -49,7 +49,7 @@ class Case:
 
 CASES = {
     "sft": Case("SFT", "Rows of real text."),
-    "memory_caps": Case("Longest row under a memory cap", "Packed rows; a step is one row.", ("trl",), 1.0),
+    "memory_caps": Case("Longest row under a memory cap", "To `--multiple` tokens or an eighth.", ("trl",), 1.0),
     "start": Case("From the first step on", "Whole runs with empty compile caches, or filled ones."),
     "several_gpus": Case("Two GPUs", "A packed row per GPU and step. FSDP 2 logs losses in bf16.", budget=8e-3),
     "preference": Case("Preference and online trainers", "Gradient norms are compared.", budget=2e-2),
@@ -58,7 +58,6 @@ CASES = {
         ("trl", "fastpack whole documents"),
     ),
     "hybrid": Case("Hybrid models", "TRL pads the documents that fastpack packs; forward and backward.", budget=1e-2),
-    "fp8": Case("LoRA over a base in FP8", "FP8 changes what is computed.", ("fastpack",), 1e-2),
     "metadata": Case("Packing metadata alone", "Made in each layer, or once per batch.", ("metadata per layer",), 5e-3),
     "reload": Case("Reload of layer inputs alone", "One buffer, or two.", ("fastpack one buffer",)),
     "routing": Case("Routing alone", "Tokens found expert by expert, or by one sort.", ("expert by expert",), 3e-2),
@@ -78,19 +77,19 @@ host with H100s, each with GPUs and cores of its own.
   gpt-oss: eager); *trl compiled*: compiled by accelerate (DDP: as many launches). *flash-attn-4*: FlashAttention-4.
 - *fastpack*: at its defaults; *fastpack same memory*: it recomputes as TRL does; graphs need memory on top (*peak*).
 - *times*: that side's time over this one's, for the same tokens; above 1 this one is faster.
-- *tokens*: without padding. *peak*: reserved by torch, CUDA graphs included; in older records tensors and graphs.
+- *tokens*: without padding. *peak*: reserved by torch, CUDA graphs included.
 - *whole run*: estimate for 500 steps: measured steps as they were, the rest at the mean (fastpack) or median (other
-  sides) of the timed ones: 15 s or more on a GPU (two GPUs: 2.5 s; reload: 4 steps), 6 steps on a CPU.
+  sides) of the timed ones: 15 s or more on a GPU (two GPUs: 2.5 s; reload: 4 steps; caps: 2), 6 on a CPU.
 - *launches*: by the host per step; a replayed graph is one. *idle*: share of a step in which the GPU waits.
 - *loss apart*: largest relative difference of a logged loss in the first 24 steps from TRL's first round (beside *trl*:
   its second round); for preference and online trainers of a gradient norm, as their losses hardly depend on the model.
   fastpack's speed is shown only within 1e-3, the limit above the table, or the difference of TRL's compiled layers
   (2e-3 at most). Not checked: TRL's sides; gpt-oss (leaks); memory caps."""
 NOT_RUN = """- TRL with FlashAttention-2 or 3: no wheel. TRL with FlashAttention-4, more rows of *flash-attn-4* and of
-  Liger, whole gpt-oss-20b and 30B-A3B, reload of 14B and 32B, metadata of 14B, decoders with experts: device time.
+  Liger, whole gpt-oss-20b and 30B-A3B, FSDP 2 with all weights, 80 GiB, second rounds (see *rounds*): device time.
 - All 500 steps of a run: 48 or more are measured on an H100 (reload: 15). GRPO and RLOO: the learner, no generation.
 - GRPO, recomputing as TRL: fastpack recomputes there by default, since its rows may have any length.
-- Other cards than H100 and H200, more than two GPUs: no such machine. DeepSpeed, FSDP 1: most features are off."""
+- Other cards than H100, more than two GPUs: no such machine. DeepSpeed, FSDP 1: most features are off."""
 LEFT = "row", "side", "ms a step", "quartiles", "rounds, ms", "tokens a step", "tokens/s"
 RIGHT = ("first step, s", "whole run, ms a step", "whole run, times", "loss apart", "peak, GiB", "launches", "idle",
          "commit")  # fmt: skip

@@ -109,6 +109,14 @@ def test_the_interval_is_students() -> None:
     assert Training(runs).apart("fastpack") == pytest.approx((0.0, 0.0, 0.1, 0.1 / 6 + 0.2 / 18), rel=1e-3)
     ((*line, _, _),) = accuracy.verdict({"names lora": Training(runs)})
     assert line == ["fastpack", "0 of 1", "0.1", "0.3484", "-0.14843 to +0.34843"]
+    for run in runs:
+        run |= {"row": "code lora", "before": {"loss": 4.0}, "report": None}
+        run["after"] = {"loss": 2.0 + (run["side"] == "fastpack") * (0.1 + 0.01 * run["seed"]), "float32": run["seed"]}
+    text = " ".join(accuracy.page(runs).split())
+    assert "on source code it differs by +5.50%" in text
+    assert "examined in float32: +0.00000 to +0.00000" in text
+    assert "on source code it differs" not in accuracy.page([run | {"row": "names lora"} for run in runs])
+    runs = [run | {"row": "names lora"} for run in runs]
     other = {**runs[3], "machine": {"gpu": "other"}}
     assert not accuracy.trainings([*runs[:3], other]), "no pair on one machine"
     assert len(accuracy.trainings([other, *runs])["names lora"].pairs("fastpack")) == 3
