@@ -93,10 +93,6 @@ _QWEN3, _BF16 = 151_936, torch.bfloat16
 _LLAMA: dict[str, Any] = {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}
 _DELTA: dict[str, Any] = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 _DELTA |= {"layer_types": ["linear_attention"] * 3 + ["full_attention"], "max_position_embeddings": 16_384}
-_MAMBA: dict[str, Any] = {
-    "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 128, "mamba_expand": 2,
-    "num_local_experts": 0, "shared_intermediate_size": 768, "layer_types": ["mamba"] * 3 + ["attention"],
-}  # fmt: skip
 _TIED: dict[str, Any] = {"tie_word_embeddings": True, "theta": 1e4}
 MODELS = {
     "qwen3-0.6b": decoder_shape("qwen3", (28, 1024, 3072), (16, 8, 128), _QWEN3, tie_word_embeddings=True),
@@ -122,7 +118,6 @@ MODELS = {
     "small-delta": decoder_shape(
         "qwen3_5_text", (4, 256, 768), (4, 2, 64), 512, **_DELTA, linear_num_key_heads=2, linear_num_value_heads=4
     ),
-    "small-mamba2": decoder_shape("granitemoehybrid", (4, 256, 768), (4, 2, 64), 512, **_MAMBA),
     "tiny-qwen3": decoder_shape("qwen3", (3, 64, 128), (4, 2, 16), 512, **_TIED),
     "tiny-delta": decoder_shape(
         "qwen3_5_text", (4, 64, 128), (4, 2, 16), 512, **_DELTA, linear_num_key_heads=1, linear_num_value_heads=2

@@ -190,7 +190,7 @@ class Row:
         return datasets.Dataset.from_dict({"prompt": prompts, "chosen": chosen, "rejected": rejected})
 
 
-UNEQUAL, EQUAL = (321, 300, 280, 250, 230, 220, 200, 167, 80), (256,) * 8
+UNEQUAL = (321, 300, 280, 250, 230, 220, 200, 167, 80)
 NARROW, SHORT = (16, 64, 48), (93, 231, 144, 68, 187, 120, 210, 77)
 LONG = (1883, 1400, 1100, 900, 800, 700, 500, 400, 300, 209)
 _MODELS = (
@@ -224,8 +224,6 @@ ROWS |= {
     "dpo small 4": _SMALL,
     "dpo small 1 short": replace(_SMALL, batch=(1, 1), prompts=(10, 10)),
     "hybrid delta": Row("hybrid", "small-delta", 321, "full", batch=(9, 1), documents=UNEQUAL, sides=PAIR),
-    "hybrid delta equal": Row("hybrid", "small-delta", 256, "full", batch=(8, 1), documents=EQUAL, sides=PAIR),
-    "hybrid mamba2": Row("hybrid", "small-mamba2", 321, "full", batch=(9, 1), documents=UNEQUAL, sides=PAIR),
     "hybrid qwen3.5-4b": Row("hybrid", "qwen3.5-4b", 1883, batch=(10, 1), documents=LONG, sides=PAIR),
     "hybrid tiny": Row("hybrid", "tiny-delta", 40, "full", batch=(3, 1), documents=(40, 30, 20), sides=PAIR),
     "host narrow 128x1": Row("host", "narrow", 128, documents=NARROW, sides=PAIR),

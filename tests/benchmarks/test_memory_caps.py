@@ -48,7 +48,7 @@ def test_tries_end_by_memory_and_other_failures_are_raised(
     monkeypatch.setattr(memory_caps, "OwnProcess", process)
     words = ["memory_caps", "--models", "tiny", "--sides", "fastpack", "--caps", "16", "--first", "64", "--most", "512"]
     assert main([*words, "--multiple", "64"]) == 0
-    assert "| tiny, 16 GiB | fastpack | 1,000.0 | 128 | 128 |" in capsys.readouterr().out
+    assert "| tiny, 16 GiB | fastpack | 1,000.0 | 128 | 192 | 128 |" in capsys.readouterr().out
     for reason in ("ValueError: no such field", "not done within 9 s"):
         reasons[64] = reason
         with pytest.raises(RuntimeError, match=reason):

@@ -111,11 +111,11 @@ def test_the_interval_is_students() -> None:
     assert line == ["fastpack", "0 of 1", "0.1", "0.3484", "-0.14843 to +0.34843"]
     for run in runs:
         run |= {"row": "code lora", "before": {"loss": 4.0}, "report": None}
-        run["after"] = {"loss": 2.0 + (run["side"] == "fastpack") * (0.1 + 0.01 * run["seed"]), "float32": run["seed"]}
-    text = " ".join(accuracy.page(runs).split())
-    assert "on source code it differs by +5.50%" in text
-    assert "examined in float32: +0.00000 to +0.00000" in text
-    assert "on source code it differs" not in accuracy.page([run | {"row": "names lora"} for run in runs])
+        loss = 2 + 0.1 * run["seed"] + (run["side"] == "fastpack") * (0.1 + 0.01 * run["seed"])
+        run["after"] = {"loss": loss, "float32": 1.0}
+    for said in ("There it differs: +5.24%, or +1.10 standard", "examined in float32: +0.00000 to +0.00000"):
+        assert said in " ".join(accuracy.page(runs).split())
+    assert "There it differs" not in accuracy.page([run | {"row": "names lora"} for run in runs])
     runs = [run | {"row": "names lora"} for run in runs]
     other = {**runs[3], "machine": {"gpu": "other"}}
     assert not accuracy.trainings([*runs[:3], other]), "no pair on one machine"
