@@ -68,7 +68,7 @@ Those that exclude zero, the largest loss difference that one allows, and the lo
 fastpack are not independent: on names most are equal bit for bit. The FP8 base computes something else."""
 SUMMARY = """{} intervals exclude zero ({} expected by chance). Over all pairs fastpack's loss minus TRL's is {} for
 country names and {} for source code (TRL's second run minus its first: {}). {}Seeds went from five to ten when 3 of 12
-intervals of earlier code excluded zero."""
+earlier intervals excluded zero."""
 DRIFT = """## Drift over steps
 
 Against TRL's run of the same seed. First step: the weights are the same, so only rounding differs. Later: the largest
@@ -188,7 +188,7 @@ def page(records: Sequence[Run]) -> str:
         lines.append([TRAININGS[row], *cells, *[""] * (6 - len(cells))])
     said = {name: line for name, *line in verdict(shown)}
     ours, again = (said.get(SIDES[side]) for side in (DEFAULT, AGAIN))
-    more = "".join(f"{one} " for one in _source_code(shown))
+    more = "".join(f"{one} " for one in _source_code(shown, records))
     columns = "training | >pairs | >loss, base | >TRL | >fastpack minus TRL | >names, TRL | >fastpack minus TRL"
     parts = (
         INTRODUCTION,
@@ -238,13 +238,20 @@ def pooled(shown: Mapping[str, Training], side: str, task: str, key: str = "loss
     return [one for row, training in shown.items() if task in row for one in training.differences(side, key)]
 
 
-def _source_code(shown: Mapping[str, Training]) -> Iterator[str]:
-    """Yield what is to be said if the losses on source code differ."""
+def _source_code(shown: Mapping[str, Training], records: Iterable[Run]) -> Iterator[str]:
+    """Yield what is to be said if the losses on source code differ, and what is known of the cause."""
     losses, exact = (pooled(shown, DEFAULT, "code", key) for key in ("loss", "float32"))
     if len(losses) >= LEAST_PAIRS and abs(interval(losses)[0]) > interval(losses)[1]:
         trl = [[trl["after"]["loss"] for _, trl in shown[row].pairs(DEFAULT)] for row in shown if "code" in row]
         share, spreads = (fmean(losses) / fmean(map(of, trl)) for of in (fmean, stdev))
-        yield f"There it differs: {share:+.2%}, or {spreads:+.2f} standard deviations of seeds; the cause is unknown."
+        short = [
+            run for run in records if "code" in run["row"] and "gpu" not in run["machine"] and run.get("limit", 0) > 1
+        ]
+        pairs, cpu = trainings(short, [*dict.fromkeys(run["row"] for run in short)]), ""
+        if pairs:
+            apart = max(abs(one) for one in pooled(pairs, DEFAULT, "code"))
+            cpu = f" (in float32 on a CPU, {short[0]['limit']} steps: {apart:.0e})"
+        yield f"There it differs by {share:+.2%}, {spreads:+.2f} standard deviations of seeds{cpu}."
     if exact:
         yield f"Of the same weights, examined in float32: {told(exact, '+.5f')}."
 

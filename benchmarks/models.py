@@ -205,25 +205,22 @@ def random_ids(lengths: list[int], vocabulary: int, seed: int) -> list[list[int]
 
 
 @cache
-def source_text(tokens: int, vocabulary: int, longest: int, whole_files: bool = False) -> tuple[Any, datasets.Dataset]:
+def source_text(tokens: int, vocabulary: int, longest: int) -> tuple[Any, datasets.Dataset]:
     """Return a tokenizer, and `tokens` tokens or all of the standard library's top-level functions and classes.
 
     Real source code, so document lengths and repetitions are those of a data set of code: two million tokens, which
     training repeats if that is too short. Documents are cut to `longest` tokens, as packing would.
-
-    Args:
-        whole_files: whether a document is a whole file; half of them are longer than 2,800 tokens.
     """
     from tokenizers import Tokenizer
 
     shared = os.environ.get(TEXTS)
-    file = Path(shared or "", f"{tokens}-{vocabulary}-{longest}-{whole_files}.json")
+    file = Path(shared or "", f"{tokens}-{vocabulary}-{longest}.json")
     if shared and file.exists():
         made, rows = json.loads(file.read_text(encoding="utf-8"))
         tokenizer = _fast_tokenizer(Tokenizer.from_str(made))
     else:
         tokenizer = _code_tokenizer(min(vocabulary, 8000))
-        rows = _encoded(tokenizer, tokens, longest, whole_files)
+        rows = _encoded(tokenizer, tokens, longest)
         if shared:
             unfinished = file.with_suffix(f".{os.getpid()}")  # of several ranks
             unfinished.write_text(json.dumps([tokenizer.backend_tokenizer.to_str(), rows]), encoding="utf-8")
@@ -231,9 +228,9 @@ def source_text(tokens: int, vocabulary: int, longest: int, whole_files: bool = 
     return tokenizer, datasets.Dataset.from_dict({"input_ids": rows})
 
 
-def _encoded(tokenizer: Any, tokens: int, longest: int, whole_files: bool) -> list[list[int]]:
+def _encoded(tokenizer: Any, tokens: int, longest: int) -> list[list[int]]:
     rows: list[list[int]] = []
-    texts = _files() if whole_files else definitions()
+    texts = definitions()
     while tokens > 0 and (some := list(itertools.islice(texts, 256))):
         for ids in tokenizer(some)["input_ids"]:
             if tokens > 0:

@@ -48,7 +48,7 @@ class Row:
         kind: ``lora``, ``nf4`` (LoRA over 4 bits), ``full``, ``experts`` (LoRA on attention and expert stacks),
             ``frozen`` (LoRA on attention alone) or ``nf4-experts`` (the same over expert stacks in 4 bits).
         batch: examples of a micro-batch and micro-batches of a step if rows are not packed.
-        documents: ``code``, ``files``, or tokens of documents that repeat: ``(321, 300, 80)``.
+        documents: tokens of random documents that repeat: ``(321, 300, 80)``; none: code.
         prefix: shared and mean own tokens of documents; `completions`: the loss counts their own tokens alone.
         prompts: least and most tokens of a prompt.
         run: number of steps of a whole run; 0: the first ones of a run of `RUN`.
@@ -63,7 +63,7 @@ class Row:
     method: str = "sft"
     layers: int | None = None
     batch: tuple[int, int] | None = None
-    documents: str | tuple[int, ...] = "code"
+    documents: tuple[int, ...] = ()
     prefix: tuple[int, int] | None = None
     completions: bool = False
     prompts: tuple[int, int] = PROMPTS
@@ -105,7 +105,7 @@ class Row:
         found["max_length"] = self.tokens
         if self.method == "sft":
             found |= {"router_aux_loss_coef": 0.0} if self.kind == "nf4-experts" else {}  # the router is frozen
-            in_order = {"train_sampling_strategy": "sequential"} if isinstance(self.documents, tuple) else {}
+            in_order = {"train_sampling_strategy": "sequential"} if self.documents else {}
             return found | {"packing": self.batch is None} | in_order
         if self.method != "reward" and device == "cuda":  # the loss moves with what long sums lose in bf16
             found["beta"] = 0.01
@@ -154,13 +154,12 @@ class Row:
             return word_tokenizer(vocabulary), self._preferences(rows, min(vocabulary, 8192), seed)
         if self.prefix is not None:
             return word_tokenizer(vocabulary), self._prefixed(20 * self.tokens, vocabulary, seed)
-        if isinstance(self.documents, tuple):
+        if self.documents:
             count = 20 if self.batch is None else 20 * batch * accumulated // len(self.documents)
             ids = random_ids([*self.documents] * count, vocabulary, seed)
             return word_tokenizer(vocabulary), datasets.Dataset.from_dict({"input_ids": ids})
-        whole = self.documents == "files"
-        longest = self.tokens if whole else min(self.tokens, LONGEST_DOCUMENT)
-        return source_text(self.tokens * (rows if self.batch is None else rows // 2), vocabulary, longest, whole)
+        length = self.tokens * (rows if self.batch is None else rows // 2)
+        return source_text(length, vocabulary, min(self.tokens, LONGEST_DOCUMENT))
 
     def _prefixed(self, tokens: int, vocabulary: int, seed: int) -> datasets.Dataset:
         assert self.prefix is not None
@@ -207,7 +206,6 @@ for _model, _batch, _tokens in (
     ("small", (4, 1), 512),
 ):  # fmt: skip
     ROWS[f"{_model} lora {_batch[0]}x{_batch[1]}"] = Row("sft", _model, _tokens, batch=_batch)
-ROWS["qwen3-8b lora 32768 files"] = Row("sft", "qwen3-8b", 32_768, documents="files")
 for _model, _layers in (
     ("qwen3-0.6b", None),
     ("qwen3-8b", 12),
@@ -229,8 +227,6 @@ ROWS |= {
     "host narrow 128x1": Row("host", "narrow", 128, documents=NARROW, sides=PAIR),
     "host narrow 128x4": Row("host", "narrow", 128, documents=NARROW, sides=PAIR, accumulated=4),
     "narrow lora 1x8": Row("host", "narrow", 240, batch=(1, 8), documents=SHORT, sides=PAIR),
-    "narrow lora 4x1": Row("host", "narrow", 240, batch=(4, 1), documents=SHORT, sides=PAIR),
-    "reward small 4": replace(_SMALL, method="reward"),
 }  # fmt: skip
 for _name, _prefix in {"300+300": (300, 300), "1000+200": (1000, 200), "nothing": (0, 400), "tiny": (40, 20)}.items():
     _row = Row("prefixes", "small", 8192, "full", prefix=_prefix, sides=("fastpack whole documents", "fastpack"))
