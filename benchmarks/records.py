@@ -34,12 +34,12 @@ def read(*files: Path) -> list[dict[str, Any]]:
 
 
 def newest(records: Iterable[Run]) -> list[Run]:
-    """Return the records of the newest command that measured each row, on each device."""
-    last: dict[tuple[str, str, str], str] = {}
-    found = list(records)
-    for run in found:
-        last[key_of(run)] = max(last.get(key_of(run), ""), run["date"])
-    return [run for run in found if run["date"] == last[key_of(run)]]
+    """Return the records of the newest command that measured each row, on each device; under a cap, each side."""
+    last: dict[tuple[str, ...], str] = {}
+    found = [((*key_of(run), run["side"] if "cap_gib" in run else ""), run) for run in records]
+    for key, run in found:
+        last[key] = max(last.get(key, ""), run["date"])
+    return [run for key, run in found if run["date"] == last[key]]
 
 
 def key_of(run: Run) -> tuple[str, str, str]:
