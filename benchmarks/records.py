@@ -55,12 +55,12 @@ def append(file: Path | None, run: Run) -> None:
 
 
 def add(records: Sequence[Run], folder: Path = RESULTS) -> None:
-    """Write records into the files of their cases, in place of older ones of the same rows."""
+    """Write records into the files of their cases, in place of older ones of the same rows; each one once."""
     for case in dict.fromkeys(run["case"] for run in records):
         file = folder / f"{case}.jsonl"
         new = [run for run in records if run["case"] == case and "failed" not in run]
         kept = newest([*(read(file) if file.exists() else ()), *new])
-        file.write_text("".join(f"{json.dumps(run)}\n" for run in kept), encoding="utf-8")
+        file.write_text("".join(dict.fromkeys(f"{json.dumps(run)}\n" for run in kept)), encoding="utf-8")
 
 
 def short(value: float | None, digits: int = 7) -> float | None:

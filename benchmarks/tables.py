@@ -49,7 +49,7 @@ class Case:
 
 CASES = {
     "sft": Case("SFT", "Rows of real text."),
-    "memory_caps": Case("Longest row under a memory cap", "fastpack offloads layer inputs, TRL does not.", ()),
+    "memory_caps": Case("Longest row under a memory cap", "fastpack offloads layer inputs; so does *trl offload*.", ()),
     "start": Case("From the first step on", "Whole runs with empty compile caches, or filled ones."),
     "several_gpus": Case("Two GPUs", "A packed row per GPU and step. FSDP 2 logs losses in bf16.", budget=8e-3),
     "preference": Case("Preference and online trainers", "Gradient norms are compared.", budget=2e-2),
@@ -70,8 +70,8 @@ CASES = {
 INTRODUCTION = """# Results
 
 Made by `python -m benchmarks tables` from the records in `benchmarks/results/`; do not edit. Absolute times hold for
-one machine; sides are compared within one command only, which runs at the commit it names. Up to four commands shared a
-host with H100s, each with GPUs and cores of its own.
+one machine; sides are compared within one command only, which runs at the commit it names (at two where an equal
+machine continued it). Up to four commands shared a host with H100s, each with GPUs and cores of its own.
 
 - *trl*: TRL's trainer as installed, with gradient checkpointing and transformers' default attention (sdpa with a mask;
   gpt-oss: eager); *trl compiled*: compiled by accelerate (DDP: as many launches). *flash-attn-4*: FlashAttention-4.
@@ -86,8 +86,8 @@ host with H100s, each with GPUs and cores of its own.
   fastpack's speed is shown only within 1e-3, the limit above the table, or the difference of TRL's compiled layers
   (2e-3 at most). Not checked: TRL's sides; gpt-oss (leaks)."""
 NOT_RUN = """- TRL with FlashAttention-2 or 3: no wheel. TRL with FlashAttention-4, more rows of *flash-attn-4* and of
-  Liger, whole gpt-oss-20b and 30B-A3B, 4-bit experts, FSDP 2 with all weights, speed over an FP8 base, KTO, Reward,
-  RLOO, caps of 80 GiB and of other models, TRL with offload under a cap, second rounds (see *rounds*): device time.
+  Liger, whole gpt-oss-20b and 30B-A3B, 4-bit experts, speed over an FP8 base, KTO, Reward, RLOO, caps of other
+  models, TRL with offload under caps but 24 GiB, one buffer (*reload*) a second time: device time.
 - All 500 steps of a run: 48 or more are measured on an H100 (reload: 15; caps: 4). GRPO: the learner, no generation.
 - GRPO, recomputing as TRL: fastpack recomputes there by default, since its rows may have any length.
 - Other cards than H100, more than two GPUs: no such machine. DeepSpeed, FSDP 1: most features are off."""

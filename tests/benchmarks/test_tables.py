@@ -138,14 +138,14 @@ def test_rows_that_gain_little_are_listed() -> None:
 
 
 def test_a_new_record_replaces_those_of_its_row_and_device(tmp_path: Path) -> None:
-    old = [run_of("trl"), run_of("trl compiled"), run_of("trl", row="other")]
-    add(old, tmp_path)
+    old = [run_of("trl"), run_of("trl compiled"), run_of("trl", row="other"), run_of("trl", row="cap", cap_gib=8.0)]
+    add([*old, *old], tmp_path)
     on_cpu = run_of("trl", date="2026-01-03", machine={"device": "cpu", "threads": 1})
     failed = {key: value for key, value in run_of("fastpack", date="2026-01-02").items() if key != "seconds"}
-    add([run_of("trl", 0.9, date="2026-01-02"), failed | {"failed": "out of memory"}, on_cpu], tmp_path)
-    assert [(run["row"], run["side"], run["date"]) for run in read(tmp_path / "sft.jsonl")] == [
-        ("other", "trl", "2026-01-01"), ("qwen3-8b lora 4096", "trl", "2026-01-02"),
-        ("qwen3-8b lora 4096", "trl", "2026-01-03"),
+    capped = run_of("fastpack", row="cap", cap_gib=8.0, date="2026-01-02")
+    add([run_of("trl", 0.9, date="2026-01-02"), failed | {"failed": "out of memory"}, on_cpu, capped], tmp_path)
+    assert [(run["row"][:5], run["side"][:4], run["date"][-1]) for run in read(tmp_path / "sft.jsonl")] == [
+        ("other", "trl", "1"), ("cap", "trl", "1"), ("qwen3", "trl", "2"), ("qwen3", "trl", "3"), ("cap", "fast", "2"),
     ]  # fmt: skip
     (tmp_path / "bad.jsonl").write_text("{")
     with pytest.raises(UserError, match="cannot read the records"):
