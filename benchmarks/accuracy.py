@@ -68,7 +68,7 @@ Those that exclude zero, the largest loss difference that one allows, and the lo
 fastpack are not independent: on names most are equal bit for bit. The FP8 base computes something else."""
 SUMMARY = """{} intervals exclude zero ({} expected by chance). Over all pairs fastpack's loss minus TRL's is {} for
 country names and {} for source code (TRL again: {}). {}Seeds went from five to ten when 3 of 12
-intervals excluded zero; LoRA and all weights ran again on source code, for float32, after +0.00020 to +0.00065."""
+intervals excluded zero. Source code had +0.00020 to +0.00065 before LoRA and all weights ran again for float32."""
 DRIFT = """## Drift over steps
 
 Against TRL's run of the same seed. First step: the weights are the same, so only rounding differs. Later: the largest
