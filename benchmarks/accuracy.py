@@ -25,12 +25,12 @@ PAGE, DETAILS, FIGURE = ROOT / "docs/accuracy.md", ROOT / "benchmarks/ACCURACY.m
 TRL, AGAIN, FLOAT32, LIGER = "trl", "trl again", "trl float32", "trl liger"
 """The side that others are compared with; its first seed once more, as its own nondeterminism; in float32, as what
 both sides round; with other kernels, as the drift that other rounding makes."""
-DEFAULT, COMPILED, FP8 = "fastpack", "fastpack compiled", "fastpack fp8"
-"""Ours; with layers that are compiled in short runs, too; with a base that computes something else."""
+DEFAULT, SDPA, COMPILED, FP8 = "fastpack", "fastpack sdpa", "fastpack compiled", "fastpack fp8"
+"""Ours; with TRL's attention; with layers compiled in short runs, too; with a base that computes something else."""
 SIDES = {
     TRL: "TRL", AGAIN: "TRL again", FLOAT32: "TRL in float32", LIGER: "TRL, Liger's kernels",
-    SAME_MEMORY: "fastpack, recomputing as TRL", DEFAULT: "fastpack", COMPILED: "fastpack, compiled layers",
-    FP8: "fastpack, FP8 base",
+    SAME_MEMORY: "fastpack, recomputing as TRL", DEFAULT: "fastpack", SDPA: "fastpack, TRL's attention",
+    COMPILED: "fastpack, compiled layers", FP8: "fastpack, FP8 base",
 }  # fmt: skip
 TRAININGS = {
     f"{task} {mode}": f"{title}, {how}"
@@ -245,15 +245,14 @@ def _source_code(shown: Mapping[str, Training], records: Iterable[Run]) -> Itera
         share, spreads = (fmean(losses) / fmean(map(of, trl)) for of in (fmean, stdev))
         on_cpu = (run for run in records if "code" in run["row"] and "gpu" not in run["machine"])
         short = [run for run in on_cpu if run.get("limit", 0) > 1]
-        pairs, cpu = trainings(short, [*dict.fromkeys(run["row"] for run in short)]), ""
-        if pairs:
-            apart = max(abs(one) for one in pooled(pairs, DEFAULT, "code"))
-            cpu = f" (in float32 on a CPU, {short[0]['limit']} steps: {apart:.0e})"
+        pairs = trainings(short, [*dict.fromkeys(run["row"] for run in short)])
+        apart = [abs(one) for one in pooled(pairs, DEFAULT, "code")]
+        cpu = f" (in float32 on a CPU, {short[0]['limit']} steps: {max(apart):.0e})" if apart else ""
         yield f"There it differs by {share:+.2%}, {spreads:+.2f} standard deviations of seeds{cpu}."
-    if exact:
-        yield f"Examined in float32: {told(exact, '+.5f')}."
-    if rounded := [-one for one in pooled(shown, FLOAT32, "code")]:
-        yield f"TRL minus TRL in float32 (no QLoRA): {told(rounded, '+.5f')}."
+    rounded, attended = [-one for one in pooled(shown, FLOAT32, "code")], pooled(shown, SDPA, "code")
+    titles = "Examined in float32", "With TRL's attention", "TRL minus TRL in float32 (no QLoRA)"
+    found = zip(titles, (exact, attended, rounded), strict=True)
+    yield from (f"{title}: {told(differences, '+.5f')}." for title, differences in found if differences)
 
 
 def _single(records: Sequence[Run]) -> Iterator[str]:

@@ -42,8 +42,8 @@ from fastpack_trl.measure.record import date_now
 PRETRAINED = ("trl", "fastpack", "fastpack same memory")
 LORA = (accuracy.FP8, accuracy.COMPILED, accuracy.LIGER)
 """Sides for LoRA alone."""
-KNOWN = (*PRETRAINED, *LORA, accuracy.AGAIN, accuracy.FLOAT32)
-"""All sides; the last one only runs if it is asked for."""
+KNOWN = (*PRETRAINED, *LORA, accuracy.AGAIN, accuracy.FLOAT32, accuracy.SDPA)
+"""All sides; the last two only run if they are asked for."""
 MODES = ("lora", "full", "nf4")
 FIRST_RUN_SECONDS = 45.0
 """No process is started with less time left; its later runs take as long as the longest before them."""
@@ -240,8 +240,8 @@ def groups_left(args: Namespace, done: Sequence[Mapping[str, Any]], tree: str) -
     }
     found = []
     for name, task in TASKS.items():
-        exact = [accuracy.FLOAT32] if args.sides and task.method == "sft" else []
-        for mode, side in itertools.product(task.modes, [*task.sides, *exact]):
+        asked = KNOWN[-2:] if args.sides and task.method == "sft" else ()
+        for mode, side in itertools.product(task.modes, [*task.sides, *asked]):
             if name not in args.tasks or mode not in args.modes or (args.sides and side not in args.sides):
                 continue
             if (side in LORA and mode != "lora") or (side, mode) == (accuracy.FLOAT32, "nf4"):
