@@ -17,14 +17,14 @@ from textwrap import fill
 from typing import Any
 
 from benchmarks.pretrained import LONGEST, RATES
-from benchmarks.records import RESULTS, Run, read, tree_now
+from benchmarks.records import RESULTS, Run, line_of, read, tree_now
 from benchmarks.tables import COLORS, ROOT, SAME_MEMORY, grid
 
 RECORDS = RESULTS / "accuracy" / "real_weights.jsonl"
 PAGE, DETAILS, FIGURE = ROOT / "docs/accuracy.md", ROOT / "benchmarks/ACCURACY.md", ROOT / "docs/figures/accuracy.png"
 TRL, AGAIN, FLOAT32, LIGER = "trl", "trl again", "trl float32", "trl liger"
-"""The side that others are compared with; its first seed once more, as its own nondeterminism; in float32, as what
-both sides round; with other kernels, as the drift that other rounding makes."""
+"""The side that others are compared with; its seeds once more, as its own nondeterminism; in float32, as what both
+sides round; with other kernels, as the drift that other rounding makes."""
 DEFAULT, SDPA, COMPILED, FP8 = "fastpack", "fastpack sdpa", "fastpack compiled", "fastpack fp8"
 """Ours; with TRL's attention; with layers compiled in short runs, too; with a base that computes something else."""
 SIDES = {
@@ -36,15 +36,16 @@ TRAININGS = {
     f"{task} {mode}": f"{title}, {how}"
     for task, title in {"names": "country names", "code": "source code"}.items()
     for mode, how in {"lora": "LoRA", "full": "all weights", "nf4": "QLoRA"}.items()
-} | {"loose lora": "country names, LoRA, four batches of two"}
+}
 SINGLE = {"dpo lora": "DPO's loss, ln 2 = 0.693 if nothing is learned", "grpo lora": "GRPO's mean reward"}
 STUDENT = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
     2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045,
 )  # fmt: skip
 """97.5 % quantiles of Student's t distribution, for 1 to 29 degrees of freedom; the last one serves more."""
-LEAST_PAIRS = 3
-"""Seeds of both sides below which no interval is shown."""
+LEAST_PAIRS, FAR, BESIDE = 3, 0.1, (TRL, DEFAULT, FLOAT32)
+"""Seeds of both sides below which no interval is shown; a relative difference of first gradient norms above which those
+of some sides are named."""
 FIGURES = {"loss": "held-out loss", "held": "names right", "unseen": "unseen right"}
 DETAILED = f"""# Accuracy of all sides
 
@@ -56,19 +57,21 @@ Made by `python -m benchmarks real_weights tables`; do not edit.
   countries absent from training. Source code: 100 rows of {LONGEST:,} tokens of Python's standard library.
 - LoRA: rank 16, bf16 base, learning rate {RATES["lora"]:.0e}. QLoRA: the same on an NF4 base. All weights: fp32, bf16
   autocast, learning rate {RATES["full"]:.0e}. For a given seed, sides share document order and LoRA's initialization.
-- The FP8 base is trained in FP8 and examined in bf16. Liger's kernels stay in the model when it answers: it then has
-  half of the names right, although its losses agree. The cause is not established.
-- *pairs*: seeds that both sides have run on the same GPU, versions and code; all figures are of these. *minus TRL*:
-  95 % interval of the mean difference (paired Student's t), or the mean difference if there are fewer than three.
+- Held-out losses are of transformers' forward under bf16 autocast, also for the FP8 base and *TRL in float32* (fp32
+  weights, no autocast while it trains). *scored in float32*: the same weights in float32; records have it since the
+  second round of LoRA and all weights on source code, which ran to look for the cause of a difference.
+- Liger's kernels stay in the model when it answers: it then has half of the names right, although its losses agree.
+  The cause is not established.
+- *pairs*: runs that both sides have of a seed and round, on the same GPU, versions and code. *minus TRL*: 95 %
+  interval of the mean difference over seeds (paired Student's t; rounds of a seed averaged), or the mean of fewer than
+  three.
 - *captured*: runs replayed as CUDA graphs; six processes share a GPU, so it varies. *TRL again*: the same seeds once
   more; on country names one, as it equals the first run bit for bit."""
 VERDICT = """## All intervals of a side
 
-Those that exclude zero, the largest loss difference that one allows, and the loss over all pairs of a task. Sides of
+Those that exclude zero, the largest loss difference that one allows, and the loss over all seeds of a task. Sides of
 fastpack are not independent: on names most are equal bit for bit. The FP8 base computes something else."""
-SUMMARY = """{} intervals exclude zero ({} expected by chance). Over all pairs fastpack's loss minus TRL's is {} for
-country names and {} for source code (TRL again: {}). {}Seeds went from five to ten when 3 of 12
-intervals excluded zero. Source code had +0.00020 to +0.00065 before LoRA and all weights ran again for float32."""
+HISTORY = "Seeds were added after a first look (3 of 12 intervals excluded zero), so 95 % is nominal."
 DRIFT = """## Drift over steps
 
 Against TRL's run of the same seed. First step: the weights are the same, so only rounding differs. Later: the largest
@@ -77,7 +80,7 @@ relative difference of a loss in the first 24 steps, and the mean of the steps a
 INTRODUCTION = """# Accuracy
 
 Gemma 3 270M learns country names in sixteen languages, or Python's standard library. Pairs of runs of TRL and fastpack
-have the same seed, documents and order. *minus TRL*: 95 % interval over pairs; *names*: exact matches of 400. The runs
+have the same seed, documents and order. *minus TRL*: 95 % interval over seeds; *names*: exact of 400. The runs
 are too short for `auto` to compile layers. [Setup, all sides, drift, commands](../benchmarks/ACCURACY.md)."""
 REPEAT = f"""![losses, gradient norms and differences of losses](figures/{FIGURE.name})
 
@@ -104,21 +107,32 @@ def interval(differences: Sequence[float]) -> tuple[float, float]:
 
 
 class Training:
-    """All runs of one training on one GPU, versions and code, by side and seed."""
+    """All runs of one training on one GPU, versions and code, by side and seed: the rounds of a seed in turn."""
 
     def __init__(self, runs: Iterable[Run]) -> None:
-        self.sides: dict[str, dict[int, Run]] = {}
+        self.sides: dict[str, dict[int, list[Run]]] = {}
         for run in runs:
-            self.sides.setdefault(run["side"], {})[run["seed"]] = run
+            self.sides.setdefault(run["side"], {}).setdefault(run["seed"], []).append(run)
 
     def pairs(self, side: str) -> list[tuple[Run, Run]]:
-        """Return the runs of a side, each with TRL's of the same seed."""
-        theirs = self.sides.get(TRL, {})
-        return [(run, theirs[seed]) for seed, run in sorted(self.sides.get(side, {}).items()) if seed in theirs]
+        """Return the runs of a side, each with TRL's of the same seed and round."""
+        ours, theirs = (self.sides.get(one, {}) for one in (side, TRL))
+        return [pair for seed in sorted(ours) for pair in zip(ours[seed], theirs.get(seed, ()), strict=False)]
 
-    def differences(self, side: str, key: str) -> list[float]:
-        """Return a score of each pair less TRL's: ``loss``, ``held`` or ``unseen``."""
-        return [ours["after"][key] - trl["after"][key] for ours, trl in self.pairs(side) if key in ours["after"]]
+    def scored(self, key: str) -> Training:
+        """Return the runs that have a score."""
+        every = (run for seeds in self.sides.values() for runs in seeds.values() for run in runs)
+        return Training(run for run in every if key in run["after"])
+
+    def scores(self, side: str, key: str = "loss") -> dict[int, float]:
+        """Return a score by seed, the mean of its rounds: ``loss``, ``float32``, ``held`` or ``unseen``."""
+        seeds = self.scored(key).sides.get(side, {})
+        return {seed: fmean(run["after"][key] for run in runs) for seed, runs in sorted(seeds.items())}
+
+    def differences(self, side: str, key: str, base: str = TRL) -> list[float]:
+        """Return a score less that of another side, for each seed that both have."""
+        theirs = self.scores(base, key)
+        return [score - theirs[seed] for seed, score in self.scores(side, key).items() if seed in theirs]
 
     def compared(self, side: str, key: str) -> tuple[float, float] | None:
         """Return the interval of the difference from TRL; None with fewer than `LEAST_PAIRS`."""
@@ -178,45 +192,33 @@ def page(records: Sequence[Run]) -> str:
     """Return the text of docs/accuracy.md."""
     shown, lines = trainings(records), []
     for row, training in shown.items():
-        pairs = training.pairs(DEFAULT)
-        loss = fmean(trl["after"]["loss"] for _, trl in pairs)
-        cells = [str(len(pairs)), f"{pairs[0][1]['before']['loss']:.3f}", f"{loss:.4f}"]
+        ours, trl = training.scores(DEFAULT), training.scores(TRL)
+        loss = fmean(score for seed, score in trl.items() if seed in ours)
+        cells = [str(len(ours)), f"{training.pairs(DEFAULT)[0][1]['before']['loss']:.3f}", f"{loss:.4f}"]
         cells.append(told(training.differences(DEFAULT, "loss"), "+.5f"))
-        if "held" in pairs[0][1]["after"]:
-            cells.append(f"{fmean(trl['after']['held'] for _, trl in pairs):.0f}")
+        if held := training.scores(TRL, "held"):
+            cells.append(f"{fmean(held.values()):.0f}")
             cells.append(told(training.differences(DEFAULT, "held"), "+.1f"))
         lines.append([TRAININGS[row], *cells, *[""] * (6 - len(cells))])
-    said = {name: line for name, *line in verdict(shown)}
-    ours, again = (said.get(SIDES[side]) for side in (DEFAULT, AGAIN))
-    more = "".join(f"{one} " for one in _source_code(shown, records))
-    columns = "training | >pairs | >loss, base | >TRL | >fastpack minus TRL | >names, TRL | >fastpack minus TRL"
-    parts = (
-        INTRODUCTION,
-        grid(columns, lines),
-        *_first_step(shown),
-        *([fill(SUMMARY.format(*ours[:2], *ours[3:5], again[4] if again else "not run", more), 118)] if ours else []),
-        *_single(records),
-        REPEAT,
-    )
-    return "\n\n".join(parts) + "\n"
+    columns = "training | >seeds | >loss, base | >TRL | >fastpack minus TRL | >names, TRL | >fastpack minus TRL"
+    parts = INTRODUCTION, grid(columns, lines), *_all_seeds(shown, records), _first_step(shown), *_single(records)
+    return "\n\n".join([*parts, REPEAT]) + "\n"
 
 
-def _first_step(shown: Mapping[str, Training]) -> Iterator[str]:
-    """Yield how far losses and gradient norms of the same weights are apart, and the largest case beside float32."""
+def _first_step(shown: Mapping[str, Training]) -> str:
+    """Return how far losses and gradient norms of the same weights are apart; norms that are far beside float32."""
     pairs = [pair for training in shown.values() for pair in training.pairs(DEFAULT)]
     norms = [abs(ours["grad_norms"][0] / trl["grad_norms"][0] - 1) for ours, trl in pairs]
-    if pairs:
-        ours, trl = pairs[norms.index(max(norms))]
-        exact = shown[trl["row"]].sides.get(FLOAT32, {}).get(trl["seed"])
-        runs = [(trl, "in TRL"), (ours, "in fastpack"), (exact, "in TRL in float32")]
-        values = [f"{run['losses'][0]:.4f} and {run['grad_norms'][0]:.1f} {who}" for run, who in runs if run]
-        loss = max(training.apart(DEFAULT)[0] for training in shown.values())
-        yield fill(
-            f"In the first step losses differ by at most {loss:.4f}, gradient norms by {median(norms):.2%} (median) "
-            f"and {max(norms):.1%} at most. In that worst case ({TRAININGS[trl['row']]}, seed {trl['seed']}) loss and "
-            f"norm are {', '.join(values)}.",
-            118,
-        )
+    near = [norm for norm in norms if norm <= FAR]
+    said = f"In the first step losses differ by at most {max(one.apart(DEFAULT)[0] for one in shown.values()):.4f}, "
+    said += f"gradient norms by {median(norms):.2%} (median) and, in {len(near)} of {len(pairs)} pairs, at most "
+    said += f"{max(near, default=0.0):.1%}"
+    far = [trl for norm, (_, trl) in zip(norms, pairs, strict=True) if norm > FAR]
+    for row, seed in dict.fromkeys((trl["row"], trl["seed"]) for trl in far):
+        runs = [(name, shown[row].sides.get(side, {}).get(seed)) for side, name in SIDES.items() if side in BESIDE]
+        found = ", ".join(f"{name} {rounds[0]['grad_norms'][0]:.1f}" for name, rounds in runs if rounds)
+        said += f"; {TRAININGS[row]}, seed {seed}: {found}"
+    return fill(f"{said}.", 118)
 
 
 def verdict(shown: Mapping[str, Training]) -> Iterator[list[str]]:
@@ -232,27 +234,36 @@ def verdict(shown: Mapping[str, Training]) -> Iterator[list[str]]:
             yield [name, *cells, "; ".join(outside)]
 
 
-def pooled(shown: Mapping[str, Training], side: str, task: str, key: str = "loss") -> list[float]:
-    """Return a score of each pair of a task's trainings less TRL's."""
-    return [one for row, training in shown.items() if task in row for one in training.differences(side, key)]
+def pooled(shown: Mapping[str, Training], side: str, task: str, key: str = "loss", base: str = TRL) -> list[float]:
+    """Return a score less that of another side, for each seed of a task's trainings."""
+    return [one for row, training in shown.items() if task in row for one in training.differences(side, key, base)]
 
 
-def _source_code(shown: Mapping[str, Training], records: Iterable[Run]) -> Iterator[str]:
-    """Yield what is to be said if the losses on source code differ, and what is known of the cause."""
-    losses, exact = (pooled(shown, DEFAULT, "code", key) for key in ("loss", "float32"))
-    if len(losses) >= LEAST_PAIRS and abs(interval(losses)[0]) > interval(losses)[1]:
-        trl = [[trl["after"]["loss"] for _, trl in shown[row].pairs(DEFAULT)] for row in shown if "code" in row]
-        share, spreads = (fmean(losses) / fmean(map(of, trl)) for of in (fmean, stdev))
-        on_cpu = (run for run in records if "code" in run["row"] and "gpu" not in run["machine"])
-        short = [run for run in on_cpu if run.get("limit", 0) > 1]
-        pairs = trainings(short, [*dict.fromkeys(run["row"] for run in short)])
-        apart = [abs(one) for one in pooled(pairs, DEFAULT, "code")]
-        cpu = f" (in float32 on a CPU, {short[0]['limit']} steps: {max(apart):.0e})" if apart else ""
-        yield f"There it differs by {share:+.2%}, {spreads:+.2f} standard deviations of seeds{cpu}."
-    rounded, attended = [-one for one in pooled(shown, FLOAT32, "code")], pooled(shown, SDPA, "code")
-    titles = "Examined in float32", "With TRL's attention", "TRL minus TRL in float32 (no QLoRA)"
-    found = zip(titles, (exact, attended, rounded), strict=True)
-    yield from (f"{title}: {told(differences, '+.5f')}." for title, differences in found if differences)
+def _all_seeds(shown: Mapping[str, Training], records: Iterable[Run]) -> Iterator[str]:
+    """Yield a table of what all seeds of a task say of the loss, and sentences about a difference on source code."""
+    exact = {row: training.scored("float32") for row, training in shown.items()}
+    code = pooled(shown, DEFAULT, "code")
+    trl = [score for row in shown if "code" in row for score in shown[row].scores(TRL).values()]
+    lines = {
+        "country names: fastpack minus TRL": pooled(shown, DEFAULT, "names"),
+        "source code: fastpack minus TRL": code,
+        "TRL's second run minus its first": pooled(shown, AGAIN, "code"),
+        "fastpack with TRL's attention minus TRL": pooled(shown, SDPA, "code"),
+        "also scored in float32 (no QLoRA): fastpack minus TRL": pooled(exact, DEFAULT, "code"),
+        "the same, scored in float32": pooled(exact, DEFAULT, "code", "float32"),
+        "TRL minus TRL trained in float32": pooled(exact, TRL, "code", base=FLOAT32),
+        "fastpack minus TRL trained in float32": pooled(exact, DEFAULT, "code", base=FLOAT32),
+    }
+    yield grid("held-out loss | >95 % interval", [[name, told(one, "+.5f")] for name, one in lines.items() if one])
+    said = ""
+    if len(code) >= LEAST_PAIRS and abs(interval(code)[0]) > interval(code)[1]:
+        said = f"On source code fastpack's is {fmean(code):+.5f}, {fmean(code) / fmean(trl):+.2%}: zero is excluded. "
+    cpu = trainings(run for run in records if "gpu" not in run["machine"] and run.get("limit", 0) > 1)
+    if apart := [abs(one) for one in pooled(cpu, DEFAULT, "code")]:
+        steps = max(run["limit"] for training in cpu.values() for run, _ in training.pairs(DEFAULT))
+        said += f"In float32 on a CPU, after {steps} steps, it is {max(apart):.0e} from TRL's. "
+    counted = {name: line for name, *line in verdict(shown)}.get(SIDES[DEFAULT], ["none", "0"])
+    yield fill(f"{said}Of single intervals {counted[0]} exclude zero ({counted[1]} expected by chance). {HISTORY}", 118)
 
 
 def _single(records: Sequence[Run]) -> Iterator[str]:
@@ -272,7 +283,7 @@ def details(records: Sequence[Run]) -> str:
     """Return the text of ACCURACY.md: setup, every side, drift, and what measured it."""
     learned, apart = list[list[str]](), list[list[str]]()
     for row, training in trainings(records).items():
-        before = next(iter(training.sides[TRL].values()))["before"]
+        before = training.pairs(TRL)[0][0]["before"]
         base = [f"{before[key]:.4g}" if key in before else "" for key in FIGURES]
         learned.append([TRAININGS[row], "base", "", "", *itertools.chain(*((cell, "") for cell in base))])
         for side, name in SIDES.items():
@@ -282,9 +293,8 @@ def details(records: Sequence[Run]) -> str:
             graphs = [(ours["report"] or {}).get("cuda_graph", "") == "on: captured" for ours, _ in pairs]
             learned.append([TRAININGS[row], name, str(len(pairs)), str(sum(graphs)) if pairs[0][0]["report"] else ""])
             for key, form in zip(FIGURES, (".4f", ".1f", ".1f"), strict=True):
-                found = [ours["after"][key] for ours, _ in pairs if key in ours["after"]]
                 less = "" if side == TRL else told(training.differences(side, key), f"+{form}")
-                learned[-1] += [spread(found, form), less]
+                learned[-1] += [spread([*training.scores(side, key).values()], form), less]
             if side != TRL:
                 loss, norm, early, late = training.apart(side)
                 cells = [f"{loss:.1e}", f"{norm:.1e}", f"{early:.1e}", f"{late:.1e}"]
@@ -347,11 +357,10 @@ def draw(records: Sequence[Run], file: Path) -> None:
 
 
 def add(records: Iterable[Run], file: Path = RECORDS) -> None:
-    """Keep records, in place of older ones of the same row, side and seed on the same GPU, versions and code."""
+    """Keep records, each one once: more of the same row, side and seed are rounds."""
     runs = [*(read(file) if file.exists() else ()), *records]
-    kept = {(run["row"], run["side"], run["seed"], made_by(run)): run for run in runs}
     file.parent.mkdir(exist_ok=True)
-    file.write_text("".join(f"{json.dumps(run)}\n" for run in kept.values()), encoding="utf-8")
+    file.write_text("".join(dict.fromkeys(map(line_of, runs))), encoding="utf-8")
 
 
 def write(files: Sequence[Path] = ()) -> None:

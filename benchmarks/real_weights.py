@@ -72,12 +72,10 @@ class Task:
     seeds: int = 10
 
 
-_LOOSE = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 _PACKED = {"packing": True, "max_length": LONGEST, "per_device_train_batch_size": 1}
 TASKS = {
     "names": Task("names", fields={**_PACKED, "max_length": LONGEST // 2, "num_train_epochs": 3}),
     "code": Task("code", fields={**_PACKED, "max_steps": 100}),
-    "loose": Task("names", "sft", {**_LOOSE, "max_steps": 100}, ("lora",), PAIR, 4),
     "dpo": Task("names", "dpo", {"per_device_train_batch_size": 16, "max_steps": 60}, ("lora",), PAIR, 1),
     "grpo": Task(
         "names", "grpo",

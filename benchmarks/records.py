@@ -38,8 +38,13 @@ def newest(records: Iterable[Run]) -> list[Run]:
     last: dict[tuple[str, ...], str] = {}
     found = [((*key_of(run), run["side"] if "cap_gib" in run else ""), run) for run in records]
     for key, run in found:
-        last[key] = max(last.get(key, ""), run["date"])
-    return [run for key, run in found if run["date"] == last[key]]
+        last[key] = max(last.get(key, ""), _begun(run))
+    return [run for key, run in found if _begun(run) == last[key]]
+
+
+def _begun(run: Run) -> str:
+    """Return when a command was started, also if it was continued later."""
+    return str(run.get("begun", run["date"]))
 
 
 def key_of(run: Run) -> tuple[str, str, str]:
@@ -51,7 +56,12 @@ def append(file: Path | None, run: Run) -> None:
     """Append a record to a file, if there is one."""
     if file is not None:
         with file.open("a", encoding="utf-8") as stream:
-            stream.write(f"{json.dumps(run)}\n")
+            stream.write(line_of(run))
+
+
+def line_of(run: Run) -> str:
+    """Return the line of a record in a file."""
+    return json.dumps(run, separators=(",", ":")) + "\n"
 
 
 def add(records: Sequence[Run], folder: Path = RESULTS) -> None:
@@ -60,7 +70,7 @@ def add(records: Sequence[Run], folder: Path = RESULTS) -> None:
         file = folder / f"{case}.jsonl"
         new = [run for run in records if run["case"] == case and "failed" not in run]
         kept = newest([*(read(file) if file.exists() else ()), *new])
-        file.write_text("".join(dict.fromkeys(f"{json.dumps(run)}\n" for run in kept)), encoding="utf-8")
+        file.write_text("".join(dict.fromkeys(map(line_of, kept))), encoding="utf-8")
 
 
 def short(value: float | None, digits: int = 7) -> float | None:
@@ -76,7 +86,7 @@ def facts_of(args: Namespace, done: Sequence[Mapping[str, Any]]) -> dict[str, An
     words = (Path(word).name if word.startswith("/") else word for word in args.words)
     return {
         "command": f"python -m benchmarks {shlex.join(words)}",
-        "date": done[-1]["date"] if done else date_now(),
+        "date": date_now(), **({"begun": _begun(done[-1])} if done else {}),
         "commit": here["commit"] or "unknown", "tree": tree_now(), **edited, "versions": versions(),
         "machine": {**machine(device), "threads": args.threads},
     }  # fmt: skip

@@ -206,12 +206,9 @@ for _model, _batch, _tokens in (
     ("small", (4, 1), 512),
 ):  # fmt: skip
     ROWS[f"{_model} lora {_batch[0]}x{_batch[1]}"] = Row("sft", _model, _tokens, batch=_batch)
-for _model, _layers in (
-    ("qwen3-0.6b", None),
-    ("qwen3-8b", 12),
-    ("small, large vocabulary", None),
-    ("tiny-qwen3", None),
-):
+for _model, _layers in {
+    "qwen3-0.6b": None, "qwen3-8b": 12, "small, large vocabulary": None, "tiny-qwen3": None,
+}.items():  # fmt: skip
     _name, _examples = _model.partition(",")[0], 4 if _layers else 8
     for _method in METHODS.keys() - {"sft"}:
         ROWS[f"{_method} {_name} {_examples}"] = Row(
@@ -232,10 +229,7 @@ for _name, _prefix in {"300+300": (300, 300), "1000+200": (1000, 200), "nothing"
     _row = Row("prefixes", "small", 8192, "full", prefix=_prefix, sides=("fastpack whole documents", "fastpack"))
     ROWS |= {f"prefix {_name}": _row, f"prefix {_name} completions": replace(_row, completions=True)}
 ROWS["prefix tiny"] = replace(ROWS["prefix tiny"], model="tiny-qwen3", tokens=256)
-_BY_ITSELF: dict[str, tuple[str, ...]] = {
-    "metadata": ("metadata per layer", "metadata once", "packed kernel"),
-    "ddp": USUAL, "fsdp2": USUAL,
-}  # fmt: skip
+_BY_ITSELF = {"metadata": ("metadata per layer", "metadata once", "packed kernel"), "ddp": USUAL, "fsdp2": USUAL}
 """Sides of a row of SFT under another name: ``metadata qwen3-0.6b full 2048``."""
 for _name, _row in [*ROWS.items()]:
     if _row.case == "sft":

@@ -47,9 +47,11 @@ class Case:
     budget: float = 1e-3
 
 
+_CAPS = """*trl offload*: `activation_offloading=True`; fastpack offloads by default. 80 GiB is the whole card. One
+search per side, some of different commands: compare lengths, not times."""
 CASES = {
     "sft": Case("SFT", "Rows of real text."),
-    "memory_caps": Case("Longest row under a memory cap", "fastpack offloads layer inputs; so does *trl offload*.", ()),
+    "memory_caps": Case("Longest row under a memory cap", _CAPS, ()),
     "start": Case("From the first step on", "Whole runs with empty compile caches, or filled ones."),
     "several_gpus": Case("Two GPUs", "A packed row per GPU and step. FSDP 2 logs losses in bf16.", budget=8e-3),
     "preference": Case("Preference and online trainers", "Gradient norms are compared.", budget=2e-2),
@@ -70,14 +72,16 @@ CASES = {
 INTRODUCTION = """# Results
 
 Made by `python -m benchmarks tables` from the records in `benchmarks/results/`; do not edit. Absolute times hold for
-one machine; sides are compared within one command only, which runs at the commit it names (at two where an equal
-machine continued it). Up to four commands shared a host with H100s, each with GPUs and cores of its own.
+one machine; sides are compared within one command only, which runs at the commit it names. Where it names two, an equal
+machine ran second rounds of TRL later. Up to four commands shared a host with H100s, each with GPUs and cores of its
+own.
 
 - *trl*: TRL's trainer as installed, with gradient checkpointing and transformers' default attention (sdpa with a mask;
   gpt-oss: eager); *trl compiled*: compiled by accelerate (DDP: as many launches). *flash-attn-4*: FlashAttention-4.
 - *fastpack*: at its defaults; *fastpack same memory*: it recomputes as TRL does; graphs need memory on top (*peak*).
-- *times*: that side's time over this one's, for the same tokens; above 1 this one is faster.
-- *tokens*: without padding. *peak*: reserved by torch, CUDA graphs included.
+- *times*: that side's time over this one's, for the same tokens; above 1 this one is faster. *unsteady*: the quartiles
+  of that side are more than a factor of three apart (it compiles again and again).
+- *tokens*: without padding. *peak*: reserved by torch, CUDA graphs included; by round if only some recorded graphs.
 - *whole run*: estimate for 500 steps: measured steps as they were, the rest at the mean (fastpack) or median (other
   sides) of the timed ones: 15 s or more on a GPU (two GPUs: 2.5 s; reload: 4 steps; caps: 2), 6 on a CPU.
 - *launches*: by the host per step; a replayed graph is one. *idle*: share of a step in which the GPU waits.
@@ -87,7 +91,7 @@ machine continued it). Up to four commands shared a host with H100s, each with G
   (2e-3 at most). Not checked: TRL's sides; gpt-oss (leaks)."""
 NOT_RUN = """- TRL with FlashAttention-2 or 3: no wheel. TRL with FlashAttention-4, more rows of *flash-attn-4* and of
   Liger, whole gpt-oss-20b and 30B-A3B, 4-bit experts, speed over an FP8 base, KTO, Reward, RLOO, caps of other
-  models, TRL with offload under caps but 24 GiB, one buffer (*reload*) a second time: device time.
+  models, *trl offload* under other caps than 24 GiB, second rounds of caps and of one buffer (*reload*): device time.
 - All 500 steps of a run: 48 or more are measured on an H100 (reload: 15; caps: 4). GRPO: the learner, no generation.
 - GRPO, recomputing as TRL: fastpack recomputes there by default, since its rows may have any length.
 - Other cards than H100, more than two GPUs: no such machine. DeepSpeed, FSDP 1: most features are off."""
@@ -118,6 +122,16 @@ class Side:
     @property
     def step(self) -> float:
         return median(self.seconds)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """First and last quartile of three times or more."""
+        low, _, high = quantiles(self.seconds, n=4)
+        return low, high
+
+    @property
+    def is_steady(self) -> bool:
+        return len(self.seconds) < 3 or self.quartiles[1] <= 3 * self.quartiles[0]
 
     @property
     def tokens(self) -> float | None:
@@ -233,7 +247,7 @@ def _title(row: str, side: Side) -> str:
 
 def _cells(case: str, sides: Mapping[str, Side], name: str) -> Iterator[tuple[str, str]]:
     side, run, what = sides[name], sides[name].runs[0], CASES[case]
-    yield "commit", run["commit"][:7]
+    yield "commit", ", ".join(dict.fromkeys(one["commit"][:7] for one in side.runs))
     if not side.seconds:
         yield "ms a step", "no row fits"
         return
@@ -241,8 +255,7 @@ def _cells(case: str, sides: Mapping[str, Side], name: str) -> Iterator[tuple[st
     gate, good = sides.get(next(iter(what.over), "")), comparable(sides, what)
     yield "ms a step", f"{side.step * 1e3:,.1f}"
     if len(side.seconds) > 2:
-        low, _, high = quantiles(side.seconds, n=4)
-        yield "quartiles", f"{low * 1e3:,.1f} to {high * 1e3:,.1f}"
+        yield "quartiles", " to ".join(f"{second * 1e3:,.1f}" for second in side.quartiles)
     if len(side.runs) > 1:
         yield "rounds, ms", ", ".join(f"{median(run['seconds']) * 1e3:,.1f}" for run in side.runs)
     if side.tokens:
@@ -252,7 +265,8 @@ def _cells(case: str, sides: Mapping[str, Side], name: str) -> Iterator[tuple[st
         yield "tokens/s", f"{side.tokens / side.step:,.0f}"
     for base in what.over:
         if base in sides and base != name:
-            yield f"times {base}", f"{side.times(sides[base]):.2f}" if {name, base} <= good else "losses differ"
+            times = f"{side.times(sides[base]):.2f}" if sides[base].is_steady else "unsteady"
+            yield f"times {base}", times if {name, base} <= good else "losses differ"
     warmup = run.get("warmup", {})
     if run.get("run") and "seconds" in warmup:
         yield "first step, s", f"{warmup['first']:.1f}"
@@ -262,7 +276,9 @@ def _cells(case: str, sides: Mapping[str, Side], name: str) -> Iterator[tuple[st
     if gate and (gate is not side or len(side.runs) > 1) and (apart := side.apart(gate)) is not None:
         yield "loss apart", f"{apart:.1e}"
     if side.peak:
-        yield "peak, GiB", f"{side.peak:.1f}"
+        peaks = [float(one["peak_gib"]) for one in side.runs]
+        told = peaks if side.peak > 1.1 * min(peaks) else [side.peak]
+        yield "peak, GiB", ", ".join(f"{peak:.1f}" for peak in told)
     if profile := run.get("profile"):
         yield "launches", f"{profile['launches']:,.0f}"
         idle = 1 - profile["busy_seconds"] / side.step
@@ -348,8 +364,8 @@ def readme(records: Sequence[Run]) -> str:
     columns += " | >GiB, TRL | >GiB, recomputing as TRL | >GiB, fastpack"
     said = (
         f"{', '.join(devices)}; runs of 500 steps, start included, estimated from 48 or more; packed rows of "
-        "4,096 tokens, code, LoRA of rank 16, random bf16 weights. TRL uses transformers' default attention; in "
-        "gpt-oss its documents see each other. fastpack uses free GPU memory; *recomputing as TRL*: "
+        "4,096 tokens, code, rank-16 LoRA, random bf16 weights. TRL uses default attention (FlashAttention: not run); "
+        "in gpt-oss its documents see each other. fastpack uses free GPU memory; *recomputing as TRL*: "
         '`activation_memory="checkpoint"`. '
         f"{'Empty cells were not measured. ' * any('' in line for line in lines)}"
         "[All results](benchmarks/RESULTS.md). [Accuracy with pretrained weights](docs/accuracy.md)."
@@ -360,7 +376,7 @@ def readme(records: Sequence[Run]) -> str:
     found = [Side([one]).times(Side([two]), whole=True) for one in sides[OURS].runs for two in trl.runs]
     why = (
         f"In the last row ({trl.tokens:,.0f} tokens; {min(found):.0f}x to {max(found):.0f}x by round) TRL's host makes "
-        f"{stock['launches']:,.0f} launches a step, and the GPU idles {idle:.0%} of the time; fastpack makes {few}, "
+        f"{stock['launches']:,.0f} launches a step, and the GPU idles {idle:.0%}; fastpack makes {few}, "
         "a graph counting as one. A faster host narrows the gap."
     ) if stock and own and trl.tokens and idle > 0.5 else ""  # fmt: skip
     return "\n\n".join(filter(None, [grid(columns, lines), said, picture, why]))

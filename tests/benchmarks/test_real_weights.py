@@ -86,7 +86,7 @@ def test_the_pages_are_rendered_from_the_records(records: list[dict[str, Any]], 
     page = accuracy.page(kept)
     assert len(page.split()) < 500
     assert f"| country names, LoRA | 2 | {records[0]['before']['loss']:.3f} |" in page
-    assert f"{kept[5]['grad_norms'][0]:.1f} in TRL in float32." in " ".join(page.split())
+    assert "(median) and, in 2 of 2 pairs, at most 0." in " ".join(page.split())
     assert "TRL again" in accuracy.details(kept)
 
 
@@ -113,11 +113,11 @@ def test_the_interval_is_students() -> None:
         run |= {"row": "code lora", "before": {"loss": 4.0}, "report": None, "limit": 15}
         loss = 2 + 0.1 * run["seed"] + (run["side"] == "fastpack") * (0.1 + 0.01 * run["seed"])
         run["after"] = {"loss": loss, "float32": 1.0}
-    exact = [{**run, "side": FLOAT32, "after": {"loss": run["after"]["loss"] - 0.2}} for run in runs[:3]]
-    for said in ("by +5.24%, +1.10 standard", "CPU, 15 steps: 1e-01", "in float32: +0.00000 to", "QLoRA): +0.20000 to"):
-        assert said in " ".join(accuracy.page([*runs, *exact]).split())
+    exact = [{**run, "side": FLOAT32, "after": {"loss": run["after"]["loss"] - 0.2, "float32": 1}} for run in runs[:3]]
+    again = [{**run, "date": "2", "grad_norms": [2.0 + (run["side"] == "trl")]} for run in runs]
+    for said in ("+5.24%: zero", "15 steps, it is 1e-01", "32 | +0.00000", "32 | +0.20000", "TRL in float32 1."):
+        assert said in " ".join(accuracy.page([*runs, *exact, *again]).split())
     runs = [run | {"row": "names lora"} for run in runs]
-    assert "There it differs" not in accuracy.page(runs)
     assert not accuracy.trainings([*runs[:3], other := {**runs[3], "machine": {"gpu": "other"}}]), "not one machine"
     assert len(accuracy.trainings([other, *runs])["names lora"].pairs("fastpack")) == 3
 
@@ -127,7 +127,7 @@ def test_a_reward_is_the_share_of_the_name() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["dpo", "grpo", "loose"])
+@pytest.mark.parametrize("task", ["dpo", "grpo"])
 def test_other_trainers_and_micro_batches_run(folder: Path, task: str) -> None:
     options: dict[str, Any] = {"data": str(folder), "json_file": None, "steps": 1, **OPTIONS}
     row = {"task": task, "mode": "lora"}
