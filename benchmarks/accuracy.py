@@ -201,8 +201,8 @@ def page(records: Sequence[Run]) -> str:
             cells.append(told(training.differences(DEFAULT, "held"), "+.1f"))
         lines.append([TRAININGS[row], *cells, *[""] * (6 - len(cells))])
     columns = "training | >seeds | >loss, base | >TRL | >fastpack minus TRL | >names, TRL | >fastpack minus TRL"
-    parts = INTRODUCTION, grid(columns, lines), *_all_seeds(shown, records), _first_step(shown), *_single(records)
-    return "\n\n".join([*parts, REPEAT]) + "\n"
+    parts = [*_all_seeds(shown, records), _first_step(shown)] if shown else []
+    return "\n\n".join([INTRODUCTION, grid(columns, lines), *parts, *_single(records), REPEAT]) + "\n"
 
 
 def _first_step(shown: Mapping[str, Training]) -> str:
