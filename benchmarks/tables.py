@@ -17,12 +17,12 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 from benchmarks import Parser
-from benchmarks.records import Run, add, key_of, newest, read, tree_now
+from benchmarks.records import Run, add, further, key_of, newest, read, tree_now
 
 ROOT = Path(__file__).parents[1]
 FIGURE = ROOT / "docs/figures/readme.png"
 MARKS = "<!-- results -->", "<!-- /results -->"
-OURS, SAME_MEMORY = "fastpack", "fastpack same memory"
+OURS, SAME_MEMORY, FLASH = "fastpack", "fastpack same memory", "trl flash-attn-4"
 COMPARED = 24
 """Steps whose losses are compared: later on, two runs of one side in bf16 drift apart as well."""
 CEILING = 2e-3
@@ -72,12 +72,12 @@ CASES = {
 INTRODUCTION = """# Results
 
 Made by `python -m benchmarks tables` from the records in `benchmarks/results/`; do not edit. Absolute times hold for
-one machine; sides are compared within one command only, which runs at the commit it names. Where it names two, an equal
-machine ran second rounds of TRL later. Up to four commands shared a host with H100s, each with GPUs and cores of its
-own.
+one machine; sides are compared within one command only, which runs at the commit it names. Where a row names two, an
+equal machine ran further rounds of all sides later. Up to four commands shared a host with H100s, each with GPUs and
+cores of its own.
 
 - *trl*: TRL's trainer as installed, with gradient checkpointing and transformers' default attention (sdpa with a mask;
-  gpt-oss: eager); *trl compiled*: compiled by accelerate (DDP: as many launches). *flash-attn-4*: FlashAttention-4.
+  gpt-oss: eager); *trl compiled*: compiled by accelerate (under DDP or FlashAttention-4: as many launches).
 - *fastpack*: at its defaults; *fastpack same memory*: it recomputes as TRL does; graphs need memory on top (*peak*).
 - *times*: that side's time over this one's, for the same tokens; above 1 this one is faster. *unsteady*: the quartiles
   of that side are more than a factor of three apart (it compiles again and again).
@@ -89,9 +89,9 @@ own.
   its second round); for preference and online trainers of a gradient norm, as their losses hardly depend on the model.
   fastpack's speed is shown only within 1e-3, the limit above the table, or the difference of TRL's compiled layers
   (2e-3 at most). Not checked: TRL's sides; gpt-oss (leaks)."""
-NOT_RUN = """- TRL with FlashAttention-2 or 3: no wheel. TRL with FlashAttention-4, more rows of *flash-attn-4* and of
-  Liger, whole gpt-oss-20b and 30B-A3B, 4-bit experts, speed over an FP8 base, KTO, Reward, RLOO, caps of other
-  models, *trl offload* under other caps than 24 GiB, second rounds of caps and of one buffer (*reload*): device time.
+NOT_RUN = """- TRL with FlashAttention-2 or 3: no wheel. More rows of TRL with FlashAttention-4 or Liger and of
+  *fastpack flash-attn-4*, whole gpt-oss-20b and 30B-A3B, 4-bit experts, speed over an FP8 base, KTO, Reward, RLOO, caps
+  of other models, *trl offload* under other caps than 24 GiB, second rounds of caps: device time.
 - All 500 steps of a run: 48 or more are measured on an H100 (reload: 15; caps: 4). GRPO: the learner, no generation.
 - GRPO, recomputing as TRL: fastpack recomputes there by default, since its rows may have any length.
 - Other cards than H100, more than two GPUs: no such machine. DeepSpeed, FSDP 1: most features are off."""
@@ -360,13 +360,15 @@ def readme(records: Sequence[Run]) -> str:
         ]  # fmt: skip
         peaks = [f"{sides[name].peak:.1f}" if name in sides else "" for name in ("trl", SAME_MEMORY, OURS)]
         lines.append([README_ROWS[row], *times, *peaks])
+    measured = ((README_ROWS[row], sides[FLASH], sides["trl"]) for row, sides in rows.items() if FLASH in sides)
+    flash = ", ".join(f"{title} {side.times(trl, whole=True):.2f}x" for title, side, trl in measured)
     columns = "training | >speed over TRL | >over TRL compiled | >speed, recomputing as TRL"
     columns += " | >GiB, TRL | >GiB, recomputing as TRL | >GiB, fastpack"
     said = (
         f"{', '.join(devices)}; runs of 500 steps, start included, estimated from 48 or more; packed rows of "
-        "4,096 tokens, code, rank-16 LoRA, random bf16 weights. TRL uses default attention (FlashAttention: not run); "
-        "in gpt-oss its documents see each other. fastpack uses free GPU memory; *recomputing as TRL*: "
-        '`activation_memory="checkpoint"`. '
+        "4,096 tokens, code, rank-16 LoRA, random bf16 weights. TRL uses default attention (FlashAttention-4: "
+        f"{flash or 'not run'}); in gpt-oss its documents see each other. fastpack uses free GPU memory; "
+        '*recomputing as TRL*: `activation_memory="checkpoint"`. '
         f"{'Empty cells were not measured. ' * any('' in line for line in lines)}"
         "[All results](benchmarks/RESULTS.md). [Accuracy with pretrained weights](docs/accuracy.md)."
     )
@@ -437,6 +439,7 @@ def parse(words: Sequence[str]) -> Namespace:
     """Return the options."""
     parser = Parser("tables", __doc__)
     parser.add_argument("--add", metavar="FILE", nargs="+", default=[], type=Path, help="take over records of `run`")
+    parser.add_argument("--further", metavar="FILE", nargs="+", default=[], type=Path, help="add as further rounds")
     return parser.parse_args(words)
 
 
@@ -445,6 +448,8 @@ def main(words: Sequence[str]) -> int:
     args = parse(words)
     if args.add:
         add(read(*args.add))
+    if args.further:
+        add(further(read(*args.further)))
     records, text = read(), (ROOT / "README.md").read_text(encoding="utf-8")
     (ROOT / "README.md").write_text(between(text, MARKS, readme(records)), encoding="utf-8")
     (ROOT / "benchmarks/RESULTS.md").write_text(page(records), encoding="utf-8")

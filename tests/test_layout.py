@@ -152,7 +152,7 @@ def test_every_room_keeps_to_its_budget() -> None:
     whole = {folder: lines_of(ROOT / folder) for folder in TOTALS}
     assert all(whole[folder] <= most for folder, most in TOTALS.items()), whole
     records = [path for path in (ROOT / "benchmarks/results").rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in records) <= 1_600_000
+    assert sum(path.stat().st_size for path in records) <= 1_700_000
 
 
 def test_the_architecture_has_every_room_on_one_floor() -> None:

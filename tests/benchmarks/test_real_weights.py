@@ -13,7 +13,7 @@ from PIL import Image
 
 from benchmarks import accuracy
 from benchmarks.__main__ import main
-from benchmarks.accuracy import AGAIN, FLOAT32, Training, interval
+from benchmarks.accuracy import AGAIN, FLOAT32, SDPA, Training, interval
 from benchmarks.models import build_model, shape_of, word_tokenizer
 from benchmarks.real_weights import TASKS, prefix_reward, train_seeds
 from benchmarks.records import read, tree_now
@@ -107,7 +107,7 @@ def test_the_interval_is_students() -> None:
             for seed, loss in enumerate(losses)]  # fmt: skip
     assert Training(runs).compared("fastpack", "loss") == pytest.approx((0.1, 0.2484), rel=1e-3)
     assert Training(runs).apart("fastpack") == pytest.approx((0.0, 0.0, 0.1, 0.1 / 6 + 0.2 / 18), rel=1e-3)
-    ((*line, _, _),) = accuracy.verdict({"names lora": Training(runs)})
+    ((*line, _, _, _),) = accuracy.verdict({"names lora": Training(runs)})
     assert line == ["fastpack", "0 of 1", "0.1", "0.3484", "-0.14843 to +0.34843"]
     for run in runs:
         run |= {"row": "code lora", "before": {"loss": 4.0}, "report": None, "limit": 15}
@@ -115,8 +115,10 @@ def test_the_interval_is_students() -> None:
         run["after"] = {"loss": loss, "float32": 1.0}
     exact = [{**run, "side": FLOAT32, "after": {"loss": run["after"]["loss"] - 0.2, "float32": 1}} for run in runs[:3]]
     again = [{**run, "date": "2", "grad_norms": [2.0 + (run["side"] == "trl")]} for run in runs]
-    for said in ("+5.24%: zero", "15 steps, it is 1e-01", "32 | +0.00000", "32 | +0.20000", "TRL in float32 1."):
-        assert said in " ".join(accuracy.page([*runs, *exact, *again]).split())
+    sdpa = [{**run, "side": SDPA} for run in runs[:3]]
+    for said in ("+5.24%: zero", "15 steps, it is 1e-01", "32 | +0.20000", "TRL in float32 1.", "digit for digit"):
+        assert said in " ".join(accuracy.page([*runs, *exact, *again, *sdpa]).split())
+    assert "digit" not in accuracy.page([*runs, *({**run, "losses": [2.1, *run["losses"][1:]]} for run in sdpa)])
     runs = [run | {"row": "names lora"} for run in runs]
     assert not accuracy.trainings([*runs[:3], other := {**runs[3], "machine": {"gpu": "other"}}]), "not one machine"
     assert len(accuracy.trainings([other, *runs])["names lora"].pairs("fastpack")) == 3
