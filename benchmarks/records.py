@@ -73,18 +73,6 @@ def add(records: Sequence[Run], folder: Path = RESULTS) -> None:
         file.write_text("".join(dict.fromkeys(map(line_of, kept))), encoding="utf-8")
 
 
-def further(records: Sequence[Run], folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """Return records as further rounds of the command that stands for their rows.
-
-    Raises:
-        UserError: no record of the same code stands for a row.
-    """
-    begun = {(*key_of(run), run["tree"]): _begun(run) for file in folder.glob("*.jsonl") for run in read(file)}
-    if lost := [run for run in records if (*key_of(run), run["tree"]) not in begun]:
-        raise UserError(f"no record of {lost[0]['row']} and code {lost[0]['tree']} to add rounds to: use --add")
-    return [{**run, "begun": begun[*key_of(run), run["tree"]]} for run in records]
-
-
 def short(value: float | None, digits: int = 7) -> float | None:
     """Return a number with few digits, as records hold it."""
     return None if value is None else float(f"{value:.{digits}g}")

@@ -17,7 +17,8 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 from benchmarks import Parser
-from benchmarks.records import Run, add, further, key_of, newest, read, tree_now
+from benchmarks.records import Run, add, key_of, newest, read, tree_now
+from fastpack_trl.bench.picture import require_matplotlib
 
 ROOT = Path(__file__).parents[1]
 FIGURE = ROOT / "docs/figures/readme.png"
@@ -52,7 +53,7 @@ search per side, some of different commands: compare lengths, not times."""
 CASES = {
     "sft": Case("SFT", "Rows of real text."),
     "memory_caps": Case("Longest row under a memory cap", _CAPS, ()),
-    "start": Case("From the first step on", "Whole runs with empty compile caches, or filled ones."),
+    "start": Case("From the first step on", "Whole runs, by round: with empty compile caches, or filled ones."),
     "several_gpus": Case("Two GPUs", "A packed row per GPU and step. FSDP 2 logs losses in bf16.", budget=8e-3),
     "preference": Case("Preference and online trainers", "Gradient norms are compared.", budget=2e-2),
     "prefixes": Case(
@@ -61,7 +62,7 @@ CASES = {
     ),
     "hybrid": Case("Hybrid models", "TRL pads the documents that fastpack packs; forward and backward.", budget=1e-2),
     "metadata": Case("Packing metadata alone", "Made in each layer, or once per batch.", ("metadata per layer",), 5e-3),
-    "reload": Case("Reload of layer inputs alone", "One buffer, or two.", ("fastpack one buffer",)),
+    "reload": Case("Reload of layer inputs alone", "One buffer (ran first), or two.", ("fastpack one buffer",)),
     "routing": Case("Routing alone", "Tokens found expert by expert, or by one sort.", ("expert by expert",), 3e-2),
     "experts": Case("Experts alone", "Forward and backward of one block, or of decoder layers without the head."),
     "micro": Case("Parts alone", "Masks of a pass; dispatch of a layer.", ("metadata per layer", "expert by expert")),
@@ -73,17 +74,17 @@ INTRODUCTION = """# Results
 
 Made by `python -m benchmarks tables` from the records in `benchmarks/results/`; do not edit. Absolute times hold for
 one machine; sides are compared within one command only, which runs at the commit it names. Where a row names two, an
-equal machine ran further rounds of all sides later. Up to four commands shared a host with H100s, each with GPUs and
-cores of its own.
+equal machine ran further rounds later, pooled with the first. Up to four commands shared a host with
+H100s, each with GPUs and cores of its own.
 
 - *trl*: TRL's trainer as installed, with gradient checkpointing and transformers' default attention (sdpa with a mask;
-  gpt-oss: eager); *trl compiled*: compiled by accelerate (under DDP or FlashAttention-4: as many launches).
+  gpt-oss: eager); *trl compiled*: compiled by accelerate (experts, DDP, FlashAttention-4: as many launches).
 - *fastpack*: at its defaults; *fastpack same memory*: it recomputes as TRL does; graphs need memory on top (*peak*).
 - *times*: that side's time over this one's, for the same tokens; above 1 this one is faster. *unsteady*: the quartiles
   of that side are more than a factor of three apart (it compiles again and again).
 - *tokens*: without padding. *peak*: reserved by torch, CUDA graphs included; by round if only some recorded graphs.
 - *whole run*: estimate for 500 steps: measured steps as they were, the rest at the mean (fastpack) or median (other
-  sides) of the timed ones: 15 s or more on a GPU (two GPUs: 2.5 s; reload: 4 steps; caps: 2), 6 on a CPU.
+  sides) of the timed ones: 12 s or more a round on a GPU (two GPUs: 2.5 s; reload: 4 steps; caps: 2), 6 steps on a CPU.
 - *launches*: by the host per step; a replayed graph is one. *idle*: share of a step in which the GPU waits.
 - *loss apart*: largest relative difference of a logged loss in the first 24 steps from TRL's first round (beside *trl*:
   its second round); for preference and online trainers of a gradient norm, as their losses hardly depend on the model.
@@ -92,7 +93,8 @@ cores of its own.
 NOT_RUN = """- TRL with FlashAttention-2 or 3: no wheel. More rows of TRL with FlashAttention-4 or Liger and of
   *fastpack flash-attn-4*, whole gpt-oss-20b and 30B-A3B, 4-bit experts, speed over an FP8 base, KTO, Reward, RLOO, caps
   of other models, *trl offload* under other caps than 24 GiB, second rounds of caps: device time.
-- All 500 steps of a run: 48 or more are measured on an H100 (reload: 15; caps: 4). GRPO: the learner, no generation.
+- Decoder layers with experts in *Parts alone*, 8,192 tokens: TRL's mask of gpt-oss does not fit 80 GB.
+- All 500 steps of a run: 48 or more are measured on an H100 (reload: 15; caps: 4; start: 20). GRPO: no generation.
 - GRPO, recomputing as TRL: fastpack recomputes there by default, since its rows may have any length.
 - Other cards than H100, more than two GPUs: no such machine. DeepSpeed, FSDP 1: most features are off."""
 LEFT = "row", "side", "ms a step", "quartiles", "rounds, ms", "tokens a step", "did not fit", "tokens/s"
@@ -114,6 +116,10 @@ class Side:
     """All runs of one side of a row."""
 
     runs: Sequence[Run]
+
+    @property
+    def rounds(self) -> list[Side]:
+        return [Side([run]) for run in self.runs]
 
     @property
     def seconds(self) -> list[float]:
@@ -269,10 +275,12 @@ def _cells(case: str, sides: Mapping[str, Side], name: str) -> Iterator[tuple[st
             yield f"times {base}", times if {name, base} <= good else "losses differ"
     warmup = run.get("warmup", {})
     if run.get("run") and "seconds" in warmup:
-        yield "first step, s", f"{warmup['first']:.1f}"
-        yield "whole run, ms a step", f"{side.whole * 1e3:,.1f}"
+        rounds, theirs = (one.rounds if case == "start" and one else [one] for one in (side, gate))
+        yield "first step, s", ", ".join(f"{one['warmup']['first']:.1f}" for one in side.runs if one.get("warmup"))
+        yield "whole run, ms a step", ", ".join(f"{one.whole * 1e3:,.1f}" for one in rounds)
         if gate not in (None, side) and name in good:
-            yield "whole run, times", f"{side.times(gate, whole=True):.2f}"
+            times = (one.times(other, whole=True) for one, other in zip(rounds, theirs, strict=False) if other)
+            yield "whole run, times", ", ".join(f"{one:.2f}" for one in times)
     if gate and (gate is not side or len(side.runs) > 1) and (apart := side.apart(gate)) is not None:
         yield "loss apart", f"{apart:.1e}"
     if side.peak:
@@ -360,22 +368,22 @@ def readme(records: Sequence[Run]) -> str:
         ]  # fmt: skip
         peaks = [f"{sides[name].peak:.1f}" if name in sides else "" for name in ("trl", SAME_MEMORY, OURS)]
         lines.append([README_ROWS[row], *times, *peaks])
-    measured = ((README_ROWS[row], sides[FLASH], sides["trl"]) for row, sides in rows.items() if FLASH in sides)
-    flash = ", ".join(f"{title} {side.times(trl, whole=True):.2f}x" for title, side, trl in measured)
+    measured = ((README_ROWS[row], sides[FLASH], sides[OURS]) for row, sides in rows.items() if FLASH in sides)
+    flash = ", ".join(f"{ours.times(side, whole=True):.1f}x in {title}" for title, side, ours in measured)
     columns = "training | >speed over TRL | >over TRL compiled | >speed, recomputing as TRL"
     columns += " | >GiB, TRL | >GiB, recomputing as TRL | >GiB, fastpack"
     said = (
         f"{', '.join(devices)}; runs of 500 steps, start included, estimated from 48 or more; packed rows of "
-        "4,096 tokens, code, rank-16 LoRA, random bf16 weights. TRL uses default attention (FlashAttention-4: "
-        f"{flash or 'not run'}); in gpt-oss its documents see each other. fastpack uses free GPU memory; "
-        '*recomputing as TRL*: `activation_memory="checkpoint"`. '
+        "4,096 tokens, code, rank-16 LoRA, random bf16 weights. TRL uses default attention (speed over "
+        f"FlashAttention-4: {flash or 'not run'}); in gpt-oss its documents see each other. fastpack uses free GPU "
+        'memory; *recomputing as TRL*: `activation_memory="checkpoint"`. '
         f"{'Empty cells were not measured. ' * any('' in line for line in lines)}"
         "[All results](benchmarks/RESULTS.md). [Accuracy with pretrained weights](docs/accuracy.md)."
     )
     picture = f"![time and memory of TRL and fastpack](docs/figures/{FIGURE.name})"
     stock, own = (sides[name].runs[0].get("profile") for name in ("trl", OURS))
     idle, few = 1 - stock["busy_seconds"] / trl.step if stock else 0.0, own and f"{own['launches']:,.0f}"
-    found = [Side([one]).times(Side([two]), whole=True) for one in sides[OURS].runs for two in trl.runs]
+    found = [one.times(two, whole=True) for one in sides[OURS].rounds for two in trl.rounds]
     why = (
         f"In the last row ({trl.tokens:,.0f} tokens; {min(found):.0f}x to {max(found):.0f}x by round) TRL's host makes "
         f"{stock['launches']:,.0f} launches a step, and the GPU idles {idle:.0%}; fastpack makes {few}, "
@@ -407,6 +415,7 @@ def drawn_from(records: Sequence[Run]) -> str:
 
 def draw(records: Sequence[Run], file: Path) -> None:
     """Draw time, as a share of TRL's, and peak memory of README's rows."""
+    require_matplotlib()
     from matplotlib.figure import Figure
 
     rows, at = readme_rows(records), 0.0
@@ -439,7 +448,6 @@ def parse(words: Sequence[str]) -> Namespace:
     """Return the options."""
     parser = Parser("tables", __doc__)
     parser.add_argument("--add", metavar="FILE", nargs="+", default=[], type=Path, help="take over records of `run`")
-    parser.add_argument("--further", metavar="FILE", nargs="+", default=[], type=Path, help="add as further rounds")
     return parser.parse_args(words)
 
 
@@ -448,8 +456,6 @@ def main(words: Sequence[str]) -> int:
     args = parse(words)
     if args.add:
         add(read(*args.add))
-    if args.further:
-        add(further(read(*args.further)))
     records, text = read(), (ROOT / "README.md").read_text(encoding="utf-8")
     (ROOT / "README.md").write_text(between(text, MARKS, readme(records)), encoding="utf-8")
     (ROOT / "benchmarks/RESULTS.md").write_text(page(records), encoding="utf-8")
