@@ -53,7 +53,7 @@ search per side, some of different commands: compare lengths, not times."""
 CASES = {
     "sft": Case("SFT", "Rows of real text."),
     "memory_caps": Case("Longest row under a memory cap", _CAPS, ()),
-    "start": Case("From the first step on", "Whole runs, by round: with empty compile caches, or filled ones."),
+    "start": Case("From the first step on", "By round; caches empty or *warm*. The first run reads files from disk."),
     "several_gpus": Case("Two GPUs", "A packed row per GPU and step. FSDP 2 logs losses in bf16.", budget=8e-3),
     "preference": Case("Preference and online trainers", "Gradient norms are compared.", budget=2e-2),
     "prefixes": Case(
@@ -275,12 +275,12 @@ def _cells(case: str, sides: Mapping[str, Side], name: str) -> Iterator[tuple[st
             yield f"times {base}", times if {name, base} <= good else "losses differ"
     warmup = run.get("warmup", {})
     if run.get("run") and "seconds" in warmup:
-        rounds, theirs = (one.rounds if case == "start" and one else [one] for one in (side, gate))
+        rounds, theirs = (one.rounds if case == "start" else [one] for one in (side, gate or side))
         yield "first step, s", ", ".join(f"{one['warmup']['first']:.1f}" for one in side.runs if one.get("warmup"))
         yield "whole run, ms a step", ", ".join(f"{one.whole * 1e3:,.1f}" for one in rounds)
         if gate not in (None, side) and name in good:
-            times = (one.times(other, whole=True) for one, other in zip(rounds, theirs, strict=False) if other)
-            yield "whole run, times", ", ".join(f"{one:.2f}" for one in times)
+            pairs = zip(rounds, theirs, strict=False)
+            yield "whole run, times", ", ".join(f"{one.times(other, whole=True):.2f}" for one, other in pairs)
     if gate and (gate is not side or len(side.runs) > 1) and (apart := side.apart(gate)) is not None:
         yield "loss apart", f"{apart:.1e}"
     if side.peak:
