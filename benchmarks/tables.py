@@ -53,7 +53,7 @@ search per side, some of different commands: compare lengths, not times."""
 CASES = {
     "sft": Case("SFT", "Rows of real text."),
     "memory_caps": Case("Longest row under a memory cap", _CAPS, ()),
-    "start": Case("From the first step on", "By round; caches empty or *warm*. The first run reads files from disk."),
+    "start": Case("From the first step on", "By round; caches empty or *warm*. On the H100 the first run was slow."),
     "several_gpus": Case("Two GPUs", "A packed row per GPU and step. FSDP 2 logs losses in bf16.", budget=8e-3),
     "preference": Case("Preference and online trainers", "Gradient norms are compared.", budget=2e-2),
     "prefixes": Case(
@@ -78,13 +78,13 @@ equal machine ran further rounds later, pooled with the first. Up to four comman
 H100s, each with GPUs and cores of its own.
 
 - *trl*: TRL's trainer as installed, with gradient checkpointing and transformers' default attention (sdpa with a mask;
-  gpt-oss: eager); *trl compiled*: compiled by accelerate (experts, DDP, FlashAttention-4: as many launches).
+  gpt-oss: eager); *trl compiled*: compiled by accelerate (experts, DDP, FlashAttention-4: launches as uncompiled).
 - *fastpack*: at its defaults; *fastpack same memory*: it recomputes as TRL does; graphs need memory on top (*peak*).
 - *times*: that side's time over this one's, for the same tokens; above 1 this one is faster. *unsteady*: the quartiles
   of that side are more than a factor of three apart (it compiles again and again).
 - *tokens*: without padding. *peak*: reserved by torch, CUDA graphs included; by round if only some recorded graphs.
 - *whole run*: estimate for 500 steps: measured steps as they were, the rest at the mean (fastpack) or median (other
-  sides) of the timed ones: 12 s or more a round on a GPU (two GPUs: 2.5 s; reload: 4 steps; caps: 2), 6 steps on a CPU.
+  sides) of the timed ones: 12 s or more a round on GPUs (two: 2.5 s; reload: 4 steps; caps: 2; start: 10), 6 on a CPU.
 - *launches*: by the host per step; a replayed graph is one. *idle*: share of a step in which the GPU waits.
 - *loss apart*: largest relative difference of a logged loss in the first 24 steps from TRL's first round (beside *trl*:
   its second round); for preference and online trainers of a gradient norm, as their losses hardly depend on the model.

@@ -116,7 +116,7 @@ def test_the_interval_is_students() -> None:
     exact = [{**run, "side": FLOAT32, "after": {"loss": run["after"]["loss"] - 0.2, "float32": 1}} for run in runs[:3]]
     again = [{**run, "date": "2", "grad_norms": [2.0 + (run["side"] == "trl")]} for run in runs]
     sdpa = [{**run, "side": SDPA} for run in runs[:3]]
-    for said in ("+5.24%: zero", "15 steps, it is 1e-01", "in float32 | +0.28516", "TRL in float32 1.", "as logged"):
+    for said in ("+5.24%: zero", "15 steps, losses are 1", "in float32 | +0.28516", "TRL in float32 1.", "as logged"):
         assert said in " ".join(accuracy.page([*runs, *exact, *again, *sdpa]).split())
     assert "logged" not in accuracy.page([*runs, *({**run, "losses": [2.1, *run["losses"][1:]]} for run in sdpa)])
     runs = [run | {"row": "names lora"} for run in runs]
