@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+import shlex
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -74,6 +75,11 @@ def one_line(message: object) -> str:
     """Return the message without line breaks, cut after 600 characters."""
     text = " ".join(str(message).split())
     return text if len(text) <= _MAX_LENGTH else f"{text[:_MAX_LENGTH]}... (--traceback shows all of it)"
+
+
+def command_line(*words: object) -> str:
+    """Return a command of this program as a shell reads it: ``("merge", "my run")`` -> ``fastpack-trl merge 'my run'``."""
+    return shlex.join(["fastpack-trl", *map(str, words)])
 
 
 def _causes(error: BaseException | None) -> list[BaseException]:

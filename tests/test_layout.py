@@ -51,7 +51,7 @@ BUDGETS = {
     "trainers": 1050,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 22200, "benchmarks": 3050, "tests": 25250}
+TOTALS = {"fastpack_trl": 22450, "benchmarks": 3050, "tests": 26500}
 
 
 @cache

@@ -156,4 +156,4 @@ def test_the_prose_of_the_pages_is_short_and_has_no_private_words() -> None:
 def test_the_pages_stay_short() -> None:
     words = {page: len(page.read_text(encoding="utf-8").split()) for page in PAGES}
     assert words[ROOT / "README.md"] <= 950
-    assert sum(count for page, count in words.items() if ROOT / "docs" in page.parents) <= 18_000
+    assert sum(count for page, count in words.items() if ROOT / "docs" in page.parents) <= 19_500

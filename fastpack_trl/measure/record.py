@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import re
+import secrets
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -107,9 +108,18 @@ def check_writable(path: str | Path, option: str = "--json") -> Path:
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
     """Write `record` whole or not at all. NaN and infinity become text (``"nan"``): JSON has no such numbers."""
-    partial = path.with_name(f".{path.name}.partial")
+    write_whole(path, json.dumps(finite(record), indent=1, allow_nan=False) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write `text` whole or not at all, to a new file that then takes the place of `path`.
+
+    Its name is random and it is opened with ``O_EXCL``: nobody can plant a link there that would be written through.
+    """
+    partial = path.with_name(f".{secrets.token_hex(8)}.partial")
     try:
-        partial.write_text(json.dumps(finite(record), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        with partial.open("x", encoding="utf-8") as file:
+            file.write(text)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from transformers import TrainerCallback
 
 from fastpack_trl.callbacks import MeasuredRate
 from fastpack_trl.callbacks.save_report import FILE
-from fastpack_trl.errors import TerminatedError, naming_keys, preparing
+from fastpack_trl.errors import TerminatedError, command_line, naming_keys, preparing
 from fastpack_trl.model.preflight import newest_checkpoint
 from fastpack_trl.recipe.arguments import Arguments, parse, split_off
 from fastpack_trl.recipe.data import data_name
@@ -104,7 +103,7 @@ def how_to_resume(arguments: Arguments, step: int) -> str:
         remedy = shorter if training.save_strategy == "steps" else "save_strategy=steps, with a small save_steps,"
         return f"at step {step}, before any checkpoint: nothing to resume; {remedy} keeps more of a run"
     _, own = split_off("resume_from_checkpoint", arguments.words)
-    again = shlex.join(["fastpack-trl", arguments.method.command, *own, "--resume_from_checkpoint", "true"])
+    again = command_line(arguments.method.command, *own, "--resume_from_checkpoint", "true")
     return f"at step {step}; resume from {checkpoint.name}: {again}"
 
 
