@@ -69,23 +69,27 @@ def test_a_graph_takes_a_step_more(tmp_path: Path, devices: Any, left: float | N
 
 
 @pytest.mark.parametrize(
-    ("idle", "steps", "said"),
+    ("idle", "watched", "steps", "said"),
     [
-        (0.3, 12, "the device was idle for 30% of 3 eager steps; "),
-        (0.02, 12, "the device was idle for 2% of 3 eager steps: graphs pay off from 10% on"),
-        (0.3, 5, "1 steps of 1000 ms are left: recording would not be paid back"),
+        ([0.3], 3, 12, "the device was idle for 30% of 3 eager steps (30% to 30%); "),
+        ([0.02, 0.05], 3, 12, "idle for 2% of 3 eager steps (2% to 5%): graphs pay off from 10% on"),
+        ([0.3], 3, 5, "1 steps of 1000 ms are left: recording would not be paid back"),
+        ([0.5, 0.6, 0.2], 12, 22, "the device was idle for 20% of 12 eager steps (20% to 60%); "),
+        ([0.03, 0.03, 0.63], 12, 22, "idle for 3% of 12 eager steps (3% to 63%): graphs pay off from 10% on"),
     ],
-    ids=["idle", "busy", "short"],
+    ids=["idle", "busy", "short", "idle-in-most", "busy-but-interrupted"],
 )
 def test_auto_captures_if_the_device_waits_for_the_host_and_steps_are_left(
-    tmp_path: Path, devices: Any, idle: float, steps: int, said: str
+    tmp_path: Path, devices: Any, idle: list[float], watched: int, steps: int, said: str
 ) -> None:
+    """Of three steps whose mean is 23% only one was interrupted: more steps are watched, and most of them decide."""
     devices.options["idle"] = idle
     trainer = build(FastSFTTrainer, tmp_path, devices, fast={"cuda_graph": "auto"}, max_steps=steps)
     trainer.train()
     line, log = trainer.fastpack_report["cuda_graph"], devices.made[0].log
     assert said in line.reason, line
-    assert log.count("watch") == decision.WATCHED_STEPS
+    assert log.count("watch") == watched
+    assert watched in decision.WATCHED_STEPS
     assert (line.status, "replay" in log) == (("on", True) if line.path == "captured" else ("off", False))
     assert (line.path == "captured") == said.endswith("; ")
 

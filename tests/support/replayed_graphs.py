@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,8 +64,8 @@ class TapeDevice:
     """What `CudaGraphs` does, with a log of it."""
 
     model: nn.Module
-    idle: float = 0.5
-    """Share of eager steps for which it waits for the host."""
+    idle: Sequence[float] = (0.5,)
+    """Shares of eager steps for which it waits for the host, in turn."""
     log: list[str] = field(default_factory=list)
     fail: Callable[[int], BaseException | None] = lambda number: None
     after_replay: Callable[[tuple[Tensor, ...]], None] | None = None
@@ -115,7 +115,7 @@ class TapeDevice:
 
     def watch_idle(self) -> Idle:
         self.log.append("watch")
-        return Idle(self.idle)
+        return Idle(self.idle[(self.log.count("watch") - 1) % len(self.idle)])
 
     def bytes_held(self) -> int:
         return self.held
