@@ -1,2 +1,2 @@
-__version__ = "0.2.0"
+__version__ = "0.1.0"
 REPOSITORY = "https://github.com/OWNER/fastpack-trl"  # the address until there is one; pyproject.toml has it too

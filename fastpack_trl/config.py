@@ -6,110 +6,21 @@ from __future__ import annotations
 import argparse
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial, wraps
-from typing import Any, Literal, Self, TypeVar, cast, get_args, get_origin, get_type_hints
+from functools import partial
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from transformers import TrainingArguments
 from trl import SFTConfig
 
-from fastpack_trl.errors import did_you_mean, first_reason, short_repr
+from fastpack_trl.errors import did_you_mean, short_repr
 from fastpack_trl.model.preflight import check_counts, check_recompute
 from fastpack_trl.report import disabled_by_environment
 
 PackedAttentionPath = Literal["auto", "varlen", "per_document", "flash_attention_4", "xformers", "sdpa", "off"]
 Switch = Literal["auto", "on", "off"]
 PACKED_ATTENTION_CHOICES: tuple[str, ...] = get_args(PackedAttentionPath)
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-REMOVED = {
-    **dict.fromkeys(
-        ("padded_rows_limit", "verify_packing(padded_rows_limit=)", "packed_attention(padded_rows_limit=)"),
-        ("0.2.0", "leave it out; documents that no attention keeps apart are padded one by one"),
-    ),
-    "packed_attention='padded_rows'": (
-        "0.2.0",
-        "set packed_attention='auto', which pads documents one by one if no attention keeps them apart",
-    ),
-    **dict.fromkeys(
-        ("offload_budget_gib", "AsyncCheckpointCallback(offload_budget_gib=)"),
-        ("0.2.0", "leave it out; pinned memory takes at most half of what the host has free"),
-    ),
-    **dict.fromkeys(
-        ("keep_last_layers", "AsyncCheckpointCallback(keep_last_layers=)"),
-        ("0.2.0", "leave it out; the input of the last layer stays on the device"),
-    ),
-    **dict.fromkeys(
-        ("cache_dequantized", "apply_lora(cache_dequantized=)"),
-        ("0.2.0", "leave it out; dense copies of frozen weights are kept if all of them fit an eighth of free memory"),
-    ),
-    "apply_moe(check_plans=)": ("0.2.0", "leave it out; a recompute sorts its tokens again"),
-    "packing_order": ("0.2.0", "TRL's order of documents is used; leave it out"),
-    "activation_memory='selective'": (
-        "0.2.0",
-        "set activation_memory='auto', or 'off' with TRL's gradient_checkpointing_kwargs={'selective': True}",
-    ),
-    "packed_attention='flex'": ("0.2.0", "set packed_attention='auto'"),
-    **{
-        f"packed_attention='{name}'": ("0.2.0", f"set attn_implementation='{name}', which gets the same cu_seqlens")
-        for name in ("flash_attention_2", "flash_attention_3")
-    },
-    "fastpack-trl quickstart": ("0.2.0", "run `make quickstart` in a checkout, or `fastpack-trl init quickstart`"),
-    **dict.fromkeys(
-        ("fastpack-trl doctor --audit", "fastpack-trl doctor --steps"),
-        ("0.2.0", "run `fastpack-trl bench --config FILE`, whose table counts host syncs per step"),
-    ),
-    "fastpack-trl bench --device": ("0.2.0", "give --use_cpu True, or set CUDA_VISIBLE_DEVICES"),
-    "fastpack-trl verify --lengths": ("0.2.0", "call `verify_packing(model, lengths=(9, 1, 14, 6))`"),
-    "fastpack-trl verify --device": ("0.2.0", "leave it out; CUDA_VISIBLE_DEVICES='' runs it on the CPU"),
-    "fastpack-trl generate --file": ("0.2.0", "give --prompt once per text"),
-    **dict.fromkeys(
-        ("fastpack-trl generate --raw", "fastpack-trl generate --seed"),
-        ("0.2.0", "call `generate` of transformers on the folder that `fastpack-trl merge` writes"),
-    ),
-    "fastpack-trl bench --isolate": ("0.2.0", "leave it out: each side has a process of its own"),
-    "fastpack-trl bench --again": ("0.2.0", "leave it out: the FILE of --json is replaced"),
-    "fastpack-trl bench --pairs": ("0.2.0", "use --steps for timed steps and --rounds for repetitions"),
-    "fastpack-trl bench --ablate": ("0.2.0", "switch fields off one by one: `bench --config FILE --lora off`"),
-    "fastpack-trl bench --profile": ("0.2.0", "use torch.profiler, or `python -m benchmarks run --profile`"),
-    "fastpack-trl bench --threads": ("0.2.0", "set OMP_NUM_THREADS"),
-    **dict.fromkeys(
-        ("fastpack-trl bench --report", "fastpack-trl bench --out"),
-        ("0.2.0", "use --plot FILE.png while it measures; --json has every figure"),
-    ),
-    **dict.fromkeys(
-        ("fastpack-trl bench --case", "fastpack-trl bench --list"),
-        ("0.2.0", "`python -m benchmarks run --help` in a checkout lists the rows"),
-    ),
-}
-"""Removed fields, values and arguments: the version, and what to do instead."""
-
-
-def removal(name: str) -> str:
-    """Return since when a field or argument is gone and what to do instead; ``""`` for other names."""
-    if name not in REMOVED:
-        return ""
-    since, instead = REMOVED[name]
-    return f"{name} was removed in {since}: {instead}"
-
-
-def refuse_removed(names: Iterable[str]) -> None:
-    """Raise `ValueError` for the first of `names` that `REMOVED` lists."""
-    if reason := first_reason(map(removal, names)):
-        raise ValueError(reason)
-
-
-def refusing_removed(function: _Function) -> _Function:
-    """Let a public function refuse arguments that `REMOVED` lists as ``name(argument=)`` with their remedy."""
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        refuse_removed(f"{function.__qualname__.removesuffix('.__init__')}({name}=)" for name in kwargs)
-        return function(*args, **kwargs)
-
-    return cast("_Function", call)
 
 
 def normalise_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
@@ -129,10 +40,7 @@ def normalise_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
         value = switched_on
     if isinstance(value, str) and value in choices:
         return value
-    hint = ""
-    if isinstance(value, str):
-        refuse_removed([f"{name}={value!r}"])
-        hint = did_you_mean(value, choices)
+    hint = did_you_mean(value, choices) if isinstance(value, str) else ""
     raise ValueError(f"{name}={short_repr(value)} is not available: use one of {', '.join(choices)}{hint}")
 
 
@@ -232,10 +140,6 @@ class ModelSettings:
         "TRL writes one: on or off.",
     )
 
-    def __new__(cls, *_: Any, **given: Any) -> Self:
-        refuse_removed(given)  # before the dataclass's own `__init__` raises a TypeError
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
         self.normalise()
 
@@ -245,7 +149,6 @@ class ModelSettings:
         Raises:
             ValueError: a value outside its choices or its limits; names the remedy.
         """
-        refuse_removed(vars(self))
         for name, choices in _CHOICES.items():
             if hasattr(self, name):
                 setattr(self, name, normalise_choice(name, getattr(self, name), choices))

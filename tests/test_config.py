@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import Field, fields
 from functools import partial
 from pathlib import Path
@@ -13,9 +12,7 @@ from trl import SFTConfig
 
 from fastpack_trl import FastDPOConfig, FastGRPOConfig, FastSFTConfig
 from fastpack_trl.attention.backends import BACKENDS
-from fastpack_trl.config import PACKED_ATTENTION_CHOICES, REMOVED, Settings
-from fastpack_trl.errors import UserError
-from fastpack_trl.recipe.arguments import parse
+from fastpack_trl.config import PACKED_ATTENTION_CHOICES, Settings
 
 ROOT = Path(__file__).parents[1]
 
@@ -104,21 +101,6 @@ def test_levels_that_recompute_nothing_go_with_no_checkpointing() -> None:
 
 
 @pytest.mark.parametrize("config", [FastSFTConfig, FastDPOConfig, FastGRPOConfig])
-def test_removed_fields_say_since_when_and_what_to_do(config: type, tmp_path: Path) -> None:
-    for name, (since, instead) in REMOVED.items():
-        with pytest.raises(ValueError, match=re.escape(f"{name} was removed in {since}: {instead}")):
-            config(output_dir=str(tmp_path), use_cpu=True, bf16=False, **{name: "on"})
+def test_an_unknown_field_is_an_unexpected_keyword(config: type, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="unheard_of"):
         config(output_dir=str(tmp_path), use_cpu=True, bf16=False, unheard_of=1)
-
-
-def test_removed_fields_in_yaml_flags_and_set_later_are_named(tmp_path: Path) -> None:
-    file = tmp_path / "sft.yaml"
-    file.write_text("packing_order: prefix\n")
-    for words in (["--config", str(file)], ["--packing-order", "prefix"]):
-        with pytest.raises(UserError, match=r"packing_order was removed in 0\.2\.0"):
-            parse(words)
-    args = FastSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
-    args.packing_order = "prefix"
-    with pytest.raises(ValueError, match="packing_order was removed"):
-        Settings.of(args)

@@ -12,7 +12,6 @@ from torch import Tensor
 from fastpack_trl.attention import dense, flash_attention_4, per_document, varlen, xformers
 from fastpack_trl.attention.interface import AttentionCall, Backend
 from fastpack_trl.attention.reference import band_mask, document_attention
-from fastpack_trl.config import refuse_removed
 from fastpack_trl.kernels.trial import failed_trial, largest_error
 from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.packing.documents import PADDED_DOCUMENTS
@@ -59,7 +58,6 @@ def choose(
         return Choice("off", "switched off")
     by_name = requested != "auto"
     if by_name and requested not in BACKENDS:
-        refuse_removed([f"packed_attention={requested!r}"])
         raise ValueError(f"packed_attention={requested!r} does not exist: use one of auto, {', '.join(BACKENDS)}, off")
     if not by_name and stock_requested is not None and stock_requested not in ORDINARY:
         return Choice("off", f"attn_implementation={stock_requested!r} was asked for")

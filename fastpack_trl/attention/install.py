@@ -20,7 +20,6 @@ from transformers import AttentionInterface
 
 from fastpack_trl.attention.backends import BACKENDS, choose, failure
 from fastpack_trl.attention.interface import AttentionCall, Backend, PackedLayer, shared_refusal
-from fastpack_trl.config import refusing_removed
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.changes import patch_attribute, shared
 from fastpack_trl.model.facts import (
@@ -71,7 +70,6 @@ class PackedAttention:
         return f"PackedAttention(path={self.path!r}, reason={self.choice.reason!r})"
 
 
-@refusing_removed
 @contextlib.contextmanager
 def packed_attention(
     model: nn.Module,

@@ -14,7 +14,6 @@ from torch import nn
 from fastpack_trl.attention import probe
 from fastpack_trl.attention.install import PackedAttention, packed_attention
 from fastpack_trl.attention.probe import Probe
-from fastpack_trl.config import refusing_removed
 from fastpack_trl.errors import NonFiniteError, PackingError
 from fastpack_trl.model.changes import isolated_run
 
@@ -97,7 +96,6 @@ class PackingProof:
         return {**asdict(self), "proven": self.proven}
 
 
-@refusing_removed
 def verify_packing(
     model: nn.Module,
     *,

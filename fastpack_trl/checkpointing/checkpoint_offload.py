@@ -12,7 +12,6 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from fastpack_trl.checkpointing.offload import HostUse, Mode, Offload, checkpointed_layers, offload_checkpoints
-from fastpack_trl.config import refusing_removed
 from fastpack_trl.errors import first_reason, short_repr
 from fastpack_trl.model.changes import callbacks_added, callers
 from fastpack_trl.model.preflight import other_offload
@@ -104,7 +103,6 @@ class AsyncCheckpointCallback(TrainerCallback):
             `use_reentrant=True`, another offload, DeepSpeed or FSDP version 1.
     """
 
-    @refusing_removed
     def __init__(self, mode: Mode = "double_buffer") -> None:
         if mode not in get_args(Mode):
             raise ValueError(f"mode={short_repr(mode)} is not available: use one of {', '.join(get_args(Mode))}")

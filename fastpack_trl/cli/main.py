@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any, NamedTuple, NoReturn
 
 from fastpack_trl._version import __version__
-from fastpack_trl.errors import TerminatedError, UserError, describe, did_you_mean, first_reason
+from fastpack_trl.errors import TerminatedError, UserError, describe, did_you_mean
 from fastpack_trl.recipe.methods import METHODS
 
 PROG = "fastpack-trl"
@@ -92,8 +92,6 @@ def _dispatch(arguments: list[str], chosen: str | None) -> int:
         arguments.remove(chosen)
         return train.main(arguments, METHODS[chosen])
     if chosen is not None and chosen not in COMMANDS:
-        if chosen == "quickstart":
-            _refuse_removed(chosen)
         near = did_you_mean(chosen, COMMANDS)
         raise UserError(f"command {chosen!r} does not exist{near} (commands: {', '.join(COMMANDS)})")
     parser, of_command = _parser(chosen)
@@ -108,7 +106,6 @@ def _dispatch(arguments: list[str], chosen: str | None) -> int:
 
 def _accept_unknown(args: argparse.Namespace, words: list[str], parser: CommandParser) -> None:
     """Keep words for the parser of the training command if there is a ``--config``; else raise `UserError`."""
-    _refuse_removed(*(f"{args.command} {word.partition('=')[0]}" for word in words))
     name = words[0]
     if getattr(args, "config", None) is not None and hasattr(args, "more"):
         for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
@@ -120,13 +117,6 @@ def _accept_unknown(args: argparse.Namespace, words: list[str], parser: CommandP
     near = did_you_mean(name.split("=")[0], (word for word in parser._option_string_actions if word[1] == "-"))
     near = f"; did you mean {option} {name}?" if option and not name.startswith("-") else near
     raise UserError(f"unknown argument {name!r}{near} (see `{parser.prog} --help`)")
-
-
-def _refuse_removed(*words: str) -> None:
-    from fastpack_trl.config import removal  # which imports torch
-
-    if reason := first_reason(removal(f"{PROG} {word}") for word in words):
-        raise UserError(reason)
 
 
 def _run(args: argparse.Namespace) -> int:

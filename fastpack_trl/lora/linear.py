@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from transformers.utils import logging
 
-from fastpack_trl.config import refusing_removed
 from fastpack_trl.errors import short_repr
 from fastpack_trl.lora.adapters import CastAdapter, CastHook, autocasts, cast_here, is_sharded, needs_cast
 from fastpack_trl.lora.base_weight import BaseWeight, Fp8Weight, HasFrozenWeight, from_4bit
@@ -170,7 +169,6 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-@refusing_removed
 def apply_lora(model: nn.Module, *, compute_dtype: torch.dtype | None = None) -> LoraReport:
     """Speed up the forward and backward of a PEFT model's LoRA layers; parameters and files are unchanged.
 

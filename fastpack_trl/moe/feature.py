@@ -12,7 +12,6 @@ import torch
 from accelerate.logging import get_logger
 from torch import nn
 
-from fastpack_trl.config import refusing_removed
 from fastpack_trl.kernels._triton import is_supported
 from fastpack_trl.kernels.grouped import reads_offsets
 from fastpack_trl.model.changes import Patch, patch_attribute
@@ -96,7 +95,6 @@ def _paths(layers: list[LayerPath], *, named: bool = False) -> list[str]:
     ]
 
 
-@refusing_removed
 def apply_moe(model: nn.Module, *, lora: bool = True, force: bool = False) -> MoeReport:
     """Run the mixture-of-experts layers of a loaded model on our path: tokens sorted once, one function per block.
 

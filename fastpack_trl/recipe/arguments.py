@@ -215,15 +215,11 @@ def _words_of(config: Mapping[str, Any], parser: Any, launcher: Any, path: str) 
 
 def _refuse_unknown(word: str, parser: Any, launcher: Any, path: str) -> NoReturn:
     """Raise `UserError` for a key of the YAML `path`, or for a word of the command line."""
-    from fastpack_trl.config import removal
-
     if not path and not word.startswith("-"):
         remedy = f"did you mean --config {word}?" if word.endswith((".yaml", ".yml")) else "options start with --"
         raise UserError(f"unexpected argument {short_repr(word)}: {remedy}")
     source, dashes = (f"{path}: ", "") if path else ("", "--")
     name = word.lstrip("-").partition("=")[0].replace("-", "_")
-    if gone := removal(name):
-        raise UserError(source + gone)
     known = {"env", *(action.dest for each in (parser, launcher) for action in each._actions)}
     known |= set() if path else {option[2:] for option in COMMAND_OPTIONS}
     hint = f"; did you mean '{dashes}{other}'?" if (other := OTHER_NAMES.get(name)) in known else ""

@@ -25,7 +25,6 @@ from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.attention.install import PackedAttention, backend_installed, packed_attention
 from fastpack_trl.attention.interface import AttentionCall
 from fastpack_trl.attention.per_document import PerDocumentLayer
-from fastpack_trl.attention.proof import verify_packing
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.facts import read_features
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
@@ -149,15 +148,6 @@ def test_two_models_share_the_registered_name_and_rows_without_metadata_are_one_
         leaking = second(input_ids=IDS, use_cache=False).logits
     assert torch.equal(leaking, second(input_ids=IDS, use_cache=False).logits)
     assert not torch.allclose(leaking, packed, atol=1e-3)
-
-
-def test_removed_arguments_and_values_name_their_remedy() -> None:
-    model: Any = tiny_model("qwen3")
-    with pytest.raises(ValueError, match=r"verify_packing\(padded_rows_limit=\) was removed in 0.2.0: leave it"):
-        verify_packing(model, padded_rows_limit=4)
-    message = "packed_attention='padded_rows' was removed in 0.2.0: set packed_attention="
-    with pytest.raises(ValueError, match=message), packed_attention(model, "padded_rows"):
-        pass
 
 
 def test_attention_dropout_acts_in_stocks_function_with_dense_masks() -> None:

@@ -85,7 +85,6 @@ def test_inputs_and_gradients_of_any_strides_and_no_tokens(pair: tuple[Any, Any]
     [
         ({"compute_dtype": "bf16"}, r"compute_dtype='bf16' must be a floating dtype such as torch\.bfloat16"),
         ({"compute_dtype": torch.int8}, r"compute_dtype=torch\.int8 must be a floating dtype such as torch\.bfloat16"),
-        ({"cache_dequantized": "on"}, r"apply_lora\(cache_dequantized=\) was removed in 0\.2\.0: leave it out"),
     ],
 )
 def test_a_wrong_setting_is_named(options: dict[str, Any], match: str) -> None:
