@@ -29,7 +29,7 @@ from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.attention.reference import band_mask
 from fastpack_trl.errors import UserError
 from fastpack_trl.model.facts import attention_modules, text_model, window_of
-from fastpack_trl.moe.feature import apply_moe
+from fastpack_trl.moe.apply import apply_moe
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.packing.packed_batch import PackedBatch

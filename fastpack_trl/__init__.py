@@ -12,11 +12,11 @@ from fastpack_trl._version import __version__
 if TYPE_CHECKING:
     from fastpack_trl.attention.install import packed_attention
     from fastpack_trl.attention.proof import verify_packing
-    from fastpack_trl.callbacks import ThroughputCallback
-    from fastpack_trl.checkpointing.checkpoint_offload import AsyncCheckpointCallback
+    from fastpack_trl.callbacks.async_checkpoint import AsyncCheckpointCallback
+    from fastpack_trl.callbacks.throughput import ThroughputCallback
     from fastpack_trl.config import FastSFTConfig
     from fastpack_trl.lora.linear import apply_lora
-    from fastpack_trl.moe.feature import apply_moe
+    from fastpack_trl.moe.apply import apply_moe
     from fastpack_trl.packing.collator import PackingCollator
     from fastpack_trl.packing.packed_batch import PackedBatch
     from fastpack_trl.trainer import FastSFTTrainer

@@ -15,7 +15,8 @@ from transformers import TrainingArguments
 from trl import SFTConfig
 
 from fastpack_trl.errors import did_you_mean, short_repr
-from fastpack_trl.model.preflight import check_counts, check_recompute
+from fastpack_trl.model.preflight import check_counts
+from fastpack_trl.model.recompute import check_recompute
 from fastpack_trl.report import disabled_by_environment
 
 PackedAttentionPath = Literal["auto", "varlen", "per_document", "flash_attention_4", "xformers", "sdpa", "off"]

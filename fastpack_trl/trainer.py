@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 from trl import SFTTrainer
 
 from fastpack_trl.capture.ddp import reduced_after
-from fastpack_trl.checkpointing.activation_memory import gathered_once
+from fastpack_trl.checkpointing.planned import gathered_once
+from fastpack_trl.features.sync_free import prepare
 from fastpack_trl.model.changes import during_training, patch_attribute
 from fastpack_trl.model.preflight import check_given
 from fastpack_trl.packing.batching import fast_view, is_stock_collator, packing_collator, plan_batches
@@ -43,8 +44,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
             tokens of different lengths, an empty data set.
     """
 
-    _fastpack_stock = SFTTrainer
-    _fastpack_kinds = ("any", "sft")
+    _fastpack_stock, _fastpack_kind = SFTTrainer, "sft"
     _fastpack_plan = staticmethod(plan_batches)
     _fastpack_decides: tuple[Any, ...] = ()
     """What decided the batches of the last evaluation."""
@@ -58,9 +58,8 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         return nullcontext()
 
     def _fastpack_replace_forward(self) -> None:
-        if self.fastpack_run.settings.sync_free != "off":
-            step = SyncFreeStep(self.model)
-            self.fastpack_run.set_state(step)
+        prepare(self.fastpack_run)
+        if (step := self._fastpack_step) is not None:
             self._fastpack_host = step.host
 
     def _prepare_dataset(
@@ -120,7 +119,8 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
 
     @property
     def _fastpack_step(self) -> SyncFreeStep | None:
-        return self.fastpack_run.get_state(SyncFreeStep)
+        step: SyncFreeStep | None = self.fastpack_run.sync_free
+        return step
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         batches, num_items_in_batch = super().get_batch_samples(*args, **kwargs)

@@ -193,10 +193,12 @@ def inductor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture
 def offloads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let layer inputs go to host memory, however small, also on a machine without a device."""
-    from fastpack_trl.checkpointing import activation_memory, checkpoint_offload, offload
+    from fastpack_trl.callbacks import async_checkpoint
+    from fastpack_trl.checkpointing import offload, planned
+    from fastpack_trl.features import activation_memory, checkpoint_offload
 
     monkeypatch.setattr(offload, "MIN_BYTES", 1)
-    for place in (activation_memory, checkpoint_offload):
+    for place in (activation_memory, checkpoint_offload, planned, async_checkpoint):
         monkeypatch.setattr(place, "offload_unavailable", lambda device: "")
 
 

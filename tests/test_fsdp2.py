@@ -23,12 +23,11 @@ from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention.varlen import Varlen
-from fastpack_trl.capture import feature as capture
-from fastpack_trl.checkpointing import checkpoint_offload as feature
 from fastpack_trl.checkpointing import offload
-from fastpack_trl.checkpointing.activation_memory import ActivationMemory
 from fastpack_trl.config import Settings
 from fastpack_trl.errors import PackingError
+from fastpack_trl.features import checkpoint_offload as feature
+from fastpack_trl.features import cuda_graph as capture
 from fastpack_trl.testing import tiny_model
 
 LINEAR = {"target_modules": "all-linear"}
@@ -120,7 +119,7 @@ def memory(patch: pytest.MonkeyPatch) -> None:
         ({}, {"activation_memory_gib": 1.0 if dist.get_rank() else 2e-4}, "checkpoint"),
     ):
         ours = both(gradient_checkpointing=True, gradient_accumulation_steps=2, fast=fast, **options)
-        assert ours.fastpack_run.get_state(ActivationMemory) is None, "kept after the run"
+        assert ours.fastpack_run.memory is None, "kept after the run"
         line = assert_on(ours, "activation_memory", level)
         assert ("weights gathered once a step" in line.reason) == (level == "keep"), line
     # Between the backward pass and the step, whose weights the next pass must have. FSDP keeps the head whole by itself

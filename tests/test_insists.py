@@ -133,7 +133,7 @@ def test_where_there_is_nothing_to_do_nothing_stops(field: str, value: str, tmp_
     assert (line.status, HOLD[field, value].reason in line.reason) == ("off", True), line
 
 
-COUNTED = "fastpack_trl.checkpointing.activation_memory.layer_costs"
+COUNTED = "fastpack_trl.checkpointing.planned.layer_costs"
 NO_COPIES = "no device memory to spare and no copy engine"
 
 
@@ -142,7 +142,7 @@ NO_COPIES = "no device memory to spare and no copy engine"
     [
         ("activation_memory", "offload", COUNTED, f"the model is on cpu: there is {NO_COPIES}"),
         ("activation_memory", "checkpoint", COUNTED, "no plan can be made: ValueError: no such thing"),
-        ("moe", "on", "fastpack_trl.moe.feature.experts_modules", "LlamaForCausalLM cannot be read: .*"),
+        ("moe", "on", "fastpack_trl.features.moe.experts_modules", "LlamaForCausalLM cannot be read: .*"),
     ],
 )
 def test_what_cannot_be_used_or_read_stops_train_but_no_evaluation(

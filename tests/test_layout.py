@@ -21,7 +21,7 @@ import fastpack_trl
 from fastpack_trl.cli.main import COMMANDS
 from fastpack_trl.config import Settings
 from fastpack_trl.features import FEATURES
-from fastpack_trl.run.decisions import DECIDED, Decisions
+from fastpack_trl.run import DECIDED, Decisions
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fastpack_trl"
@@ -202,14 +202,28 @@ def test_a_plain_config_has_the_defaults_of_ours() -> None:
     assert Settings.of(config) is config
 
 
-def test_features_are_functions_of_a_run_named_after_their_setting() -> None:
-    known = {field.name for field in fields(Settings)}
+BELONGS = {"activation_memory_gib": "activation_memory", "moe_quantize_experts": "moe"}
+"""Fields that are part of another option."""
+READERS = {"recipe/forecast.py"}
+"""Files that read settings to predict."""
+
+
+def test_every_option_has_a_file_of_its_name_and_nothing_else_decides() -> None:
+    names = {field.name for field in fields(Settings)}
+    files = {path.stem for path in (PACKAGE / "features").glob("*.py")} - {"__init__", "feature"}
+    assert files == names - BELONGS.keys()
+    assert set(BELONGS.values()) <= files
+    assert {feature.name for feature in FEATURES} - names == {"four_bit_layout", "side_stream"}
     for feature in FEATURES:
-        name = feature.install.__name__
-        assert name in known or not feature.falls_back
-        if name in known:
-            assert feature.install.__module__.endswith((f".{name}", ".feature")), "a feature is in the file of its name"
         assert list(inspect.signature(feature.install).parameters) == ["run"]
+        assert feature.name not in names or feature.install.__module__ == f"fastpack_trl.features.{feature.name}"
+    reads = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in modules().values()
+        for node in nodes_of(path)
+        if isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value).endswith("settings")
+    }
+    assert {file for file in reads if not file.startswith("features/")} - READERS == {"config.py"}
 
 
 ALLOWED = {

@@ -51,7 +51,7 @@ def test_troubleshooting_has_a_section_per_feature_lines_that_the_code_says_and_
     assert len(COMMONEST) == 10
     assert not [line for line in COMMONEST if not any(re.search(pattern, line) for pattern in patterns)]
     sections = set(re.findall(r"^## (\w+)$", TROUBLES, re.MULTILINE))
-    features = {feature.install.__name__ for feature in FEATURES if feature.falls_back}
+    features = {feature.name for feature in FEATURES if feature.falls_back}
     assert sections == features | {"fastpack", "batches", "packed_attention", "verify_packing"}
 
 

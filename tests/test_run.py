@@ -16,9 +16,8 @@ from trl import SFTConfig
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.features import FEATURES
 from fastpack_trl.model.upstream import NEEDS
-from fastpack_trl.step.sync_free import SyncFreeStep
 
-NAMES = [feature.install.__name__ for feature in FEATURES if feature.falls_back]
+NAMES = [feature.name for feature in FEATURES if feature.falls_back]
 SWITCHED = [name for name in NAMES if name in NEEDS and name != "frozen_base"]
 
 
@@ -32,13 +31,13 @@ def test_a_feature_that_was_switched_off_before_a_second_run_is_off(tmp_path: Pa
     trainer = make(tmp_path, kind)
     trainer.train()
     assert trainer.fastpack_report["sync_free"].status == "on"
-    step = trainer.fastpack_run.get_state(SyncFreeStep)
+    step = trainer.fastpack_run.sync_free
     trainer.args.sync_free = False
     trainer.train()
     line = trainer.fastpack_report["sync_free"]
     assert (line.status, line.reason) == ("off", "switched off")
     assert not trainer.fastpack_run.loss_is_ours
-    assert trainer.fastpack_run.get_state(SyncFreeStep) is step
+    assert trainer.fastpack_run.sync_free is step
     trainer.args.sync_free = "auto"
     trainer.train()
     assert trainer.fastpack_report["sync_free"].status == "on"

@@ -21,8 +21,8 @@ from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer, apply_lora, apply_moe
 from fastpack_trl.attention.install import packed_attention
-from fastpack_trl.compile import layer_compile as feature
 from fastpack_trl.compile.layers import compiled_layers, decoder_layers
+from fastpack_trl.features import layer_compile as feature
 from fastpack_trl.testing import gradients, tiny_model
 
 pytestmark = pytest.mark.usefixtures("varlen_on_the_cpu")

@@ -15,12 +15,12 @@ from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer, apply_lora
 from fastpack_trl.attention.backends import choose
-from fastpack_trl.capture.feature import unavailable
+from fastpack_trl.features.cuda_graph import unavailable
+from fastpack_trl.features.moe import moe
 from fastpack_trl.kernels._triton import is_supported
 from fastpack_trl.lora import linear
 from fastpack_trl.model.facts import read_features
 from fastpack_trl.model.precision import emulates_bf16, fit_precision
-from fastpack_trl.moe.feature import moe
 from fastpack_trl.run import Run
 from fastpack_trl.testing import tiny_model
 

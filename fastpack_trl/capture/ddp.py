@@ -146,11 +146,11 @@ def reducing_gradients(run: Run, graphs: BackboneGraphs | None) -> Iterator[None
         return
     reduce = FlatReduce(run, graphs)
     pending = run.step.waiting_for(lambda: reduce.is_pending)
-    with callbacks_added(run.trainer, reduce), run.keeping(reduce), pending:
+    with callbacks_added(run.trainer, reduce), patch_attribute(run, "reduce", reduce), pending:
         yield
 
 
 def reduced_after(run: Run, model: Any) -> AbstractContextManager[None]:
     """Reduce the gradients of several processes after a micro-batch, as the feature ``cuda_graph`` decides."""
-    reduce = run.get_state(FlatReduce)
+    reduce: FlatReduce | None = run.reduce
     return nullcontext() if reduce is None else reduce.after(model)

@@ -29,19 +29,20 @@ class IdleRule:
     Args:
         run: whose trainer trains.
         device: is watched.
+        pays: graphs are recorded at once, as with ``cuda_graph="on"``.
 
     Attributes:
-        pays: graphs are recorded; at once with ``cuda_graph="on"``.
+        pays: graphs are recorded.
         note: the observation.
     """
 
-    def __init__(self, run: Run, device: CudaGraphs) -> None:
+    def __init__(self, run: Run, device: CudaGraphs, *, pays: bool) -> None:
         self._run, self._device = run, device
         self._first_step: int | None = None
         self._present_step = -1
         self._watch: IdleWatch | None = None
         self._watched: list[tuple[float, float]] = []
-        self.pays = run.settings.cuda_graph == "on"
+        self.pays = pays
         self.note = ""
 
     @property

@@ -58,15 +58,16 @@ class BackboneGraphs(TrainerCallback):
         run: whose trainer trains.
         device: records and replays.
         why_not: returns why calls cannot be captured as things are now; empty if they can.
+        insists: nothing is weighed, and a run without a recording is told.
 
     Attributes:
         has_ended: all that follows runs eagerly.
         replayed: number of replays.
     """
 
-    def __init__(self, run: Run, device: CudaGraphs, why_not: Callable[[], str]) -> None:
+    def __init__(self, run: Run, device: CudaGraphs, why_not: Callable[[], str], *, insists: bool) -> None:
         self._run, self._device, self._why_not = run, device, why_not
-        self._rule = IdleRule(run, device)
+        self._rule, self._insists = IdleRule(run, device, pays=insists), insists
         self._anchor = torch.empty(0, device=run.device, requires_grad=True)
         self._backbones: dict[int, _Backbone] = {}
         self._open: weakref.ref[Open] | None = None
@@ -249,7 +250,7 @@ class BackboneGraphs(TrainerCallback):
             self._tell()
         elif not self.has_ended:
             why = f"no row was recorded in {self._rule.steps_done} steps"
-            if self._run.settings.cuda_graph == "on":
+            if self._insists:
                 self._run.disable(FEATURE, "eager", why)
             else:
                 self._run.set_status(FEATURE, "off", "eager", why)

@@ -12,7 +12,6 @@ from torch.autograd.function import once_differentiable
 
 from fastpack_trl.capture.device import CudaGraphs
 from fastpack_trl.capture.state import GradientBuffers
-from fastpack_trl.lora.report import LoraReport
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.static_batch import StaticInputs
 from fastpack_trl.run import Run
@@ -66,7 +65,7 @@ class Slot:
         Raises:
             PackingError: something reads a value that a static row does not have.
         """
-        adapters = self._run.get_state(LoraReport)
+        adapters = self._run.lora
         adding_up = nullcontext() if adapters is None else adapters.adding_up()
         kind = self._run.device.type
         # Casts of weights that an earlier call made would not be in a recording, nor those of a recording elsewhere.

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from torch import nn
 
 from fastpack_trl.model.changes import patch_attribute
 
@@ -42,15 +41,15 @@ def fit_precision(trainer: Any) -> dict[str, str]:
 
 
 @contextmanager
-def not_packed_on_cpu(model: nn.Module, *, training: bool) -> Iterator[None]:
+def four_bit_layout(run: Any) -> Iterator[None]:
     """Keep bitsandbytes from repacking 4-bit weights while a trainer runs (0.50, `Linear4bit.forward`).
 
-    The packed layout persists, and gradients silently end at each such matmul when training resumes. In `training`,
-    raise `ValueError` if weights were packed before: unpacking rounds their scales.
+    The packed layout persists, and gradients silently end at each such matmul when training resumes. If the `Run` is a
+    training, raise `ValueError` if weights were packed before: unpacking rounds their scales.
     """
-    layers: list[Any] = [module for module in model.modules() if getattr(module, _PACKS, False)]
+    layers: list[Any] = [module for module in run.model.modules() if getattr(module, _PACKS, False)]
     states = [getattr(layer.weight, "quant_state", None) for layer in layers]
-    if packed := training and sum(bool(getattr(state, "packing_format_for_cpu", False)) for state in states):
+    if packed := run.training and sum(bool(getattr(state, "packing_format_for_cpu", False)) for state in states):
         raise ValueError(
             f"an evaluation on the CPU has packed the 4-bit weights of {packed} layers for inference, where they have "
             "no backward: load the model again, and call it outside of the trainer only with inputs that need gradients"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -23,25 +23,24 @@ from trl import get_peft_config
 
 from fastpack_trl.attention.backends import BACKENDS, choose
 from fastpack_trl.attention.install import PackedAttention, backend_installed
-from fastpack_trl.capture import feature as capture
+from fastpack_trl.checkpointing.budget import HEAD_BYTES, MARGIN, row_tokens, state_bytes
 from fastpack_trl.checkpointing.plan import LayerCost, Level, Plan, checkpointable_layers
 from fastpack_trl.checkpointing.plan import describe as levels_of
 from fastpack_trl.checkpointing.trace import layer_costs, probe_batches
-from fastpack_trl.compile import layer_compile
+from fastpack_trl.config import Settings
 from fastpack_trl.errors import describe, preparing
+from fastpack_trl.features import feature
 from fastpack_trl.kernels.gate_form import passes_at_bounds
 from fastpack_trl.lora import projection
-from fastpack_trl.lora.feature import lora
 from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.facts import UNREADABLE, ModelFeatures, read_features, window_of
 from fastpack_trl.model.precision import emulates_bf16
+from fastpack_trl.model.sharded import Ranks
 from fastpack_trl.model.upstream import FakeTensorMode
-from fastpack_trl.moe.feature import moe
 from fastpack_trl.packing.documents import PADDED_DOCUMENTS
 from fastpack_trl.recipe.arguments import Arguments
 from fastpack_trl.recipe.gpus import Gpu, as_if_on
 from fastpack_trl.run import Choice
-from fastpack_trl.run.budget import HEAD_BYTES, MARGIN, row_tokens, state_bytes
 from fastpack_trl.step.head import TILE_ELEMENTS
 
 _GIB = 2**30
@@ -143,8 +142,10 @@ def costs_of_layers(of: Model, run: Any) -> list[LayerCost]:
     installed = backend_installed(model, PackedAttention(run.choice, run.features))
     long_rows = patch_attribute(projection, "_SMALL", {False: 0})  # rows of a step are longer than probes
     autocast = torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32)
-    adapted = lora(run) if run.on.get("lora") == "on" else nullcontext()
-    with moe(run), adapted, installed, long_rows, of.mode, autocast:
+    with ExitStack() as stack, installed, long_rows, of.mode, autocast:
+        for name in ("moe", "lora"):
+            if run.on.get(name) == "on":
+                feature(name).enter(run, stack)
         layers = checkpointable_layers(model)
         last = {_kind_of(layer): index for index, layer in enumerate(layers)}
         return layer_costs(model, layers, batches, stand_ins=[last[_kind_of(layer)] for layer in layers])
@@ -203,7 +204,7 @@ class Forecast:
         step.offloads, step.activation_bytes = Level.OFFLOAD in plan.levels, moving
         step.activations_left = plan.left if plan.keeps_all else 0
         with as_if_on(self.gpu.capability):
-            return capture.why_not(self.run)
+            return feature("cuda_graph").why_off(self.run)
 
 
 def forecast(arguments: Arguments, gpus: Sequence[Gpu]) -> dict[str, Any]:
@@ -296,10 +297,10 @@ def stand_in(arguments: Arguments, model: Any, gpu: Gpu) -> Any:
         if args.packed_attention == "auto" and choice.path == "per_document":
             on["packed_attention"] += f": {BACKENDS['varlen'].refuses(features)}"
         run: Any = SimpleNamespace(
-            settings=args, args=args, model=model, device=torch.device("cuda", 0), training=True, loss_is_ours=True,
+            settings=Settings.of(args, training=False), args=args, model=model, ranks=Ranks(1), lora=None,
+            device=torch.device("cuda", 0), training=True, loss_is_ours=True,
             compute_dtype=features.compute_dtype, is_sharded=False, is_fsdp2=False, is_deepspeed=False,
-            counts_documents=arguments.method.command == "sft", packs=backend is not None,
-            keeping=nullcontext, experts_refuse_capture=str, set_status=set_status,
+            kind=arguments.method.classes[0]._fastpack_kind, packs=backend is not None, set_status=set_status,
             choice=choice if backend else replace(choice, refuses_compile=padded),
             refuses_static=lambda bucket: backend.refuses_static(bucket, features) if backend else padded,
             step=SimpleNamespace(offloads=False, activation_bytes=0, activations_left=None),
@@ -308,11 +309,12 @@ def stand_in(arguments: Arguments, model: Any, gpu: Gpu) -> Any:
             ),
             features=features, on=on,
         )  # fmt: skip
-        with moe(run), lora(run):
-            compiled = layer_compile.why_not(run)
-            captured = capture.unavailable(run.device) or capture.why_not(run)
-        for name, why in (("layer_compile", compiled), ("cuda_graph", captured)):
-            on[name] = f"off: {why}" if why else "on, if it pays off"
+        with ExitStack() as stack:
+            for name in ("moe", "lora"):
+                feature(name).enter(run, stack)
+            for name in ("layer_compile", "cuda_graph"):
+                why = feature(name).why_off(run)
+                on[name] = f"off: {why}" if why else "on, if it pays off"
         if args.bf16 and emulates_bf16(run.device):
             if "lora" in on and arguments.model.load_in_4bit:  # the layers are not quantized here
                 on["lora"] = "stock: bf16 is emulated: fp16=True is fast"

@@ -13,9 +13,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
-from fastpack_trl.callbacks import MeasuredRate
-from fastpack_trl.callbacks.save_report import FILE
 from fastpack_trl.errors import TerminatedError, command_line, naming_keys, preparing
+from fastpack_trl.features.save_report import FILE
 from fastpack_trl.model.preflight import newest_checkpoint
 from fastpack_trl.recipe.arguments import Arguments, parse, split_off
 from fastpack_trl.recipe.data import data_name
@@ -128,7 +127,7 @@ def _last_line(trainer: Any) -> str:
     for name, key in (("loss", "loss"), ("held-out loss", "eval_loss")):
         losses = [row[key] for row in trainer.state.log_history if key in row]
         parts += [f"{name} {losses[0]:.3f} -> {losses[-1]:.3f}"] if len(losses) > 1 else []
-    if (rate := run.get_state(MeasuredRate)) is not None and rate.per_second:
+    if (rate := run.rate) is not None and rate.per_second:
         parts.append(f"{rate.per_second:,.0f} tokens/s")
     if torch.cuda.is_available():
         parts.append(f"peak memory {torch.cuda.max_memory_reserved() / 2**30:.1f} GiB")

@@ -6,26 +6,25 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from accelerate.logging import get_logger
 
-from fastpack_trl.attention.feature import choose_attention
 from fastpack_trl.attention.proof import PackingProof
-from fastpack_trl.callbacks.save_report import add_to_card
 from fastpack_trl.config import Settings
-from fastpack_trl.features import FEATURES
+from fastpack_trl.features import FEATURES, moe
+from fastpack_trl.features.packed_attention import choose_attention
+from fastpack_trl.features.save_report import add_to_card
 from fastpack_trl.model.changes import during_training, patch_attribute, silence_renamed_checkpointing
 from fastpack_trl.model.hooks import is_users
 from fastpack_trl.model.precision import fit_precision
 from fastpack_trl.model.preflight import bound, choose_checkpoint
 from fastpack_trl.model.upstream import missing_names
-from fastpack_trl.moe.quantized import quantize_experts
 from fastpack_trl.packing.batching import BatchPlan
 from fastpack_trl.packing.examples import check_not_empty, naming_the_row, null_turns
 from fastpack_trl.report import FeatureReport, disabled_by_environment
-from fastpack_trl.run import Run
+from fastpack_trl.run import Kind, Run
 from fastpack_trl.step.hostwork import HostWork
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ class FeaturedTrainer(_Stock):
 
     fastpack_run: Run
     _fastpack_stock: ClassVar[type[Any]]
-    _fastpack_kinds: ClassVar[tuple[Literal["any", "sft"], ...]] = ("any",)
+    _fastpack_kind: ClassVar[Kind]
     _fastpack_sequences: ClassVar[int] = 1
     """Rows of a batch for each example of the data set."""
     _fastpack_plan: Callable[[Any, str, bool, str], BatchPlan]
@@ -59,7 +58,9 @@ class FeaturedTrainer(_Stock):
         given = bound(self._fastpack_stock, self, args, kwargs)
         self._fastpack_disabled = self._fastpack_why_disabled()
         settings = Settings.of(given.get("args"), training=not self._fastpack_disabled)
-        run = self.fastpack_run = Run(self, settings, self._fastpack_plan, self._fastpack_sequences)
+        run = self.fastpack_run = Run(
+            self, settings, self._fastpack_kind, self._fastpack_plan, self._fastpack_sequences
+        )
         self._fastpack_host = HostWork()
         if self._fastpack_disabled:
             super().__init__(*args, **kwargs)
@@ -112,7 +113,8 @@ class FeaturedTrainer(_Stock):
     @property
     def fastpack_proof(self) -> PackingProof | None:
         """The packing check of the last training start; None if none ran."""
-        return self.fastpack_run.get_state(PackingProof)
+        proof: PackingProof | None = self.fastpack_run.proof
+        return proof
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         # Called while TRL constructs: dense expert stacks need not fit the device, because each is packed on its way.
@@ -120,10 +122,8 @@ class FeaturedTrainer(_Stock):
         super()._move_model_to_device(model, device)
 
     def _fastpack_quantize(self, model: Any, device: torch.device | None = None) -> None:
-        if self._fastpack_disabled or self.fastpack_run.settings.moe_quantize_experts != "on":
-            return
-        done, facts = quantize_experts(model, device), self.fastpack_report.facts
-        facts.setdefault("quantized experts", str(done))  # a second call finds nothing left to do
+        if not self._fastpack_disabled:
+            moe.quantize(self.fastpack_run, model, device)
 
     def _fastpack_name_faults(self, prepare: Callable[..., Any], stock: Callable[..., Any], *given: Any) -> Any:
         """Prepare a data set; name the example at fault, and report turns without content."""
@@ -199,8 +199,7 @@ class FeaturedTrainer(_Stock):
             if announce:
                 stack.enter_context(during_training(self, at_begin=run.begin_steps))
             for feature in FEATURES:
-                if feature.trainers in self._fastpack_kinds and (announce or feature.when == "always"):
-                    feature.enter(run, stack)
+                feature.enter(run, stack)
             self._fastpack_enter(stack)
 
             def begin() -> None:

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer, RLOOTrainer
 
-from fastpack_trl.checkpointing.activation_memory import count_layers, row_bytes
+from fastpack_trl.checkpointing.budget import free_bytes, memory_to_come
+from fastpack_trl.checkpointing.planned import count_layers, row_bytes
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.facts import UNREADABLE, learned_positions
 from fastpack_trl.model.hooks import callback_between, hook_on_a_gradient, trained_parameters
 from fastpack_trl.packing.batching import BatchPlan
 from fastpack_trl.packing.prompt_groups import PromptGroups, group_completions
-from fastpack_trl.run.budget import free_bytes, memory_to_come
 from fastpack_trl.trainers.packed import PackedTrainer
 
 MERGING = "merge_accumulation"
@@ -36,6 +36,7 @@ Figures = tuple[Tensor, ...]
 class _OnlineTrainer(PackedTrainer):
     """A trainer that generates; generation, rewards and their metrics are TRL's."""
 
+    _fastpack_kind = "online"
     _fastpack_why_single = ""
     """Why the micro-batches of a step run one by one; empty if they run together."""
     _fastpack_waiting: Sequence[tuple[Any, Figures]] = ()

@@ -14,14 +14,10 @@ import torch
 from accelerate.logging import get_logger
 from torch import Tensor
 
-from fastpack_trl.capture.ddp import FlatReduce
-from fastpack_trl.capture.graphs import BackboneGraphs
-from fastpack_trl.checkpointing.activation_memory import ActivationMemory
 from fastpack_trl.errors import close_frames, first_reason
 from fastpack_trl.model.hooks import callback_between, hook_on_a_gradient
 from fastpack_trl.run import MicroStep, Run
-from fastpack_trl.step.merge_accumulation import Merging, merge_inputs
-from fastpack_trl.step.sync_free import SyncFreeStep
+from fastpack_trl.step.merging import merge_inputs
 
 logger = get_logger(__name__)
 
@@ -55,7 +51,7 @@ class OptimizerStep:
         # Micro-batches without an optimizer step: an epoch of a stream ended there, and their gradients remain.
         self._before, self._step = self._before + self._done if step == self._step else 0, step
         self._batches, self._done, self._start = batches, 0, None
-        merging = self._run.get_state(Merging)
+        merging = self._run.merging
         if merging is not None:
             merging.plan(batches, num_items_in_batch)
         self._run.step.rows = len(batches) if merging is None else merging.rows
@@ -66,7 +62,7 @@ class OptimizerStep:
         Raises:
             torch.OutOfMemoryError: nothing is left that could be freed, or the step cannot run again.
         """
-        merging, place = self._run.get_state(Merging), self._done
+        merging, place = self._run.merging, self._done
         is_known = place < len(self._batches) and inputs is self._batches[place]
         self._done += 1
         group = range(place, place + 1) if merging is None or not is_known else merging.group(place)
@@ -105,7 +101,7 @@ class OptimizerStep:
 
     def _why_not_again(self, is_known: bool, is_merged: bool) -> str:
         """Return why the step cannot run again after an out-of-memory; empty if it can."""
-        trainer, flat = self._run.trainer, self._run.get_state(FlatReduce)
+        trainer, flat = self._run.trainer, self._run.reduce
         if trainer.accelerator.num_processes > 1 and (is_merged or flat is None or not flat.is_on):
             return "a step of several processes cannot run again, because the others wait in it"
         if not is_known or self._start is None or self._start.is_over:
@@ -124,7 +120,7 @@ class OptimizerStep:
     def _free(self, group: range) -> bool:
         """Make the next attempt need less memory; return whether anything was left to try."""
         run = self._run
-        graphs, merging, memory = run.get_state(BackboneGraphs), run.get_state(Merging), run.get_state(ActivationMemory)
+        graphs, merging, memory = run.graphs, run.merging, run.memory
         if graphs is not None and graphs.reclaim():
             return True
         if len(group) > 1 and merging is not None:
@@ -147,7 +143,7 @@ class OptimizerStep:
             close_frames(error)
             if self._run.trainer.accelerator.num_processes > 1 or start.is_over:
                 raise
-        if (graphs := self._run.get_state(BackboneGraphs)) is not None:
+        if (graphs := self._run.graphs) is not None:
             graphs.reclaim()
         _empty_caches()
         start.restore()
@@ -163,7 +159,7 @@ class _Start:
     """
 
     def __init__(self, run: Run) -> None:
-        self._trainer, device, step = run.trainer, run.device, run.get_state(SyncFreeStep)
+        self._trainer, device, step = run.trainer, run.device, run.sync_free
         self._device = device if device.type == "cuda" else None
         self._cpu = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state(device) if self._device is not None else None

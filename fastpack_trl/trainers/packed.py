@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 
 from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.attention.install import packed_attention
-from fastpack_trl.capture.feature import capture_backbone
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.changes import patch_attribute, restore_attributes
 from fastpack_trl.model.facts import dropout_of, state_modules, text_model
@@ -39,6 +38,7 @@ class PackedTrainer(FeaturedTrainer):
     def _fastpack_constructing(self, given: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
         check_adapters(given.get("model"), given.get("args"))
         self._fastpack_rows, self._fastpack_forwards = Rows(), dict[int, RowForward]()
+        self.fastpack_run.backbone = self._fastpack_rows.call_backbone
         # Before accelerate wraps a reference model.
         return _replaced(self._fastpack_stock, "add_fused_lm_head", self._fastpack_and_rows)
 
@@ -76,7 +76,6 @@ class PackedTrainer(FeaturedTrainer):
         if run.training and run.ranks.count == 1 and not (run.is_sharded or run.is_deepspeed or self.args.n_gpu > 1):
             stack.enter_context(self._fastpack_host.running(self))
             stack.enter_context(quick_switch(self.model, self._fastpack_host.contents))
-        stack.enter_context(capture_backbone(run, self._fastpack_rows.call_backbone))
 
     def _fastpack_run_reference(self, stack: contextlib.ExitStack) -> None:
         """Run the reference model on rows too, if there is one that can."""

@@ -15,6 +15,8 @@ from fastpack_trl.trainers.packed import PackedTrainer
 class _ReferencedTrainer(PackedTrainer):
     """A trainer that compares with a reference, which may be computed before training."""
 
+    _fastpack_kind = "pairs"
+
     def compute_ref_log_probs(self, model: Any, inputs: Any) -> Any:
         """Compute TRL's log-probabilities of the reference, on rows."""
         with self._fastpack_on_rows(inputs):
@@ -47,7 +49,7 @@ class FastKTOTrainer(_ReferencedTrainer, KTOTrainer):
 class FastRewardTrainer(PackedTrainer, RewardTrainer):
     """`trl.RewardTrainer` on rows without padding; a pair shares its prefix. Same arguments and files."""
 
-    _fastpack_stock = RewardTrainer
+    _fastpack_stock, _fastpack_kind = RewardTrainer, "pairs"
     _fastpack_sequences = 2
 
     def _fastpack_find(self) -> Callable[..., PromptGroups | str] | None:

@@ -21,11 +21,12 @@ from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.attention import install, start_proof
+from fastpack_trl.attention import install
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.attention.per_document import PerDocument, PerDocumentLayer
 from fastpack_trl.attention.probe import SHARED_LENGTHS
 from fastpack_trl.attention.proof import PackingProof, verify_packing, verify_shared
+from fastpack_trl.attention.small_copy import small_copy
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model import facts
 from fastpack_trl.packing.packed_batch import PackedBatch
@@ -263,7 +264,7 @@ def test_small_copy_leaks_under_stock_where_the_model_does(family: str) -> None:
         model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     state = torch.get_rng_state()
     device = torch.device("cpu")
-    with start_proof.small_copy(model, device, None) as copy, start_proof.small_copy(model, device, torch.half) as half:
+    with small_copy(model, device, None) as copy, small_copy(model, device, torch.half) as half:
         assert (half.dtype, leaks(copy)) == (torch.half, leaks(model))
         assert copy.config.get_text_config().num_hidden_layers < 6
         kinds = set(getattr(model.config, "layer_types", None) or ())

@@ -15,9 +15,9 @@ from shared_material import groups, prefixed
 from trainer_material import assert_same_log, both, train
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.attention import share_prefixes
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.attention.proof import PackingProof
+from fastpack_trl.features import share_prefixes
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX
 from fastpack_trl.testing import gradients, tiny_model

@@ -14,8 +14,7 @@ from transformers import TrainerCallback
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.capture import graphs
-from fastpack_trl.capture.graphs import BackboneGraphs
-from fastpack_trl.lora import frozen_base
+from fastpack_trl.features import frozen_base
 
 
 @pytest.mark.parametrize(
@@ -101,7 +100,7 @@ def test_an_exception_between_replays_leaves_the_model_as_it_was(tmp_path: Path,
         trainer.train()
     log = devices.made[0].log
     assert log.count("reset") == log.count("record") >= 1
-    assert trainer.fastpack_run.get_state(BackboneGraphs) is None
+    assert trainer.fastpack_run.graphs is None
     trainer.remove_callback(At)
     trainer.train()
     assert len(devices.made) == 2

@@ -13,8 +13,10 @@ from old_device import forced_capability
 from transformers import TrainerCallback
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.capture import decision, feature
+from fastpack_trl.capture import decision
 from fastpack_trl.checkpointing.streams import GIB
+from fastpack_trl.errors import first_reason
+from fastpack_trl.features import cuda_graph
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.run import Run
 from fastpack_trl.testing import tiny_model
@@ -65,7 +67,7 @@ def test_a_graph_takes_a_step_more(tmp_path: Path, devices: Any, left: float | N
     run = trainer.fastpack_run
     run.loss_is_ours, run.refuses_static = True, lambda bucket: ""
     run.step.activations_left, run.step.activation_bytes = None if left is None else int(left * GIB), int(step * GIB)
-    assert feature.why_not(run) == said
+    assert first_reason(cuda_graph.refusals(run)) == said
 
 
 @pytest.mark.parametrize(
@@ -153,7 +155,7 @@ def test_off_with_the_reason(
     tmp_path: Path, devices: Any, reason: str, fast: dict[str, Any], options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    from fastpack_trl.checkpointing import activation_memory
+    from fastpack_trl.features import activation_memory
 
     if "activation_memory" in fast:
         monkeypatch.setattr(activation_memory, "offload_unavailable", lambda device: "")
@@ -186,7 +188,7 @@ def test_experts_are_captured_where_their_products_read_no_sizes(
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             with forced_capability(capability), monkeypatch.context() as patch:
                 patch.setattr(Run, "device", torch.device("cuda", 0))
-                found.append(feature.why_not(trainer.fastpack_run))
+                found.append(first_reason(cuda_graph.refusals(trainer.fastpack_run)))
 
     model = tiny_model("qwen3_moe")
     for module in experts_modules(model).values():

@@ -12,7 +12,7 @@ from out_of_memory import too_large
 from transformers import TrainerCallback
 
 from fastpack_trl import FastSFTTrainer, ThroughputCallback
-from fastpack_trl.step.sync_free import why_stock_loss
+from fastpack_trl.features.sync_free import why_stock_loss
 from fastpack_trl.testing import HostSyncs, count_host_syncs
 
 TWIN = ("fastpack_trl/attention/varlen_common.py",)

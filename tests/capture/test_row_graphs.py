@@ -15,7 +15,6 @@ from preference_material import assert_same, build, trained
 from transformers import TrainerCallback
 
 import fastpack_trl
-from fastpack_trl.capture.graphs import BackboneGraphs
 
 CAPTURED = {"packed_attention": "varlen", "cuda_graph": "on", "share_prefixes": "auto"}
 
@@ -72,7 +71,7 @@ def test_captured_runs_equal_eager_ones(case: str, tmp_path: Path, devices: Any)
     assert log.count("record") >= (3 if name == "DPO" else 1 if "around" in options else 2)
     report = ours.fastpack_report
     assert (report["cuda_graph"].path, report["share_prefixes"].path) == ("captured", "prompts once")
-    assert ours.fastpack_run.get_state(BackboneGraphs) is None
+    assert ours.fastpack_run.graphs is None
     assert_same(ours, eager)
     expected = trained(eager.model)
     for key, value in trained(ours.model).items():

@@ -20,10 +20,10 @@ from trl.models.utils import unwrap_model_for_generation
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.checkpointing import activation_memory as memory
+from fastpack_trl.checkpointing.budget import HEAD_BYTES, largest_row
 from fastpack_trl.checkpointing.plan import Plan, checkpointable_layers
 from fastpack_trl.checkpointing.streams import Streams
 from fastpack_trl.run import budget
-from fastpack_trl.run.budget import HEAD_BYTES, largest_row
 from fastpack_trl.testing import tiny_model
 
 OURS = ("activation_memory", "activation_memory_gib", "checkpoint_offload", "merge_accumulation", "layer_compile")
@@ -76,25 +76,25 @@ def test_more_stays_free_if_a_step_that_runs_out_of_memory_cannot_run_again(
     trainer = fast(tmp_path)
     run = trainer.fastpack_run
     monkeypatch.setattr(budget, "free_bytes", lambda device: 10**12)
-    retried = budget.budget_bytes(run, pytest.fail)
-    for change in ("counts_documents", "count"):  # another trainer; several processes
+    retried = budget.budget_bytes(run, None, pytest.fail)
+    for change in ("kind", "count"):  # another trainer; several processes
         with monkeypatch.context() as patch:
             if change == "count":
                 patch.setattr(run.ranks, "count", 2)
             else:
-                patch.setattr(type(run), change, False)
-            assert budget.budget_bytes(run, pytest.fail) == pytest.approx(retried * 8 / 9, rel=1e-6)
+                patch.setattr(run, change, "pairs")
+            assert budget.budget_bytes(run, None, pytest.fail) == pytest.approx(retried * 8 / 9, rel=1e-6)
     # What gradients and two moments will take, as long as they are not there.
     found, size = [retried], sum(p.nbytes for p in run.model.parameters())
     for act in (lambda: run.model(torch.ones(1, 3, dtype=int)).logits.sum().backward(), trainer.create_optimizer):
         act()
-        found.append(budget.budget_bytes(run, pytest.fail))
+        found.append(budget.budget_bytes(run, None, pytest.fail))
     trainer.optimizer.step()
-    found.append(budget.budget_bytes(run, pytest.fail))
+    found.append(budget.budget_bytes(run, None, pytest.fail))
     assert found == [int((10**12 - times * size) * budget.MARGIN) for times in (3, 2, 2, 0)]
     monkeypatch.setattr(type(run), "is_fsdp2", True)  # gradients of a step of several micro-batches are whole
     for run.args.gradient_accumulation_steps in (2, 1):
-        found.append(budget.budget_bytes(run, pytest.fail))
+        found.append(budget.budget_bytes(run, None, pytest.fail))
     assert found[-2:] == [int((10**12 - times * size) * budget.MARGIN) for times in (1, 0)]
 
 
@@ -237,7 +237,7 @@ def test_a_step_that_fits_at_no_level_raises_the_devices_error(tmp_path: Path) -
     trainer = fast(tmp_path, activation_memory="checkpoint", eval_strategy="no")
     with too_large(trainer, "forward", 100), pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
         trainer.train()
-    assert trainer.fastpack_run.get_state(memory.ActivationMemory) is None
+    assert trainer.fastpack_run.memory is None
     assert trainer.args.gradient_checkpointing
 
 

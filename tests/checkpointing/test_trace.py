@@ -13,11 +13,11 @@ from offload_material import make
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from fastpack_trl.checkpointing.budget import largest_dense
 from fastpack_trl.checkpointing.plan import LayerCost, Level, checkpointable_layers, layer_levels
 from fastpack_trl.checkpointing.trace import layer_costs, probe_batches, storage_of, storages_saved
 from fastpack_trl.model.changes import isolated_run
 from fastpack_trl.recipe.forecast import _kind_of
-from fastpack_trl.run.budget import largest_dense
 from fastpack_trl.testing import tiny_model
 
 

@@ -12,6 +12,7 @@ import datasets  # noqa: F401
 import pytest
 import torch
 import transformers  # noqa: F401
+from feature_material import with_reasons
 from sft_material import Material
 
 from fastpack_trl.cli import doctor
@@ -159,17 +160,17 @@ def test_a_forecast_follows_the_rules_of_the_features(material: Material, monkey
         "packed_attention": "varlen", "lora": "on", "layer_compile": "on, if it pays off",
         "cuda_graph": "on, if it pays off",
     }  # fmt: skip
-    monkeypatch.setattr("fastpack_trl.compile.layer_compile.why_not", lambda run: "a new rule")
-    monkeypatch.setattr("fastpack_trl.capture.feature.LEAST_CAPABILITY", (9, 5))
-    monkeypatch.setattr("fastpack_trl.lora.feature.has_lora", lambda model: False)
+    with_reasons(monkeypatch, "layer_compile", lambda run: iter(["a new rule"]))
+    monkeypatch.setattr("fastpack_trl.features.cuda_graph.LEAST_CAPABILITY", (9, 5))
+    monkeypatch.setattr("fastpack_trl.features.lora.has_lora", lambda model: False)
     changed = found()
     assert changed["layer_compile"] == "off: a new rule"
     assert changed["cuda_graph"] == "off: needs compute capability 9.5, this device has 9.0"
     assert "lora" not in changed
-    monkeypatch.setattr("fastpack_trl.capture.feature.LEAST_CAPABILITY", (9, 0))
+    monkeypatch.setattr("fastpack_trl.features.cuda_graph.LEAST_CAPABILITY", (9, 0))
     monkeypatch.setattr(
-        "fastpack_trl.capture.feature.why_not",
-        lambda run: run.step.activations_left and f"a new rule of memory: {run.step.activation_bytes > 0}",
+        "fastpack_trl.features.cuda_graph.refusals",
+        lambda run: [run.step.activations_left and f"a new rule of memory: {run.step.activation_bytes > 0}"],
     )
     assert found()["cuda_graph"] == "off: a new rule of memory: True"
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.compile.layers import compiled_layers
 from fastpack_trl.lora.linear import apply_lora
-from fastpack_trl.moe.feature import apply_moe
+from fastpack_trl.moe.apply import apply_moe
 from fastpack_trl.packing.packed_batch import to_transformers_kwargs
 from fastpack_trl.testing import gradients
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from compile_material import Counting, compile_with, compiled, make, one_step, row
+from feature_material import without_reasons
 from trainer_material import build, train
 from transformers import TrainerCallback
 
@@ -113,7 +114,7 @@ def test_auto_weighs_in_the_second_step_and_on_compiles_at_once(
 ) -> None:
     """As on a device where `auto` compiles at all; the report says what is to come, also of a run that ends before."""
     backend = Counting(differentiate=True)
-    monkeypatch.setattr("fastpack_trl.compile.layer_compile.why_not", lambda run: "")
+    without_reasons(monkeypatch, "layer_compile")
     compile_with(backend, monkeypatch)
     waits: dict[str, list[bool]] = {}
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fastpack_trl.lora import frozen_base, report
+from fastpack_trl.features import frozen_base
+from fastpack_trl.lora import report
 
 
 @pytest.fixture

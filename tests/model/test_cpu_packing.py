@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from lora_material import any_ids, quantized
 from trainer_material import build, figures
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.model.precision import not_packed_on_cpu
+from fastpack_trl.model.precision import four_bit_layout
 
 bnb = pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.skipif(
@@ -38,7 +39,7 @@ def test_evaluation_leaves_weights_that_train_unless_others_packed_them(lora: st
         norms.append([row["grad_norm"] for row in figures(trainer) if "grad_norm" in row])
     assert norms[0] == norms[1]
     with torch.no_grad():
-        with not_packed_on_cpu(trainer.model.eval(), training=True):
+        with four_bit_layout(SimpleNamespace(model=trainer.model.eval(), training=True)):
             trainer.model(input_ids=any_ids())
         assert packed(trainer.model) == 0
         trainer.model(input_ids=any_ids())  # as bitsandbytes does outside of the trainer

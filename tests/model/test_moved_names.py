@@ -24,7 +24,7 @@ from trainer_material import train
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention.backends import BACKENDS
-from fastpack_trl.lora import frozen_base
+from fastpack_trl.features import frozen_base
 from fastpack_trl.model.facts import read_features
 from fastpack_trl.model.upstream import NEEDS, look_up, missing_reason, resolve
 from fastpack_trl.testing import tiny_model

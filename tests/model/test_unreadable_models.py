@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from feature_material import without_reasons
 from model_material import gemma4
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -57,12 +58,12 @@ def test_only_a_choice_of_the_user_counts_as_asked_for() -> None:
 
 
 READERS = {
-    "lora.feature.has_lora": "lora",
+    "features.lora.has_lora": "lora",
     "lora.linear.backbones": "lora",
-    "moe.feature.experts_modules": "moe",
-    "step.sync_free.head_of": "sync_free",
-    "step.merge_accumulation.rope_follows_length": "merge_accumulation",
-    "checkpointing.activation_memory.checkpointable_layers": "activation_memory",
+    "features.moe.experts_modules": "moe",
+    "features.sync_free.head_of": "sync_free",
+    "features.merge_accumulation.rope_follows_length": "merge_accumulation",
+    "checkpointing.planned.checkpointable_layers": "activation_memory",
     "compile.layers.decoder_layers": "layer_compile",
     "model.facts._gaps": "packed_attention",
 }
@@ -85,8 +86,8 @@ def test_a_part_that_cannot_be_read_is_the_librarys_and_named(
     feature = READERS[reader]
     # On the CPU nothing is compiled unless it is asked for by name, and then an error is one.
     if feature == "layer_compile":
-        monkeypatch.setattr("fastpack_trl.compile.layer_compile.why_not", lambda _: "")
-    with caplog.at_level(logging.DEBUG, logger="fastpack_trl.features"):
+        without_reasons(monkeypatch, "layer_compile")
+    with caplog.at_level(logging.DEBUG, logger="fastpack_trl.features.feature"):
         fast = {"moe": "auto", "activation_memory_gib": 1.0}
         ours: Any = train(FastSFTTrainer, tmp_path, fast=fast, **OPTIONS)
     assert_same_log(ours, stock, rtol=2e-5, atol=1e-5)
@@ -105,7 +106,7 @@ def test_a_part_that_cannot_be_read_is_the_librarys_and_named(
 def test_a_feature_by_name_and_an_error_of_the_device_stop(
     error: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fastpack_trl.moe.feature.experts_modules", Mock(side_effect=error("gone")))
+    monkeypatch.setattr("fastpack_trl.features.moe.experts_modules", Mock(side_effect=error("gone")))
     by_name = error is AttributeError
     said = r"moe='on': Qwen3ForCausalLM cannot be read: .*; set moe='auto' to train" if by_name else "gone"
     with pytest.raises(ValueError if by_name else error, match=said):

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastpack_trl.moe.feature import apply_moe
+from fastpack_trl.moe.apply import apply_moe
 from fastpack_trl.testing import gradients
 
 

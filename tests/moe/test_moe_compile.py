@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastpack_trl.kernels.gate_form import Gate
+from fastpack_trl.moe.apply import apply_moe
 from fastpack_trl.moe.block import LowRank, _stack
 from fastpack_trl.moe.experts import Form, Stack, StackForm, _experts
-from fastpack_trl.moe.feature import apply_moe
 from fastpack_trl.moe.quantized import STACKS, quantize_experts
 from fastpack_trl.moe.routing import routing_plan
 from fastpack_trl.testing import assert_gradients_close, gradients

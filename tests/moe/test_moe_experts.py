@@ -21,8 +21,8 @@ from moe_material import (
 from torch import Tensor
 
 from fastpack_trl.kernels import grouped
+from fastpack_trl.moe.apply import apply_moe
 from fastpack_trl.moe.block import NAME
-from fastpack_trl.moe.feature import apply_moe
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.testing import assert_gradients_close, count_host_syncs, gradients
 

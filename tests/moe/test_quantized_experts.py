@@ -17,7 +17,7 @@ from trainer_material import build
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
-from fastpack_trl.moe.feature import apply_moe
+from fastpack_trl.moe.apply import apply_moe
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.moe.quantized import has_quantized_experts, quantize_experts, read_stack
 

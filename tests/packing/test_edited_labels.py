@@ -20,7 +20,7 @@ from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer, PackingCollator, packed_attention
 from fastpack_trl.packing.batching import packing_collator
-from fastpack_trl.step.merge_accumulation import merge_inputs
+from fastpack_trl.step.merging import merge_inputs
 from fastpack_trl.testing import tiny_model
 
 BOTH = (FastSFTTrainer, SFTTrainer)

@@ -19,7 +19,6 @@ from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.step import merge_accumulation
-from fastpack_trl.step.merge_accumulation import Merging
 from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
 
 MERGED = {"merge_accumulation": "on"}
@@ -136,7 +135,7 @@ def test_off_with_the_reason(tmp_path: Path, reason: str, fast: dict[str, Any], 
     trainer = train(options.pop("cls", FastSFTTrainer), tmp_path, fast=fast, **options)
     line = trainer.fastpack_report["merge_accumulation"]
     assert (line.status, reason in line.reason) == ("off", True), line
-    assert trainer.fastpack_run.get_state(Merging) is None
+    assert trainer.fastpack_run.merging is None
 
 
 class _Halves(TrainerCallback):

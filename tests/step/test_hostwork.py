@@ -17,7 +17,6 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.step.sync_free import SyncFreeStep
 from fastpack_trl.testing import tiny_model
 
 BOTH = (FastSFTTrainer, SFTTrainer)
@@ -107,7 +106,7 @@ def test_what_is_installed_for_a_run_is_gone_after_an_exception(tmp_path: Path) 
     assert during == [2]
     assert list(map(dict, hooks)) == before
     assert seen[0].args.logging_nan_inf_filter is True
-    assert not seen[0].fastpack_run.get_state(SyncFreeStep).host.active
+    assert not seen[0].fastpack_run.sync_free.host.active
     assert not {"train", "zero_grad"} & set(vars(seen[0].model))
 
 

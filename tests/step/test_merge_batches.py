@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastpack_trl import PackedBatch
 from fastpack_trl.packing.packed_batch import Part, merge_batches
-from fastpack_trl.step.merge_accumulation import group_by_tokens
+from fastpack_trl.step.merging import group_by_tokens
 from fastpack_trl.testing import count_host_syncs
 
 

@@ -24,8 +24,8 @@ from trl.kernels import chunked_logprob
 from trl.trainer.utils import add_fused_lm_head
 
 from fastpack_trl import FastSFTTrainer, PackedBatch
+from fastpack_trl.features.sync_free import why_stock_loss
 from fastpack_trl.step.loss import LossForward
-from fastpack_trl.step.sync_free import why_stock_loss
 from fastpack_trl.testing import tiny_model
 
 LORA = {"peft_config": LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")}

@@ -73,7 +73,7 @@ class Walk(TrainerCallback):
             outer = outer.f_back  # type: ignore[assignment]
 
 
-INSIDE = {("forward", "lora/linear.py"), ("plan_memory", "checkpointing/activation_memory.py")}
+INSIDE = {("forward", "lora/linear.py"), ("plan_memory", "features/activation_memory.py")}
 
 
 def walked(folder: Path, number: int = 1, **options: Any) -> Walk:

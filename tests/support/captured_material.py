@@ -19,7 +19,7 @@ from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention.varlen import Varlen
-from fastpack_trl.capture import feature
+from fastpack_trl.features import cuda_graph
 
 STEPS = 8
 CAPTURED: dict[str, Any] = {"packed_attention": "varlen", "cuda_graph": "on"}
@@ -37,8 +37,8 @@ def capturing(**options: Any) -> Iterator[SimpleNamespace]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Varlen, "refuses", lambda self, features: "")
-        patch.setattr(feature, "unavailable", lambda device: "")
-        patch.setattr(feature, "CudaGraphs", make)
+        patch.setattr(cuda_graph, "unavailable", lambda device: "")
+        patch.setattr(cuda_graph, "CudaGraphs", make)
         yield SimpleNamespace(made=made, options=pending)
 
 

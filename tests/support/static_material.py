@@ -14,7 +14,7 @@ from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX
 from fastpack_trl.packing.prefixes import share
 from fastpack_trl.packing.static_batch import StaticInputs
-from fastpack_trl.step.merge_accumulation import merge_inputs
+from fastpack_trl.step.merging import merge_inputs
 
 VOCABULARY = 96
 

@@ -1,83 +1,19 @@
-"""Layer inputs in host memory while a trainer trains: the feature `checkpoint_offload`, and a callback."""
+"""`AsyncCheckpointCallback`: layer inputs in host memory while any trainer of TRL trains."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import ExitStack
 from typing import Any, get_args
 
-import torch
 from transformers import Trainer, TrainerCallback
 
 from fastpack_trl.checkpointing.offload import HostUse, Mode, Offload, checkpointed_layers, offload_checkpoints
-from fastpack_trl.errors import first_reason, short_repr
-from fastpack_trl.model.changes import callbacks_added, callers
-from fastpack_trl.model.preflight import other_offload
-from fastpack_trl.run import Run
+from fastpack_trl.errors import short_repr
+from fastpack_trl.model.changes import callers
+from fastpack_trl.model.recompute import offload_conflict, offload_unavailable
 
 logger = logging.getLogger(__name__)
-
-FEATURE = "checkpoint_offload"
-
-
-def offload_unavailable(device: torch.device) -> str:
-    """Return why offloading layer inputs gains nothing on `device`; empty if it may gain."""
-    if device.type != "cuda":
-        return f"the model is on {device}: there is no device memory to spare and no copy engine"
-    if getattr(torch.cuda.get_device_properties(device), "is_integrated", False):
-        return f"{torch.cuda.get_device_name(device)} shares its memory with the host: nothing is freed by a copy"
-    return ""
-
-
-def offload_conflict(args: Any, trainer: Trainer | None = None) -> str:
-    """Return which setting of a run excludes our offload, with the fix; empty if none does."""
-    if (other := other_offload(args)) or trainer is None:
-        return other
-    if trainer.is_deepspeed_enabled:
-        return "DeepSpeed is not tested with the offload, so refused: leave one of them out"
-    if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
-        return "FSDP version 1 is not tested with the offload, so refused: set fsdp_version=2, or leave one of them out"
-    return ""
-
-
-@contextmanager
-def checkpoint_offload(run: Run) -> Iterator[None]:
-    """Offload layer inputs if the config asks for it.
-
-    ``auto`` leaves it to the plan of `activation_memory`: without need, a copy only costs.
-
-    Raises:
-        ValueError: requested under an engine that excludes it.
-    """
-    mode: Any = run.settings.checkpoint_offload
-    planned = run.step.activations_left is not None  # by the plan, in the requested mode
-    conflict = "" if planned or mode in ("auto", "off") else offload_conflict(run.args, run.trainer)
-    reason = conflict or first_reason(
-        [
-            planned and "by the plan of activation_memory",
-            mode == "off" and "switched off",
-            mode == "auto" and "not needed: checkpoint_offload='double_buffer' trades host memory for device memory",
-            offload_unavailable(run.device),
-        ]
-    )
-    if reason or not run.training:
-        run.set_status(FEATURE, "off", "stock", reason, holds=not conflict)
-        yield
-        return
-
-    callback = AsyncCheckpointCallback(mode)
-    callback._options["tell"] = partial(run.set_status, FEATURE, "on", mode)
-    run.set_status(FEATURE, "on", mode, "asked for; layer inputs go to pinned host memory")
-    run.step.offloads = True
-    try:
-        with callbacks_added(run.trainer, callback), callback:
-            yield
-    finally:
-        run.step.offloads = False
-        if callback.use is not None:
-            run.report.facts["offload, host memory"] = str(callback.use)
 
 
 class AsyncCheckpointCallback(TrainerCallback):
@@ -120,7 +56,7 @@ class AsyncCheckpointCallback(TrainerCallback):
             raise ValueError(f"AsyncCheckpointCallback: {conflict}")
         self.reason = offload_unavailable(args.device)
         if self.reason:
-            logger.warning(f"{FEATURE}: off ({self.reason})")
+            logger.warning(f"checkpoint_offload: off ({self.reason})")
             return
         offload = offload_checkpoints(checkpointed_layers(model), self.mode, **self._options)
         self.offload = self._stack.enter_context(offload)

@@ -1,4 +1,4 @@
-"""The feature `share_prefixes`: a common prefix of the documents of a row is computed once."""
+"""The option `share_prefixes`: a common prefix of the documents of a row is computed once."""
 
 from __future__ import annotations
 
@@ -28,39 +28,42 @@ _SAMPLE = 64
 """Number of micro-batches in the sample."""
 
 
-@contextmanager
-def share_prefixes(run: Run) -> Iterator[None]:
-    """Store shared prefixes once in training rows; after `sync_free`, whose loss counts them once per document."""
-    looks = run.settings.share_prefixes != "off" and run.packs
-    computed = computed_share(run.trainer) if looks else None
-    share = f"tokens computed: {computed:.0%} of the documents' tokens" if computed else ""
-    little = f"{computed:.0%} of the tokens would still be computed" if (computed or 0) > MOST_COMPUTED else ""
+def why_not(run: Run) -> Iterator[object]:
+    """Yield why documents stay whole, with the saving that this leaves out."""
     run.report.facts.pop(FACT, None)
-    # As one: an evaluation between has all of them wait for each other.
-    if found := run.ranks.first_reason(lambda: first_reason(_reasons(run, little))):
-        saves = f"; without that {share}" if share and not little and found != "switched off" else ""
-        run.set_status(FEATURE, "off", "each document whole", f"{found}{saves}")
+    yield not run.packs and run.plan.reason
+    computed = run.shared_rows_compute = computed_share(run.trainer)
+    little = f"{computed:.0%} of the tokens would still be computed" if (computed or 0) > MOST_COMPUTED else ""
+    if why := first_reason(_reasons(run, little)):
+        saves = "" if little else _saving(computed, "; without that ")
         if saves:  # the banner omits the reasons of disabled features
-            run.report.facts[FACT] = f"off: {found}{saves}"
-        yield
-        return
-    run.set_status(FEATURE, "on", "prefixes once", share or "the saving is unknown for a streamed data set")
+            run.report.facts[FACT] = f"off: {why}{saves}"
+        yield f"{why}{saves}"
+
+
+@contextmanager
+def install(run: Run) -> Iterator[None]:
+    """Store shared prefixes once in training rows; after `sync_free`, whose loss counts them once per document."""
+    saving = _saving(run.shared_rows_compute) or "the saving is unknown for a streamed data set"
+    run.set_status(FEATURE, "on", "prefixes once", saving)
     with patch_attribute(run, "shares_prefixes", True):
         yield
 
 
+def _saving(computed: float | None, before: str = "") -> str:
+    return f"{before}tokens computed: {computed:.0%} of the documents' tokens" if computed else ""
+
+
 def _reasons(run: Run, little: str) -> Iterator[object]:
     trainer, model, setting = run.trainer, run.model, run.settings.share_prefixes
-    yield setting == "off" and "switched off"
-    yield not run.packs and run.plan.reason
     yield from reads_rows(trainer, *BATCH_METHODS, "_get_num_items_in_batch", "_track_num_input_tokens")
     yield from counts_tokens(trainer)
     yield not run.loss_is_ours and "the loss of shared positions needs sync_free"
     streamed = setting == "auto" and not isinstance(trainer.train_dataset, Dataset)
     yield streamed and "the saving is unknown for a streamed data set: set share_prefixes='on' to share anyway"
     yield little and setting != "on" and f"little to share: {little}"
-    attention, backend = run.get_state(PackedAttention), BACKENDS.get(run.choice.path)
-    assert attention is not None
+    attention: PackedAttention = run.attention
+    backend = BACKENDS.get(run.choice.path)
     assert backend is not None
     yield shared_refusal(backend, attention.features)
     yield run.is_sharded and "parameters are sharded: the check of shared prefixes needs them whole"

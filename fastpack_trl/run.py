@@ -1,12 +1,13 @@
-"""`Run`: the interface between a trainer and its features. Features read the `Run` and never the report."""
+"""`Run`: what a trainer has decided about its runs, and what serves their steps. Features read it, never the report."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Literal, get_args
 
 import torch
 from accelerate.logging import get_logger
@@ -18,10 +19,10 @@ from fastpack_trl.config import Settings
 from fastpack_trl.measure.payback import StepsLeft
 from fastpack_trl.model.sharded import Ranks
 from fastpack_trl.model.upstream import resolve
-from fastpack_trl.packing.batching import BatchPlan, plan_batches
+from fastpack_trl.packing.batching import BatchPlan
+from fastpack_trl.packing.buckets import Bucket
+from fastpack_trl.packing.dataset import DatasetFacts
 from fastpack_trl.report import FeatureReport, Status
-from fastpack_trl.run.decisions import Decisions
-from fastpack_trl.run.services import StepServices
 
 logger = get_logger(__name__)
 
@@ -31,18 +32,123 @@ DEEPSPEED = "DeepSpeed's engine owns backward and step"
 MERGED_ROW_TOKENS = 8192
 """Tokens of a row up to which ``merge_accumulation="auto"`` merges on CUDA: in longer rows kernels outlast launches."""
 
-_Part = TypeVar("_Part")
+Kind = Literal["sft", "pairs", "online"]
+"""``sft``: rows of documents; ``pairs``: completions that are judged (DPO, KTO, Reward); ``online``: also generated."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
 PlanBatches = Callable[[Any, str, bool, str], BatchPlan]
 MicroStep = Callable[[Any, Any, Any], Tensor]
 """Runs one micro-batch, forward and backward: model, inputs and the tokens of the step to a detached loss."""
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The path that keeps packed documents apart, and the reason."""
+
+    path: str
+    """A backend (``varlen``, ...), `PADDED_DOCUMENTS`, or ``off``: transformers' attention."""
+    reason: str
+    flattens: bool = False
+    """Batches that TRL pads become rows without padding."""
+    refuses_compile: str = ""
+    """The reason why layers are not compiled; empty if they may be."""
+    unproven: str = ""
+    """The reason why batches that TRL pads stay padded although the path can flatten them; empty if they need not."""
+    setting: str = ""
+    """The value of `packed_attention` for which a run chose it."""
+
+
+@dataclass
+class StepServices:
+    """State of a run's steps, which changes from step to step.
+
+    Attributes:
+        version: grows whenever layers begin to run otherwise (compiled, kept, offloaded).
+        rows: number of rows in the current step after merging; 0 before any.
+        activations_left: bytes that the plan of the activations leaves of its budget, 0 if it recomputes a layer for
+            want of memory; None without such a plan. Copies of frozen weights take of it, then CUDA graphs.
+        activation_bytes: memory of the activations of a step by that plan: a CUDA graph holds as much once more.
+        offloads: layer inputs go to host memory.
+    """
+
+    version: int = 0
+    rows: int = 0
+    activations_left: int | None = None
+    activation_bytes: int = 0
+    offloads: bool = False
+    _waiting: list[Callable[[], bool]] = field(default_factory=list)
+
+    @property
+    def is_warmed_up(self) -> bool:
+        """Nothing is left that the first steps decide: what compiles, which rows are merged."""
+        return not any(waits() for waits in self._waiting)
+
+    @contextmanager
+    def waiting_for(self, waits: Callable[[], bool]) -> Iterator[None]:
+        """Count `waits` among the decisions of the first steps, until the context ends."""
+        self._waiting.append(waits)
+        try:
+            yield
+        finally:
+            self._waiting.remove(waits)
+
+
+def _refuses_static(bucket: Bucket) -> str:
+    return "TRL's attention reads the documents of each row again"
+
+
+@dataclass(eq=False, repr=False)
+class Decisions:
+    """Decisions of the features, each made in one place when the trainer is built or a run begins.
+
+    A LoRA run with ``packing=True`` on a GPU: ``choice.path == "varlen"``, ``plan.kind == "packed"``,
+    ``facts.longest == 4096``, ``training``, ``loss_is_ours``, not ``shares_prefixes``.
+
+    Attributes:
+        settings: the resolved settings; defaults for a plain `SFTConfig`.
+        choice: the attention path.
+        plan: the kind of batches.
+        facts: facts about the training data; None if it is streamed or was prepared elsewhere.
+        training: `train` is running or ran last, not a separate evaluation.
+        loss_is_ours: losses and metrics are computed per token, at the positions that the collator found.
+        shares_prefixes: training rows hold a common beginning of documents once.
+        refuses_static: returns why the installed attention cannot run over static batches of a bucket.
+    """
+
+    settings: Settings
+    choice: Choice = Choice("off", "")
+    plan: BatchPlan = field(default_factory=lambda: BatchPlan("stock", ""))
+    facts: DatasetFacts | None = None
+    training: bool = False
+    loss_is_ours: bool = False
+    shares_prefixes: bool = False
+    refuses_static: Callable[[Bucket], str] = _refuses_static
+    _are_fixed = False  # while steps run
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._are_fixed and name in DECIDED:
+            raise AssertionError(f"run.{name} is decided before the first step, not in the middle of a run")
+        super().__setattr__(name, value)
+
+
+DECIDED = frozenset(one.name for one in fields(Decisions))
+"""Names of all decisions."""
+
+
 class Run(Decisions):
-    """The interface between a trainer and its features: decisions, the state of steps, and the report.
+    """One object between a trainer and its features: decisions, parts that are installed, state of steps, the report.
+
+    ```python
+    run = trainer.fastpack_run
+    run.plan.kind, run.choice.path  # "packed", "varlen": decided when the trainer was built
+    run.lora  # the LoraReport while `train` runs; None before and after
+    run.step.rows  # rows of the current step
+    run.report["lora"].reason  # for people; no code decides by it
+    ```
 
     Args:
         trainer: held by a weak reference.
         settings: fields of this package in its arguments.
+        kind: of the trainer.
         plan_batches: returns the kind of its batches, as `packing.batching.plan_batches` does for SFT.
         sequences: rows of a batch for each example of the data set.
 
@@ -50,15 +156,41 @@ class Run(Decisions):
         step: state of the steps.
         report: the report for people.
         is_strict: `train` is entering its features, and stops if one that was enabled by name is unavailable.
+        proof: the `PackingProof` of the last packing check.
+        examined: attention and model of that check.
+        rate: the `MeasuredRate` of the last `train`.
+        backbone: the `BackboneCall` by which losses call the decoder.
+        sync_free: the `SyncFreeStep` of the trainer. All that follow are None unless their feature is on.
+        attention: the installed `PackedAttention`.
+        lora: the `LoraReport` of the fast layers.
+        memory: the `ActivationMemory` of the plan.
+        merging: the `Merging` of micro-batches.
+        graphs: the `BackboneGraphs`.
+        reduce: the `FlatReduce` of several processes.
+        has_side_stream: the run trains on a stream of its own from its start.
+        shared_rows_compute: share of the documents' tokens that rows with shared prefixes compute, by a sample.
     """
 
+    proof: Any = None
+    examined: Any = None
+    rate: Any = None
+    backbone: Any = None
+    sync_free: Any = None
+    attention: Any = None
+    lora: Any = None
+    memory: Any = None
+    merging: Any = None
+    graphs: Any = None
+    reduce: Any = None
+    has_side_stream = False
+    shared_rows_compute: float | None = None
+
     def __init__(
-        self, trainer: Trainer, settings: Settings, plan_batches: PlanBatches = plan_batches, sequences: int = 1
+        self, trainer: Trainer, settings: Settings, kind: Kind, plan_batches: PlanBatches, sequences: int = 1
     ) -> None:
         super().__init__(settings)
-        self.plan_batches, self.sequences = plan_batches, sequences
+        self.kind, self.plan_batches, self.sequences = kind, plan_batches, sequences
         self._trainer: Callable[[], Any] = weakref.ref(trainer)
-        self._parts: dict[type[Any], Any] = {}
         self.step = StepServices()
         self.report = FeatureReport()
         self._first_step = 0
@@ -134,11 +266,6 @@ class Run(Decisions):
         """Tokens at which rows of the data set are cut; None if they are not or the trainer has no such field."""
         return getattr(self.args, "max_length", None)
 
-    @property
-    def counts_documents(self) -> bool:
-        """The data set was counted when it was prepared, as in SFT."""
-        return self.plan_batches is plan_batches
-
     def begin_steps(self) -> None:
         """Count the steps of a `train` from here: a resumed one does not begin at 0."""
         self._first_step = self.trainer.state.global_step
@@ -178,29 +305,3 @@ class Run(Decisions):
         """Return the setting with which `feature` is optional."""
         default = type(self.settings).__dataclass_fields__[feature].default
         return f"set {feature}={default!r} to train without it if it is unavailable"
-
-    def get_state(self, kind: type[_Part]) -> _Part | None:
-        """Return the object of class `kind` that a feature holds while it is on; None if it is off."""
-        return self._parts.get(kind)
-
-    def set_state(self, part: object) -> None:
-        """Hold `part` for `Run.get_state`, by its class."""
-        self._parts[type(part)] = part
-
-    @contextmanager
-    def keeping(self, part: object) -> Iterator[None]:
-        """Hold `part` until the context ends, which restores the earlier object of its class."""
-        with self.without(type(part)):
-            self.set_state(part)
-            yield
-
-    @contextmanager
-    def without(self, kind: type[Any]) -> Iterator[None]:
-        """Hold no object of class `kind` until the context ends."""
-        before = self._parts.pop(kind, None)
-        try:
-            yield
-        finally:
-            self._parts.pop(kind, None)
-            if before is not None:
-                self.set_state(before)

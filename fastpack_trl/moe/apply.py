@@ -1,27 +1,20 @@
-"""The feature `moe`, and `apply_moe`: our experts path on a loaded model, reported per layer and reversible."""
+"""`apply_moe`: our experts path on a loaded model, reported per layer and reversible."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from accelerate.logging import get_logger
 from torch import nn
 
-from fastpack_trl.kernels._triton import is_supported
 from fastpack_trl.kernels.grouped import reads_offsets
 from fastpack_trl.model.changes import Patch, patch_attribute
 from fastpack_trl.moe.block import NAME, STOCK, ExpertsState, fastpack_experts
 from fastpack_trl.moe.layout import experts_modules, not_covered, read_gate
 from fastpack_trl.moe.lora import expert_lora, router_adapters
-from fastpack_trl.moe.quantized import expert_dtypes, has_quantized_experts
-from fastpack_trl.run import SHARDED, Run
-
-logger = get_logger(__name__)
+from fastpack_trl.moe.quantized import expert_dtypes
 
 
 class LayerPath(NamedTuple):
@@ -159,60 +152,13 @@ def _reason_for_stock(module: Any, force: bool) -> str:
     return not_covered(module)
 
 
-def _reading_sizes(run: Run, dtypes: set[torch.dtype]) -> str:
-    """Return why experts in one of `dtypes` cannot be part of a CUDA graph, or ``""``."""
-    for dtype in dtypes:
-        if reads_offsets(dtype, run.device):
-            capability = ".".join(map(str, torch.cuda.get_device_capability(run.device)))
+def refuses_capture(model: nn.Module, device: torch.device) -> str:
+    """Return why the experts of a model cannot be part of a CUDA graph, or ``""``."""
+    for dtype in expert_dtypes(model):
+        if reads_offsets(dtype, device):
+            capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
             return (
                 f"grouped matmuls in {str(dtype).removeprefix('torch.')} read their sizes on the host at compute "
                 f"capability {capability}"
             )
     return ""
-
-
-@contextlib.contextmanager
-def moe(run: Run) -> Iterator[None]:
-    """Run mixture-of-experts layers on our path during training; a separate evaluation runs transformers' path.
-
-    Raises:
-        ValueError: the stacks are in 4 bits, and another setting selects transformers' path.
-    """
-    setting, model = run.settings.moe, run.model
-    present = bool(experts_modules(model))
-    run.experts_refuse_capture = partial(_reading_sizes, run, expert_dtypes(model))
-    # PEFT's own forward fails on 4-bit stacks, so they run on our path in evaluation too.
-    quantized = present and has_quantized_experts(model)
-    if not (run.training or quantized) or not (present or setting == "on"):
-        yield
-        return
-    requested = (run.args.model_init_kwargs or {}).get("experts_implementation")
-    why = "" if present else "the model has no experts that transformers dispatches"
-    if setting == "off":
-        why = "switched off"
-    elif run.is_sharded and not run.is_fsdp2:
-        why = SHARDED
-    elif requested is not None and setting != "on":
-        why = f"experts_implementation={requested!r} was chosen"
-    note = ""
-    if present and run.device.type == "cuda" and not is_supported(run.device):
-        note = "its kernels need compute capability 8.0; moe='on' runs it in plain torch"
-        why = why or (note if setting == "auto" and not quantized else "")
-    if why and quantized:
-        remove = "moe_quantize_experts" if requested is None else "experts_implementation, or moe_quantize_experts"
-        raise ValueError(
-            f"moe_quantize_experts='on': {why}, and TRL's experts cannot train in 4 bits; on several GPUs use DDP "
-            f"(accelerate_config: multi_gpu), otherwise remove {remove}"
-        )
-    if why:
-        run.set_status("moe", "stock" if present and setting != "off" else "off", "stock", why)
-        yield
-        return
-    with apply_moe(model, lora=run.settings.lora != "off", force=setting == "on") as applied:
-        for warning in applied.warnings:
-            logger.warning(warning)
-        if applied.active:
-            run.set_status("moe", "on", "fastpack", "; ".join([applied.summary(), *[note] * bool(note)]))
-        else:
-            run.set_status("moe", "stock", "stock", applied.summary().removeprefix("stock: "))
-        yield

@@ -1,4 +1,4 @@
-"""The report of a run in two places: a file next to the checkpoints, and the model card."""
+"""The option `save_report`: the report of a run in two places: a file next to the checkpoints, and the model card."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from fastpack_trl._version import REPOSITORY, __version__
-from fastpack_trl.attention.proof import PackingProof
-from fastpack_trl.callbacks import MeasuredRate
+from fastpack_trl.callbacks.throughput import MeasuredRate
 from fastpack_trl.model.changes import callbacks_added
 from fastpack_trl.run import Run
 
@@ -37,20 +36,21 @@ class _Saves(TrainerCallback):
     on_train_end = on_save
 
 
+def concerns(run: Run) -> bool:
+    """Return whether the run saves its report."""
+    return run.settings.save_report != "off"
+
+
 @contextmanager
-def save_report(run: Run) -> Iterator[None]:
+def install(run: Run) -> Iterator[None]:
     """Save the report of a run while it trains: with each checkpoint, and at its end."""
-    if run.settings.save_report == "off":
-        yield
-        return
-    rate = MeasuredRate()
-    run.set_state(rate)  # kept after training, for the model card
+    rate = run.rate = MeasuredRate()  # kept after training, for the model card
     with callbacks_added(run.trainer, rate, _Saves(run)):
         yield
 
 
 def _figures(run: Run, step: int) -> dict[str, Any]:
-    rate, proof = run.get_state(MeasuredRate), run.get_state(PackingProof)
+    rate, proof = run.rate, run.proof
     return {
         "fastpack_trl": __version__,
         "step": step,
@@ -75,7 +75,7 @@ def add_to_card(run: Run) -> None:
     It lists the version, the enabled features, the measured tokens per second, and the packing check.
     """
     card = Path(run.args.output_dir) / _CARD
-    if run.settings.save_report == "off" or not run.trainer.is_world_process_zero() or not card.is_file():
+    if not concerns(run) or not run.trainer.is_world_process_zero() or not card.is_file():
         return
     text = card.read_text(encoding="utf-8")
     if _TITLE in text:
@@ -86,7 +86,7 @@ def add_to_card(run: Run) -> None:
 
 def _section(run: Run) -> str:
     on = ", ".join(f"`{line.feature}` ({line.path})" for line in run.report if line.status == "on")
-    rate, proof = run.get_state(MeasuredRate), run.get_state(PackingProof)
+    rate, proof = run.rate, run.proof
     name = "fastpack-trl" if "/OWNER/" in REPOSITORY else f"[fastpack-trl]({REPOSITORY})"
     lines = [f"Trained with {name} {__version__}: {on or 'all features off'}.", ""]
     lines += [f"- The computation differs from TRL's: {line}." for line in run.report if line.feature in _CHANGING]

@@ -1,31 +1,31 @@
-"""The feature `lora`: LoRA projections with few kernels, during training."""
+"""The option `lora`: LoRA projections with few kernels, during training."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from fastpack_trl.features.feature import Stock
 from fastpack_trl.lora.linear import make_fast
 from fastpack_trl.lora.report import has_lora
+from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.run import SHARDED, Run
 
 
+def concerns(run: Run) -> bool:
+    """Return whether the model has LoRA layers, or the run insists."""
+    return has_lora(run.model) or run.settings.lora == "on"
+
+
+def why_not(run: Run) -> Iterator[object]:
+    """Yield why PEFT's forward runs."""
+    yield not has_lora(run.model) and "the model has no LoRA layers"
+    yield run.is_sharded and not run.is_fsdp2 and Stock(SHARDED)
+
+
 @contextmanager
-def lora(run: Run) -> Iterator[None]:
+def install(run: Run) -> Iterator[None]:
     """Use the fast forward for LoRA layers during training; a separate evaluation runs PEFT's."""
-    setting, present = run.settings.lora, has_lora(run.model)
-    if not run.training or not (present or setting == "on"):
-        yield
-        return
-    why = "" if present else "the model has no LoRA layers"
-    if setting == "off":
-        why = "switched off"
-    elif run.is_sharded and not run.is_fsdp2:
-        why = SHARDED
-    if why:
-        run.set_status("lora", "stock" if present and setting != "off" else "off", "PEFT", why)
-        yield
-        return
     # FSDP 2 gathers new tensors each time and DeepSpeed casts them, so a copy would never be used.
     copies = not (run.settings.frozen_base == "fp8" or run.is_fsdp2 or run.is_deepspeed)
     applied = make_fast(run.model, run.compute_dtype, copies=copies)
@@ -33,7 +33,7 @@ def lora(run: Run) -> Iterator[None]:
         fast = applied.fast or applied.already
         holds = bool(fast) or not applied.handed_over  # LoRA on stacked parameters only belongs to `moe`
         run.set_status("lora", "on" if fast else "stock", "fast" if fast else "PEFT", str(applied), holds)
-        with run.keeping(applied):
+        with patch_attribute(run, "lora", applied):
             yield
     finally:
         if applied.call_by_call:  # known only after training: it depends on the layers' inputs

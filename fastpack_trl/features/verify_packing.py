@@ -1,23 +1,21 @@
-"""The feature `verify_packing`: the packing check when training starts, and the effect of its outcome on the run."""
+"""The option `verify_packing`: the packing check when training starts, and the effect of its outcome on the run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from copy import deepcopy
+from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from accelerate.logging import get_logger
-from torch import nn
 
 from fastpack_trl.attention.dense import stock_error
 from fastpack_trl.attention.install import PackedAttention
 from fastpack_trl.attention.probe import default_lengths
 from fastpack_trl.attention.proof import PackingProof, verify_packing
+from fastpack_trl.attention.small_copy import small_copy
 from fastpack_trl.errors import NonFiniteError, PackingError
-from fastpack_trl.model.facts import UNREADABLE, read_features, text_model
+from fastpack_trl.model.facts import UNREADABLE, read_features
 from fastpack_trl.model.upstream import DataCollatorForLanguageModeling
 from fastpack_trl.packing.batching import joins_documents
 from fastpack_trl.run import Choice, Run
@@ -27,7 +25,6 @@ logger = get_logger(__name__)
 INSIST = "verify_packing='off' trains anyway"
 # What a model raises that does not take the arguments of the check, or runs by a kernel that is not installed.
 _CANNOT_RUN = (*UNREADABLE, ImportError)
-_SMALL_VOCABULARY = 256
 
 
 class _Examined(NamedTuple):
@@ -39,7 +36,7 @@ class _Examined(NamedTuple):
 
 def is_examined(run: Run) -> bool:
     """Return whether the attention and the model that the run has now were checked."""
-    return run.get_state(_Examined) == _Examined(run.choice, ref(run.model))
+    return bool(run.examined == _Examined(run.choice, ref(run.model)))
 
 
 def prove(run: Run, attention: PackedAttention | None) -> str:
@@ -66,10 +63,10 @@ def prove(run: Run, attention: PackedAttention | None) -> str:
     except (torch.OutOfMemoryError, *_CANNOT_RUN) as error:
         unproven = _why_not_run(run, attention, error)
     if attention is not None:  # the check of TRL's rows says nothing about ours
-        run.set_state(_Examined(run.choice, ref(run.model)))
+        run.examined = _Examined(run.choice, ref(run.model))
     if proof is None:
         return unproven
-    run.set_state(proof)
+    run.proof = proof
     run.set_status("verify_packing", "on", "proof" if attention else "proof of stock", str(proof))
     # A collator of the user's own may pass metadata that TRL's does not.
     collator = run.trainer.data_collator
@@ -129,31 +126,3 @@ def _checked(run: Run, attention: PackedAttention | None) -> PackingProof:
             return verify_packing(run.model, implementation="off", attention=attention)
     with small_copy(run.model, run.device, run.compute_dtype) as copy:
         return verify_packing(copy, implementation="off" if attention is None else attention.path)
-
-
-@contextmanager
-def small_copy(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> Iterator[nn.Module]:
-    """Make an untrained model of the same classes, with the first layers up to one of each kind and few tokens.
-
-    Which tokens a layer mixes does not depend on its weights.
-    """
-    base = text_model(model)
-    config = deepcopy(base.config)
-    text = config.get_text_config()
-    count = int(text.num_hidden_layers)
-    each = {name: value for name, value in vars(text).items() if isinstance(value, list) and len(value) == count}
-    kinds = list(zip(*(map(str, value) for value in each.values()), strict=True)) or [()] * count
-    layers = max(2, *(kinds.index(kind) + 1 for kind in kinds))
-    if not getattr(text, "num_kv_shared_layers", 0):  # the last ones, which read what the layers before made
-        for name, value in each.items():
-            setattr(text, name, value[:layers])
-        text.num_hidden_layers = min(layers, count)
-    for part in (config, text):  # which may be the same
-        part.pad_token_id = None
-        for name in ("vocab_size", "vocab_size_per_layer_input"):
-            if getattr(part, name, None):
-                setattr(part, name, _SMALL_VOCABULARY)
-        vars(part).pop("quantization_config", None)
-    with torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else []), device:
-        copy = type(base)(config)
-    yield copy.to(device, dtype or base.dtype).train(model.training)

@@ -1,4 +1,4 @@
-"""The attention of a run: how its documents are separated, which rows it gets, and how that is checked."""
+"""The option `packed_attention`: how its documents are separated, which rows it gets, and how that is checked."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from functools import partial
 from accelerate.logging import get_logger
 from datasets import Dataset
 
-from fastpack_trl.attention import install
 from fastpack_trl.attention.backends import BACKENDS, choose, failure
-from fastpack_trl.attention.start_proof import is_examined, prove, tell_stock_error
+from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.errors import PackingError
+from fastpack_trl.features.verify_packing import is_examined, prove, tell_stock_error
 from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.facts import asked_for, read_features
 from fastpack_trl.packing.batching import BatchPlan, vocabulary
@@ -48,7 +48,7 @@ def plan_rows(run: Run, plan: BatchPlan | None = None) -> None:
     run.plan = plan or _plan(run)
     _tell(run)
     run.set_status("batches", "on" if run.packs else "stock", run.plan.kind.replace("_", "-"), run.plan.reason)
-    if run.counts_documents:
+    if run.kind == "sft":
         unknown = {"truncated tokens": "unknown (streamed or prepared elsewhere)"}
         run.report.facts |= unknown if run.facts is None else run.facts.figures
     dataset = run.trainer.train_dataset
@@ -100,8 +100,9 @@ def plan_rows_again(run: Run) -> None:
 
 
 @contextmanager
-def install_attention(run: Run) -> Iterator[None]:
+def install(run: Run) -> Iterator[None]:
     """Install the attention of the run; check before its first rows that packed documents do not see each other."""
+    plan_rows_again(run)
     if not run.packs and run.is_strict:
         _tell(run)  # reported before `train` too, which stops if an explicit setting is not met
     with ExitStack() as stack:
@@ -126,12 +127,12 @@ def _install(run: Run, stack: ExitStack) -> None:
         tell_stock_error(run)
     attempt = stack.enter_context(ExitStack())
     attention = attempt.enter_context(
-        install.packed_attention(run.model, run.choice.path, compute_dtype=run.compute_dtype, device=run.device)
+        packed_attention(run.model, run.choice.path, compute_dtype=run.compute_dtype, device=run.device)
     )
     attention.remark = partial(run.report.remark, "packed_attention")
     refuses_static = partial(BACKENDS[attention.path].refuses_static, features=attention.features)
     attempt.enter_context(patch_attribute(run, "refuses_static", refuses_static))
-    attempt.enter_context(run.keeping(attention))  # for `share_prefixes`
+    attempt.enter_context(patch_attribute(run, "attention", attention))
     if not run.training and is_examined(run):
         return
     unasked = run.plan.kind == "padding_free"

@@ -12,7 +12,7 @@ import torch
 from fastpack_trl.measure.device_memory import allocatable
 from fastpack_trl.model import sharded
 from fastpack_trl.model.facts import text_model
-from fastpack_trl.run.run import MERGED_ROW_TOKENS, Run
+from fastpack_trl.run import MERGED_ROW_TOKENS, Run
 
 _GIB = 2**30
 
@@ -25,8 +25,8 @@ HEAD_BYTES = 12
 """Per token and hidden unit: the last norm and its input at two bytes, their gradients at four, two of these alive."""
 
 
-def largest_row(run: Run) -> tuple[int, int]:
-    """Return the tokens of the largest row, and of its longest document.
+def largest_row(run: Run, *, merges: bool) -> tuple[int, int]:
+    """Return the tokens of the largest row, and of its longest document; micro-batches may be merged if `merges`.
 
     Raises:
         ValueError: rows of any length.
@@ -35,7 +35,6 @@ def largest_row(run: Run) -> tuple[int, int]:
     longest = most if facts is None or not facts.longest else min(most or 2**62, facts.longest)
     if longest is None:
         raise ValueError("max_length=None, or a trainer without it: rows may have any length")
-    merges = run.counts_documents and run.settings.merge_accumulation != "off"
     return row_tokens(run.args, most, longest, run.sequences, merges=merges), int(longest)
 
 
@@ -72,10 +71,9 @@ def free_bytes(device: torch.device) -> int:
     return allocatable(device) if device.type == "cuda" else int(psutil.virtual_memory().available)
 
 
-def budget_bytes(run: Run, say: Callable[[str], None]) -> int:
-    """Return the bytes for activations in this process: the requested budget, at most the free memory."""
-    asked = run.settings.activation_memory_gib
-    margin = MARGIN if run.ranks.count == 1 and run.counts_documents else MARGIN_WITHOUT_RETRY
+def budget_bytes(run: Run, asked: float | None, say: Callable[[str], None]) -> int:
+    """Return the bytes for activations in this process: `asked` GiB, at most the free memory."""
+    margin = MARGIN if run.ranks.count == 1 and run.kind == "sft" else MARGIN_WITHOUT_RETRY
     there = max(0, int((free_bytes(run.device) - memory_to_come(run)) * margin))
     if asked is not None and asked * _GIB > there:
         say(f"activation_memory_gib={asked:g} is more than the {there / _GIB:.1f} GiB that are free: planned for those")

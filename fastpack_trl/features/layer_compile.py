@@ -1,4 +1,4 @@
-"""The feature `layer_compile`: decoder layers compiled while a trainer trains."""
+"""The option `layer_compile`: decoder layers compiled while a trainer trains."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 from fastpack_trl.compile.kind import CompiledLayers
 from fastpack_trl.compile.layers import compiled_layers, decoder_layers
-from fastpack_trl.errors import first_reason
 from fastpack_trl.report import Status
 from fastpack_trl.run import SHARDED, Run
 
@@ -15,13 +14,8 @@ FEATURE = "layer_compile"
 
 
 @contextmanager
-def layer_compile(run: Run) -> Iterator[None]:
+def install(run: Run) -> Iterator[None]:
     """Compile decoder layers once per kind, while the model trains; after `lora`, whose layers are compiled then."""
-    why = run.ranks.first_reason(lambda: why_not(run))
-    if why:
-        run.set_status(FEATURE, "off", "eager", why)
-        yield
-        return
 
     def tell(layers: CompiledLayers) -> None:
         run.step.version += 1
@@ -42,14 +36,9 @@ def layer_compile(run: Run) -> Iterator[None]:
             yield
 
 
-def why_not(run: Run) -> str:
-    """Return why no layer is compiled; empty if some are."""
-    return first_reason(_reasons(run))
-
-
-def _reasons(run: Run) -> Iterator[object]:
+def why_not(run: Run) -> Iterator[object]:
+    """Yield why no layer is compiled."""
     setting, device = run.settings.layer_compile, run.device.type
-    yield setting == "off" and "switched off"
     yield run.args.torch_compile and "torch_compile=True compiles the whole model"
     plugin = getattr(run.trainer.accelerator.state, "dynamo_plugin", None)
     whole = plugin is not None and plugin.backend.value != "NO"

@@ -1,0 +1,104 @@
+"""`Feature`: one option of a run, the reasons against it, and the context that installs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+
+from fastpack_trl.errors import first_reason
+from fastpack_trl.model.facts import UNREADABLE, text_model
+from fastpack_trl.model.upstream import PARTLY, missing_reason
+from fastpack_trl.report import Status
+from fastpack_trl.run import KINDS, Kind, Run
+
+logger = get_logger(__name__)
+
+
+class Stock(str):
+    """A reason with which TRL's implementation runs what the option is about: its status is ``stock``, not ``off``."""
+
+    __slots__ = ()
+
+
+class Met(str):
+    """A reason with which nothing is left to do: a run that asks for the option by name does not stop."""
+
+    __slots__ = ()
+
+
+def _always(run: Run) -> bool:
+    return True
+
+
+def _nothing(run: Run) -> Iterator[object]:
+    return iter(())
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """One line of `FEATURES`: ``Feature("moe", moe.install, moe.why_not, concerns=moe.concerns)``.
+
+    Attributes:
+        name: of its field in the config, and of its line in the report.
+        install: returns the context that installs it on a run's model and trainer and restores them; sets its line.
+        why_not: yields the reasons against it, false ones included; the first one decides, for all processes.
+        concerns: returns whether the run has anything that the option is about; else it has no line.
+        kinds: of trainers (`Run.kind`).
+        in_training: it is entered by `train` only, not by `evaluate` or `predict`.
+        has_off: ``off`` enters nothing. Otherwise `install` reads the field.
+        falls_back: TRL's implementation runs, with a warning, if it cannot read the model or a private name is missing.
+        instead: the path in its line if it is off.
+    """
+
+    name: str
+    install: Callable[[Run], AbstractContextManager[Any]]
+    why_not: Callable[[Run], Iterator[object]] = _nothing
+    concerns: Callable[[Run], bool] = _always
+    kinds: tuple[Kind, ...] = KINDS
+    in_training: bool = False
+    has_off: bool = True
+    falls_back: bool = True
+    instead: str = "stock"
+
+    def enter(self, run: Run, stack: ExitStack) -> None:
+        """Install the feature until `stack` closes, or set its line with the reason against it.
+
+        Raises:
+            ValueError: `train` begins, the setting is explicit and the feature is unavailable; or an error of its own.
+            torch.AcceleratorError: the device failed, independently of the model.
+        """
+        if run.kind not in self.kinds or (self.in_training and not run.training):
+            return
+        try:
+            if not self.concerns(run):
+                return
+            if why := self.why_off(run):
+                status: Status = "stock" if isinstance(why, Stock) else "off"
+                run.set_status(self.name, status, self.instead, str(why), holds=isinstance(why, Met))
+            else:
+                stack.enter_context(self.install(run))
+        except (ValueError, torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except (*UNREADABLE, ImportError) as error:
+            if not self.falls_back:
+                raise
+            reason = f"{type(text_model(run.model)).__name__} cannot be read: {type(error).__name__}: {error}"
+            logger.warning(f"{self.name}: stock ({reason})", exc_info=True)  # the model's fault or ours
+            run.set_status(self.name, "stock", "stock", reason)
+
+    def why_off(self, run: Run) -> str:
+        """Return the first reason against it, or ``""``; jointly: processes would wait for one that leaves it out."""
+        return run.ranks.first_reason(lambda: first_reason(self._against(run)))
+
+    def _against(self, run: Run) -> Iterator[object]:
+        yield self.has_off and run.settings.get(self.name) == "off" and "switched off"
+        missing = missing_reason(self.name) if self.falls_back and self.name not in PARTLY else ""
+        if missing:
+            logger.warning(f"{self.name}: stock ({missing})")
+            yield Stock(missing)
+        yield from self.why_not(run)
