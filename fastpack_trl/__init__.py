@@ -14,24 +14,24 @@ if TYPE_CHECKING:
     from fastpack_trl.attention.proof import verify_packing
     from fastpack_trl.callbacks.async_checkpoint import AsyncCheckpointCallback
     from fastpack_trl.callbacks.throughput import ThroughputCallback
-    from fastpack_trl.config import FastSFTConfig
     from fastpack_trl.lora.linear import apply_lora
     from fastpack_trl.moe.apply import apply_moe
     from fastpack_trl.packing.collator import PackingCollator
     from fastpack_trl.packing.packed_batch import PackedBatch
-    from fastpack_trl.trainer import FastSFTTrainer
     from fastpack_trl.trainers.configs import (
         FastDPOConfig,
         FastGRPOConfig,
         FastKTOConfig,
         FastRewardConfig,
         FastRLOOConfig,
+        FastSFTConfig,
     )
     from fastpack_trl.trainers.online import FastGRPOTrainer, FastRLOOTrainer
     from fastpack_trl.trainers.preference import FastDPOTrainer, FastKTOTrainer, FastRewardTrainer
+    from fastpack_trl.trainers.sft import FastSFTTrainer
 
 _HOME = {
-    "AsyncCheckpointCallback": "checkpointing.checkpoint_offload",
+    "AsyncCheckpointCallback": "callbacks.async_checkpoint",
     "FastDPOConfig": "trainers.configs",
     "FastDPOTrainer": "trainers.preference",
     "FastGRPOConfig": "trainers.configs",
@@ -42,13 +42,13 @@ _HOME = {
     "FastRLOOTrainer": "trainers.online",
     "FastRewardConfig": "trainers.configs",
     "FastRewardTrainer": "trainers.preference",
-    "FastSFTConfig": "config",
-    "FastSFTTrainer": "trainer",
+    "FastSFTConfig": "trainers.configs",
+    "FastSFTTrainer": "trainers.sft",
     "PackedBatch": "packing.packed_batch",
     "PackingCollator": "packing.collator",
-    "ThroughputCallback": "callbacks",
+    "ThroughputCallback": "callbacks.throughput",
     "apply_lora": "lora.linear",
-    "apply_moe": "moe.feature",
+    "apply_moe": "moe.apply",
     "packed_attention": "attention.install",
     "verify_packing": "attention.proof",
 }

@@ -1,21 +1,18 @@
-"""`FastSFTConfig`: TRL's `SFTConfig` and a few flat fields, most ``"auto"`` by default."""
+"""`Settings`: the fields that our configs add to TRL's, most ``"auto"`` by default."""
 
 # ruff: noqa: RUF009 - `choice` and `option` return fields
 from __future__ import annotations
 
 import argparse
 import math
-import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from transformers import TrainingArguments
-from trl import SFTConfig
 
 from fastpack_trl.errors import did_you_mean, short_repr
-from fastpack_trl.model.preflight import check_counts
 from fastpack_trl.model.recompute import check_recompute
 from fastpack_trl.report import disabled_by_environment
 
@@ -233,29 +230,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     name: get_args(hint) for name, hint in get_type_hints(Settings).items() if get_origin(hint) is Literal
 }
 """Fields with choices, and those, as the annotations name them."""
-
-
-@dataclass
-class FastSFTConfig(Settings, SFTConfig):
-    """`trl.SFTConfig` plus the switches of fastpack-trl. An unchanged `SFTConfig` works as well.
-
-    Explicit values such as ``on`` are strict: if the feature is unavailable, `train` raises with reason and fix.
-
-    Raises:
-        ValueError: a value outside its choices, a limit below 1, or two fields that contradict each other.
-    """
-
-    def __post_init__(self) -> None:
-        self.normalise()
-        check_counts(self)
-        SFTConfig.__post_init__(self)
-        check_fields(self, self)
-
-
-FastSFTConfig.__doc__ = f"{FastSFTConfig.__doc__}\n    Args:\n" + "\n".join(
-    textwrap.fill(f"{own.name}: {own.metadata['help']}", 120, initial_indent=" " * 8, subsequent_indent=" " * 12)
-    for own in fields(Settings)
-)
 
 
 def check_fields(args: Any, settings: Settings) -> None:

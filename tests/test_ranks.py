@@ -25,9 +25,9 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
+from fastpack_trl import run as runs
 from fastpack_trl.config import Settings
 from fastpack_trl.model.sharded import Ranks, keep_unsharded, layer_units, whole_bytes
-from fastpack_trl.run import run as runs
 from fastpack_trl.testing import tiny_model
 
 pytestmark = pytest.mark.slow

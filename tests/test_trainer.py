@@ -17,10 +17,10 @@ from transformers import DataCollatorForSeq2Seq
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.attention import feature
 from fastpack_trl.attention import install as seam
 from fastpack_trl.attention.per_document import PerDocument
 from fastpack_trl.errors import PackingError
+from fastpack_trl.features import packed_attention as attention_feature
 from fastpack_trl.model.upstream import NEEDS
 from fastpack_trl.packing.collator import PackingCollator
 from fastpack_trl.packing.dataset import counted_tokens
@@ -348,7 +348,7 @@ def test_a_failed_check_pads_documents_and_stops_an_explicit_choice(
         return prepare(self, PackedBatch.from_lengths((batch.total_tokens,)), *where)
 
     monkeypatch.setattr(PerDocument, "prepare", leaking)
-    for module in (feature, seam):  # it passes its trial, and leaks in the model
+    for module in (attention_feature, seam):  # it passes its trial, and leaks in the model
         monkeypatch.setattr(module, "failure", lambda *_: "")
     ours, stock = both(tmp_path, packing=True)
     assert "failed its packing check" in ours.fastpack_report["packed_attention"].reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer, apply_lora
 from fastpack_trl.attention.backends import choose
+from fastpack_trl.features import feature
 from fastpack_trl.features.cuda_graph import unavailable
-from fastpack_trl.features.moe import moe
 from fastpack_trl.kernels._triton import is_supported
 from fastpack_trl.lora import linear
 from fastpack_trl.model.facts import read_features
@@ -115,7 +116,8 @@ def test_graphs_triton_and_experts_are_for_capability_8_on(tmp_path: Path, monke
     monkeypatch.setattr(Run, "device", property(lambda self: CUDA))
     for capability, setting, status in ((T4, "auto", "stock"), ((8, 0), "auto", "on"), (T4, "on", "on")):
         fast.settings = replace(fast.settings, moe=setting)
-        with forced_capability(capability), moe(fast):
+        with forced_capability(capability), ExitStack() as stack:
+            feature("moe").enter(fast, stack)
             is_old = capability == T4
             assert is_supported(CUDA) != is_old == emulates_bf16(CUDA)
             assert unavailable(CUDA) == ("needs compute capability 8.0, this device has 7.5" if is_old else "")

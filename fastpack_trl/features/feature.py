@@ -96,8 +96,10 @@ class Feature:
         return run.ranks.first_reason(lambda: first_reason(self._against(run)))
 
     def _against(self, run: Run) -> Iterator[object]:
-        yield self.has_off and run.settings.get(self.name) == "off" and "switched off"
-        missing = missing_reason(self.name) if self.falls_back and self.name not in PARTLY else ""
+        is_off = run.settings.get(self.name) == "off"
+        yield self.has_off and is_off and "switched off"
+        looks = self.falls_back and not is_off and self.name not in PARTLY
+        missing = missing_reason(self.name) if looks else ""
         if missing:
             logger.warning(f"{self.name}: stock ({missing})")
             yield Stock(missing)

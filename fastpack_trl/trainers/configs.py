@@ -1,14 +1,38 @@
-"""Configs of the trainers that score completions: TRL's fields, and the ones of ours that apply."""
+"""The configs of all trainers: TRL's fields, and the ones of ours that apply."""
 
 # ruff: noqa: RUF009 - `choice` and `option` return fields
 from __future__ import annotations
 
-from dataclasses import dataclass
+import textwrap
+from dataclasses import dataclass, fields
 
-from trl import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig
+from trl import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
 
-from fastpack_trl.config import ModelSettings, Switch, choice
+from fastpack_trl.config import ModelSettings, Settings, Switch, check_fields, choice
 from fastpack_trl.model.preflight import check_counts
+
+
+@dataclass
+class FastSFTConfig(Settings, SFTConfig):
+    """`trl.SFTConfig` plus the switches of fastpack-trl. An unchanged `SFTConfig` works as well.
+
+    Explicit values such as ``on`` are strict: if the feature is unavailable, `train` raises with reason and fix.
+
+    Raises:
+        ValueError: a value outside its choices, a limit below 1, or two fields that contradict each other.
+    """
+
+    def __post_init__(self) -> None:
+        self.normalise()
+        check_counts(self)
+        SFTConfig.__post_init__(self)
+        check_fields(self, self)
+
+
+FastSFTConfig.__doc__ = f"{FastSFTConfig.__doc__}\n    Args:\n" + "\n".join(
+    textwrap.fill(f"{own.name}: {own.metadata['help']}", 120, initial_indent=" " * 8, subsequent_indent=" " * 12)
+    for own in fields(Settings)
+)
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ from trl import SFTTrainer
 from trl.models.utils import unwrap_model_for_generation
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.checkpointing import activation_memory as memory
+from fastpack_trl.checkpointing import budget
+from fastpack_trl.checkpointing import planned as memory
 from fastpack_trl.checkpointing.budget import HEAD_BYTES, largest_row
 from fastpack_trl.checkpointing.plan import Plan, checkpointable_layers
 from fastpack_trl.checkpointing.streams import Streams
-from fastpack_trl.run import budget
+from fastpack_trl.features.activation_memory import plan_memory
 from fastpack_trl.testing import tiny_model
 
 OURS = ("activation_memory", "activation_memory_gib", "checkpoint_offload", "merge_accumulation", "layer_compile")
@@ -44,8 +46,9 @@ def test_an_unchanged_sft_config_is_planned_as_ours_with_its_defaults(tmp_path: 
     plans = []
     for fast in (None, {"save_report": "on"}):  # an `SFTConfig`; ours
         trainer = build(FastSFTTrainer, tmp_path, model=llama(), fast=fast, **options)
-        planned = memory.ActivationMemory(trainer.fastpack_run)
-        plans.append((largest_row(trainer.fastpack_run)[0], planned.plan.levels, planned.plan.predicted))
+        with ExitStack() as stack:
+            planned: Any = plan_memory(trainer.fastpack_run, stack)
+        plans.append((largest_row(trainer.fastpack_run, merges=True)[0], planned.plan.levels, planned.plan.predicted))
     assert plans[0][0] == 4 * 4 * 48  # the row that `merge_accumulation` may make of four micro-batches of four
     assert plans[0] == plans[1]
     data = make_dataset("tokens")
@@ -53,7 +56,7 @@ def test_an_unchanged_sft_config_is_planned_as_ours_with_its_defaults(tmp_path: 
         FastSFTTrainer, tmp_path, model=llama(), data=data, **options | {"packing": False, "max_length": 90}
     )
     longest = max(map(len, data["input_ids"]))
-    assert largest_row(trainer.fastpack_run) == (4 * 4 * longest, longest)
+    assert largest_row(trainer.fastpack_run, merges=True) == (4 * 4 * longest, longest)
 
 
 def test_a_row_takes_what_the_plan_says_of_its_size_with_the_layers_as_they_are(tmp_path: Path) -> None:

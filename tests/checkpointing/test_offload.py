@@ -18,8 +18,8 @@ from trainer_material import build, figures, train
 from trl import SFTTrainer
 
 from fastpack_trl import AsyncCheckpointCallback, FastSFTTrainer
-from fastpack_trl.callbacks.async_checkpoint import offload_conflict
 from fastpack_trl.checkpointing.offload import Offload, checkpointed_layers, why_not_offloadable
+from fastpack_trl.model.recompute import offload_conflict
 from fastpack_trl.testing import gradients, tiny_model
 
 pytestmark = pytest.mark.usefixtures("varlen_on_the_cpu")

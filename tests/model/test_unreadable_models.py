@@ -63,7 +63,7 @@ READERS = {
     "features.moe.experts_modules": "moe",
     "features.sync_free.head_of": "sync_free",
     "features.merge_accumulation.rope_follows_length": "merge_accumulation",
-    "checkpointing.planned.checkpointable_layers": "activation_memory",
+    "features.activation_memory.checkpointable_layers": "activation_memory",
     "compile.layers.decoder_layers": "layer_compile",
     "model.facts._gaps": "packed_attention",
 }

@@ -18,7 +18,7 @@ from transformers.trainer_callback import CallbackHandler
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.step import merge_accumulation
+from fastpack_trl.features import merge_accumulation
 from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
 
 MERGED = {"merge_accumulation": "on"}

@@ -25,7 +25,7 @@ from fastpack_trl.packing.packed_inputs import PackedInputs
 from fastpack_trl.step.metrics import FlushedOnRead
 from fastpack_trl.step.sync_free import SyncFreeStep
 from fastpack_trl.trainers.featured import FeaturedTrainer
-from fastpack_trl.trainers.optimizer_step import OptimizerStep, clear_derived
+from fastpack_trl.trainers.sft_step import OptimizerStep, clear_derived
 
 
 class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
