@@ -111,13 +111,14 @@ def trained(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.named_parameters() if value.requires_grad}
 
 
+def own_error(name: str) -> float:
+    """The absolute error of a figure by its name."""
+    return max((error for part, error in ABSOLUTE.items() if part in name), default=0.0)
+
+
 def assert_same(ours: Any, stock: Any, rtol: float = 1e-5, atol: float = 2e-6) -> None:
     """The logs of two trainers are equal."""
-
-    def own(name: str) -> float:
-        return max((error for part, error in ABSOLUTE.items() if part in name), default=0.0)
-
-    assert_equal(figures(ours), figures(stock), rtol, atol, own)
+    assert_equal(figures(ours), figures(stock), rtol, atol, own_error)
 
 
 def both(
