@@ -182,8 +182,9 @@ class PackedBatch(TensorFields):
             ends_k = torch.from_numpy(np.append(0, keys.cumsum()).astype(np.int32))
             shared = SharedKeys(tuple(before.tolist()), torch.from_numpy(index), ends_k, int(keys.max()))
             places += before.repeat(segments)
-        if width and num_padding:
-            places[-1] = width - 1
+        if num_padding:  # below the end of the longest document, by which some models rotate
+            places[-num_padding:] %= places[:-num_padding].max() + 1
+            places[-1] = max(places[-1], width - 1)
         # Neither `places[None]`, whose first stride is 0, nor a view: torch may compile layers again for either.
         position_ids = torch.from_numpy(places.reshape(1, total))
         return cls(

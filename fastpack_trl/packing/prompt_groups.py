@@ -130,13 +130,9 @@ def _group(
     if width:
         tokens, copies = np.append(tokens, tokens[-1]), np.append(copies, 0)
     return PromptGroups(
-        batch=batch,
-        tokens=torch.from_numpy(tokens),
-        positions=torch.from_numpy(positions),
-        places=torch.from_numpy(places),
-        copies=None if copies is None else torch.from_numpy(copies)[None],
-        shape=shape,
-    )
+        batch=batch, tokens=torch.from_numpy(tokens), positions=torch.from_numpy(positions),
+        places=torch.from_numpy(places), copies=None if copies is None else torch.from_numpy(copies)[None], shape=shape,
+    )  # fmt: skip
 
 
 @dataclass

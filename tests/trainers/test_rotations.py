@@ -10,8 +10,11 @@ import pytest
 import torch
 from preference_material import assert_same, both, build, pairs
 from random_pairs_runs import model
+from trainer_material import assert_same_log, train
 from transformers import AutoModelForSequenceClassification
+from trl import SFTTrainer
 
+from fastpack_trl import FastSFTTrainer
 from fastpack_trl.model.changes import isolated_run
 from fastpack_trl.model.facts import position_use
 from fastpack_trl.packing.prompt_groups import PromptGroups, group_completions
@@ -53,6 +56,17 @@ def test_rows_rotate_as_their_padded_batch(
     assert ours.fastpack_report["batches"].path == "padding-free"
     assert ours.fastpack_report["share_prefixes"].status == "on"
     assert_same(ours, stock, **CLOSE)
+
+
+@pytest.mark.parametrize(("family", "rotation"), [("phi3", "longrope"), ("gemma3_text", "per layer")])
+def test_padding_of_a_packed_row_selects_no_rotation(family: str, rotation: str, tmp_path: Path) -> None:
+    """TRL gives each token of padding position 0; ours count up, but never beyond a document."""
+    options = {"packing": True, "pad_to_multiple_of": 64, "per_device_train_batch_size": 1, "max_length": 20}
+    ours, stock = (
+        train(cls, tmp_path / cls.__name__, model=model(family, rotation, 20), **options)
+        for cls in (FastSFTTrainer, SFTTrainer)
+    )
+    assert_same_log(ours, stock, **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["GRPO", "RLOO"])
