@@ -118,20 +118,18 @@ def _group(
     positions = (real.ravel().cumsum() - 1)[rows * shape[1] + column]
     lengths = lengths[lengths > 0]
     width = shape[1] if keep_width and lengths.max() < shape[1] else 0
-    tail = {"num_padding": min(width, 1), "width": width}
     shared = prefixes.share(ids.numpy().ravel()[tokens], lengths, least) if share else None
-    copies = np.ones(len(tokens), np.int64) if width else None
-    if shared is None:
-        batch = PackedBatch.from_lengths(lengths, **tail)
-    else:
-        batch = PackedBatch.from_lengths(shared.lengths, prefixes=(shared.first_positions, shared.key_index), **tail)
+    own, before = (lengths, None) if shared is None else (shared.lengths, (shared.first_positions, shared.key_index))
+    batch = PackedBatch.from_lengths(own, num_padding=min(width, 1), prefixes=before, width=width)
+    copies = np.ones(len(tokens), np.int64) if shared is None else np.bincount(shared.token_of)
+    if shared is not None:
         tokens, positions = tokens[shared.source_of], shared.token_of[positions]
-        copies = np.bincount(shared.token_of)
     if width:
         tokens, copies = np.append(tokens, tokens[-1]), np.append(copies, 0)
+    each_is_in_one = shared is None and not width
     return PromptGroups(
         batch=batch, tokens=torch.from_numpy(tokens), positions=torch.from_numpy(positions),
-        places=torch.from_numpy(places), copies=None if copies is None else torch.from_numpy(copies)[None], shape=shape,
+        places=torch.from_numpy(places), copies=None if each_is_in_one else torch.from_numpy(copies)[None], shape=shape,
     )  # fmt: skip
 
 
