@@ -45,11 +45,11 @@ def even_words(completions: list[str], **kwargs: Any) -> list[float]:
     return [float(sum(int(word[1:]) % 2 == 0 for word in text.split() if word[1:].isdigit())) for text in completions]
 
 
-def classifier(family: str = "qwen3") -> Any:
-    """A tiny model with a head of one score."""
+def classifier(family: str = "qwen3", model: Any = None) -> Any:
+    """A tiny model with a head of one score, of the config of `model` if there is one."""
     from transformers import AutoModelForSequenceClassification
 
-    config = tiny_model(family).config
+    config = (model or tiny_model(family)).config
     config.num_labels, config.pad_token_id = 1, 0
     torch.manual_seed(0)
     return AutoModelForSequenceClassification.from_config(config).float()
