@@ -141,11 +141,15 @@ def isolated_run(model: nn.Module, *, training: bool) -> Iterator[None]:
 def restore_buffers(*models: nn.Module) -> Iterator[None]:
     """Restore the buffers of `models` on exit: the same tensors with the same content, large integers left out."""
     before = {module: dict(module._buffers) for model in models for module in model.modules()}
+    # The length for which the buffer of a rotary embedding was made.
+    rotary = {module: dict(vars(module)) for module in before if hasattr(module, "rope_type")}
     tensors = filter(_is_state, (tensor for buffers in before.values() for tensor in buffers.values()))
     contents: list[Any] = [(tensor, local(tensor).clone()) for tensor in tensors]
     try:
         yield
     finally:
+        for module, state in rotary.items():
+            vars(module).update({name: n for name, n in state.items() if isinstance(n, int | float | Tensor)})
         for module, buffers in before.items():
             module._buffers.clear()
             module._buffers.update(buffers)

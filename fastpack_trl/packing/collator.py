@@ -41,7 +41,7 @@ class PackingCollator(DataCollatorForLanguageModeling):
     - ``packed_batch``: the `PackedBatch` of the same tensors, with the positions and labels that the loss counts.
 
     One difference is intended. The padding of `pad_to_multiple_of` is *one* further segment, with position ids that
-    count up, and never a document (`PackedBatch.num_padding`), where TRL makes a document of each padding token.
+    documents have too, and never a document (`PackedBatch.num_padding`), where TRL makes one of each padding token.
 
     Args:
         pad_token_id: token id of the padded tail.

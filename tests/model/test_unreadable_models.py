@@ -61,7 +61,7 @@ READERS = {
     "lora.linear.backbones": "lora",
     "moe.feature.experts_modules": "moe",
     "step.sync_free.head_of": "sync_free",
-    "step.merge_accumulation.rope_follows_length": "merge_accumulation",
+    "step.merge_accumulation.position_use": "merge_accumulation",
     "checkpointing.activation_memory.checkpointable_layers": "activation_memory",
     "compile.layers.decoder_layers": "layer_compile",
     "model.facts._gaps": "packed_attention",

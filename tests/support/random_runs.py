@@ -14,6 +14,7 @@ import logging
 import random
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -175,9 +176,9 @@ def _quiet() -> None:
     logging.disable(logging.WARNING)
 
 
-def main() -> int:
+def main(compare: Callable[[int], dict[str, Any]] = compare, count: int = COUNT) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    for name, default in (("--first", 0), ("--count", COUNT), ("--workers", 2)):
+    for name, default in (("--first", 0), ("--count", count), ("--workers", 2)):
         parser.add_argument(name, type=int, default=default)
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
