@@ -12,6 +12,7 @@ from datasets import Dataset
 
 from fastpack_trl.attention import install
 from fastpack_trl.attention.backends import BACKENDS, choose, failure
+from fastpack_trl.attention.proof import PackingProof
 from fastpack_trl.attention.start_proof import is_examined, prove, tell_stock_error
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.changes import patch_attribute
@@ -107,11 +108,34 @@ def install_attention(run: Run) -> Iterator[None]:
     with ExitStack() as stack:
         if run.packs:
             _install(run, stack)
-        elif run.training and run.trainer.padding_free and run.plan.kind != "documents":
-            prove(run, None)
-        elif run.training:
+        elif run.training and not run.trainer.padding_free:
             run.set_status("verify_packing", "off", "not run", "a row is one document", holds=True)
+        elif run.training and run.plan.kind != "documents" and not run.choice.unproven:
+            prove(run, None)
+        if run.plan.kind == "documents" and (run.training or not is_examined(run)):
+            padded = install.PackedAttention(run.choice, read_features(run.model, run.compute_dtype, run.device))
+            if failed := run.ranks.first_reason(lambda: _failure(run, padded)):  # as every layout would
+                _replan(run, replace(run.choice, unproven=f"{run.choice.reason}; {failed}"))
         yield
+
+
+def _failure(run: Run, attention: install.PackedAttention) -> str:
+    """Check the rows of a run before the first of them; return why others are needed, or ``""``."""
+    try:
+        unproven = prove(run, attention)
+    except PackingError:
+        if run.settings.packed_attention != "auto" and (run.training or run.plan.kind == "packed"):
+            raise
+        return f"{attention.path} failed its packing check: {run.get_state(PackingProof)}"
+    return f"rows without padding are not checked: {unproven}" if unproven and run.packs else ""
+
+
+def _replan(run: Run, choice: Choice) -> None:
+    run.choice = choice
+    plan_rows(run)
+    for fact in ("stock loss", "padded tokens per token") if run.plan.kind == "stock" else ():
+        run.report.facts.pop(fact, None)
+    logger.warning(f"batches: {run.plan.kind} ({choice.unproven or choice.reason})")
 
 
 def _install(run: Run, stack: ExitStack) -> None:
@@ -134,23 +158,7 @@ def _install(run: Run, stack: ExitStack) -> None:
     attempt.enter_context(run.keeping(attention))  # for `share_prefixes`
     if not run.training and is_examined(run):
         return
-    unasked = run.plan.kind == "padding_free"
-
-    def why_not() -> str:
-        try:
-            unproven = prove(run, attention)
-        except PackingError as error:
-            if run.settings.packed_attention != "auto" and (run.training or not unasked):
-                raise
-            run.set_status("verify_packing", "on", "proof", str(error))
-            return f"{run.choice.path} failed its packing check: {error}"
-        return unproven and f"rows without padding are not checked: {unproven}"
-
-    failed = run.ranks.first_reason(why_not)
-    if not failed:
-        return
-    attempt.close()
-    padded = Choice(PADDED_DOCUMENTS, failed, setting=run.choice.setting)
-    run.choice = replace(run.choice, unproven=failed) if unasked else padded
-    plan_rows(run)
-    logger.warning(f"batches: {run.plan.kind} ({failed})")
+    if failed := run.ranks.first_reason(lambda: _failure(run, attention)):
+        attempt.close()
+        padded = Choice(PADDED_DOCUMENTS, failed, setting=run.choice.setting)
+        _replan(run, replace(run.choice, unproven=failed) if run.plan.kind == "padding_free" else padded)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils.rnn import pad_sequence
 
 from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.attention.dense import stock_error
@@ -18,6 +19,7 @@ from fastpack_trl.model import facts
 from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.sharded import embeddings_put_in
 from fastpack_trl.packing.chunks import CHUNK
+from fastpack_trl.packing.documents import PADDED_DOCUMENTS
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 
 DEFAULT_LENGTHS = (9, 1, 14, 6)
@@ -34,7 +36,8 @@ PAST = 16
 class Probe:
     """One packed row of random tokens, whose segments may continue each other.
 
-    The backbone runs without a head and gets token ids too, which some families read in addition to embeddings.
+    The backbone runs without a head and gets token ids too, which some families read in addition to embeddings. If the
+    path of `attention` is `PADDED_DOCUMENTS`, segments are the padded rows of one batch instead.
 
     Args:
         attention: the handle from `packed_attention` for the model.
@@ -67,21 +70,32 @@ class Probe:
         self.packed_keywords = to_transformers_kwargs(self.batch)
         if attention.path != "off":
             self.packed_keywords["packed_batch"] = self.batch
+        padded, both = attention.path == PADDED_DOCUMENTS, (self.ids[0], torch.ones_like(self.ids[0]))
+        rows = self.lengths if padded else (sum(lengths),)
+        self.rows, self.mask = (pad_sequence(each.split(rows), batch_first=True) for each in both)
+        if padded:
+            self.packed_keywords = {"attention_mask": self.mask}
+
+    def of_tokens(self, values: Tensor) -> Tensor:
+        """Return the values of tokens, (tokens, ...), of those of rows, in which virtual tokens may be before."""
+        return values[:, -self.mask.shape[1] :][self.mask.bool()]
 
     def packed(self) -> tuple[Tensor, Tensor]:
-        """Run the packed row; return its embeddings, (1, tokens, hidden), a leaf, and hidden states, (tokens, hidden).
+        """Run the row; return its embeddings, (rows, tokens, hidden), a leaf, and hidden states, (tokens, hidden).
 
         Hidden states are the logits of a model without a backbone inside.
         """
         try:
-            return self._run(self.ids, **self.packed_keywords)
+            leaf, hidden = self._run(self.rows, **self.packed_keywords)
+            return leaf, self.of_tokens(hidden)
         finally:
             self.batch.clear_derived()
 
     def separate(self, segment: int) -> Tensor:
         """Return the hidden states of one document by itself, (tokens, hidden): without `packed_batch`, TRL's way."""
         with self._right_stock():
-            return self._run(self.ids[:, self.paths[segment].to(self.ids.device)])[1].detach()
+            ids = self.ids[:, self.paths[segment].to(self.ids.device)]
+            return self._run(ids)[1][0, -ids.shape[1] :].detach()
 
     def _right_stock(self) -> AbstractContextManager[None]:
         """Use the eager function if the model's own implementation in transformers is wrong."""
@@ -100,7 +114,7 @@ class Probe:
         keep = backbone.register_forward_hook(lambda _module, _args, output: hidden.append(output[0]))
         with torch.enable_grad(), embeddings_put_in(base, leaf), keep:
             model(input_ids=ids, use_cache=False, **kwargs)
-        return leaf, hidden[-1][0, -ids.shape[1] :]
+        return leaf, hidden[-1]
 
     def wrong_windows(self) -> tuple[tuple[str, int, int], ...]:
         """Return layer, reach in the packed row, and by itself, where the last token of a document sees otherwise."""

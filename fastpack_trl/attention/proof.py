@@ -16,7 +16,8 @@ from fastpack_trl.attention.install import PackedAttention, packed_attention
 from fastpack_trl.attention.probe import Probe
 from fastpack_trl.config import refusing_removed
 from fastpack_trl.errors import NonFiniteError, PackingError
-from fastpack_trl.model.changes import isolated_run
+from fastpack_trl.model.changes import isolated_run, zeros_perturbed
+from fastpack_trl.packing.documents import PADDED_DOCUMENTS
 
 BUDGET = 2.0**-12
 """Largest relative difference of fp32 hidden states due to rounding; wrong positions or windows exceed it by far."""
@@ -113,8 +114,8 @@ def verify_packing(
     attention. (3) In a model with windows each attention layer sees as many tokens in the packed row as in the document
     by itself, in a row with a document that exceeds the window.
 
-    Runs in evaluation mode, without the module hooks of the user; modes, random states, buffers and every ``.grad``
-    are as before afterwards.
+    Runs in evaluation mode, without the module hooks of the user, and with small numbers in trainable parameters that
+    are all zero; these, modes, random states, buffers and every ``.grad`` are as before afterwards.
 
     Args:
         model: a transformers causal language model, plain or inside PEFT.
@@ -134,11 +135,12 @@ def verify_packing(
         if attention is None:
             attention = stack.enter_context(packed_attention(model, implementation))
         stack.enter_context(isolated_run(model, training=False))
+        stack.enter_context(zeros_perturbed(model))
         proof = _examine(Probe(model, attention, lengths or probe.default_lengths(model), seed), seed + 1)
         sizes = attention.features.windows
         past = tuple(lengths) if lengths else probe.lengths_past(model, sizes)
         # In fp16 the softmax rounds weights to zero of keys that are seen, but hardly.
-        past = past if sizes and _compute_dtype(model) != torch.float16 else ()
+        past = past if sizes and attention.path != PADDED_DOCUMENTS and _compute_dtype(model) != torch.float16 else ()
         try:
             windows = Probe(model, attention, past, seed).wrong_windows() if past else ()
         except torch.OutOfMemoryError:
@@ -159,7 +161,7 @@ def verify_shared(model: nn.Module, attention: PackedAttention, *, seed: int = 0
         attention: the handle from `packed_attention`, whose context is entered.
         seed: of the probe's tokens.
     """
-    with isolated_run(model, training=False):
+    with isolated_run(model, training=False), zeros_perturbed(model):
         return _examine(Probe(model, attention, probe.SHARED_LENGTHS, seed, probe.SHARED_PARENTS), seed + 1)
 
 
@@ -173,7 +175,7 @@ def _examine(row: Probe, seed: int) -> PackingProof:
     for target, segment in enumerate(hidden.split(row.lengths)):
         direction = torch.randn(segment.shape, generator=directions).to(segment)
         (gradient,) = torch.autograd.grad((segment * direction).sum(), embeddings, retain_graph=True)
-        sizes = [float(part.abs().max()) for part in gradient[0, -len(hidden) :].split(row.lengths)]
+        sizes = [float(part.abs().max()) for part in row.of_tokens(gradient).split(row.lengths)]
         before, parent = set(row.paths[target].tolist()), row.parents[target]
         for source, size in enumerate(sizes):
             if size != 0.0 and not before.issuperset(tokens[source].tolist()):  # a NaN is a leak too

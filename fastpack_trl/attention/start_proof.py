@@ -10,14 +10,16 @@ from weakref import ref
 
 import torch
 from accelerate.logging import get_logger
+from peft import get_peft_model
 from torch import nn
 
+from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.attention.dense import stock_error
 from fastpack_trl.attention.install import PackedAttention
 from fastpack_trl.attention.probe import default_lengths
 from fastpack_trl.attention.proof import PackingProof, verify_packing
 from fastpack_trl.errors import NonFiniteError, PackingError
-from fastpack_trl.model.facts import UNREADABLE, read_features, text_model
+from fastpack_trl.model.facts import UNREADABLE, is_prompt_learning, read_features, text_model
 from fastpack_trl.model.upstream import DataCollatorForLanguageModeling
 from fastpack_trl.packing.batching import joins_documents
 from fastpack_trl.run import Choice, Run
@@ -128,14 +130,16 @@ def _checked(run: Run, attention: PackedAttention | None) -> PackingProof:
         with suppress(ImportError):  # TRL's own forward lacks a kernel (weights in FP8, say), which ours does without
             return verify_packing(run.model, implementation="off", attention=attention)
     with small_copy(run.model, run.device, run.compute_dtype) as copy:
-        return verify_packing(copy, implementation="off" if attention is None else attention.path)
+        if attention is not None and attention.path in BACKENDS:
+            return verify_packing(copy, implementation=attention.path)
+        return verify_packing(copy, implementation="off", attention=attention)
 
 
 @contextmanager
 def small_copy(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> Iterator[nn.Module]:
     """Make an untrained model of the same classes, with the first layers up to one of each kind and few tokens.
 
-    Which tokens a layer mixes does not depend on its weights.
+    Which tokens a layer mixes does not depend on its weights. PEFT's adapters are added, but not LoRA: it mixes none.
     """
     base = text_model(model)
     config = deepcopy(base.config)
@@ -156,4 +160,7 @@ def small_copy(model: nn.Module, device: torch.device, dtype: torch.dtype | None
         vars(part).pop("quantization_config", None)
     with torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else []), device:
         copy = type(base)(config)
+        adapter = getattr(model, "active_peft_config", None)
+        if adapter is not None and adapter.peft_type != "LORA" and not is_prompt_learning(model):
+            copy = get_peft_model(copy, deepcopy(adapter))
     yield copy.to(device, dtype or base.dtype).train(model.training)

@@ -138,6 +138,31 @@ def isolated_run(model: nn.Module, *, training: bool) -> Iterator[None]:
 
 
 @contextmanager
+def zeros_perturbed(model: nn.Module) -> Iterator[None]:
+    """Fill trainable tensors that are all zero with small numbers, the same each time; exit restores every bit.
+
+    A branch behind a zero gate, such as a new adapter, has no effect before it is trained. Frozen tensors stay, and
+    buffers, in which a zero may have a meaning. Of a sharded parameter this is the part that the process holds.
+    """
+    held = [local(p).data for p in model.parameters() if p.requires_grad and p.is_floating_point()]
+    # The first element saves reading most tensors. Through `data` autograd sees no write.
+    zeros = [t for t in held if type(t) is Tensor and t.numel() and not (t.is_meta or t[(0,) * t.dim()] or t.any())]
+    contents = [tensor.clone() for tensor in zeros]  # before any write: parameters may share memory
+    # A cast of adapters is up to date by the version of the parameters, which does not change here.
+    casts = [(own, own["fastpack_cast"]) for module in model.modules() if "fastpack_cast" in (own := vars(module))]
+    try:
+        for tensor in zeros:
+            tensor.normal_(0, 0.02, generator=torch.Generator(tensor.device).manual_seed(0))
+            tensor[(0,) * tensor.dim()] = 0.02  # positive: a ReLU would close a single gate
+        yield
+    finally:
+        for tensor, content in zip(zeros, contents, strict=True):
+            tensor.copy_(content)
+        for own, cast in casts:
+            own["fastpack_cast"] = cast
+
+
+@contextmanager
 def restore_buffers(*models: nn.Module) -> Iterator[None]:
     """Restore the buffers of `models` on exit: the same tensors with the same content, large integers left out."""
     before = {module: dict(module._buffers) for model in models for module in model.modules()}
