@@ -12,7 +12,6 @@ from datasets import Dataset
 
 from fastpack_trl.attention import install
 from fastpack_trl.attention.backends import BACKENDS, choose, failure
-from fastpack_trl.attention.proof import PackingProof
 from fastpack_trl.attention.start_proof import is_examined, prove, tell_stock_error
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.changes import patch_attribute
@@ -114,7 +113,7 @@ def install_attention(run: Run) -> Iterator[None]:
             prove(run, None)
         if run.plan.kind == "documents" and (run.training or not is_examined(run)):
             padded = install.PackedAttention(run.choice, read_features(run.model, run.compute_dtype, run.device))
-            if failed := run.ranks.first_reason(lambda: _failure(run, padded)):  # as every layout would
+            if failed := run.ranks.first_reason(lambda: _failure(run, padded)):
                 _replan(run, replace(run.choice, unproven=f"{run.choice.reason}; {failed}"))
         yield
 
@@ -123,10 +122,11 @@ def _failure(run: Run, attention: install.PackedAttention) -> str:
     """Check the rows of a run before the first of them; return why others are needed, or ``""``."""
     try:
         unproven = prove(run, attention)
-    except PackingError:
+    except PackingError as error:
         if run.settings.packed_attention != "auto" and (run.training or run.plan.kind == "packed"):
             raise
-        return f"{attention.path} failed its packing check: {run.get_state(PackingProof)}"
+        run.set_status("verify_packing", "on", "proof", str(error))
+        return f"{attention.path} failed its packing check: {error}"
     return f"rows without padding are not checked: {unproven}" if unproven and run.packs else ""
 
 
@@ -139,13 +139,10 @@ def _replan(run: Run, choice: Choice) -> None:
 
 
 def _install(run: Run, stack: ExitStack) -> None:
-    """Install the chosen path. If the check cannot confirm it, TRL pads each document of a packed row, or the rows.
-
-    An explicit path stops instead.
-    """
+    """Install the chosen path, or plan other rows if the check cannot confirm it; an explicit path stops instead."""
     dataset = run.trainer.train_dataset
     if run.training and isinstance(dataset, Dataset) and is_token_lists(dataset, ("input_ids",)):
-        check_vocabulary(dataset, vocabulary(run.model))
+        check_vocabulary(dataset, vocabulary(run.model), padding_free=run.trainer.padding_free)
     if run.training:
         tell_stock_error(run)
     attempt = stack.enter_context(ExitStack())

@@ -60,8 +60,7 @@ class Probe:
             ids[ids == padding] = (padding + 1) % vocabulary
         self.ids, own = ids.to(device), torch.arange(sum(lengths)).split(self.lengths)
         self.parents = tuple(parents or (-1,) * len(own))
-        self.paths: list[Tensor] = []
-        """For each segment the tokens of the row from the beginning of its document to its own end."""
+        self.paths: list[Tensor] = []  # of each segment: the tokens from the beginning of its document to its own end
         for tokens, parent in zip(own, self.parents, strict=True):
             self.paths.append(tokens if parent < 0 else torch.cat([self.paths[parent], tokens]))
         before = np.array([len(path) for path in self.paths]) - np.array(self.lengths)
@@ -70,10 +69,10 @@ class Probe:
         self.packed_keywords = to_transformers_kwargs(self.batch)
         if attention.path != "off":
             self.packed_keywords["packed_batch"] = self.batch
-        padded, both = attention.path == PADDED_DOCUMENTS, (self.ids[0], torch.ones_like(self.ids[0]))
-        rows = self.lengths if padded else (sum(lengths),)
-        self.rows, self.mask = (pad_sequence(each.split(rows), batch_first=True) for each in both)
-        if padded:
+        self.rows, self.mask = self.ids, torch.ones_like(self.ids)
+        if attention.path == PADDED_DOCUMENTS:
+            both = (row[0].split(self.lengths) for row in (self.rows, self.mask))
+            self.rows, self.mask = (pad_sequence(documents, batch_first=True) for documents in both)
             self.packed_keywords = {"attention_mask": self.mask}
 
     def of_tokens(self, values: Tensor) -> Tensor:
@@ -86,10 +85,10 @@ class Probe:
         Hidden states are the logits of a model without a backbone inside.
         """
         try:
-            leaf, hidden = self._run(self.rows, **self.packed_keywords)
-            return leaf, self.of_tokens(hidden)
+            embeddings, hidden = self._run(self.rows, **self.packed_keywords)
         finally:
             self.batch.clear_derived()
+        return embeddings, self.of_tokens(hidden)
 
     def separate(self, segment: int) -> Tensor:
         """Return the hidden states of one document by itself, (tokens, hidden): without `packed_batch`, TRL's way."""
@@ -134,13 +133,12 @@ class Probe:
 def measured_reach(model: nn.Module, queries: Sequence[int]) -> Iterator[dict[tuple[str, int], int]]:
     """Measure how far back each attention layer that runs inside looks: exact in every dtype, unlike a loss.
 
-    A key that a query does not see has a gradient of exactly zero, a key that it sees has a nonzero one. So the first
-    position with a gradient gives the number of tokens that a layer sees, whatever computes it. A layer keeps its
-    activations only until it is measured, so nothing that runs inside can be differentiated afterwards. Layers that do
-    not map hidden states to hidden states are left out.
+    The first position with a nonzero gradient gives the number of tokens that a layer sees, whatever computes it. A
+    layer keeps its activations only until it is measured, so nothing that runs inside can be differentiated afterwards.
+    Layers that do not map hidden states to hidden states are left out.
 
     Args:
-        model: a transformers causal language model, to be run on one row of embeddings that take a gradient.
+        model: a causal language model, to be run on one row of embeddings that take a gradient.
         queries: positions of tokens, counted from the end of the row: -1 is the last.
 
     Yields:
@@ -184,10 +182,7 @@ def text_config(model: nn.Module) -> Any:
 
 
 def default_lengths(model: nn.Module) -> tuple[int, ...]:
-    """Return the tokens per document of a probe: `DEFAULT_LENGTHS`, one of them longer where layers carry a state.
-
-    A state crosses no chunk of a short document. Where positions are a table, it has no more of them.
-    """
+    """Return the tokens per document of a probe; one is long enough for a state, if there is any, to cross a chunk."""
     if not facts.state_modules(facts.text_model(model)):
         return DEFAULT_LENGTHS
     over_chunks = 2 * CHUNK + PAST
@@ -196,10 +191,7 @@ def default_lengths(model: nn.Module) -> tuple[int, ...]:
 
 
 def lengths_past(model: nn.Module, windows: frozenset[int]) -> tuple[int, ...]:
-    """Return tokens per document of a probe that exceeds the largest of `windows` that it can; empty if it can none.
-
-    A window may be too large for the model's positions, or for `LARGEST_WINDOW`.
-    """
+    """Return tokens per document of a probe that exceeds the largest of `windows` that it can; empty if it can none."""
     positions = getattr(text_config(model), "max_position_embeddings", None) or 2**62
     most = min(LARGEST_WINDOW.get(next(iter(model.parameters())).device.type, 512), positions - PAST)
     size = max((size for size in windows if size <= most), default=0)

@@ -35,14 +35,12 @@ class PackingProof:
         lengths: tokens of each document of the probe, or of each segment where documents share a prefix.
         leaks: ``(i, j, gradient)`` for every pair in which document j's hidden states depend on document i's
             embeddings, with the largest absolute gradient. Must be empty.
-        difference: the largest relative difference of a document's hidden states, packed and by itself under
-            transformers' attention: the norm of the difference over the norm.
+        difference: the largest relative difference (of norms) of a document's hidden states, packed and by itself.
         budget: the largest allowed value; None if it is only reported (below fp32, and in TF32).
         not_exercised: windows that no document of the probe exceeds.
         windows: ``(layer, packed, separate)`` for every attention layer whose last token of a document sees another
             number of tokens in the packed row than in the document by itself. Must be empty.
-        unseen: ``(i, j)`` for every segment j of a row with shared prefixes that continues segment i but does not
-            depend on it. Must be empty.
+        unseen: ``(i, j)`` for every segment j that continues segment i but does not depend on it. Must be empty.
     """
 
     path: str
@@ -138,9 +136,9 @@ def verify_packing(
         stack.enter_context(zeros_perturbed(model))
         proof = _examine(Probe(model, attention, lengths or probe.default_lengths(model), seed), seed + 1)
         sizes = attention.features.windows
-        past = tuple(lengths) if lengths else probe.lengths_past(model, sizes)
         # In fp16 the softmax rounds weights to zero of keys that are seen, but hardly.
-        past = past if sizes and attention.path != PADDED_DOCUMENTS and _compute_dtype(model) != torch.float16 else ()
+        exact = attention.path != PADDED_DOCUMENTS and _compute_dtype(model) != torch.float16
+        past = (tuple(lengths or ()) or probe.lengths_past(model, sizes)) if sizes and exact else ()
         try:
             windows = Probe(model, attention, past, seed).wrong_windows() if past else ()
         except torch.OutOfMemoryError:
@@ -151,15 +149,9 @@ def verify_packing(
 
 
 def verify_shared(model: nn.Module, attention: PackedAttention, *, seed: int = 0) -> PackingProof:
-    """Check on a few tokens that documents of `model` can share a prefix in a row.
+    """Check as `verify_packing` that documents of `model` can share a prefix in a row, inside of `attention`.
 
-    As in `verify_packing`, segments of other documents must have a gradient of exactly zero, and the segment that each
-    one continues a nonzero gradient.
-
-    Args:
-        model: a transformers causal language model, plain or inside PEFT.
-        attention: the handle from `packed_attention`, whose context is entered.
-        seed: of the probe's tokens.
+    The gradient of the segment that each one continues must not be zero.
     """
     with isolated_run(model, training=False), zeros_perturbed(model):
         return _examine(Probe(model, attention, probe.SHARED_LENGTHS, seed, probe.SHARED_PARENTS), seed + 1)
