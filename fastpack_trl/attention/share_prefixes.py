@@ -24,8 +24,7 @@ FEATURE = "share_prefixes"
 FACT = "shared prefixes"
 MOST_COMPUTED = 0.95
 """Share of the documents' tokens above which ``auto`` does not share: it costs time too."""
-_SAMPLE = 64
-"""Number of micro-batches in the sample."""
+_SAMPLE = 64  # micro-batches
 
 
 @contextmanager

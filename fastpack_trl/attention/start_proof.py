@@ -10,14 +10,16 @@ from weakref import ref
 
 import torch
 from accelerate.logging import get_logger
+from peft import get_peft_model
 from torch import nn
 
+from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.attention.dense import stock_error
 from fastpack_trl.attention.install import PackedAttention
 from fastpack_trl.attention.probe import default_lengths
 from fastpack_trl.attention.proof import PackingProof, verify_packing
 from fastpack_trl.errors import NonFiniteError, PackingError
-from fastpack_trl.model.facts import UNREADABLE, read_features, text_model
+from fastpack_trl.model.facts import UNREADABLE, is_prompt_learning, read_features, text_model
 from fastpack_trl.model.upstream import DataCollatorForLanguageModeling
 from fastpack_trl.packing.batching import joins_documents
 from fastpack_trl.run import Choice, Run
@@ -43,10 +45,9 @@ def is_examined(run: Run) -> bool:
 
 
 def prove(run: Run, attention: PackedAttention | None) -> str:
-    """Check packed rows before the first of them, under an installed `attention`, or under TRL's own if it is None.
+    """Check rows before the first of them, under an installed `attention`, or under TRL's own if it is None.
 
-    Returns:
-        The reason why the check cannot run on this model; empty if it ran or is not due.
+    Return why the check cannot run on this model; empty if it ran or is not due.
 
     Raises:
         PackingError: documents see each other; names the path, the leak and the remedy.
@@ -75,7 +76,8 @@ def prove(run: Run, attention: PackedAttention | None) -> str:
     collator = run.trainer.data_collator
     is_known = isinstance(collator, DataCollatorForLanguageModeling) or run.settings.verify_packing == "on"
     if attention is not None or is_known:
-        proof.raise_if_failed("" if attention else _remedy(run))
+        ours = "" if run.trainer.padding_free else "packed_attention='auto' keeps TRL's padded batches"
+        proof.raise_if_failed(ours if attention else _remedy(run))
     elif not proof.proven:
         logger.warning(f"rows as TRL packs them: {proof}; rows of {type(collator).__name__} were not checked")
     return ""
@@ -127,13 +129,14 @@ def _checked(run: Run, attention: PackedAttention | None) -> PackingProof:
     if not run.is_sharded and next(run.model.parameters()).device.type == run.device.type:
         with suppress(ImportError):  # TRL's own forward lacks a kernel (weights in FP8, say), which ours does without
             return verify_packing(run.model, implementation="off", attention=attention)
+    path = attention.path if attention is not None and attention.path in BACKENDS else "off"
     with small_copy(run.model, run.device, run.compute_dtype) as copy:
-        return verify_packing(copy, implementation="off" if attention is None else attention.path)
+        return verify_packing(copy, implementation=path, attention=attention if path == "off" else None)
 
 
 @contextmanager
 def small_copy(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> Iterator[nn.Module]:
-    """Make an untrained model of the same classes, with the first layers up to one of each kind and few tokens.
+    """Make an untrained model of the same classes and adapters, with the first layers up to one of each kind.
 
     Which tokens a layer mixes does not depend on its weights.
     """
@@ -156,4 +159,7 @@ def small_copy(model: nn.Module, device: torch.device, dtype: torch.dtype | None
         vars(part).pop("quantization_config", None)
     with torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else []), device:
         copy = type(base)(config)
+        adapter = getattr(model, "active_peft_config", None)
+        if adapter is not None and adapter.peft_type != "LORA" and not is_prompt_learning(model):  # LoRA mixes none
+            copy = get_peft_model(copy, deepcopy(adapter))
     yield copy.to(device, dtype or base.dtype).train(model.training)

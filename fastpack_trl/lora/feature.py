@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from fastpack_trl.lora.linear import make_fast
 from fastpack_trl.lora.report import has_lora
+from fastpack_trl.model.changes import remarked
 from fastpack_trl.run import SHARDED, Run
 
 
@@ -22,6 +24,13 @@ def lora(run: Run) -> Iterator[None]:
         why = "switched off"
     elif run.is_sharded and not run.is_fsdp2:
         why = SHARDED
+    adapters, others = (
+        {str(p.dtype) for p in run.model.parameters() if p.requires_grad is own and p.is_floating_point()}
+        for own in (True, False)
+    )
+    if run.compute_dtype is None and others and not (run.is_deepspeed or adapters & others):
+        # Without autocast an input in the dtype of the adapters is needed, which no layer can have.
+        why = why or f"adapters in {', '.join(adapters)}, others in {', '.join(others)}; bf16=True would be fast"
     if why:
         run.set_status("lora", "stock" if present and setting != "off" else "off", "PEFT", why)
         yield
@@ -33,7 +42,7 @@ def lora(run: Run) -> Iterator[None]:
         fast = applied.fast or applied.already
         holds = bool(fast) or not applied.handed_over  # LoRA on stacked parameters only belongs to `moe`
         run.set_status("lora", "on" if fast else "stock", "fast" if fast else "PEFT", str(applied), holds)
-        with run.keeping(applied):
+        with run.keeping(applied), remarked(applied.modules, partial(run.report.remark, "lora")):
             yield
     finally:
         if applied.call_by_call:  # known only after training: it depends on the layers' inputs

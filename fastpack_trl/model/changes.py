@@ -12,10 +12,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers.utils import logging
 
 from fastpack_trl.model.hooks import users_hooks_off
 from fastpack_trl.model.sharded import local
 
+logger = logging.get_logger(__name__)
 _T = TypeVar("_T")
 _NONE = object()
 _LARGEST_STATE = 2**16
@@ -59,6 +61,22 @@ class Patch:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
+
+
+@contextmanager
+def remarked(modules: Iterable[nn.Module], remark: Callable[[str], object]) -> Iterator[None]:
+    """Have `hand_over` of `modules` call `remark` instead of the log."""
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(patch_attribute(module, "_fastpack_remark", Patch(remark)))
+        yield
+
+
+def hand_over(module: nn.Module, feature: str, reason: str) -> None:
+    """Report that the library's own code runs a call of a module with a fast forward."""
+    if not torch.compiler.is_compiling():
+        patch = vars(module).get("_fastpack_remark")
+        patch.value(reason) if patch is not None else logger.warning_once(f"{feature}: {reason}")
 
 
 @contextmanager
@@ -135,6 +153,31 @@ def isolated_run(model: nn.Module, *, training: bool) -> Iterator[None]:
     with modes, users_hooks_off(model), torch.random.fork_rng(devices=devices), restore_buffers(model):
         model.train(training)
         yield
+
+
+@contextmanager
+def zeros_perturbed(model: nn.Module) -> Iterator[None]:
+    """Fill trainable tensors that are all zero with small numbers, the same each time; exit restores every bit.
+
+    A branch behind a zero gate, such as a new adapter, has no effect before it is trained. Frozen tensors stay, and
+    buffers, in which a zero may have a meaning. Of a sharded parameter this is the part that the process holds.
+    """
+    held = [local(p).data for p in model.parameters() if p.requires_grad and p.is_floating_point()]
+    # The first element saves reading most tensors. Through `data` autograd sees no write.
+    zeros = [t for t in held if type(t) is Tensor and t.numel() and not (t.is_meta or t[(0,) * t.dim()] or t.any())]
+    contents = [tensor.clone() for tensor in zeros]  # before any write: parameters may share memory
+    # Casts of adapters are good for a version of the parameters, which stays.
+    casts = [(own, own["fastpack_cast"]) for module in model.modules() if "fastpack_cast" in (own := vars(module))]
+    try:
+        for tensor in zeros:
+            tensor.normal_(0, 0.02, generator=torch.Generator(tensor.device).manual_seed(0))
+            tensor[(0,) * tensor.dim()] = 0.02  # positive: a ReLU would close a single gate
+        yield
+    finally:
+        for tensor, content in zip(zeros, contents, strict=True):
+            tensor.copy_(content)
+        for own, cast in casts:
+            own["fastpack_cast"] = cast
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch import nn
 from fastpack_trl.config import refusing_removed
 from fastpack_trl.kernels._triton import is_supported
 from fastpack_trl.kernels.grouped import reads_offsets
-from fastpack_trl.model.changes import Patch, patch_attribute
+from fastpack_trl.model.changes import Patch, patch_attribute, remarked
 from fastpack_trl.moe.block import NAME, STOCK, ExpertsState, fastpack_experts
 from fastpack_trl.moe.layout import experts_modules, not_covered, read_gate
 from fastpack_trl.moe.lora import expert_lora, router_adapters
@@ -217,4 +217,5 @@ def moe(run: Run) -> Iterator[None]:
             run.set_status("moe", "on", "fastpack", "; ".join([applied.summary(), *[note] * bool(note)]))
         else:
             run.set_status("moe", "stock", "stock", applied.summary().removeprefix("stock: "))
-        yield
+        with remarked(experts_modules(model).values(), partial(run.report.remark, "moe")):
+            yield

@@ -19,6 +19,11 @@ from fastpack_trl.packing.shared_keys import Ints
 
 _ROWS_AT_A_TIME = 10_000
 _NEVER = 2**62
+_READ = (
+    "input_ids",
+    "labels",
+    "seq_lengths",
+)  # by TRL: the last with `padding_free` only, so truncation leaves it stale
 
 Piece = Mapping[str, tuple[Ints, Any]]
 """Of each list column: its items per row, and the items of these rows as one Arrow array."""
@@ -167,7 +172,7 @@ def _measure(documents: Dataset, prepared: Dataset, args: Any, strategy: str | N
         ("truncated tokens", True, cuts),
         ("documents without loss tokens", any(unscored.values()), "; ".join(filter(unscored.get, unscored))),
         ("padding trained on", padding, f"{masked} to {IGNORE_INDEX}"),
-        ("loss tokens", not counted_tokens(prepared), nothing),
+        ("loss tokens", not counted_tokens(prepared, padding_free=args.padding_free or packed), nothing),
     ]
     figures = {name: text for name, applies, text in table if applies}
     return DatasetFacts(longest, int(lost.sum()), float(fill) if packed else None, figures)
@@ -211,23 +216,23 @@ def _counted(piece: Piece) -> NDArray[np.bool_]:
     """Return which labels, or tokens without labels, a loss counts: not ignored, and not the first of a document."""
     rows, labels = piece.get("labels", piece["input_ids"])
     counted, lengths = _not_ignored(labels), piece["seq_lengths"][1].to_numpy() if "seq_lengths" in piece else rows
-    lengths = lengths[lengths > 0]
-    counted[lengths.cumsum() - lengths] = False
+    starts = (lengths.cumsum() - lengths)[lengths > 0]
+    counted[starts[starts < len(counted)]] = False  # the collator names lengths that exceed their row
     return counted
 
 
-def counted_tokens(dataset: Dataset) -> int:
-    """Count the tokens of the loss, the first of each document left out."""
-    return sum(int(_counted(piece).sum()) for piece in pieces(dataset, "input_ids", "labels", "seq_lengths"))
+def counted_tokens(dataset: Dataset, *, padding_free: bool = False) -> int:
+    """Count the tokens of the loss, the first of each document left out: of each row, without `padding_free`."""
+    return sum(int(_counted(piece).sum()) for piece in pieces(dataset, *_READ[: 2 + padding_free]))
 
 
-def check_vocabulary(dataset: Dataset, vocab_size: int) -> None:
+def check_vocabulary(dataset: Dataset, vocab_size: int, *, padding_free: bool = False) -> None:
     """Check every token id, and every label that may be counted, once, on the host.
 
     Raises:
         DataError: an id outside [0, vocab_size); names it.
     """
-    for piece in pieces(dataset, "input_ids", "labels", "seq_lengths"):
+    for piece in pieces(dataset, *_READ[: 2 + padding_free]):
         ids = {"input_ids": piece["input_ids"][1]}
         if "labels" in piece:
             ids["labels"] = piece["labels"][1].filter(pa.array(_counted(piece)))

@@ -19,7 +19,8 @@ class DocumentsCollator:
     """Split packed rows at their ``seq_lengths``, and let TRL's collator pad the documents.
 
     ``[{"input_ids": [5, 6, 7, 8, 9], "seq_lengths": [3, 2]}]`` -> ``input_ids=[[5, 6, 7], [8, 9, 0]]``. The loss counts
-    the same tokens as in the packed row: first tokens of documents have no label.
+    the same tokens as in the packed row: first tokens of documents have no label. What pads a packed row to a multiple,
+    which TRL counts as tokens, is a further row.
 
     Args:
         stock: the trainer's collator, with ``padding_free=True``.
@@ -29,7 +30,11 @@ class DocumentsCollator:
         self.pad = replace(stock, padding_free=False)
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        batch: dict[str, Any] = self.pad([document for example in examples for document in _documents(example)])
+        documents = [document for example in examples for document in _documents(example)]
+        tokens = sum(len(document["input_ids"]) for document in documents)
+        if count := -tokens % (self.pad.pad_to_multiple_of or 1):
+            documents.append({"input_ids": [self.pad.pad_token_id] * count, "labels": [IGNORE_INDEX] * count})
+        batch: dict[str, Any] = self.pad(documents)
         batch["labels"][:, 0] = IGNORE_INDEX
         return batch
 

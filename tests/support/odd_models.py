@@ -24,6 +24,29 @@ class Shift(Around):
         return self.layer(hidden) + nn.functional.pad(hidden, (0, 0, 1, 0))[:, :-1]
 
 
+class Mean(Around):
+    """Adds the mean over the tokens of a row, behind a gate that starts at zero: padding counts too."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(layer)
+        self.gate = nn.Parameter(torch.zeros(()))
+
+    def forward(self, hidden: Tensor) -> Any:
+        return self.layer(hidden) + torch.relu(self.gate) * hidden.mean(1, keepdim=True)
+
+
+class Sums(Around):
+    """Adds a projection, zero at the start, of the sums over earlier tokens: padding on the right changes nothing."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(layer)
+        self.out = nn.Linear(32, 32)
+        nn.init.zeros_(self.out.weight)
+
+    def forward(self, hidden: Tensor) -> Any:
+        return self.layer(hidden) + self.out(hidden.cumsum(1))
+
+
 class Noise(Around):
     """Drops in evaluation mode too, as Monte Carlo dropout does."""
 
