@@ -12,13 +12,13 @@ from transformers import TrainerCallback
 
 from fastpack_trl.checkpointing.checkpoint_offload import offload_conflict, offload_unavailable
 from fastpack_trl.checkpointing.offload import Mode
-from fastpack_trl.checkpointing.plan import LayerCost, Level, Plan, checkpointable_layers, describe, layer_levels
+from fastpack_trl.checkpointing.plan import LayerCost, Level, Plan, describe, layer_levels
 from fastpack_trl.checkpointing.streams import GIB
 from fastpack_trl.checkpointing.trace import layer_costs, probe_batches
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model import sharded
 from fastpack_trl.model.changes import callbacks_added, during_training
-from fastpack_trl.model.checkpoint_seam import stock_checkpoint
+from fastpack_trl.model.checkpoint_seam import checkpointable_layers, stock_checkpoint
 from fastpack_trl.model.facts import UNREADABLE
 from fastpack_trl.model.hooks import HookWatch
 from fastpack_trl.model.preflight import against_plan, check_recompute

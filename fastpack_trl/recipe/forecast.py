@@ -24,7 +24,7 @@ from trl import get_peft_config
 from fastpack_trl.attention.backends import BACKENDS, choose
 from fastpack_trl.attention.install import PackedAttention, backend_installed
 from fastpack_trl.capture import feature as capture
-from fastpack_trl.checkpointing.plan import LayerCost, Level, Plan, checkpointable_layers
+from fastpack_trl.checkpointing.plan import LayerCost, Level, Plan
 from fastpack_trl.checkpointing.plan import describe as levels_of
 from fastpack_trl.checkpointing.trace import layer_costs, probe_batches
 from fastpack_trl.compile import layer_compile
@@ -33,6 +33,7 @@ from fastpack_trl.kernels.gate_form import passes_at_bounds
 from fastpack_trl.lora import projection
 from fastpack_trl.lora.feature import lora
 from fastpack_trl.model.changes import patch_attribute
+from fastpack_trl.model.checkpoint_seam import checkpointable_layers
 from fastpack_trl.model.facts import UNREADABLE, ModelFeatures, read_features, window_of
 from fastpack_trl.model.precision import emulates_bf16
 from fastpack_trl.model.upstream import FakeTensorMode
