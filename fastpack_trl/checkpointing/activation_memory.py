@@ -28,7 +28,7 @@ from fastpack_trl.run.budget import budget_bytes, head_bytes, largest_dense, lar
 logger = logging.getLogger(__name__)
 
 FEATURE = "activation_memory"
-_AMPLE = 2.0
+AMPLE = 2.0
 """Memory left per byte of gathered weights, from which on FSDP 2 keeps them; half stays for what no plan counts."""
 
 
@@ -152,7 +152,7 @@ class ActivationMemory(TrainerCallback):
         run, layers = self._run, sharded.layer_units(self._run.model)
         needed = sharded.whole_bytes(layers, (run.compute_dtype or torch.float32).itemsize)
         reshards = run.trainer.accelerator.state.fsdp_plugin.reshard_after_forward is True and run.ranks.count > 1
-        if run.ranks.all(reshards and self.plan.keeps_all and needed * _AMPLE <= self.plan.left):
+        if run.ranks.all(reshards and self.plan.keeps_all and needed * AMPLE <= self.plan.left):
             self.gathered = layers
             self._notes.append(f"weights gathered once a step ({needed / GIB:.2f} GiB)")
 
