@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -368,12 +368,10 @@ def _change(arguments: Arguments, short: Forecast, seen: dict[Any, Any]) -> str:
         fewer = "per_device_train_batch_size: 1 and " * (arguments.training.per_device_train_batch_size > 1)
         return f"{fewer}max_length: {longest} at most"
     for text, changed, gpu in _changes(arguments, short):
-        try:
-            row = predict(changed, gpu, seen if changed.model is arguments.model else None).longest_row()
-        except UserError:  # PEFT has no default target modules for this family, for example
-            continue
-        if row:
-            return f"{text}: rows of up to {row:,} tokens fit"
+        known = seen if changed.model is arguments.model else seen.setdefault(text, {})
+        with suppress(UserError):  # PEFT has no default target modules for this family, for example
+            if row := predict(changed, gpu, known).longest_row():
+                return f"{text}: rows of up to {row:,} tokens fit"
     return "a smaller model, or a larger GPU"
 
 
@@ -389,11 +387,12 @@ def _changes(arguments: Arguments, short: Forecast) -> Iterator[tuple[str, Argum
         yield f"--gpus {several.processes}" if gpu.shards else "accelerate_config: fsdp2", arguments, several
     wanted: dict[str, Any] = {"use_peft": True, "load_in_8bit": False} | ({} if gpu.shards else {"load_in_4bit": True})
     wanted |= {"lora_task_type": "SEQ_CLS"} if arguments.method.command == "reward" else {}
-    experts = any(name.endswith(_EXPERTS) for name, _ in short.model.module.named_parameters()) and not gpu.shards
-    for more in ({}, {"lora_target_modules": "all-linear", "lora_dropout": 0.0}):
+    experts = any(name.endswith(_EXPERTS) for name, _ in short.model.module.named_parameters())
+    training, packs = copy(arguments.training), experts and not gpu.shards
+    packs &= training.moe_quantize_experts != "on"
+    training.moe_quantize_experts = "on" if packs else training.moe_quantize_experts
+    for more in ({}, {"lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"] if experts else "all-linear"}):
         changed = {name: value for name, value in (wanted | more).items() if getattr(options, name) != value}
-        tried, training = [f"{name}: {str(value).lower()}" for name, value in changed.items()], copy(arguments.training)
-        if training.moe_quantize_experts != "on" and experts:
-            training.moe_quantize_experts = "on"
-            tried.append('moe_quantize_experts: "on"')
-        yield ", ".join(tried), replace(arguments, model=replace(options, **changed), training=training), gpu
+        tried = [f"{name}: {'true' if value is True else value}".replace("'", "") for name, value in changed.items()]
+        text = ", ".join(tried + ['moe_quantize_experts: "on"'] * packs)
+        yield text, replace(arguments, model=replace(options, **changed), training=training), gpu
