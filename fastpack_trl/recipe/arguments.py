@@ -142,6 +142,12 @@ def split_off(name: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
     return matches.values, rest
 
 
+def processes(launch: Sequence[str]) -> int:
+    """Return the number of processes that options of `accelerate launch` ask for; 1 if they name none."""
+    counts, files = (split_off(name, launch)[0][-1:] for name in ("num_processes", "config_file"))
+    return int([1, *(load_config(file).get("num_processes", 1) for file in files), *counts][-1])
+
+
 def make_parser(method: Method = SFT, kinds: Sequence[Any] | None = None) -> Any:
     """Return TRL's parser over the dataclasses of a method, or over `kinds` alone."""
     from trl import TrlParser
