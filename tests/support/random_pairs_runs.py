@@ -113,7 +113,7 @@ def compare(number: int) -> dict[str, Any]:
             side_by_side.difference(figures(ours), figures(stock), random_runs.RTOL, random_runs.ATOL, own_error)
         )
         weights = zip(ours.model.named_parameters(), stock.model.parameters(), strict=True)
-        apart = {name: float((mine - theirs).abs().max()) for (name, mine), theirs in weights}
+        apart = {name: float((mine - theirs).detach().abs().max()) for (name, mine), theirs in weights}
         found += [f"{name}: {most:.1e} apart" for name, most in apart.items() if most > 10 * random_runs.ATOL]
     return {"number": number, "differs": "; ".join(filter(None, found)), "error": "", "settings": settings}
 
