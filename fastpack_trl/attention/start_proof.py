@@ -32,9 +32,7 @@ _CANNOT_RUN = (*UNREADABLE, ImportError)
 _SMALL_VOCABULARY = 256
 
 
-class _Examined(NamedTuple):
-    """The attention and the model of the last check of a run, whether it could run or not."""
-
+class _Examined(NamedTuple):  # by the last check of a run, whether it could run or not
     choice: Choice
     model: ref[Any]
 

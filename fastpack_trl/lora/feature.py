@@ -24,12 +24,10 @@ def lora(run: Run) -> Iterator[None]:
         why = "switched off"
     elif run.is_sharded and not run.is_fsdp2:
         why = SHARDED
-    adapters, others = (
-        {str(p.dtype) for p in run.model.parameters() if p.requires_grad is own and p.is_floating_point()}
-        for own in (True, False)
-    )
+    tensors = [p for p in run.model.parameters() if p.is_floating_point()]
+    adapters, others = ({str(p.dtype) for p in tensors if p.requires_grad is own} for own in (True, False))
+    # Without autocast an input in the dtype of the adapters is needed.
     if run.compute_dtype is None and others and not (run.is_deepspeed or adapters & others):
-        # Without autocast an input in the dtype of the adapters is needed, which no layer can have.
         why = why or f"adapters in {', '.join(adapters)}, others in {', '.join(others)}; bf16=True would be fast"
     if why:
         run.set_status("lora", "stock" if present and setting != "off" else "off", "PEFT", why)

@@ -26,9 +26,8 @@ _LARGEST_STATE = 2**16
 
 @contextmanager
 def patch_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of an object, a class or a module, but no property, while the context is open.
+    """Set an attribute, but no property, while the context is open; a value that other code sets meanwhile stays.
 
-    Exit restores what `owner` itself had, or deletes the name; a value that other code has set in the meantime stays.
     The ``__setattr__`` of an object is bypassed: that of a compiled model writes to the model inside.
     """
     before = vars(owner).get(name, _NONE)
@@ -81,10 +80,7 @@ def hand_over(module: nn.Module, feature: str, reason: str) -> None:
 
 @contextmanager
 def shared(owner: Any, name: str, install: Callable[[], AbstractContextManager[_T]]) -> Iterator[_T]:
-    """Enter `install` for the first holder and leave it with the last, in whatever order they leave.
-
-    A trainer may be made in a callback of another. `owner`, the changed object, holds the `Patch` under `name`.
-    """
+    """Enter `install` for the first holder and leave it with the last; `owner` holds the `Patch` under `name`."""
     patch = vars(owner).get(name)
     if patch is None:
         stack = ExitStack()
@@ -101,10 +97,7 @@ def shared(owner: Any, name: str, install: Callable[[], AbstractContextManager[_
 
 
 def silence_renamed_checkpointing() -> AbstractContextManager[None]:
-    """Let models answer `is_gradient_checkpointing` without a FutureWarning of transformers in the context.
-
-    transformers 5.23 renamed the property. PEFT 0.21 and TRL 1.16 read the old name, which users cannot change.
-    """
+    """Silence a FutureWarning: transformers 5.23 renamed a property of models that PEFT 0.21 and TRL 1.16 read."""
     renamed = vars(PreTrainedModel).get("is_activation_checkpointing")
     if renamed is None:
         return nullcontext()
@@ -134,10 +127,7 @@ def during_training(trainer: Trainer, *, at_begin: Callable[[], object]) -> Abst
 
 
 def callers(method: Any = None) -> Iterator[Any]:
-    """Yield the `self` of each method, or of `method` alone, that is running, innermost first.
-
-    A callback finds a trainer of TRL in this way: no event of transformers passes it.
-    """
+    """Yield the `self` of each method, or of `method` alone, that is running, innermost first: no event passes it."""
     code, frame = getattr(method, "__code__", None), inspect.currentframe()
     while frame is not None:
         if "self" in frame.f_locals and code in (None, frame.f_code):
@@ -159,11 +149,10 @@ def isolated_run(model: nn.Module, *, training: bool) -> Iterator[None]:
 def zeros_perturbed(model: nn.Module) -> Iterator[None]:
     """Fill trainable tensors that are all zero with small numbers, the same each time; exit restores every bit.
 
-    A branch behind a zero gate, such as a new adapter, has no effect before it is trained. Frozen tensors stay, and
-    buffers, in which a zero may have a meaning. Of a sharded parameter this is the part that the process holds.
+    A branch behind a zero gate has no effect before it is trained. Buffers stay, in which zero may have a meaning.
     """
+    # Through `data` autograd sees no write. The first element saves reading most tensors.
     held = [local(p).data for p in model.parameters() if p.requires_grad and p.is_floating_point()]
-    # The first element saves reading most tensors. Through `data` autograd sees no write.
     zeros = [t for t in held if type(t) is Tensor and t.numel() and not (t.is_meta or t[(0,) * t.dim()] or t.any())]
     contents = [tensor.clone() for tensor in zeros]  # before any write: parameters may share memory
     # Casts of adapters are good for a version of the parameters, which stays.

@@ -45,8 +45,7 @@ class PackingCollator(DataCollatorForLanguageModeling):
 
     Args:
         pad_token_id: token id of the padded tail.
-        padding_free: always ``True``.
-        return_position_ids: without effect, as in TRL's padding-free mode: position ids are always returned.
+        padding_free: always ``True``, which returns position ids whatever `return_position_ids` is.
         pad_to_multiple_of: the row is padded to a multiple of this many tokens.
         return_tensors: ``"pt"``.
         share_prefixes: common prefixes of documents are stored once in the row, with `PackedBatch.shared` and

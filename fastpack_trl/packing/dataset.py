@@ -87,10 +87,7 @@ def prepare_in_two_passes(
     Args:
         prepare: `SFTTrainer._prepare_dataset`, bound; its arguments follow.
         dataset: a data set; one that is streamed, transformed or empty cannot be read before, and is prepared at once.
-        count: measure the data set, and raise if nothing of it is left to train on.
-
-    Returns:
-        The prepared data set, and its facts if `count` and if its examples are token lists.
+        count: return facts too if examples are token lists, and raise if nothing of them is left to train on.
 
     Raises:
         DataError: labels of another length than the tokens, no token, or none left.
@@ -136,7 +133,7 @@ def _measure(documents: Dataset, prepared: Dataset, args: Any, strategy: str | N
     max_length, lengths = args.max_length, column_lengths(documents, "input_ids")
     longest, tokens = int(lengths.max()), int(lengths.sum())
     if not len(prepared):
-        if not counted_tokens(documents):
+        if not counted_tokens(documents, padding_free=False):
             raise DataError(
                 f"the train data set has no token that the loss counts: all labels are {IGNORE_INDEX}; give labels, or "
                 "completions that are not empty"
@@ -179,10 +176,7 @@ def _measure(documents: Dataset, prepared: Dataset, args: Any, strategy: str | N
 
 
 def _read_labels(documents: Dataset, *, keep_end: bool) -> tuple[Ints, int]:
-    """Return what each labelled document needs for a loss (`_needed`), and the tokens of the loss that are masked.
-
-    TRL does not read the column `attention_mask`.
-    """
+    """Return what each labelled document needs for a loss (`_needed`), and the tokens of the loss that are masked."""
     masks = ["attention_mask"] if is_integer_list(documents.features.get("attention_mask")) else []
     needed: list[Ints] = [np.zeros(0, np.int64)]
     padding = 0
@@ -221,12 +215,12 @@ def _counted(piece: Piece) -> NDArray[np.bool_]:
     return counted
 
 
-def counted_tokens(dataset: Dataset, *, padding_free: bool = False) -> int:
+def counted_tokens(dataset: Dataset, *, padding_free: bool = True) -> int:
     """Count the tokens of the loss, the first of each document left out: of each row, without `padding_free`."""
     return sum(int(_counted(piece).sum()) for piece in pieces(dataset, *_READ[: 2 + padding_free]))
 
 
-def check_vocabulary(dataset: Dataset, vocab_size: int, *, padding_free: bool = False) -> None:
+def check_vocabulary(dataset: Dataset, vocab_size: int, *, padding_free: bool) -> None:
     """Check every token id, and every label that may be counted, once, on the host.
 
     Raises:

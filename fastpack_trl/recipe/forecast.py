@@ -42,6 +42,7 @@ from fastpack_trl.moe.feature import moe
 from fastpack_trl.packing.documents import PADDED_DOCUMENTS
 from fastpack_trl.recipe.arguments import Arguments
 from fastpack_trl.recipe.gpus import Gpu, as_if_on
+from fastpack_trl.report import FeatureReport
 from fastpack_trl.run import Choice
 from fastpack_trl.run.budget import HEAD_BYTES, MARGIN, MARGIN_WITHOUT_RETRY, row_tokens, state_bytes
 from fastpack_trl.step.head import TILE_ELEMENTS
@@ -341,7 +342,7 @@ def stand_in(arguments: Arguments, model: Any, gpu: Gpu) -> Any:
             settings=args, args=args, model=model, device=torch.device("cuda", 0), training=True, loss_is_ours=True,
             compute_dtype=features.compute_dtype, is_sharded=gpu.shards, is_fsdp2=gpu.shards, is_deepspeed=False,
             counts_documents=arguments.method.command == "sft", packs=backend is not None,
-            keeping=nullcontext, experts_refuse_capture=str, set_status=set_status,
+            keeping=nullcontext, experts_refuse_capture=str, set_status=set_status, report=FeatureReport(),
             choice=choice if backend else replace(choice, refuses_compile=padded),
             refuses_static=lambda bucket: backend.refuses_static(bucket, features) if backend else padded,
             step=SimpleNamespace(offloads=False, activation_bytes=0, activations_left=None),

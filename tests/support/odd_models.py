@@ -25,26 +25,15 @@ class Shift(Around):
 
 
 class Mean(Around):
-    """Adds the mean over the tokens of a row, behind a gate that starts at zero: padding counts too."""
+    """Adds the mean over a row, of padding too, or, with `sums`, sums over earlier tokens, behind a zero gate."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, *, sums: bool = False) -> None:
         super().__init__(layer)
-        self.gate = nn.Parameter(torch.zeros(()))
+        self.sums, self.gate = sums, nn.Parameter(torch.zeros(32, 32) if sums else torch.zeros(()))
 
     def forward(self, hidden: Tensor) -> Any:
-        return self.layer(hidden) + torch.relu(self.gate) * hidden.mean(1, keepdim=True)
-
-
-class Sums(Around):
-    """Adds a projection, zero at the start, of the sums over earlier tokens: padding on the right changes nothing."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__(layer)
-        self.out = nn.Linear(32, 32)
-        nn.init.zeros_(self.out.weight)
-
-    def forward(self, hidden: Tensor) -> Any:
-        return self.layer(hidden) + self.out(hidden.cumsum(1))
+        mixed = hidden.cumsum(1) @ self.gate if self.sums else torch.relu(self.gate) * hidden.mean(1, keepdim=True)
+        return self.layer(hidden) + mixed
 
 
 class Noise(Around):
