@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 import shlex
 import traceback
@@ -12,6 +13,8 @@ from difflib import get_close_matches
 _MAX_LENGTH = 600  # some upstream messages list every model class; --traceback shows all of it
 _SHORTEST_PART, _MOST_NAMES = 3, 6  # characters of a part that names are looked up by; names of one suggestion
 _MAX_SHOWN = 200  # of a value, so that the rest of the message still fits
+# Line breaks, what a terminal obeys, marks that reverse text, and what YAML or UTF-8 cannot hold.
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]")
 
 
 class UserError(ValueError):
@@ -71,9 +74,14 @@ class NonFiniteError(ValueError):
     """The model's own outputs are NaN or infinite, so the packing check is impossible; names the parameter."""
 
 
+def printable(text: object) -> str:
+    """Return the text with line breaks and control characters as escapes, so that it is one line everywhere."""
+    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), str(text))
+
+
 def one_line(message: object) -> str:
-    """Return the message without line breaks, cut after 600 characters."""
-    text = " ".join(str(message).split())
+    """Return the message as one printable line, cut after 600 characters."""
+    text = printable(" ".join(str(message).split()))
     return text if len(text) <= _MAX_LENGTH else f"{text[:_MAX_LENGTH]}... (--traceback shows all of it)"
 
 

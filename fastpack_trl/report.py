@@ -43,6 +43,8 @@ class FeatureReport:
 
     facts: dict[str, Any] = field(default_factory=dict)
     """Further figures: packing fill, documents, truncated tokens."""
+    partly: set[str] = field(default_factory=set)
+    """Features that handed some of their work to TRL or PEFT after the start."""
     _lines: dict[str, FeatureLine] = field(default_factory=dict)
 
     @property
@@ -58,6 +60,7 @@ class FeatureReport:
     def remark(self, feature: str, text: str) -> None:
         """Append `text` to the reason of a feature, and log it, once per run."""
         line = self[feature]
+        self.partly.add(feature)
         if text not in line.reason:
             logger.warning(f"{feature}: {text}")
             self._lines[feature] = replace(line, reason="; ".join(filter(None, [line.reason, text])))

@@ -300,6 +300,7 @@ class Run(Decisions):
         remedy = f"; {self.remedy(feature)}" if self.settings.is_explicit(feature) else ""
         logger.warning(f"{feature}: {path} from here on: {reason}{remedy}")
         self.set_status(feature, "off", path, reason)
+        self.report.partly.add(feature)
 
     def remedy(self, feature: str) -> str:
         """Return the setting with which `feature` is optional."""

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils.rnn import pad_sequence
 
 from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.attention.dense import stock_error
@@ -18,6 +19,7 @@ from fastpack_trl.model import facts
 from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.sharded import embeddings_put_in
 from fastpack_trl.packing.chunks import CHUNK
+from fastpack_trl.packing.documents import PADDED_DOCUMENTS
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 
 DEFAULT_LENGTHS = (9, 1, 14, 6)
@@ -34,7 +36,8 @@ PAST = 16
 class Probe:
     """One packed row of random tokens, whose segments may continue each other.
 
-    The backbone runs without a head and gets token ids too, which some families read in addition to embeddings.
+    The backbone runs without a head and gets token ids too, which some families read in addition to embeddings. If the
+    path of `attention` is `PADDED_DOCUMENTS`, segments are the padded rows of one batch instead.
 
     Args:
         attention: the handle from `packed_attention` for the model.
@@ -57,8 +60,7 @@ class Probe:
             ids[ids == padding] = (padding + 1) % vocabulary
         self.ids, own = ids.to(device), torch.arange(sum(lengths)).split(self.lengths)
         self.parents = tuple(parents or (-1,) * len(own))
-        self.paths: list[Tensor] = []
-        """For each segment the tokens of the row from the beginning of its document to its own end."""
+        self.paths: list[Tensor] = []  # of each segment: the tokens from the beginning of its document to its own end
         for tokens, parent in zip(own, self.parents, strict=True):
             self.paths.append(tokens if parent < 0 else torch.cat([self.paths[parent], tokens]))
         before = np.array([len(path) for path in self.paths]) - np.array(self.lengths)
@@ -67,21 +69,32 @@ class Probe:
         self.packed_keywords = to_transformers_kwargs(self.batch)
         if attention.path != "off":
             self.packed_keywords["packed_batch"] = self.batch
+        self.rows, self.mask = self.ids, torch.ones_like(self.ids)
+        if attention.path == PADDED_DOCUMENTS:
+            both = (row[0].split(self.lengths) for row in (self.rows, self.mask))
+            self.rows, self.mask = (pad_sequence(documents, batch_first=True) for documents in both)
+            self.packed_keywords = {"attention_mask": self.mask}
+
+    def of_tokens(self, values: Tensor) -> Tensor:
+        """Return the values of tokens, (tokens, ...), of those of rows, in which virtual tokens may be before."""
+        return values[:, -self.mask.shape[1] :][self.mask.bool()]
 
     def packed(self) -> tuple[Tensor, Tensor]:
-        """Run the packed row; return its embeddings, (1, tokens, hidden), a leaf, and hidden states, (tokens, hidden).
+        """Run the row; return its embeddings, (rows, tokens, hidden), a leaf, and hidden states, (tokens, hidden).
 
         Hidden states are the logits of a model without a backbone inside.
         """
         try:
-            return self._run(self.ids, **self.packed_keywords)
+            embeddings, hidden = self._run(self.rows, **self.packed_keywords)
         finally:
             self.batch.clear_derived()
+        return embeddings, self.of_tokens(hidden)
 
     def separate(self, segment: int) -> Tensor:
         """Return the hidden states of one document by itself, (tokens, hidden): without `packed_batch`, TRL's way."""
         with self._right_stock():
-            return self._run(self.ids[:, self.paths[segment].to(self.ids.device)])[1].detach()
+            ids = self.ids[:, self.paths[segment].to(self.ids.device)]
+            return self._run(ids)[1][0, -ids.shape[1] :].detach()
 
     def _right_stock(self) -> AbstractContextManager[None]:
         """Use the eager function if the model's own implementation in transformers is wrong."""
@@ -100,7 +113,7 @@ class Probe:
         keep = backbone.register_forward_hook(lambda _module, _args, output: hidden.append(output[0]))
         with torch.enable_grad(), embeddings_put_in(base, leaf), keep:
             model(input_ids=ids, use_cache=False, **kwargs)
-        return leaf, hidden[-1][0, -ids.shape[1] :]
+        return leaf, hidden[-1]
 
     def wrong_windows(self) -> tuple[tuple[str, int, int], ...]:
         """Return layer, reach in the packed row, and by itself, where the last token of a document sees otherwise."""
@@ -120,13 +133,12 @@ class Probe:
 def measured_reach(model: nn.Module, queries: Sequence[int]) -> Iterator[dict[tuple[str, int], int]]:
     """Measure how far back each attention layer that runs inside looks: exact in every dtype, unlike a loss.
 
-    A key that a query does not see has a gradient of exactly zero, a key that it sees has a nonzero one. So the first
-    position with a gradient gives the number of tokens that a layer sees, whatever computes it. A layer keeps its
-    activations only until it is measured, so nothing that runs inside can be differentiated afterwards. Layers that do
-    not map hidden states to hidden states are left out.
+    The first position with a nonzero gradient gives the number of tokens that a layer sees, whatever computes it. A
+    layer keeps its activations only until it is measured, so nothing that runs inside can be differentiated afterwards.
+    Layers that do not map hidden states to hidden states are left out.
 
     Args:
-        model: a transformers causal language model, to be run on one row of embeddings that take a gradient.
+        model: a causal language model, to be run on one row of embeddings that take a gradient.
         queries: positions of tokens, counted from the end of the row: -1 is the last.
 
     Yields:
@@ -170,10 +182,7 @@ def text_config(model: nn.Module) -> Any:
 
 
 def default_lengths(model: nn.Module) -> tuple[int, ...]:
-    """Return the tokens per document of a probe: `DEFAULT_LENGTHS`, one of them longer where layers carry a state.
-
-    A state crosses no chunk of a short document. Where positions are a table, it has no more of them.
-    """
+    """Return the tokens per document of a probe; one is long enough for a state, if there is any, to cross a chunk."""
     if not facts.state_modules(facts.text_model(model)):
         return DEFAULT_LENGTHS
     over_chunks = 2 * CHUNK + PAST
@@ -182,10 +191,7 @@ def default_lengths(model: nn.Module) -> tuple[int, ...]:
 
 
 def lengths_past(model: nn.Module, windows: frozenset[int]) -> tuple[int, ...]:
-    """Return tokens per document of a probe that exceeds the largest of `windows` that it can; empty if it can none.
-
-    A window may be too large for the model's positions, or for `LARGEST_WINDOW`.
-    """
+    """Return tokens per document of a probe that exceeds the largest of `windows` that it can; empty if it can none."""
     positions = getattr(text_config(model), "max_position_embeddings", None) or 2**62
     most = min(LARGEST_WINDOW.get(next(iter(model.parameters())).device.type, 512), positions - PAST)
     size = max((size for size in windows if size <= most), default=0)

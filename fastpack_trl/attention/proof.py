@@ -15,7 +15,8 @@ from fastpack_trl.attention import probe
 from fastpack_trl.attention.install import PackedAttention, packed_attention
 from fastpack_trl.attention.probe import Probe
 from fastpack_trl.errors import NonFiniteError, PackingError
-from fastpack_trl.model.changes import isolated_run
+from fastpack_trl.model.changes import isolated_run, zeros_perturbed
+from fastpack_trl.packing.documents import PADDED_DOCUMENTS
 
 BUDGET = 2.0**-12
 """Largest relative difference of fp32 hidden states due to rounding; wrong positions or windows exceed it by far."""
@@ -33,14 +34,12 @@ class PackingProof:
         lengths: tokens of each document of the probe, or of each segment where documents share a prefix.
         leaks: ``(i, j, gradient)`` for every pair in which document j's hidden states depend on document i's
             embeddings, with the largest absolute gradient. Must be empty.
-        difference: the largest relative difference of a document's hidden states, packed and by itself under
-            transformers' attention: the norm of the difference over the norm.
+        difference: the largest relative difference (of norms) of a document's hidden states, packed and by itself.
         budget: the largest allowed value; None if it is only reported (below fp32, and in TF32).
         not_exercised: windows that no document of the probe exceeds.
         windows: ``(layer, packed, separate)`` for every attention layer whose last token of a document sees another
             number of tokens in the packed row than in the document by itself. Must be empty.
-        unseen: ``(i, j)`` for every segment j of a row with shared prefixes that continues segment i but does not
-            depend on it. Must be empty.
+        unseen: ``(i, j)`` for every segment j that continues segment i but does not depend on it. Must be empty.
     """
 
     path: str
@@ -111,8 +110,8 @@ def verify_packing(
     attention. (3) In a model with windows each attention layer sees as many tokens in the packed row as in the document
     by itself, in a row with a document that exceeds the window.
 
-    Runs in evaluation mode, without the module hooks of the user; modes, random states, buffers and every ``.grad``
-    are as before afterwards.
+    Runs in evaluation mode, without the module hooks of the user, and with small numbers in trainable parameters that
+    are all zero; these, modes, random states, buffers and every ``.grad`` are as before afterwards.
 
     Args:
         model: a transformers causal language model, plain or inside PEFT.
@@ -132,11 +131,12 @@ def verify_packing(
         if attention is None:
             attention = stack.enter_context(packed_attention(model, implementation))
         stack.enter_context(isolated_run(model, training=False))
+        stack.enter_context(zeros_perturbed(model))
         proof = _examine(Probe(model, attention, lengths or probe.default_lengths(model), seed), seed + 1)
         sizes = attention.features.windows
-        past = tuple(lengths) if lengths else probe.lengths_past(model, sizes)
         # In fp16 the softmax rounds weights to zero of keys that are seen, but hardly.
-        past = past if sizes and _compute_dtype(model) != torch.float16 else ()
+        exact = attention.path != PADDED_DOCUMENTS and _compute_dtype(model) != torch.float16
+        past = (tuple(lengths or ()) or probe.lengths_past(model, sizes)) if sizes and exact else ()
         try:
             windows = Probe(model, attention, past, seed).wrong_windows() if past else ()
         except torch.OutOfMemoryError:
@@ -147,17 +147,11 @@ def verify_packing(
 
 
 def verify_shared(model: nn.Module, attention: PackedAttention, *, seed: int = 0) -> PackingProof:
-    """Check on a few tokens that documents of `model` can share a prefix in a row.
+    """Check as `verify_packing` that documents of `model` can share a prefix in a row, inside of `attention`.
 
-    As in `verify_packing`, segments of other documents must have a gradient of exactly zero, and the segment that each
-    one continues a nonzero gradient.
-
-    Args:
-        model: a transformers causal language model, plain or inside PEFT.
-        attention: the handle from `packed_attention`, whose context is entered.
-        seed: of the probe's tokens.
+    The gradient of the segment that each one continues must not be zero.
     """
-    with isolated_run(model, training=False):
+    with isolated_run(model, training=False), zeros_perturbed(model):
         return _examine(Probe(model, attention, probe.SHARED_LENGTHS, seed, probe.SHARED_PARENTS), seed + 1)
 
 
@@ -171,7 +165,7 @@ def _examine(row: Probe, seed: int) -> PackingProof:
     for target, segment in enumerate(hidden.split(row.lengths)):
         direction = torch.randn(segment.shape, generator=directions).to(segment)
         (gradient,) = torch.autograd.grad((segment * direction).sum(), embeddings, retain_graph=True)
-        sizes = [float(part.abs().max()) for part in gradient[0, -len(hidden) :].split(row.lengths)]
+        sizes = [float(part.abs().max()) for part in row.of_tokens(gradient).split(row.lengths)]
         before, parent = set(row.paths[target].tolist()), row.parents[target]
         for source, size in enumerate(sizes):
             if size != 0.0 and not before.issuperset(tokens[source].tolist()):  # a NaN is a leak too

@@ -7,16 +7,17 @@ from contextlib import contextmanager
 from copy import deepcopy
 
 import torch
+from peft import get_peft_model
 from torch import nn
 
-from fastpack_trl.model.facts import text_model
+from fastpack_trl.model.facts import is_prompt_learning, text_model
 
 _SMALL_VOCABULARY = 256
 
 
 @contextmanager
 def small_copy(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> Iterator[nn.Module]:
-    """Make an untrained model of the same classes, with the first layers up to one of each kind and few tokens.
+    """Make an untrained model of the same classes and adapters, with the first layers up to one of each kind.
 
     Which tokens a layer mixes does not depend on its weights.
     """
@@ -39,4 +40,7 @@ def small_copy(model: nn.Module, device: torch.device, dtype: torch.dtype | None
         vars(part).pop("quantization_config", None)
     with torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else []), device:
         copy = type(base)(config)
+        adapter = getattr(model, "active_peft_config", None)
+        if adapter is not None and adapter.peft_type != "LORA" and not is_prompt_learning(model):  # LoRA mixes none
+            copy = get_peft_model(copy, deepcopy(adapter))
     yield copy.to(device, dtype or base.dtype).train(model.training)

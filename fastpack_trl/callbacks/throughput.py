@@ -129,7 +129,7 @@ class ThroughputCallback(MeasuredRate):
         self._facts = run.facts if isinstance(run, Run) else None
         self._flops = self._read_flops(model, state)
         self._peak = None if self._flops is None else self._find_peak(args, model, state)
-        self._pairs = self._read_pairs(getattr(trainer, "train_dataset", None), state) if self._peak else {}
+        self._pairs = self._read_pairs(trainer, state) if self._peak else {}
         self._devices = max(1, args.n_gpu) * args.world_size
         self._cuda = args.device if args.device.type == "cuda" else None
 
@@ -169,10 +169,12 @@ class ThroughputCallback(MeasuredRate):
             self._say(state, f"mfu: left out ({error})")
             return None
 
-    def _read_pairs(self, dataset: Any, state: Any) -> dict[int | None, float]:
+    def _read_pairs(self, trainer: Any, state: Any) -> dict[int | None, float]:
         """Return query-key pairs per token and window, by the lengths of the first rows of the data set."""
+        dataset: Any = getattr(trainer, "train_dataset", None)
         columns = getattr(dataset, "column_names", None) or []
-        column = next((name for name in ("seq_lengths", "input_ids") if name in columns), "")
+        readable = ("seq_lengths", "input_ids") if getattr(trainer, "padding_free", True) else ("input_ids",)
+        column = next((name for name in readable if name in columns), "")
         lengths: list[int] = []
         for row in islice(dataset if column else (), _SAMPLE):
             lengths += row[column] if column == "seq_lengths" else [len(row[column])]

@@ -34,8 +34,8 @@ from fastpack_trl.checkpointing.streams import GIB, Streams
 from fastpack_trl.model.checkpoint_seam import (
     Nesting,
     checkpoint_wrapped,
+    checkpointable_layers,
     is_reentrant,
-    outermost_layers,
     stock_checkpoint,
 )
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
@@ -51,9 +51,8 @@ _ALIGNMENT = 16  # bytes; kernels choose their vector path, and with it the orde
 
 
 def checkpointed_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
-    """Return the layers of `model` that are checkpointed in training, first to last."""
-    layers = outermost_layers(model)
-    return [layer for layer in layers if layer.gradient_checkpointing and stock_checkpoint(layer) is not None]
+    """Return the decoder layers of `model` that are checkpointed in training, first to last."""
+    return [each for each in checkpointable_layers(model) if each.gradient_checkpointing and stock_checkpoint(each)]
 
 
 def why_not_offloadable(layers: Sequence[GradientCheckpointingLayer]) -> str:

@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fastpack_trl.checkpointing.offload import Mode, Offload, offload_checkpoints
 from fastpack_trl.checkpointing.streams import GIB
 from fastpack_trl.model.changes import patch_attribute
-from fastpack_trl.model.checkpoint_seam import CHECKPOINT, outermost_layers
-from fastpack_trl.model.facts import text_model
+from fastpack_trl.model.checkpoint_seam import CHECKPOINT
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
 WORKING_SHARE, EXPERTS_SHARE = 0.4, 1.4
@@ -49,11 +48,6 @@ def describe(levels: Sequence[Level]) -> str:
     """Return the layers of each level in runs: ``"offload 0-11, checkpoint 12-31"``."""
     runs = [list(run) for _, run in groupby(range(len(levels)), key=levels.__getitem__)]
     return ", ".join(f"{levels[run[0]]} {run[0]}" + (f"-{run[-1]}" if len(run) > 1 else "") for run in runs)
-
-
-def checkpointable_layers(model: Any) -> list[GradientCheckpointingLayer]:
-    """Return the layers of `model` that transformers can checkpoint, first to last, without those inside of another."""
-    return outermost_layers(text_model(model))
 
 
 @contextmanager

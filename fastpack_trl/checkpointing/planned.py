@@ -12,11 +12,11 @@ from transformers import TrainerCallback
 
 from fastpack_trl.checkpointing.budget import budget_bytes, head_bytes, largest_dense, largest_row
 from fastpack_trl.checkpointing.offload import Mode
-from fastpack_trl.checkpointing.plan import LayerCost, Level, Plan, checkpointable_layers, describe, layer_levels
+from fastpack_trl.checkpointing.plan import LayerCost, Level, Plan, describe, layer_levels
 from fastpack_trl.checkpointing.streams import GIB
 from fastpack_trl.checkpointing.trace import layer_costs, probe_batches
 from fastpack_trl.model import sharded
-from fastpack_trl.model.checkpoint_seam import stock_checkpoint
+from fastpack_trl.model.checkpoint_seam import checkpointable_layers, stock_checkpoint
 from fastpack_trl.model.hooks import HookWatch
 from fastpack_trl.model.recompute import offload_unavailable
 from fastpack_trl.run import Run
@@ -24,7 +24,7 @@ from fastpack_trl.run import Run
 logger = logging.getLogger(__name__)
 
 FEATURE = "activation_memory"
-_AMPLE = 2.0
+AMPLE = 2.0
 """Memory left per byte of gathered weights, from which on FSDP 2 keeps them; half stays for what no plan counts."""
 
 
@@ -85,7 +85,7 @@ class ActivationMemory(TrainerCallback):
         run, layers = self._run, sharded.layer_units(self._run.model)
         needed = sharded.whole_bytes(layers, (run.compute_dtype or torch.float32).itemsize)
         reshards = run.trainer.accelerator.state.fsdp_plugin.reshard_after_forward is True and run.ranks.count > 1
-        if run.ranks.all(reshards and self.plan.keeps_all and needed * _AMPLE <= self.plan.left):
+        if run.ranks.all(reshards and self.plan.keeps_all and needed * AMPLE <= self.plan.left):
             self.gathered = layers
             self._notes.append(f"weights gathered once a step ({needed / GIB:.2f} GiB)")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
@@ -9,11 +10,12 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from fastpack_trl.errors import UserError, did_you_mean
+from fastpack_trl.errors import UserError, command_line, did_you_mean, one_line, printable, short_repr
 from fastpack_trl.measure.record import check_writable
 from fastpack_trl.recipe.paths import configs_folder
 
 QUICKSTART = "quickstart"
+_LONGEST_NAME = 255  # bytes of a file name
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -40,7 +42,10 @@ def run(args: Namespace, record: dict[str, Any]) -> int:
 
 def _write(args: Namespace, default: str, text: str) -> Path:
     """Write ``--output``; raise `UserError` if that is impossible or would replace a file."""
-    file = check_writable(args.output or default, "--output")
+    name = args.output or default
+    if printable(name) != name or len(Path(name).name.encode()) > _LONGEST_NAME:
+        raise UserError(f"--output {short_repr(name)} has control characters or is too long: name another file")
+    file = check_writable(name, "--output")
     if file.exists() and not args.force:
         raise UserError(f"{file} exists: --force replaces it, --output names another file")
     file.write_text(text, encoding="utf-8")
@@ -51,15 +56,19 @@ def _convert(args: Namespace) -> None:
     """Translate a YAML; name the omitted keys, and the command that trains with it."""
     if not args.name:
         raise UserError("no file: name a YAML of Axolotl, LLaMA-Factory or an Unsloth-style script")
+    from fastpack_trl.recipe.arguments import check
     from fastpack_trl.recipe.foreign import convert
     from fastpack_trl.recipe.yaml import load_config
 
     source = Path(args.name).expanduser()
+    if source.suffix not in ("", ".yaml", ".yml", ".json") and source.is_file():
+        raise UserError(f"{args.name!r}: only YAML is read; for a script see From Unsloth in docs/migrating.md")
     converted, default = convert(load_config(args.name), source.absolute().parent), f"{source.stem}-fastpack.yaml"
+    check(converted.values, converted.method, source.name, converted.origins)
     file = _write(args, default, converted.text(source.name, args.output or default))
-    print(f"{source.name} is of {converted.tool}: {len(converted.values)} settings")
-    print("\n".join(f"left out: {key}: {why}" for key, why in converted.left_out.items()))
-    print(f"written: {file}\ntrain: fastpack-trl {converted.method.command} --config {file}")
+    print(one_line(f"{source.name} is of {converted.tool}: {len(converted.values)} settings"))
+    train = f"train: {command_line(converted.method.command, '--config', file)}"
+    print(*converted.lines(), f"written: {file}", train, sep="\n")
 
 
 def _init(args: Namespace) -> None:
@@ -68,8 +77,8 @@ def _init(args: Namespace) -> None:
     if name not in found:
         raise UserError(f"config {name!r} does not exist{did_you_mean(name, found)} (`fastpack-trl init` lists them)")
     default = f"{name.replace('/', '-')}.yaml"
-    text = found[name].read_text(encoding="utf-8").replace(f"configs/{name}.yaml", Path(args.output or default).name)
-    file = _write(args, default, text)
+    shipped_text, output = found[name].read_text(encoding="utf-8"), args.output or default
+    file = _write(args, default, shipped_text.replace(f"configs/{name}.yaml", shlex.quote(output)))
     if name == QUICKSTART:
         from fastpack_trl.quickstart import make_inputs
 
@@ -78,10 +87,11 @@ def _init(args: Namespace) -> None:
     if name != QUICKSTART:
         print("yours to change: model_name_or_path, dataset_name, output_dir")
     if name.startswith("bench/"):
-        print(f"measure: fastpack-trl bench --config {file}")
+        print(f"measure: {command_line('bench', '--config', file)}")
         return
-    command = text.partition("#     fastpack-trl ")[2].partition(" ")[0]
-    print(f"what would run here: fastpack-trl doctor --config {file}\ntrain: fastpack-trl {command} --config {file}")
+    command = shipped_text.partition("#     fastpack-trl ")[2].partition(" ")[0]
+    print(f"what would run here: {command_line('doctor', '--config', file)}")
+    print(f"train: {command_line(command, '--config', file)}")
 
 
 def shipped() -> Mapping[str, Path]:

@@ -7,6 +7,8 @@ import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from tempfile import TemporaryDirectory
@@ -39,6 +41,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     gpu_help = "predict memory on GPUs that are not here: names (4090, H100, ...) or 24GiB,8.9; reads no weights"
     add_trainer(parser)
     add("--gpu", metavar="GPU", nargs="+", help=gpu_help)
+    add("--gpus", metavar="N", type=int, help="with --gpu: memory per GPU on so many, under DDP and FSDP 2")
 
 
 def run(args: Namespace, record: dict[str, Any]) -> int:
@@ -49,13 +52,20 @@ def run(args: Namespace, record: dict[str, Any]) -> int:
     """
     if (args.gpu or args.more) and not args.config:
         raise UserError(f"{'--gpu' if args.gpu else '--trainer'} needs a config: give --config FILE")
+    if args.gpus is not None and (args.gpus < 1 or not args.gpu):
+        raise UserError(f"--gpus={args.gpus} must be >= 1 and needs a kind of GPU: add --gpu H100, for example")
     from transformers.utils import is_torch_bf16_gpu_available
 
+    from fastpack_trl.recipe.arguments import split_off
     from fastpack_trl.recipe.yaml import load_config
 
     record["error"] = None
     config = load_config(args.config) if args.config else {}  # refuse a wrong name before looking at the machine
-    lacks_gpu = config.get("bf16", True) and not config.get("use_cpu") and not is_torch_bf16_gpu_available()
+    bf16, use_cpu = (
+        str((split_off(name, args.more)[0] or [config.get(name, default)])[-1]).lower() in ("true", "")
+        for name, default in (("bf16", True), ("use_cpu", False))
+    )
+    lacks_gpu = bf16 and not use_cpu and not is_torch_bf16_gpu_available()
     # Under `accelerate launch` and torchrun only the first process prints.
     is_first = os.environ.get("RANK", "0") == "0"
     with (
@@ -79,22 +89,31 @@ def _section(title: str, rows: Mapping[str, Any]) -> None:
 
 def _forecast(record: dict[str, Any], args: Namespace, folder: str) -> None:
     """Show the memory of a step on each GPU, part by part, the features, and a change if it does not fit."""
+    from fastpack_trl.recipe.arguments import processes, split_off
     from fastpack_trl.recipe.forecast import LONGEST, forecast
     from fastpack_trl.recipe.gpus import COMMON, gpu_of
     from fastpack_trl.recipe.make_trainer import check_settings, short_run_arguments
 
     gpus = [gpu_of(text) for text in args.gpu or COMMON]
     # Without --use_cpu transformers refuses bf16 on a machine that lacks such a GPU.
-    arguments = short_run_arguments(args.config, folder, *args.more, "--use_cpu", "True")
+    read = partial(short_run_arguments, args.config, folder, *args.more, "--use_cpu", "True", may_launch=True)
+    arguments = read()
+    if not (arguments.training.bf16 or arguments.training.fp16 or split_off("bf16", args.more)[0]):
+        print("planned with bf16: true, as for a GPU; the config has bf16: false (give --bf16 false to plan that)\n")
+        arguments = read("--bf16", "True")
+    if (count := args.gpus or processes(arguments.launch)) > 1:
+        gpus = [replace(gpu, processes=count, shards=shards) for gpu in gpus for shards in (False, True)]
     with preparing():
-        check_settings(arguments)
+        check_settings(arguments, runs=False)
         report = record["forecast"] = forecast(arguments, gpus)
     rows = report["gpus"].values()
     row, most = report["row_tokens"], report["max_length"]
     count = f"{row // most} x {most:,} = " if row and row > most and row % most == 0 else ""
-    of_rows = f", rows of {count}{row:,} tokens" if row else ""
+    lengths = [row["row_tokens"] or 0 for row in rows]  # FSDP 2 merges no micro-batches
+    of_rows = f", rows of {count}{row:,} tokens" if row and len({*lengths}) == 1 else ""
     longest = [row.get("longest_row", 0) for row in rows]
     cells = [[f"memory of a step{of_rows}, GiB", *report["gpus"]]]
+    cells += [] if of_rows or not row else [["tokens of a row", *(f"{length:,}" for length in lengths)]]
     cells += [["GPU memory", *(f"{row['gib']:.1f}" for row in rows)]]
     for part in dict.fromkeys(name for row in rows for name in row["parts_gib"]):
         if any(sizes := [row["parts_gib"].get(part) for row in rows]):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from fastpack_trl.checkpointing.plan import Level, checkpointable_layers
+from fastpack_trl.checkpointing.plan import Level
 from fastpack_trl.checkpointing.planned import FEATURE, ActivationMemory
 from fastpack_trl.features.feature import Met
 from fastpack_trl.model import sharded
 from fastpack_trl.model.changes import callbacks_added, during_training, patch_attribute
+from fastpack_trl.model.checkpoint_seam import checkpointable_layers
 from fastpack_trl.model.facts import UNREADABLE
 from fastpack_trl.model.recompute import against_plan, check_recompute, offload_conflict, offload_unavailable
 from fastpack_trl.run import ONCE_SHARDED, Run

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from fastpack_trl.features.feature import Stock
 from fastpack_trl.lora.linear import make_fast
 from fastpack_trl.lora.report import has_lora
-from fastpack_trl.model.changes import patch_attribute
+from fastpack_trl.model.changes import patch_attribute, remarked
 from fastpack_trl.run import SHARDED, Run
 
 
@@ -21,6 +22,13 @@ def why_not(run: Run) -> Iterator[object]:
     """Yield why PEFT's forward runs."""
     yield not has_lora(run.model) and "the model has no LoRA layers"
     yield run.is_sharded and not run.is_fsdp2 and Stock(SHARDED)
+    adapters, others = (
+        {str(p.dtype) for p in run.model.parameters() if p.requires_grad is own and p.is_floating_point()}
+        for own in (True, False)
+    )
+    # Without autocast an input in the dtype of the adapters is needed, which no layer can have.
+    apart = run.compute_dtype is None and others and not (run.is_deepspeed or adapters & others)
+    yield apart and Stock(f"adapters in {', '.join(adapters)}, others in {', '.join(others)}; bf16=True would be fast")
 
 
 @contextmanager
@@ -33,7 +41,7 @@ def install(run: Run) -> Iterator[None]:
         fast = applied.fast or applied.already
         holds = bool(fast) or not applied.handed_over  # LoRA on stacked parameters only belongs to `moe`
         run.set_status("lora", "on" if fast else "stock", "fast" if fast else "PEFT", str(applied), holds)
-        with patch_attribute(run, "lora", applied):
+        with patch_attribute(run, "lora", applied), remarked(applied.modules, partial(run.report.remark, "lora")):
             yield
     finally:
         if applied.call_by_call:  # known only after training: it depends on the layers' inputs

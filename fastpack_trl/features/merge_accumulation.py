@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from fastpack_trl.features.feature import Met
 from fastpack_trl.model.changes import patch_attribute
-from fastpack_trl.model.facts import ALORA, dropout_of, is_invoked_once_per_row
+from fastpack_trl.model.facts import ALORA, dropout_of, is_invoked_once_per_row, position_use
 from fastpack_trl.model.hooks import BATCH_METHODS, callback_between, hook_inside, hook_on_a_gradient, replaced_methods
 from fastpack_trl.run import DEEPSPEED, MERGED_ROW_TOKENS, SHARDED, Run
 from fastpack_trl.step.merging import FEATURE, Merging
@@ -75,15 +74,6 @@ def looks_inside(run: Run) -> Iterator[object]:
     yield args.neftune_noise_alpha and "NEFTune's noise depends on the length of a row"
     optim = str(getattr(args.optim, "value", args.optim)).lower()
     yield "lomo" in optim and f"optim={optim!r} steps in the backward pass"
-    yield rope_follows_length(model) and "the rotary embedding depends on the longest document of a row"
+    yield position_use(model).by_longest and "the rotary embedding depends on the longest document of a row"
     yield hook_on_a_gradient(model, model.parameters())
     yield (hook := hook_inside(model)) and f"{hook} runs once per micro-batch"
-
-
-def rope_follows_length(model: Any) -> bool:
-    """Return whether the rotation of a document depends on the longest one (``dynamic`` and ``longrope`` scaling)."""
-    types: set[Any] = set()
-    for module in model.modules():
-        kind = getattr(module, "rope_type", None)
-        types |= set(kind.values()) if isinstance(kind, dict) else {kind}
-    return not types.isdisjoint({"dynamic", "longrope"})

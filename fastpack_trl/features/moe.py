@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from accelerate.logging import get_logger
 
 from fastpack_trl.features.feature import Stock
 from fastpack_trl.kernels._triton import is_supported
+from fastpack_trl.model.changes import remarked
 from fastpack_trl.moe.apply import apply_moe
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.moe.quantized import has_quantized_experts, quantize_experts
@@ -88,4 +90,5 @@ def install(run: Run) -> Iterator[None]:
             run.set_status("moe", "on", "fastpack", reason)
         else:
             run.set_status("moe", "stock", "stock", applied.summary().removeprefix("stock: "))
-        yield
+        with remarked(experts_modules(run.model).values(), partial(run.report.remark, "moe")):
+            yield

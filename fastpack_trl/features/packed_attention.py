@@ -11,7 +11,7 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 
 from fastpack_trl.attention.backends import BACKENDS, choose, failure
-from fastpack_trl.attention.install import packed_attention
+from fastpack_trl.attention.install import PackedAttention, packed_attention
 from fastpack_trl.errors import PackingError
 from fastpack_trl.features.verify_packing import is_examined, prove, tell_stock_error
 from fastpack_trl.model.changes import patch_attribute
@@ -108,21 +108,42 @@ def install(run: Run) -> Iterator[None]:
     with ExitStack() as stack:
         if run.packs:
             _install(run, stack)
-        elif run.training and run.trainer.padding_free and run.plan.kind != "documents":
-            prove(run, None)
-        elif run.training:
+        elif run.training and not run.trainer.padding_free:
             run.set_status("verify_packing", "off", "not run", "a row is one document", holds=True)
+        elif run.training and run.plan.kind != "documents" and not run.choice.unproven:
+            prove(run, None)
+        if run.plan.kind == "documents" and (run.training or not is_examined(run)):
+            padded = PackedAttention(run.choice, read_features(run.model, run.compute_dtype, run.device))
+            if failed := run.ranks.first_reason(lambda: _failure(run, padded)):
+                _replan(run, replace(run.choice, unproven=f"{run.choice.reason}; {failed}"))
         yield
 
 
-def _install(run: Run, stack: ExitStack) -> None:
-    """Install the chosen path. If the check cannot confirm it, TRL pads each document of a packed row, or the rows.
+def _failure(run: Run, attention: PackedAttention) -> str:
+    """Check the rows of a run before the first of them; return why others are needed, or ``""``."""
+    try:
+        unproven = prove(run, attention)
+    except PackingError as error:
+        if run.settings.packed_attention != "auto" and (run.training or run.plan.kind == "packed"):
+            raise
+        run.set_status("verify_packing", "on", "proof", str(error))
+        return f"{attention.path} failed its packing check: {error}"
+    return f"rows without padding are not checked: {unproven}" if unproven and run.packs else ""
 
-    An explicit path stops instead.
-    """
+
+def _replan(run: Run, choice: Choice) -> None:
+    run.choice = choice
+    plan_rows(run)
+    for fact in ("stock loss", "padded tokens per token") if run.plan.kind == "stock" else ():
+        run.report.facts.pop(fact, None)
+    logger.warning(f"batches: {run.plan.kind} ({choice.unproven or choice.reason})")
+
+
+def _install(run: Run, stack: ExitStack) -> None:
+    """Install the chosen path, or plan other rows if the check cannot confirm it; an explicit path stops instead."""
     dataset = run.trainer.train_dataset
     if run.training and isinstance(dataset, Dataset) and is_token_lists(dataset, ("input_ids",)):
-        check_vocabulary(dataset, vocabulary(run.model))
+        check_vocabulary(dataset, vocabulary(run.model), padding_free=run.trainer.padding_free)
     if run.training:
         tell_stock_error(run)
     attempt = stack.enter_context(ExitStack())
@@ -135,23 +156,7 @@ def _install(run: Run, stack: ExitStack) -> None:
     attempt.enter_context(patch_attribute(run, "attention", attention))
     if not run.training and is_examined(run):
         return
-    unasked = run.plan.kind == "padding_free"
-
-    def why_not() -> str:
-        try:
-            unproven = prove(run, attention)
-        except PackingError as error:
-            if run.settings.packed_attention != "auto" and (run.training or not unasked):
-                raise
-            run.set_status("verify_packing", "on", "proof", str(error))
-            return f"{run.choice.path} failed its packing check: {error}"
-        return unproven and f"rows without padding are not checked: {unproven}"
-
-    failed = run.ranks.first_reason(why_not)
-    if not failed:
-        return
-    attempt.close()
-    padded = Choice(PADDED_DOCUMENTS, failed, setting=run.choice.setting)
-    run.choice = replace(run.choice, unproven=failed) if unasked else padded
-    plan_rows(run)
-    logger.warning(f"batches: {run.plan.kind} ({failed})")
+    if failed := run.ranks.first_reason(lambda: _failure(run, attention)):
+        attempt.close()
+        padded = Choice(PADDED_DOCUMENTS, failed, setting=run.choice.setting)
+        _replan(run, replace(run.choice, unproven=failed) if run.plan.kind == "padding_free" else padded)

@@ -22,10 +22,8 @@ from fastpack_trl.run import Run
 
 FEATURE = "share_prefixes"
 FACT = "shared prefixes"
-MOST_COMPUTED = 0.95
-"""Share of the documents' tokens above which ``auto`` does not share: it costs time too."""
-_SAMPLE = 64
-"""Number of micro-batches in the sample."""
+MOST_COMPUTED = 0.95  # of the documents' tokens; above it ``auto`` does not share, which costs time too
+_SAMPLE = 64  # micro-batches
 
 
 def why_not(run: Run) -> Iterator[object]:

@@ -9,6 +9,7 @@ from weakref import ref
 import torch
 from accelerate.logging import get_logger
 
+from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.attention.dense import stock_error
 from fastpack_trl.attention.install import PackedAttention
 from fastpack_trl.attention.probe import default_lengths
@@ -27,9 +28,7 @@ INSIST = "verify_packing='off' trains anyway"
 _CANNOT_RUN = (*UNREADABLE, ImportError)
 
 
-class _Examined(NamedTuple):
-    """The attention and the model of the last check of a run, whether it could run or not."""
-
+class _Examined(NamedTuple):  # by the last check of a run, whether it could run or not
     choice: Choice
     model: ref[Any]
 
@@ -40,10 +39,9 @@ def is_examined(run: Run) -> bool:
 
 
 def prove(run: Run, attention: PackedAttention | None) -> str:
-    """Check packed rows before the first of them, under an installed `attention`, or under TRL's own if it is None.
+    """Check rows before the first of them, under an installed `attention`, or under TRL's own if it is None.
 
-    Returns:
-        The reason why the check cannot run on this model; empty if it ran or is not due.
+    Return why the check cannot run on this model; empty if it ran or is not due.
 
     Raises:
         PackingError: documents see each other; names the path, the leak and the remedy.
@@ -72,7 +70,8 @@ def prove(run: Run, attention: PackedAttention | None) -> str:
     collator = run.trainer.data_collator
     is_known = isinstance(collator, DataCollatorForLanguageModeling) or run.settings.verify_packing == "on"
     if attention is not None or is_known:
-        proof.raise_if_failed("" if attention else _remedy(run))
+        ours = "" if run.trainer.padding_free else "packed_attention='auto' keeps TRL's padded batches"
+        proof.raise_if_failed(ours if attention else _remedy(run))
     elif not proof.proven:
         logger.warning(f"rows as TRL packs them: {proof}; rows of {type(collator).__name__} were not checked")
     return ""
@@ -124,5 +123,6 @@ def _checked(run: Run, attention: PackedAttention | None) -> PackingProof:
     if not run.is_sharded and next(run.model.parameters()).device.type == run.device.type:
         with suppress(ImportError):  # TRL's own forward lacks a kernel (weights in FP8, say), which ours does without
             return verify_packing(run.model, implementation="off", attention=attention)
+    path = attention.path if attention is not None and attention.path in BACKENDS else "off"
     with small_copy(run.model, run.device, run.compute_dtype) as copy:
-        return verify_packing(copy, implementation="off" if attention is None else attention.path)
+        return verify_packing(copy, implementation=path, attention=attention if path == "off" else None)

@@ -13,19 +13,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
-from transformers.utils import logging
 
 from fastpack_trl.errors import short_repr
 from fastpack_trl.lora.adapters import CastAdapter, CastHook, autocasts, cast_here, is_sharded, needs_cast
 from fastpack_trl.lora.base_weight import BaseWeight, Fp8Weight, HasFrozenWeight, from_4bit
 from fastpack_trl.lora.projection import lora_projection
 from fastpack_trl.lora.report import LoraReport, declined, keep_copies
+from fastpack_trl.model.changes import hand_over
 from fastpack_trl.model.facts import backbones, text_model
 from fastpack_trl.model.hooks import PartsHooked, is_hooked
 from fastpack_trl.model.precision import emulates_bf16
 from fastpack_trl.model.upstream import Conv1D, FakeTensor, LoraLayer, LoraLinear
-
-logger = logging.get_logger(__name__)
 
 _AUTOCAST_INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 # Compared by name, because bitsandbytes is optional; PEFT imports it only for its layers.
@@ -122,7 +120,7 @@ class FastLora(HasFrozenWeight):
             return a, b, layer.scaling[name], dropout if drops else None, base, dtype
         if not torch.compiler.is_compiling():
             declined[self] = reason  # counted by `LoraReport.call_by_call`
-            logger.warning_once(f"lora: peft ({reason})")
+        hand_over(self, "lora", f"peft ({reason})")
         return None
 
 

@@ -23,18 +23,13 @@ from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.upstream import LoraLayer
 
 declined: MutableMapping[nn.Module, str] = WeakKeyDictionary()
-"""Layers with the fast forward that handed a call to PEFT, and the last reason. Stored outside the layers, so that
-copies of a model do not share it."""
+"""Layers with the fast forward that handed a call to PEFT, and the last reason; copies of a model do not share it."""
 
 
 def keep_copies(modules: Sequence[Any], compute_dtype: torch.dtype | None) -> str:
     """Keep dense copies of frozen weights if all fit an eighth of the free device memory; return the remark.
 
-    They are bit-equal to the weights dequantized per use. None are kept on the CPU.
-
-    Args:
-        modules: layers with the fast forward.
-        compute_dtype: the autocast dtype of the run; None without autocast.
+    They are bit-equal to the weights dequantized per use. None are kept on the CPU. `compute_dtype`: of autocast.
     """
     dtypes = [_copy_dtype(module.base_layer, compute_dtype) for module in modules]
     wanted = [(module, dtype) for module, dtype in zip(modules, dtypes, strict=True) if dtype is not None]

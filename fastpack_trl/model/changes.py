@@ -12,10 +12,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers.utils import logging
 
 from fastpack_trl.model.hooks import users_hooks_off
 from fastpack_trl.model.sharded import local
 
+logger = logging.get_logger(__name__)
 _T = TypeVar("_T")
 _NONE = object()
 _LARGEST_STATE = 2**16
@@ -24,9 +26,8 @@ _LARGEST_STATE = 2**16
 
 @contextmanager
 def patch_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of an object, a class or a module, but no property, while the context is open.
+    """Set an attribute, but no property, while the context is open; a value that other code sets meanwhile stays.
 
-    Exit restores what `owner` itself had, or deletes the name; a value that other code has set in the meantime stays.
     The ``__setattr__`` of an object is bypassed: that of a compiled model writes to the model inside.
     """
     before = vars(owner).get(name, _NONE)
@@ -62,11 +63,24 @@ class Patch:
 
 
 @contextmanager
-def shared(owner: Any, name: str, install: Callable[[], AbstractContextManager[_T]]) -> Iterator[_T]:
-    """Enter `install` for the first holder and leave it with the last, in whatever order they leave.
+def remarked(modules: Iterable[nn.Module], remark: Callable[[str], object]) -> Iterator[None]:
+    """Have `hand_over` of `modules` call `remark` instead of the log."""
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(patch_attribute(module, "_fastpack_remark", Patch(remark)))
+        yield
 
-    A trainer may be made in a callback of another. `owner`, the changed object, holds the `Patch` under `name`.
-    """
+
+def hand_over(module: nn.Module, feature: str, reason: str) -> None:
+    """Report that the library's own code runs a call of a module with a fast forward."""
+    if not torch.compiler.is_compiling():
+        patch = vars(module).get("_fastpack_remark")
+        patch.value(reason) if patch is not None else logger.warning_once(f"{feature}: {reason}")
+
+
+@contextmanager
+def shared(owner: Any, name: str, install: Callable[[], AbstractContextManager[_T]]) -> Iterator[_T]:
+    """Enter `install` for the first holder and leave it with the last; `owner` holds the `Patch` under `name`."""
     patch = vars(owner).get(name)
     if patch is None:
         stack = ExitStack()
@@ -83,10 +97,7 @@ def shared(owner: Any, name: str, install: Callable[[], AbstractContextManager[_
 
 
 def silence_renamed_checkpointing() -> AbstractContextManager[None]:
-    """Let models answer `is_gradient_checkpointing` without a FutureWarning of transformers in the context.
-
-    transformers 5.23 renamed the property. PEFT 0.21 and TRL 1.16 read the old name, which users cannot change.
-    """
+    """Silence a FutureWarning: transformers 5.23 renamed a property of models that PEFT 0.21 and TRL 1.16 read."""
     renamed = vars(PreTrainedModel).get("is_activation_checkpointing")
     if renamed is None:
         return nullcontext()
@@ -116,10 +127,7 @@ def during_training(trainer: Trainer, *, at_begin: Callable[[], object]) -> Abst
 
 
 def callers(method: Any = None) -> Iterator[Any]:
-    """Yield the `self` of each method, or of `method` alone, that is running, innermost first.
-
-    A callback finds a trainer of TRL in this way: no event of transformers passes it.
-    """
+    """Yield the `self` of each method, or of `method` alone, that is running, innermost first: no event passes it."""
     code, frame = getattr(method, "__code__", None), inspect.currentframe()
     while frame is not None:
         if "self" in frame.f_locals and code in (None, frame.f_code):
@@ -138,14 +146,42 @@ def isolated_run(model: nn.Module, *, training: bool) -> Iterator[None]:
 
 
 @contextmanager
+def zeros_perturbed(model: nn.Module) -> Iterator[None]:
+    """Fill trainable tensors that are all zero with small numbers, the same each time; exit restores every bit.
+
+    A branch behind a zero gate has no effect before it is trained. Buffers stay, in which zero may have a meaning.
+    """
+    # Through `data` autograd sees no write. The first element saves reading most tensors.
+    held = [local(p).data for p in model.parameters() if p.requires_grad and p.is_floating_point()]
+    zeros = [t for t in held if type(t) is Tensor and t.numel() and not (t.is_meta or t[(0,) * t.dim()] or t.any())]
+    contents = [tensor.clone() for tensor in zeros]  # before any write: parameters may share memory
+    # Casts of adapters are good for a version of the parameters, which stays.
+    casts = [(own, own["fastpack_cast"]) for module in model.modules() if "fastpack_cast" in (own := vars(module))]
+    try:
+        for tensor in zeros:
+            tensor.normal_(0, 0.02, generator=torch.Generator(tensor.device).manual_seed(0))
+            tensor[(0,) * tensor.dim()] = 0.02  # positive: a ReLU would close a single gate
+        yield
+    finally:
+        for tensor, content in zip(zeros, contents, strict=True):
+            tensor.copy_(content)
+        for own, cast in casts:
+            own["fastpack_cast"] = cast
+
+
+@contextmanager
 def restore_buffers(*models: nn.Module) -> Iterator[None]:
     """Restore the buffers of `models` on exit: the same tensors with the same content, large integers left out."""
     before = {module: dict(module._buffers) for model in models for module in model.modules()}
+    # The length for which the buffer of a rotary embedding was made.
+    rotary = {module: dict(vars(module)) for module in before if hasattr(module, "rope_type")}
     tensors = filter(_is_state, (tensor for buffers in before.values() for tensor in buffers.values()))
     contents: list[Any] = [(tensor, local(tensor).clone()) for tensor in tensors]
     try:
         yield
     finally:
+        for module, state in rotary.items():
+            vars(module).update({name: n for name, n in state.items() if isinstance(n, int | float | Tensor)})
         for module, buffers in before.items():
             module._buffers.clear()
             module._buffers.update(buffers)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from fastpack_trl.model.changes import patch_attribute, shared
+from fastpack_trl.model.facts import backbones, text_model
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
 CHECKPOINT = "_gradient_checkpointing_func"
@@ -69,10 +70,14 @@ def is_reentrant(checkpoint: Any) -> bool:
     return isinstance(checkpoint, partial) and bool(checkpoint.keywords.get("use_reentrant", True))
 
 
-def outermost_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
-    """Return the layers of `model` that transformers can checkpoint, first to last, without those inside of another."""
+def checkpointable_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    """Return the decoder layers of `model` that transformers can checkpoint, first to last, none inside of another.
+
+    Layers of vision and audio towers are not among them: no batch of text runs these.
+    """
     layers, inside = list[GradientCheckpointingLayer](), set[nn.Module]()
-    for module in model.modules():
+    decoder: nn.Module = [text_model(model), *backbones(model)][-1]
+    for module in decoder.modules():
         if isinstance(module, GradientCheckpointingLayer) and module not in inside:
             layers.append(module)
             inside.update(module.modules())

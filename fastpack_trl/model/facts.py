@@ -6,6 +6,7 @@ Read from the config and from attributes of the modules. A guard at run time and
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -167,6 +168,29 @@ def learned_positions(model: nn.Module) -> int | None:
     # A table has a row per position, of which some families skip the first two.
     others = [module for module in base.modules() if isinstance(module, nn.Embedding) and module not in tokens]
     return positions if positions and any(0 <= table.num_embeddings - positions <= 2 for table in others) else None
+
+
+class PositionUse(NamedTuple):
+    """What attention reads of positions besides the distance of two tokens, which rows without padding keep."""
+
+    by_longest: bool
+    """The longest position of a call selects the rotation of all its tokens (``dynamic``, ``longrope``)."""
+    scaled_from: float
+    """Position from which positions scale attention (Ministral 3, Llama 4); infinite for none."""
+
+
+def position_use(*models: nn.Module | None) -> PositionUse:
+    """Return what any of `models` reads of positions; each trainer asks before it joins documents of several rows."""
+    rotations, scales = set[str](), [math.inf]
+    for model in filter(None, models):
+        rotations |= {str(getattr(module, "rope_type", "")) for module in model.modules()}  # one, or one per layer type
+        config = text_model(model).config.get_text_config()
+        rope = getattr(config, "rope_parameters", None)
+        if isinstance(rope, dict) and rope.get("llama_4_scaling_beta"):
+            scales.append(rope["original_max_position_embeddings"])
+        if getattr(config, "attn_temperature_tuning", False):
+            scales.append(config.floor_scale)
+    return PositionUse(any("dynamic" in kind or "longrope" in kind for kind in rotations), min(scales))
 
 
 def is_prompt_learning(model: nn.Module) -> bool:

@@ -74,10 +74,7 @@ class PartsHooked:
 
 
 def hook_inside(module: nn.Module, name: str = "") -> str:
-    """Describe the first user hook that a call of `module` runs (global, on it or on a submodule); empty if none.
-
-    ``the forward hook scale on layers.1.mlp``, after the name of the module if it is given.
-    """
+    """Describe the first user hook that a call of `module` runs, e.g. ``the forward hook f on layers.1.mlp``."""
     if hook := _users_hook(nn.modules.module, "_global"):
         return f"the global {hook}"
     modules: list[Any] = [module]

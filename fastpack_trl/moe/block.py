@@ -7,17 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import logging
 
 from fastpack_trl.kernels.dequantize import Scales
 from fastpack_trl.kernels.gate_form import Gate
-from fastpack_trl.model.changes import Patch
+from fastpack_trl.model.changes import Patch, hand_over
 from fastpack_trl.model.hooks import PartsHooked
 from fastpack_trl.moe.experts import Form, Stack, StackForm, experts
 from fastpack_trl.moe.quantized import STACKS, read_stack
 from fastpack_trl.moe.routing import routing_plan
-
-logger = logging.get_logger(__name__)
 
 NAME = "fastpack"
 """Name of our experts function in transformers' `ExpertsInterface`."""
@@ -84,8 +81,7 @@ def fastpack_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_
         name = STOCK
     elif state.hooked(*gate_modules(self)):
         name = STOCK
-        if not torch.compiler.is_compiling():
-            logger.warning_once("moe: transformers' experts run (our kernel calls no hooks on their activation)")
+        hand_over(self, "moe", "transformers' experts run (our kernel calls no hooks on their activation)")
     elif is_decoding(self, hidden_states):
         # Off the CPU, `generate` replaces the name grouped_mm by batched_mm; it does not know our name.
         name = STOCK if hidden_states.device.type == "cpu" else "batched_mm"

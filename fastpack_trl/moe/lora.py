@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from fastpack_trl.kernels.grouped import aligned_rank
-from fastpack_trl.model.changes import Patch, patch_attribute
+from fastpack_trl.model.changes import Patch, hand_over, patch_attribute
 from fastpack_trl.model.hooks import PartsHooked
 from fastpack_trl.moe.block import LowRank, gate_modules, is_decoding, run_experts, traceable
 from fastpack_trl.moe.quantized import STACKS, read_stack, stack_dtype
@@ -95,7 +95,7 @@ def forward(outer: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if reason != adapter.reason and not torch.compiler.is_compiling():
         adapter.reason = reason
         if reason:
-            logger.warning_once(f"expert LoRA: peft ({reason})")
+            hand_over(adapter.module, "moe", f"expert LoRA: peft ({reason})")
     # PEFT 0.21 fails from the second forward on if the stack is stored in 4 bits.
     decoding = is_decoding(adapter.module, hidden) and read_stack(adapter.module, STACKS[0])[1] is None
     if reason or decoding or not traceable(adapter.module._fastpack_moe):

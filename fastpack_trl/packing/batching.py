@@ -50,6 +50,8 @@ def plan_batches(trainer: SFTTrainer, path: str, flattens: bool, unproven: str =
     if stock:
         return BatchPlan("stock", stock)
     if trainer.padding_free:
+        if unproven:
+            return BatchPlan("stock", unproven)
         if path == PADDED_DOCUMENTS:
             return BatchPlan("documents", "each document of a packed row is padded as a row of its own")
         source = f"packing_strategy={trainer.args.packing_strategy!r}" if trainer.args.packing else "padding_free=True"

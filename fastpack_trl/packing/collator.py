@@ -41,12 +41,11 @@ class PackingCollator(DataCollatorForLanguageModeling):
     - ``packed_batch``: the `PackedBatch` of the same tensors, with the positions and labels that the loss counts.
 
     One difference is intended. The padding of `pad_to_multiple_of` is *one* further segment, with position ids that
-    count up, and never a document (`PackedBatch.num_padding`), where TRL makes a document of each padding token.
+    documents have too, and never a document (`PackedBatch.num_padding`), where TRL makes one of each padding token.
 
     Args:
         pad_token_id: token id of the padded tail.
-        padding_free: always ``True``.
-        return_position_ids: without effect, as in TRL's padding-free mode: position ids are always returned.
+        padding_free: always ``True``, which returns position ids whatever `return_position_ids` is.
         pad_to_multiple_of: the row is padded to a multiple of this many tokens.
         return_tensors: ``"pt"``.
         share_prefixes: common prefixes of documents are stored once in the row, with `PackedBatch.shared` and

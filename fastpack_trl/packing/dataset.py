@@ -19,6 +19,11 @@ from fastpack_trl.packing.shared_keys import Ints
 
 _ROWS_AT_A_TIME = 10_000
 _NEVER = 2**62
+_READ = (
+    "input_ids",
+    "labels",
+    "seq_lengths",
+)  # by TRL: the last with `padding_free` only, so truncation leaves it stale
 
 Piece = Mapping[str, tuple[Ints, Any]]
 """Of each list column: its items per row, and the items of these rows as one Arrow array."""
@@ -82,10 +87,7 @@ def prepare_in_two_passes(
     Args:
         prepare: `SFTTrainer._prepare_dataset`, bound; its arguments follow.
         dataset: a data set; one that is streamed, transformed or empty cannot be read before, and is prepared at once.
-        count: measure the data set, and raise if nothing of it is left to train on.
-
-    Returns:
-        The prepared data set, and its facts if `count` and if its examples are token lists.
+        count: return facts too if examples are token lists, and raise if nothing of them is left to train on.
 
     Raises:
         DataError: labels of another length than the tokens, no token, or none left.
@@ -131,7 +133,7 @@ def _measure(documents: Dataset, prepared: Dataset, args: Any, strategy: str | N
     max_length, lengths = args.max_length, column_lengths(documents, "input_ids")
     longest, tokens = int(lengths.max()), int(lengths.sum())
     if not len(prepared):
-        if not counted_tokens(documents):
+        if not counted_tokens(documents, padding_free=False):
             raise DataError(
                 f"the train data set has no token that the loss counts: all labels are {IGNORE_INDEX}; give labels, or "
                 "completions that are not empty"
@@ -167,17 +169,14 @@ def _measure(documents: Dataset, prepared: Dataset, args: Any, strategy: str | N
         ("truncated tokens", True, cuts),
         ("documents without loss tokens", any(unscored.values()), "; ".join(filter(unscored.get, unscored))),
         ("padding trained on", padding, f"{masked} to {IGNORE_INDEX}"),
-        ("loss tokens", not counted_tokens(prepared), nothing),
+        ("loss tokens", not counted_tokens(prepared, padding_free=args.padding_free or packed), nothing),
     ]
     figures = {name: text for name, applies, text in table if applies}
     return DatasetFacts(longest, int(lost.sum()), float(fill) if packed else None, figures)
 
 
 def _read_labels(documents: Dataset, *, keep_end: bool) -> tuple[Ints, int]:
-    """Return what each labelled document needs for a loss (`_needed`), and the tokens of the loss that are masked.
-
-    TRL does not read the column `attention_mask`.
-    """
+    """Return what each labelled document needs for a loss (`_needed`), and the tokens of the loss that are masked."""
     masks = ["attention_mask"] if is_integer_list(documents.features.get("attention_mask")) else []
     needed: list[Ints] = [np.zeros(0, np.int64)]
     padding = 0
@@ -211,23 +210,23 @@ def _counted(piece: Piece) -> NDArray[np.bool_]:
     """Return which labels, or tokens without labels, a loss counts: not ignored, and not the first of a document."""
     rows, labels = piece.get("labels", piece["input_ids"])
     counted, lengths = _not_ignored(labels), piece["seq_lengths"][1].to_numpy() if "seq_lengths" in piece else rows
-    lengths = lengths[lengths > 0]
-    counted[lengths.cumsum() - lengths] = False
+    starts = (lengths.cumsum() - lengths)[lengths > 0]
+    counted[starts[starts < len(counted)]] = False  # the collator names lengths that exceed their row
     return counted
 
 
-def counted_tokens(dataset: Dataset) -> int:
-    """Count the tokens of the loss, the first of each document left out."""
-    return sum(int(_counted(piece).sum()) for piece in pieces(dataset, "input_ids", "labels", "seq_lengths"))
+def counted_tokens(dataset: Dataset, *, padding_free: bool = True) -> int:
+    """Count the tokens of the loss, the first of each document left out: of each row, without `padding_free`."""
+    return sum(int(_counted(piece).sum()) for piece in pieces(dataset, *_READ[: 2 + padding_free]))
 
 
-def check_vocabulary(dataset: Dataset, vocab_size: int) -> None:
+def check_vocabulary(dataset: Dataset, vocab_size: int, *, padding_free: bool) -> None:
     """Check every token id, and every label that may be counted, once, on the host.
 
     Raises:
         DataError: an id outside [0, vocab_size); names it.
     """
-    for piece in pieces(dataset, "input_ids", "labels", "seq_lengths"):
+    for piece in pieces(dataset, *_READ[: 2 + padding_free]):
         ids = {"input_ids": piece["input_ids"][1]}
         if "labels" in piece:
             ids["labels"] = piece["labels"][1].filter(pa.array(_counted(piece)))

@@ -19,7 +19,7 @@ class DocumentsCollator:
     """Split packed rows at their ``seq_lengths``, and let TRL's collator pad the documents.
 
     ``[{"input_ids": [5, 6, 7, 8, 9], "seq_lengths": [3, 2]}]`` -> ``input_ids=[[5, 6, 7], [8, 9, 0]]``. The loss counts
-    the same tokens as in the packed row: first tokens of documents have no label.
+    the same tokens as in the packed row: first tokens have no label. Its padding, which TRL counts, is one more row.
 
     Args:
         stock: the trainer's collator, with ``padding_free=True``.
@@ -29,7 +29,11 @@ class DocumentsCollator:
         self.pad = replace(stock, padding_free=False)
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        batch: dict[str, Any] = self.pad([document for example in examples for document in _documents(example)])
+        documents = [document for example in examples for document in _documents(example)]
+        tokens = sum(len(document["input_ids"]) for document in documents)
+        if count := -tokens % (self.pad.pad_to_multiple_of or 1):
+            documents.append({"input_ids": [self.pad.pad_token_id] * count, "labels": [IGNORE_INDEX] * count})
+        batch: dict[str, Any] = self.pad(documents)
         batch["labels"][:, 0] = IGNORE_INDEX
         return batch
 
@@ -37,9 +41,7 @@ class DocumentsCollator:
 def as_one_row(mask: Tensor, *padded: Tensor | None) -> list[Tensor | None]:
     """Return values per token of padded documents, (documents, width, ...), as one row, (1, tokens, ...).
 
-    Args:
-        mask: (documents, width), 1 for tokens; `padded` may have virtual tokens before these.
-        padded: logits and labels.
+    `mask` is (documents, width), 1 for tokens; `padded`, logits and labels, may have virtual tokens before these.
     """
     tokens = mask.bool()
     return [one if one is None else one[:, -mask.shape[1] :][tokens.to(one.device)][None] for one in padded]

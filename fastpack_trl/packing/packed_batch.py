@@ -135,6 +135,7 @@ class PackedBatch(TensorFields):
         num_padding: int = 0,
         labels: Tensor | None = None,
         prefixes: tuple[Ints, Ints] | None = None,
+        width: int = 0,
     ) -> PackedBatch:
         """Build the metadata of a row on the host.
 
@@ -144,6 +145,7 @@ class PackedBatch(TensorFields):
             labels: (total_tokens,) or (1, total_tokens) int64 on the host, `IGNORE_INDEX` where no loss is counted.
                 First tokens of a document are never counted: nothing precedes them.
             prefixes: of a row that shares: `SharedKeys.prefix_lengths` and `key_index` without the padded tail.
+            width: tokens of the padded rows that it stands for, whose last position the end of the tail gets.
 
         Raises:
             ValueError: no document, a length below 1, or labels of another length than the row.
@@ -180,6 +182,9 @@ class PackedBatch(TensorFields):
             ends_k = torch.from_numpy(np.append(0, keys.cumsum()).astype(np.int32))
             shared = SharedKeys(tuple(before.tolist()), torch.from_numpy(index), ends_k, int(keys.max()))
             places += before.repeat(segments)
+        if num_padding:  # below the end of the longest document, by which some models rotate
+            places[-num_padding:] %= places[:-num_padding].max() + 1
+            places[-1] = max(places[-1], width - 1)
         # Neither `places[None]`, whose first stride is 0, nor a view: torch may compile layers again for either.
         position_ids = torch.from_numpy(places.reshape(1, total))
         return cls(

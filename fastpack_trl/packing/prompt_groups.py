@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastpack_trl.packing import prefixes
 from fastpack_trl.packing.packed_batch import PackedBatch
-from fastpack_trl.packing.prefixes import LEAST_SHARED, share
 from fastpack_trl.packing.shared_keys import Ints, TensorFields
 
 KEY = "fastpack_prompt_groups"
@@ -39,6 +39,7 @@ class PromptGroups(TensorFields):
         positions: (N,) int64, positions of the row that the head reads, in the order of `places`.
         places: (N,) int64, in the flattened (rows, width - 1) result; without completions the rows themselves.
         copies: (1, total_tokens) int64, rows of the padded batch that have the token; None if each token is in one.
+            0 for a last token that belongs to none and has the last position of the padded rows.
         shape: rows and width of the padded batch.
     """
 
@@ -54,34 +55,29 @@ class PromptGroups(TensorFields):
         return padded.flatten().index_select(0, self.tokens)[None]
 
 
-def group_completions(
-    ids: Tensor, attention_mask: Tensor, scored: Tensor, *, share: bool = True, least: int = LEAST_SHARED
-) -> PromptGroups | str:
+def group_completions(ids: Tensor, attention_mask: Tensor, scored: Tensor, **form: Any) -> PromptGroups | str:
     """Return the row of a padded batch of prompts and completions, or why it has none.
 
     Args:
         ids: (rows, width) integers on the host, padded on either side.
         attention_mask: (rows, width), 0 at padding.
         scored: (rows, width), not 0 at tokens whose log-probability is needed. The first column never is.
-        share: False: prompts are repeated.
-        least: tokens below which a common prefix is repeated.
+        form: of the row, see `_group`.
     """
     rows, column = scored[:, 1:].numpy().nonzero()  # the column before each scored token, which predicts it
     places = rows * (ids.shape[1] - 1) + column
-    return _group(ids, attention_mask, rows, column, places, least if share else None, scores_next=True)
+    return _group(ids, attention_mask, rows, column, places, scores_next=True, **form)
 
 
-def completions(batch: Mapping[str, Any], prefix: str, *, share: bool) -> PromptGroups | str:
+def completions(batch: Mapping[str, Any], prefix: str, **form: Any) -> PromptGroups | str:
     """Find the row of DPO's and KTO's batches."""
     if f"{prefix}completion_mask" not in batch:
         return "a batch without completion_mask"
     ids, mask, scored = (batch[f"{prefix}{name}"] for name in ("input_ids", "attention_mask", "completion_mask"))
-    return group_completions(ids, mask, scored, share=share)
+    return group_completions(ids, mask, scored, **form)
 
 
-def pairs(
-    batch: Mapping[str, Any], prefix: str, *, share: bool, pad_token_id: int, least: int = LEAST_SHARED
-) -> PromptGroups | str:
+def pairs(batch: Mapping[str, Any], prefix: str, *, pad_token_id: int, **form: Any) -> PromptGroups | str:
     """Return the row of a reward trainer's batch, which a classifier reads at the last token of each of its rows.
 
     `pad_token_id`: by which transformers' classifiers find the token that they read: the last of another id.
@@ -91,22 +87,20 @@ def pairs(
     others = ids.numpy() != pad_token_id
     last = np.where(others.any(1), width - 1 - others[:, ::-1].argmax(1), 0)
     rows = np.arange(count)
-    return _group(ids, batch[f"{prefix}attention_mask"], rows, last, rows, least if share else None)
+    return _group(ids, batch[f"{prefix}attention_mask"], rows, last, rows, **form)
 
 
 def _group(
-    ids: Tensor,
-    attention_mask: Tensor,
-    rows: Ints,
-    column: Ints,
-    places: Ints,
-    least: int | None,
-    *,
-    scores_next: bool = False,
-) -> PromptGroups | str:
-    """Return the row of a padded batch whose head reads `column` of `rows`; prefixes are repeated if `least` is None.
+    ids: Tensor, attention_mask: Tensor, rows: Ints, column: Ints, places: Ints, *, scores_next: bool = False,
+    share: bool = True, least: int = prefixes.LEAST_SHARED, keep_width: bool = False,
+) -> PromptGroups | str:  # fmt: skip
+    """Return the row of a padded batch whose head reads `column` of `rows`.
 
-    `scores_next`: the tokens that it reads predict the next ones, which must not be padding either.
+    Args:
+        scores_next: the tokens that it reads predict the next ones, which must not be padding either.
+        share: False: prompts are repeated.
+        least: tokens below which a common prefix is repeated.
+        keep_width: the longest position of the row is that of the padded batch, by a token that belongs to no document.
     """
     real, shape = attention_mask.numpy() != 0, (ids.shape[0], ids.shape[1])
     if real.shape != shape:
@@ -123,22 +117,20 @@ def _group(
     tokens, lengths = real.ravel().nonzero()[0], real.sum(1)
     positions = (real.ravel().cumsum() - 1)[rows * shape[1] + column]
     lengths = lengths[lengths > 0]
-    shared = share(ids.numpy().ravel()[tokens], lengths, least) if least is not None else None
-    copies = None
-    if shared is None:
-        batch = PackedBatch.from_lengths(lengths)
-    else:
-        batch = PackedBatch.from_lengths(shared.lengths, prefixes=(shared.first_positions, shared.key_index))
+    width = shape[1] if keep_width and lengths.max() < shape[1] else 0
+    shared = prefixes.share(ids.numpy().ravel()[tokens], lengths, least) if share else None
+    own, before = (lengths, None) if shared is None else (shared.lengths, (shared.first_positions, shared.key_index))
+    batch = PackedBatch.from_lengths(own, num_padding=min(width, 1), prefixes=before, width=width)
+    copies = np.ones(len(tokens), np.int64) if shared is None else np.bincount(shared.token_of)
+    if shared is not None:
         tokens, positions = tokens[shared.source_of], shared.token_of[positions]
-        copies = torch.from_numpy(np.bincount(shared.token_of))[None]
+    if width:
+        tokens, copies = np.append(tokens, tokens[-1]), np.append(copies, 0)
+    each_is_in_one = shared is None and not width
     return PromptGroups(
-        batch=batch,
-        tokens=torch.from_numpy(tokens),
-        positions=torch.from_numpy(positions),
-        places=torch.from_numpy(places),
-        copies=copies,
-        shape=shape,
-    )
+        batch=batch, tokens=torch.from_numpy(tokens), positions=torch.from_numpy(positions),
+        places=torch.from_numpy(places), copies=None if each_is_in_one else torch.from_numpy(copies)[None], shape=shape,
+    )  # fmt: skip
 
 
 @dataclass
@@ -149,12 +141,12 @@ class PromptGroupsCollator:
         inner: the collator.
         find: from a batch and the prefix of its keys (``""``, ``"KL_"``) to the row of ``<prefix>input_ids``, or why
             it has none.
-        share: False: prompts are repeated.
+        form: of the rows, for `find`.
     """
 
     inner: Callable[[list[Any]], Any]
     find: Callable[..., PromptGroups | str]
-    share: bool
+    form: Mapping[str, bool]
 
     def __call__(self, examples: list[Any]) -> Any:
         """Collate, and add the rows that are found, or the reason why one is not."""
@@ -165,5 +157,5 @@ class PromptGroupsCollator:
         for key, ids in batch.items():
             prefix = key.removesuffix("input_ids")
             if prefix != key and isinstance(ids, Tensor) and f"{prefix}attention_mask" in batch:
-                found[key] = self.find(batch, prefix, share=self.share)
+                found[key] = self.find(batch, prefix, **self.form)
         return batch | {KEY: found}

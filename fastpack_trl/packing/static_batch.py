@@ -8,6 +8,7 @@ None in its static form: code that computes with it raises instead of going on w
 
 from __future__ import annotations
 
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -82,7 +83,8 @@ class StaticInputs:
             static.shared.key_index.copy_(_key_index(ends, before, self.bucket.keys, size.tokens))
             if batch.shared is not None:
                 static.shared.key_index[: size.keys].copy_(batch.shared.key_index)
-        static.position_ids.copy_(positions % size.with_keys.max_seqlen_k)
+        keys = zip(batch.seq_lengths, batch.shared.prefix_lengths if batch.shared else repeat(0), strict=False)
+        static.position_ids.copy_(positions % max(map(sum, keys)))
 
 
 def _ends(bucket: Bucket, size: Bucket, batch: PackedBatch) -> NDArray[np.int32]:

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
-from fastpack_trl.errors import UserError, did_you_mean, naming_keys, short_repr
+from fastpack_trl.errors import UserError, command_line, did_you_mean, naming_keys, short_repr
 from fastpack_trl.recipe.foreign import OTHER_NAMES, tool_of
 from fastpack_trl.recipe.formats import DataArguments
 from fastpack_trl.recipe.methods import SFT, Method
@@ -89,7 +89,7 @@ def parse(argv: Sequence[str], method: Method = SFT, *, may_launch: bool = True)
             f"{path}: env={short_repr(env)} must be a mapping of variables, e.g. `env: {{OMP_NUM_THREADS: 1}}`"
         )
     if tool := tool_of(config):
-        raise UserError(f"{path} is a config of {tool}: `fastpack-trl convert {path}` translates it")
+        raise UserError(f"{path} is a config of {tool}: `{command_line('convert', path)}` translates it")
     os.environ.update({str(name): str(value) for name, value in env.items()})
     with warnings.catch_warnings():
         # transformers 5.23 renames this field; TRL's SFTConfig sets it by default and documents the old name.
@@ -118,6 +118,16 @@ def parse(argv: Sequence[str], method: Method = SFT, *, may_launch: bool = True)
     return Arguments(method, script, training, model, mixture, data, [*launch, *launch_flags], [*argv])
 
 
+def check(values: Mapping[str, Any], method: Method, source: str, keys: Mapping[str, str]) -> None:
+    """Raise `UserError` for a value that the parser of a method refuses; `keys` has their names in `source`."""
+    parser = make_parser(method)
+    launcher = _launch_parser(parser)
+    for name in values.keys() - {"env"}:
+        place = f"{source}: {keys[name]}" if keys.get(name, name) != name else source
+        parser.source = f"{place}: "
+        parser.parse_known_args(_words_of({name: values[name]}, parser, launcher, place))
+
+
 def as_flags(values: Mapping[str, object]) -> list[str]:
     """Return values by name as words of a command line: ``{"seed": 1}`` -> ``["--seed", "1"]``."""
     return [word for name, value in values.items() for word in (f"--{name}", str(value))]
@@ -130,6 +140,12 @@ def split_off(name: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
     parser.add_argument(*spellings, dest="values", action="append", nargs="?", const="", default=[])
     matches, rest = parser.parse_known_args(words)
     return matches.values, rest
+
+
+def processes(launch: Sequence[str]) -> int:
+    """Return the number of processes that options of `accelerate launch` ask for; 1 if they name none."""
+    counts, files = (split_off(name, launch)[0][-1:] for name in ("num_processes", "config_file"))
+    return int([1, *(load_config(file).get("num_processes", 1) for file in files), *counts][-1])
 
 
 def make_parser(method: Method = SFT, kinds: Sequence[Any] | None = None) -> Any:

@@ -8,8 +8,8 @@ the head by its tiles. The rest, the allocator's overhead, is a constant and a s
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -23,16 +23,18 @@ from trl import get_peft_config
 
 from fastpack_trl.attention.backends import BACKENDS, choose
 from fastpack_trl.attention.install import PackedAttention, backend_installed
-from fastpack_trl.checkpointing.budget import HEAD_BYTES, MARGIN, row_tokens, state_bytes
-from fastpack_trl.checkpointing.plan import LayerCost, Level, Plan, checkpointable_layers
+from fastpack_trl.checkpointing.budget import HEAD_BYTES, MARGIN, MARGIN_WITHOUT_RETRY, row_tokens, state_bytes
+from fastpack_trl.checkpointing.plan import LayerCost, Level, Plan
 from fastpack_trl.checkpointing.plan import describe as levels_of
+from fastpack_trl.checkpointing.planned import AMPLE
 from fastpack_trl.checkpointing.trace import layer_costs, probe_batches
 from fastpack_trl.config import Settings
-from fastpack_trl.errors import describe, preparing
+from fastpack_trl.errors import UserError, describe, preparing
 from fastpack_trl.features import feature
 from fastpack_trl.kernels.gate_form import passes_at_bounds
 from fastpack_trl.lora import projection
 from fastpack_trl.model.changes import patch_attribute
+from fastpack_trl.model.checkpoint_seam import checkpointable_layers
 from fastpack_trl.model.facts import UNREADABLE, ModelFeatures, read_features, window_of
 from fastpack_trl.model.precision import emulates_bf16
 from fastpack_trl.model.sharded import Ranks
@@ -40,12 +42,15 @@ from fastpack_trl.model.upstream import FakeTensorMode
 from fastpack_trl.packing.documents import PADDED_DOCUMENTS
 from fastpack_trl.recipe.arguments import Arguments
 from fastpack_trl.recipe.gpus import Gpu, as_if_on
+from fastpack_trl.report import FeatureReport
 from fastpack_trl.run import Choice
 from fastpack_trl.step.head import TILE_ELEMENTS
 
 _GIB = 2**30
 CONTEXT_GIB = 0.8
 """CUDA's context and kernels, outside torch's allocator: 0.74 to 0.82 on an H200."""
+NCCL_GIB = 0.8
+"""NCCL's buffers for the collectives of one group: 0.82 on two H200s."""
 RESERVE_GIB, RESERVE_SHARE = 0.12, 0.03
 """Memory of the allocator on top of its tensors: a constant, and a share of what a step allocates and frees."""
 _ROOM = 0.98  # share of a device that the longest row may take
@@ -63,8 +68,10 @@ class Model:
     Attributes:
         text: config of its language model.
         frozen: bytes of frozen weights.
-        numbers, trained: numbers and bytes of those that are trained.
+        numbers, trained: numbers and bytes of those that are trained; `width` of each in matmuls.
         transient: bytes of the largest frozen weight that is made dense for one use.
+        whole: bytes of frozen weights that FSDP 2 does not shard: those in four bits, unless stored as floats.
+        layers, gathered: bytes of all layers and, with gradients, of what is gathered at a time under FSDP 2.
     """
 
     module: Any
@@ -74,17 +81,21 @@ class Model:
     numbers: int
     trained: float
     transient: int
+    width: int
+    whole: float
+    layers: float
+    gathered: float
 
 
-def model_of(arguments: Arguments) -> Model:
-    """Return the model of a run, of which only the config is read."""
+def model_of(arguments: Arguments, dtype: torch.dtype | None = None) -> Model:
+    """Return the model of a run, of which only the config is read; `dtype` replaces that of the run."""
     options, training, mode = arguments.model, arguments.training, FakeTensorMode(allow_non_fake_inputs=True)
     kind = "SequenceClassification" if arguments.method.command == "reward" else "CausalLM"
     with preparing():
         config = transformers.AutoConfig.from_pretrained(
             options.model_name_or_path, revision=options.model_revision, trust_remote_code=training.trust_remote_code
         )
-        dtype = getattr(torch, str(options.dtype), None) or getattr(config, "dtype", None) or torch.float32
+        dtype = dtype or getattr(torch, str(options.dtype), None) or getattr(config, "dtype", None) or torch.float32
         with torch.device("meta"):
             model: Any = getattr(transformers, f"AutoModelFor{kind}").from_config(config, dtype=dtype)
         head, packed = model.get_output_embeddings(), dict[int, float]()  # bytes of a number
@@ -98,6 +109,15 @@ def model_of(arguments: Arguments) -> Model:
             model = get_peft_model(model, peft)
     trained = [p for p in model.parameters() if p.requires_grad]
     frozen = [p for p in model.parameters() if not p.requires_grad]
+    storage = getattr(torch, str(options.bnb_4bit_quant_storage), torch.uint8)
+    stays_whole = {id(p) for p in frozen if options.load_in_4bit and id(p) in packed and not storage.is_floating_point}
+    width, layers = 2 if training.bf16 or training.fp16 else 4, checkpointable_layers(model)
+
+    def gathered(module: nn.Module, *, gradients: bool = True) -> float:
+        own = [p for p in module.parameters() if id(p) not in stays_whole]
+        weights = sum(p.numel() * packed.get(id(p), min(p.element_size(), width)) for p in own)
+        return weights + sum(p.numel() * width for p in own if p.requires_grad and gradients)
+
     result = Model(
         model, mode, config.get_text_config(),
         frozen=sum(p.numel() * packed.get(id(p), float(p.element_size())) for p in frozen),
@@ -105,6 +125,11 @@ def model_of(arguments: Arguments) -> Model:
         # TRL makes the adapters of a quantized base bf16.
         trained=sum(p.numel() * (2 if options.load_in_4bit else p.element_size()) for p in trained),
         transient=max((p.numel() * 2 for p in frozen if id(p) in packed), default=0),
+        width=width, whole=sum(p.numel() * packed[id(p)] for p in frozen if id(p) in stays_whole),
+        layers=sum(gathered(layer, gradients=False) for layer in layers),
+        # torch's `FSDPParamGroup`, measured on two H200s: while a layer runs backward, the weights of the layer before
+        # are gathered and the gradients of the layer after reduced. Embeddings and head have their own units.
+        gathered=gathered(model) - sum(map(gathered, layers)) + 2 * max(map(gathered, layers), default=0.0),
     )  # fmt: skip
     _make_fake(model, mode)
     return result
@@ -115,9 +140,8 @@ def _make_fake(model: nn.Module, mode: Any) -> None:
     tensors, made = [*model.parameters(), *model.buffers()], dict[int, Any]()
     with mode:
         for tensor in tensors:
-            empty = torch.empty_like(tensor, device="cpu")
-            trained = tensor.requires_grad
-            made[id(tensor)] = nn.Parameter(empty, trained) if isinstance(tensor, nn.Parameter) else empty
+            empty, is_weight = torch.empty_like(tensor, device="cpu"), isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_weight else empty
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             held.update({name: made[id(tensor)] for name, tensor in held.items() if tensor is not None})
@@ -142,7 +166,9 @@ def costs_of_layers(of: Model, run: Any) -> list[LayerCost]:
     installed = backend_installed(model, PackedAttention(run.choice, run.features))
     long_rows = patch_attribute(projection, "_SMALL", {False: 0})  # rows of a step are longer than probes
     autocast = torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32)
-    with ExitStack() as stack, installed, long_rows, of.mode, autocast:
+    # torch's fake kernel takes bf16 only; this one saves the same tensors.
+    grouped = patch_attribute(nn.functional, "grouped_mm", lambda a, b, **_: a @ b[0])
+    with ExitStack() as stack, installed, long_rows, grouped, of.mode, autocast:
         for name in ("moe", "lora"):
             if run.on.get(name) == "on":
                 feature(name).enter(run, stack)
@@ -182,46 +208,36 @@ class Forecast:
         assert self.costs is not None
         head = tokens * self.model.text.hidden_size * HEAD_BYTES
         tile = min(TILE_ELEMENTS, tokens * self.model.text.vocab_size) * 2
-        budget = max(0, int((self.gpu.gib * _GIB - sum(self.fixed.values())) * MARGIN) - head)
+        free = self.gpu.gib * _GIB - sum(self.fixed.values())
+        budget = max(0, int(free * (MARGIN if self.gpu.processes == 1 else MARGIN_WITHOUT_RETRY)) - head)
         plan = Plan.keeping_all(self.costs, tokens, longest, budget, dense=self.model.transient)
         plan = plan.best() if level is None else plan.last_kept(0, level)
         moving = {"activations": float(plan.predicted), "head and loss": float(head + tile)}
+        if self.gpu.shards and plan.keeps_all and self.model.layers * AMPLE <= plan.left:
+            moving["layers gathered once"] = self.model.layers
         reserve = RESERVE_GIB * _GIB + RESERVE_SHARE * sum(moving.values())
         return self.fixed | moving | {"allocator's reserve": reserve}, plan
 
     def longest_row(self) -> int:
         """Return the tokens of the longest row that fits with layer inputs in host memory; 0 if none does."""
-
-        def exceeds(count: int) -> bool:
-            parts, _ = self.need(count * _ROW, count * _ROW, Level.OFFLOAD)
-            return sum(parts.values()) > self.gpu.gib * _GIB * _ROOM
-
-        return bisect(range(1, LONGEST // _ROW + 1), 0, key=exceeds) * _ROW if self.costs is not None else 0
-
-    def graphs_refused(self, moving: float, plan: Plan) -> str:
-        """Return why CUDA graphs, which hold `moving` bytes, would not be recorded, by the feature's own rule."""
-        step = self.run.step
-        step.offloads, step.activation_bytes = Level.OFFLOAD in plan.levels, moving
-        step.activations_left = plan.left if plan.keeps_all else 0
-        with as_if_on(self.gpu.capability):
-            return feature("cuda_graph").why_off(self.run)
+        room, counts = self.gpu.gib * _GIB * _ROOM, range(1, LONGEST // _ROW + 1 if self.costs is not None else 1)
+        return _ROW * bisect(counts, room, key=lambda n: sum(self.need(n * _ROW, n * _ROW, Level.OFFLOAD)[0].values()))
 
 
 def forecast(arguments: Arguments, gpus: Sequence[Gpu]) -> dict[str, Any]:
     """Return for each GPU the memory of a step by part, the features, the longest row that fits and a suggestion.
 
-    No weights and no data are read: rows are as long as `max_length` lets them be. Full replicas: what is sharded
-    across processes is not counted.
+    No weights and no data are read: rows are as long as `max_length` lets them be.
     """
-    training, seen = arguments.training, dict[Any, Any]()
-    most = getattr(training, "max_length", None)
-    merges = getattr(training, "merge_accumulation", "auto") != "off"
-    row = None if most is None else row_tokens(training, most, most, merges=merges)
-    report: dict[str, Any] = {"row_tokens": row, "max_length": most, "gpus": {}}
+    training, seen, most = arguments.training, dict[Any, Any](), getattr(arguments.training, "max_length", None)
+    report: dict[str, Any] = {"row_tokens": 0, "max_length": most, "gpus": {}}
     for gpu in gpus:
+        merges = getattr(training, "merge_accumulation", "auto") != "off" and not gpu.shards
+        row = None if most is None else row_tokens(training, most, most, merges=merges)
+        report["row_tokens"] = row and max(row, report["row_tokens"])
         one = predict(arguments, gpu, seen)
         parts, features = one.fixed, one.run.on
-        facts = report["gpus"][gpu.name] = {"gib": gpu.gib, "attention": one.run.choice.path, "features": features}
+        facts = {"gib": gpu.gib, "row_tokens": row, "attention": one.run.choice.path, "features": features}
         if one.costs is None or row is None:
             facts["unknown"] = one.unknown or "max_length is not set: rows may have any length"
         else:
@@ -229,15 +245,18 @@ def forecast(arguments: Arguments, gpus: Sequence[Gpu]) -> dict[str, Any]:
             facts |= {"levels": levels_of(plan.levels), "longest_row": one.longest_row()}
             moving = parts["activations"] + parts["head and loss"]  # a graph holds them a second time
             if features["cuda_graph"].startswith("on"):
-                if why := one.graphs_refused(moving, plan):
-                    features["cuda_graph"] = f"off: {why}"
-                else:
-                    facts["graphs_gib"] = moving / _GIB
+                one.run.step.offloads, one.run.step.activation_bytes = Level.OFFLOAD in plan.levels, moving
+                one.run.step.activations_left = plan.left if plan.keeps_all else 0
+                with as_if_on(gpu.capability):
+                    why = feature("cuda_graph").why_off(one.run)
+                features |= {"cuda_graph": f"off: {why}"} if why else {}
+                facts |= {} if why else {"graphs_gib": moving / _GIB}
         facts["parts_gib"] = {name: size / _GIB for name, size in parts.items()}
         facts["total_gib"] = sum(parts.values()) / _GIB
-        facts["fits"] = facts["total_gib"] <= gpu.gib
+        facts["fits"] = facts["total_gib"] <= gpu.gib and not _refuses_fsdp2(arguments, gpu)
         if not facts["fits"]:
-            facts["change"] = _change(arguments, one)
+            facts["change"] = _change(arguments, one, seen)
+        report["gpus"][gpu.title] = facts
     return report
 
 
@@ -247,11 +266,19 @@ def predict(arguments: Arguments, gpu: Gpu, seen: dict[Any, Any] | None = None) 
     if "model" not in seen:
         seen["model"] = model_of(arguments)
     model, run = seen["model"], stand_in(arguments, seen["model"].module, gpu)
-    result = Forecast(gpu, model, fixed_bytes(model, arguments.training) | {"CUDA context": CONTEXT_GIB * _GIB}, run)
+    result = Forecast(gpu, model, fixed_bytes(model, arguments, gpu), run)
+    if gpu.shards and model.whole:
+        run.on["fsdp2"] = "each GPU has all 4-bit weights; bnb_4bit_quant_storage: bfloat16 shards them"
+    result.unknown = _refuses_fsdp2(arguments, gpu)
     if run.choice.path not in BACKENDS:
         result.unknown = f"activations are counted for packed attention only ({run.choice.reason})"
+    if result.unknown:
         return result
-    if (key := (run.choice.path, run.on.get("lora"), run.on.get("moe"))) not in seen:
+    if gpu.shards and model.module.dtype != run.compute_dtype:
+        # Gathered weights have the dtype of matmuls: layers keep no casts of them.
+        model = seen["cast"] = seen.get("cast") or model_of(arguments, run.compute_dtype)
+        run = stand_in(arguments, model.module, gpu)
+    if (key := (model.module.dtype, run.choice.path, run.on.get("lora"), run.on.get("moe"))) not in seen:
         try:
             with as_if_on(gpu.capability):
                 seen[key] = costs_of_layers(model, run), ""
@@ -261,12 +288,28 @@ def predict(arguments: Arguments, gpu: Gpu, seen: dict[Any, Any] | None = None) 
     return result
 
 
-def fixed_bytes(model: Model, training: Any) -> dict[str, float]:
-    """Return the memory that does not depend on rows: weights, gradients and the optimizer's state."""
-    width = int(model.trained / max(1, model.numbers))
+def _refuses_fsdp2(arguments: Arguments, gpu: Gpu) -> str:
+    quantized = arguments.model.load_in_8bit or arguments.training.moe_quantize_experts == "on"
+    return "FSDP 2 does not shard 8-bit weights and experts in 4 bits: use DDP" if gpu.shards and quantized else ""
+
+
+def fixed_bytes(model: Model, arguments: Arguments, gpu: Gpu) -> dict[str, float]:
+    """Return the memory that does not depend on rows: weights, gradients, the optimizer's state, and what runs them."""
+    training, shards = arguments.training, gpu.processes if gpu.shards else 1
+    # accelerate's `fsdp2_prepare_model` makes trained weights fp32 under mixed precision, but not beside 4-bit weights.
+    upcast = gpu.shards and model.width == 2 and not arguments.model.load_in_4bit
+    width = 4 if upcast else int(model.trained / max(1, model.numbers))
+    trained, whole = model.numbers * width / shards, model.whole if gpu.shards else 0.0
+    # FSDP 2 shards the gradients that several micro-batches accumulate only after the last one.
+    options = getattr(training.accelerator_config, "gradient_accumulation_kwargs", None) or {}
+    accumulates = gpu.shards and training.gradient_accumulation_steps > 1 and not options.get("sync_each_batch")
     return {
-        "frozen weights": model.frozen, "trained weights": model.trained, "gradients": model.trained,
-        "optimizer": model.numbers * state_bytes(training.optim, width),
+        "frozen weights": whole + (model.frozen - whole) / shards, "trained weights": trained,
+        "gradients": model.numbers * model.width if accumulates else trained,
+        "optimizer": model.numbers * state_bytes(training.optim, width) / shards,
+        "gathered layers": model.gathered * gpu.shards,
+        "DDP's buckets": trained * (gpu.processes > shards),  # a second copy of the gradients
+        "CUDA context": CONTEXT_GIB * _GIB, "NCCL": NCCL_GIB * _GIB * (gpu.processes > 1),
     }  # fmt: skip
 
 
@@ -298,14 +341,14 @@ def stand_in(arguments: Arguments, model: Any, gpu: Gpu) -> Any:
             on["packed_attention"] += f": {BACKENDS['varlen'].refuses(features)}"
         run: Any = SimpleNamespace(
             settings=Settings.of(args, training=False), args=args, model=model, ranks=Ranks(1), lora=None,
-            device=torch.device("cuda", 0), training=True, loss_is_ours=True,
-            compute_dtype=features.compute_dtype, is_sharded=False, is_fsdp2=False, is_deepspeed=False,
+            device=torch.device("cuda", 0), training=True, loss_is_ours=True, report=FeatureReport(),
+            compute_dtype=features.compute_dtype, is_sharded=gpu.shards, is_fsdp2=gpu.shards, is_deepspeed=False,
             kind=arguments.method.classes[0]._fastpack_kind, packs=backend is not None, set_status=set_status,
             choice=choice if backend else replace(choice, refuses_compile=padded),
             refuses_static=lambda bucket: backend.refuses_static(bucket, features) if backend else padded,
             step=SimpleNamespace(offloads=False, activation_bytes=0, activations_left=None),
             trainer=SimpleNamespace(
-                accelerator=SimpleNamespace(num_processes=1, state=None), model_accepts_loss_kwargs=True
+                accelerator=SimpleNamespace(num_processes=gpu.processes, state=None), model_accepts_loss_kwargs=True
             ),
             features=features, on=on,
         )  # fmt: skip
@@ -315,6 +358,8 @@ def stand_in(arguments: Arguments, model: Any, gpu: Gpu) -> Any:
             for name in ("layer_compile", "cuda_graph"):
                 why = feature(name).why_off(run)
                 on[name] = f"off: {why}" if why else "on, if it pays off"
+        if gpu.shards:
+            on["cuda_graph"] = "off: FSDP 2 gathers weights in a step"
         if args.bf16 and emulates_bf16(run.device):
             if "lora" in on and arguments.model.load_in_4bit:  # the layers are not quantized here
                 on["lora"] = "stock: bf16 is emulated: fp16=True is fast"
@@ -322,19 +367,37 @@ def stand_in(arguments: Arguments, model: Any, gpu: Gpu) -> Any:
     return run
 
 
-def _change(arguments: Arguments, short: Forecast) -> str:
-    """Return what makes it fit: shorter rows, or else four bits."""
-    options, training = arguments.model, copy(arguments.training)
+def _change(arguments: Arguments, short: Forecast, seen: dict[Any, Any]) -> str:
+    """Return what makes it fit: shorter rows, or else another engine, more GPUs, adapters or four bits."""
     if longest := short.longest_row():
-        less = "per_device_train_batch_size: 1 and " if training.per_device_train_batch_size > 1 else ""
-        return f"{less}max_length: {longest} at most"
-    changes = {name: True for name in ("use_peft", "load_in_4bit") if not getattr(options, name)}
-    tried = [f"{name}: true" for name in changes]
-    experts = (name for name, _ in short.model.module.named_parameters() if name.endswith(_EXPERTS))
-    if training.moe_quantize_experts != "on" and any(experts):
-        training.moe_quantize_experts = "on"
-        tried.append('moe_quantize_experts: "on"')
-    other = predict(replace(arguments, model=replace(options, **changes), training=training), short.gpu)
-    if row := other.longest_row():
-        return f"{', '.join(tried)}: rows of up to {row:,} tokens fit"
+        fewer = "per_device_train_batch_size: 1 and " * (arguments.training.per_device_train_batch_size > 1)
+        return f"{fewer}max_length: {longest} at most"
+    for text, changed, gpu in _changes(arguments, short):
+        known = seen if changed.model is arguments.model else seen.setdefault(text, {})
+        with suppress(UserError):  # PEFT has no default target modules for this family, for example
+            if row := predict(changed, gpu, known).longest_row():
+                return f"{text}: rows of up to {row:,} tokens fit"
     return "a smaller model, or a larger GPU"
+
+
+def _changes(arguments: Arguments, short: Forecast) -> Iterator[tuple[str, Arguments, Gpu]]:
+    """Yield changes of a run for which not even the shortest row fits: text, arguments and GPU of each."""
+    options, gpu = arguments.model, short.gpu
+    training = copy(arguments.training)
+    if gpu.shards and training.gradient_accumulation_steps > 1:
+        training.gradient_accumulation_steps = 1
+        yield "gradient_accumulation_steps: 1", replace(arguments, training=training), gpu
+    for factor in (2, 4, 8, 16) if gpu.shards else (1,) if gpu.processes > 1 else ():
+        several = replace(gpu, processes=factor * gpu.processes, shards=True)
+        yield f"--gpus {several.processes}" if gpu.shards else "accelerate_config: fsdp2", arguments, several
+    wanted: dict[str, Any] = {"use_peft": True, "load_in_8bit": False} | ({} if gpu.shards else {"load_in_4bit": True})
+    wanted |= {"lora_task_type": "SEQ_CLS"} if arguments.method.command == "reward" else {}
+    experts = any(name.endswith(_EXPERTS) for name, _ in short.model.module.named_parameters())
+    training, packs = copy(arguments.training), experts and not gpu.shards
+    packs &= training.moe_quantize_experts != "on"
+    training.moe_quantize_experts = "on" if packs else training.moe_quantize_experts
+    for more in ({}, {"lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"] if experts else "all-linear"}):
+        changed = {name: value for name, value in (wanted | more).items() if getattr(options, name) != value}
+        tried = [f"{name}: {'true' if value is True else value}".replace("'", "") for name, value in changed.items()]
+        text = ", ".join(tried + ['moe_quantize_experts: "on"'] * packs)
+        yield text, replace(arguments, model=replace(options, **changed), training=training), gpu

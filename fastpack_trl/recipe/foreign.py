@@ -1,69 +1,30 @@
-"""Recognize configs of Axolotl, LLaMA-Factory and Unsloth-style scripts, and map their keys to ours by a table."""
+"""Translate configs of Axolotl, LLaMA-Factory and Unsloth-style scripts by the tables in ``foreign.yaml``."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import date
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import yaml
 
-from fastpack_trl.errors import UserError, short_repr
+from fastpack_trl.errors import UserError, command_line, one_line, short_repr
 from fastpack_trl.recipe.methods import METHODS, SFT, Method
+from fastpack_trl.recipe.yaml import comment, dump
 
-_SECTIONS = {"model", "lora", "data", "training", "train", "logging", "peft"}
-_DATA_KEYS = {"path", "name", "split", "data_files", "data_dir"}
-
-
-def _modules(value: Any) -> dict[str, Any]:
-    names = value.split(",") if isinstance(value, str) else value
-    return {"lora_target_modules": "all-linear" if names == ["all"] else [name.strip() for name in names]}
-
-
-_KEYS: Mapping[str, Mapping[str, str | Callable[[Any], Mapping[str, Any]]]] = {
-    "Axolotl": {
-        "base_model": "model_name_or_path", "revision_of_model": "model_revision", "sequence_len": "max_length",
-        "sample_packing": "packing", "eval_sample_packing": "eval_packing", "optimizer": "optim",
-        "micro_batch_size": "per_device_train_batch_size", "eval_batch_size": "per_device_eval_batch_size",
-        "num_epochs": "num_train_epochs", "lr_scheduler": "lr_scheduler_type", "wandb_name": "run_name",
-        "dataset_processes": "dataset_num_proc", "peft_use_rslora": "use_rslora", "peft_use_dora": "use_dora",
-        "shuffle_merged_datasets": "shuffle_dataset", "rl_beta": "beta", "dpo_beta": "beta",
-        "val_set_size": "test_split_size",
-        "adapter": lambda value: {"use_peft": True} | ({"load_in_4bit": True} if value == "qlora" else {}),
-        "lora_target_linear": lambda value: {"lora_target_modules": "all-linear"} if value else {},
-        "special_tokens": lambda value: {key: value[key] for key in ("pad_token", "eos_token") if key in value},
-        "wandb_project": lambda value: {"report_to": "wandb", "env": {"WANDB_PROJECT": value}},
-    },
-    "LLaMA-Factory": {
-        "cutoff_len": "max_length", "lora_rank": "lora_r", "double_quantization": "use_bnb_nested_quant",
-        "preprocessing_num_workers": "dataset_num_proc", "pref_beta": "beta", "neat_packing": "packing",
-        "additional_target": "lora_modules_to_save", "val_size": "test_split_size", "lora_target": _modules,
-        "quantization_bit": lambda value: {f"load_in_{value}bit": True},
-        "pref_loss": lambda value: {"loss_type": [value]},
-    },
-    "Unsloth": {
-        "model_name": "model_name_or_path", "max_seq_length": "max_length", "r": "lora_r",
-        "target_modules": "lora_target_modules", "random_state": "seed", "modules_to_save": "lora_modules_to_save",
-        "dataset_path": "dataset_name", "dataset": "dataset_name", "batch_size": "per_device_train_batch_size",
-        "epochs": "num_train_epochs", "num_epochs": "num_train_epochs", "output": "output_dir",
-    },
-}  # fmt: skip
-"""Key of a tool -> ours with the same value, or a function from its value to ours."""
-_NO_EQUIVALENT: Mapping[str, set[str]] = {
-    "Axolotl": {"dataset_prepared_path"},
-    "LLaMA-Factory": {"stage", "finetuning_type", "template", "do_train", "dataset_dir", "overwrite_cache"},
-    "Unsloth": {"use_gradient_checkpointing", "full_finetuning"},
-}
-"""Other keys that only this tool has."""
-_GENERIC = {"dataset", "output", "epochs", "num_epochs", "batch_size", "optimizer"}
-"""Keys that are no sign of a tool: people also write them by mistake."""
-OTHER_NAMES = {key: to for keys in _KEYS.values() for key, to in keys.items() if isinstance(to, str)} | {
-    "model": "model_name_or_path", "torch_dtype": "dtype", "attn": "packed_attention", "lr": "learning_rate",
-    "resume": "resume_from_checkpoint",
-}  # fmt: skip
+_TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+_KEYS: dict[str, dict[str, str | Mapping[object, Mapping[str, Any]]]] = _TABLES["keys"]
+_ANY_TOOL, *_TOOLS = _KEYS
+OTHER_NAMES = {key: to for keys in _KEYS.values() for key, to in keys.items() if isinstance(to, str)}
 """Names that other tools and older versions of TRL give to an option."""
+GROUPS = NEEDS_YOU, DROPPED, _ = "needs you", "dropped safely", "automatic here"
+_NUMBER = int | float
+_DATA_KEYS = dict.fromkeys(("path", "name", "split", "data_dir"), str) | {"data_files": str | list | Mapping}
 
 
 @dataclass(slots=True)
@@ -73,22 +34,68 @@ class Converted:
     tool: str
     method: Method = SFT
     values: dict[str, Any] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
-    """Their key -> its value, or what to do."""
+    origins: dict[str, str] = field(default_factory=dict)
+    """Our name -> the key that gave the value."""
+    notes: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """A key whose value is not taken -> its group of `GROUPS`, and the value with the reason."""
+
+    def note(self, key: str, group: str, value: Any, reason: str) -> None:
+        """Say why a value is not taken."""
+        self.notes[key] = group, reason if "secret" in reason else f"{short_repr(value)} ({reason})"
+
+    def lines(self) -> Iterator[str]:
+        """Return the keys whose values are not taken, by group."""
+        for group in GROUPS:
+            lines = [f"  {one_line(f'{key:.80}: {text}')}" for key, (of, text) in self.notes.items() if of == group]
+            yield from [f"{group} ({len(lines)}):", *lines] if lines else []
 
     def text(self, source: str, file: str) -> str:
-        """Return the text of `file`: the values, and omitted keys as comments."""
-        head = f"# {source}, of {self.tool}, in the names of fastpack-trl:\n"
-        command = f"#     fastpack-trl {self.method.command} --config {file}\n\n"
-        notes = "".join(f"# {key}: {' '.join(why.split())}\n" for key, why in self.left_out.items())
-        body = yaml.safe_dump(self.values, sort_keys=False, allow_unicode=True)
-        return head + command + body + (f"\n# Left out:\n{notes}" if notes else "")
+        """Return the text of `file`: the values, and all else as comments."""
+        head = comment(f"{source}, of {self.tool}, in the names of fastpack-trl:")
+        head += comment(f"    {command_line(self.method.command, '--config', file)}")
+        return f"{head}\n{dump(self.values)}\n{''.join(map(comment, self.lines()))}"
+
+    def take(self, key: str, value: Any, hints: Mapping[str, str], label: str = "") -> None:
+        """Put the value of a key, which the reader knows as `label`, under our name, or note why not."""
+        label, to = label or key, (_KEYS[_ANY_TOOL] | _KEYS[self.tool]).get(key, key)
+        rules = [rule for *rule, keys in _TABLES["rules"] if any(fnmatchcase(key, one) for one in keys.split())]
+        group, reason = rules[-1] if rules else (NEEDS_YOU, "no equivalent")
+        if isinstance(to, Mapping):
+            single = value[0] if isinstance(value, list) and len(value) == 1 else value
+            for one, ours in to.items():
+                if type(one) is type(single) and one == single:
+                    self.values |= ours
+                    return None if ours else self.note(label, DROPPED, value, "the same happens here")
+            if not rules and type(single) not in map(type, to):
+                raise UserError(f"{label}={short_repr(value)} must be one of {', '.join(map(str, to))}")
+        elif to in hints and not rules:
+            parts = value if isinstance(value, list) else [value] * (not isinstance(value, Mapping))
+            if not all(isinstance(part, str | int | float | date) for part in parts):
+                raise UserError(f"{label}={short_repr(value)} must be a single value, or a list of them")
+            self.values[to], self.origins[to] = names, _ = _as_list(value, hints[to]), key
+            if to == "lora_target_modules" and isinstance(names, list) and len(names) == 1:
+                # TRL gives PEFT a single name as text, which PEFT reads as a regular expression of the whole name.
+                one = "all-linear" if names == ["all"] else str(names[0])
+                self.values[to] = rf"(.*\.)?{one}" if one.isidentifier() else one
+            return None
+        if group == NEEDS_YOU and not value and not key.startswith(("enable_thinking", "finetune_")):
+            group, reason = DROPPED, "off"
+        return self.note(label, group, value, reason)
+
+
+def _as_list(value: Any, hint: str) -> Any:
+    """Return text as the list that an option of this type takes: ``"q_proj, v_proj"`` -> ``["q_proj", "v_proj"]``."""
+    names = [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else []
+    if "list" not in hint or not names or (len(names) == 1 and "str |" in hint):
+        return value
+    # a regular expression may contain commas
+    return names if all(re.fullmatch(r"[\w./-]+", name) for name in names) else [value]
 
 
 def tool_of(keys: Mapping[str, Any]) -> str:
     """Return the tool whose YAML has these keys: ``"Axolotl"``, ``"LLaMA-Factory"``, ``"Unsloth"``; empty for none."""
-    flat = _flat(keys)
-    matches = {tool: len(((_KEYS[tool].keys() | _NO_EQUIVALENT[tool]) - _GENERIC) & flat.keys()) for tool in _KEYS}
+    signs = {tool: {*_KEYS[tool], *_TABLES["signs"][tool]}.difference(_TABLES["generic"]) for tool in _TOOLS}
+    matches = {tool: len(signs[tool] & {*keys, *_flat(keys)}) for tool in _TOOLS}
     best = max(matches, key=lambda tool: matches[tool])
     return best if matches[best] >= 2 else ""
 
@@ -97,83 +104,111 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of sections with those of the top: ``{"lora": {"r": 8}}`` -> ``{"r": 8}``."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
-        flat |= value if key in _SECTIONS and isinstance(value, Mapping) else {key: value}
-    return flat
+        flat |= value if key in _TABLES["sections"] and isinstance(value, Mapping) else {key: value}
+    return {str(key): value for key, value in flat.items()}
+
+
+def _pop(given: dict[str, Any], key: str, kind: Any, default: Any) -> Any:
+    """Return and remove a value of this type; raise `UserError` for another, or for a number below 0."""
+    value = given.pop(key, default)
+    is_kind = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
+    if not is_kind or (isinstance(value, _NUMBER) and not 0 <= value < 2**31):
+        name = getattr(kind, "__name__", kind)
+        raise UserError(f"{key}={short_repr(value)} must be {name}{' >= 0' * (kind in (int, _NUMBER))}")
+    return value
 
 
 def convert(config: Mapping[str, Any], folder: Path) -> Converted:
-    """Map every key of a YAML of another tool.
-
-    Args:
-        config: its values.
-        folder: where it lies; LLaMA-Factory's ``dataset_info.json`` is looked for from there and from here.
+    """Map every key of a YAML in `folder`; LLaMA-Factory's ``dataset_info.json`` is looked for there and here.
 
     Raises:
-        UserError: a YAML of no tool that is known here, or for a training that TRL has no command for.
+        UserError: a YAML of no tool that is known here, for a training that TRL has no command for, or of wrong types;
+            `arguments.check` refuses wrong values.
     """
     tool = tool_of(config)
     if not tool:
-        raise UserError(f"not a config of {', '.join(_KEYS)}: its keys are {', '.join(list(config)[:8])}")
-    given = {key: value for key, value in _flat(config).items() if value not in (None, "", "auto", [], {})}
-    kind = str(given.pop("rl", given.pop("stage", "sft")))
-    command = {"pt": "sft", "rm": "reward", "ipo": "dpo"}.get(kind, kind)
+        raise UserError(f"not a config of {', '.join(_TOOLS)}: its keys are {', '.join(list(config)[:8])}")
+    given: dict[str, Any] = {**_TABLES["defaults"].get(tool, {})}
+    given |= {key: value for key, value in _flat(config).items() if value not in (None, "", "auto", [], {})}
+    for key in given.keys() & {*_TABLES["sections"]} - {"model"}:
+        raise UserError(f"{key}={short_repr(given[key])} must be a mapping of settings")
+    kind = given.pop("rl", given.pop("stage", "sft"))
+    command = {"pt": "sft", "rm": "reward", "ipo": "dpo"}.get(str(kind), str(kind))
     if command not in METHODS:
-        raise UserError(f"{kind!r} training is not supported: use one of {', '.join(METHODS)}")
+        raise UserError(f"{short_repr(kind)} training is not supported: use one of {', '.join(METHODS)}")
     values: dict[str, Any] = {"loss_type": ["ipo"]} if kind == "ipo" else {}
     out = Converted(tool, METHODS[command], values)
-    if tool == "LLaMA-Factory" and given.pop("finetuning_type", "lora") == "lora":
-        rank = given.setdefault("lora_rank", 8)
-        values |= {"use_peft": True, "lora_alpha": 2 * rank, "lora_target_modules": "all-linear"}
-    if tool == "Unsloth" and not given.pop("full_finetuning", False) and ("r" in given or given.get("load_in_4bit")):
+    if given.get("finetuning_type") == "lora":
+        given.setdefault("lora_alpha", 2 * _pop({**given}, "lora_rank", int, given.setdefault("lora_rank", 8)))
+    whole = given.get("full_finetuning") or given.get("training_type") == "full"
+    if tool == "Unsloth" and not whole and (given.keys() & {"r", "lora_r"} or given.get("load_in_4bit")):
         values["use_peft"] = True
-    learns_prompts = bool(given.pop("train_on_inputs", given.pop("train_on_prompt", kind == "pt")))
+    learns_prompts = _pop(given, "train_on_inputs", bool, _pop(given, "train_on_prompt", bool, kind == "pt"))
     for when in ("eval", "save"):  # steps below 1 are a part of all steps
-        if count := given.pop(f"{when}s_per_epoch", None):
-            steps = {f"{when}_strategy": "steps", f"{when}_steps": 1 / (count * float(given.get("num_epochs", 1)))}
+        count, epochs = _pop(given, f"{when}s_per_epoch", _NUMBER, 0), _pop({**given}, "num_epochs", _NUMBER, 1)
+        if count * epochs:
+            steps = {f"{when}_strategy": "steps", f"{when}_steps": 1 / (count * epochs)}
             values |= {f"{when}_strategy": "epoch"} if count == 1 else steps
-    if tool != "Unsloth":
-        _add_data(given, out, folder, learns_prompts)
-    known = {one.name for kind in out.method.dataclasses() for one in fields(kind)}
+    if given.get("enable_wandb", True) and (project := _pop(given, "wandb_project", str, "")):
+        values |= {"report_to": "wandb", "env": {"WANDB_PROJECT": project}}
+    for plugin in _pop(given, "plugins", list, []):
+        out.take(str(plugin), True, {}, f"plugins {plugin}")
+    _add_data(given, out, folder, learns_prompts)
+    hints = {name: str(kind) for own in out.method.dataclasses() for name, kind in get_type_hints(own).items()}
     for key, value in given.items():
-        to = _KEYS[tool].get(key, "warmup_steps" if key == "warmup_ratio" else key)
-        if callable(to):
-            values |= to(value)
-        elif to in known and key != "attn_implementation":
-            values[to] = value
-        else:
-            out.left_out[key] = f"{short_repr(value)} has no equivalent"
-    if not values.get("test_split_size"):  # nothing to evaluate on
-        out.values = {name: value for name, value in values.items() if not name.startswith(("eval_", "test_split"))}
-    if out.values.get("use_peft"):
-        out.values.setdefault("lora_dropout", 0.0)  # TRL's default is 0.05
+        out.take(key, value, hints)
+    if not values.get("test_split_size"):
+        for name in [name for name in values if name.startswith(("eval_", "test_split"))]:
+            out.note(name, DROPPED, values.pop(name), "no data is held out")
+    if values.get("use_peft"):
+        values.setdefault("lora_dropout", 0.0)  # TRL's default is 0.05
     return out
 
 
 def _add_data(given: dict[str, Any], out: Converted, folder: Path, learns_prompts: bool) -> None:
-    """Take the data sets of Axolotl or LLaMA-Factory: their paths, their format, and which tokens the loss counts."""
-    entries, names, place = given.pop("datasets", []), given.pop("dataset", []), given.pop("dataset_dir", "data")
-    most = given.pop("max_samples", None)
-    files = [at / place / "dataset_info.json" for at in (Path.cwd(), folder)]
-    table = next((file for file in files if file.is_file()), folder)
-    info: dict[str, Any] = json.loads(table.read_text(encoding="utf-8")) if names and table.is_file() else {}
-    for name in [one.strip() for one in names.split(",")] if isinstance(names, str) else names:
-        about = info.get(name, {})
-        if not about:
-            out.left_out[f"dataset {name}"] = f"not found in {place}/dataset_info.json: name its file or hub name"
-        path = str(table.parent / about["file_name"]) if "file_name" in about else about.get("hf_hub_url", name)
-        entry = {"path": path, "type": about.get("formatting", "alpaca")}
-        entry |= {"split": f"train[:{most}]"} if most else {}
-        entries.append(entry | {key: about[key] for key in ("columns", "tags") if key in about})
+    """Take the data sets of a config: their paths, their format, and which tokens the loss counts."""
+    entries, place = [*_pop(given, "datasets", list, [])], _pop(given, "dataset_dir", str, "data")
+    names, most = given.pop("dataset", []) if out.tool == "LLaMA-Factory" else [], _pop(given, "max_samples", int, 0)
+    try:
+        files = [at / place / "dataset_info.json" for at in (Path.cwd(), folder)]
+        table = next((file for file in files if file.is_file()), folder)
+        info = json.loads(table.read_text(encoding="utf-8")) if names and table.is_file() else {}
+        for name in map(str.strip, _as_list(names, "list")):
+            about = dict(info.get(name, {}))
+            if not about:
+                reason = f"not in {place}/dataset_info.json: name its file or hub name"
+                out.note(f"dataset {name}", NEEDS_YOU, name, reason)
+            path = str(table.parent / about["file_name"]) if "file_name" in about else about.get("hf_hub_url", name)
+            entry = {"path": path, "type": about.get("formatting", "alpaca")}
+            ours = {"subset": "name", "folder": "data_dir", "split": "split", "columns": "columns", "tags": "tags"}
+            entry |= {ours[key]: about[key] for key in ours if key in about}
+            entries.append(entry | ({"split": f"{about.get('split', 'train')}[:{most}]"} if most else {}))
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"dataset={short_repr(names)}: dataset_info.json has no such entry: {error}") from error
+    kinds = set[str]()
     for entry in entries:
-        for key in sorted(entry.keys() - _DATA_KEYS - {"type"}):
-            out.left_out[f"datasets {key}"] = f"{short_repr(entry[key])}: rename the columns in the data"
-    kinds = {str(entry.get("type", "")).partition(".")[0] for entry in entries}
+        fits = isinstance(entry, Mapping) and entry.get("path")
+        if not fits or not all(isinstance(entry.get(key) or "", kind) for key, kind in _DATA_KEYS.items()):
+            raise UserError(f"datasets: {short_repr(entry)} must be a mapping of text, such as `path: data.jsonl`")
+        maps = [value for value in entry.values() if isinstance(value, Mapping)]
+        roles = [entry.get("message_field_role"), *(one.get(key) for one in maps for key in ("role", "role_tag"))]
+        kind = str(entry.get("type", "")).partition(".")[0]
+        kinds.add("sharegpt" if "from" in roles else "chat_template" if "role" in roles else kind)
+        for key in sorted(map(str, entry.keys() - _DATA_KEYS.keys() - {"type"})):
+            value = entry.get(key)
+            words = value.values() if isinstance(value, Mapping) else [value]
+            if not key.startswith(("field", "message_", "columns", "tags")):
+                out.take(key, value, {}, f"datasets {key}")
+            elif all(isinstance(word, str) and word in _TABLES["plain"] for word in words):
+                out.note(f"datasets {key}", DROPPED, value, "read as it is")
+            else:
+                out.note(f"datasets {key}", NEEDS_YOU, value, "rename the columns in the data")
     if entries:
-        out.values["datasets"] = [{key: one[key] for key in one if key in _DATA_KEYS} for one in entries]
-    if len(kinds) > 1:
-        out.left_out["datasets type"] = "several formats: convert them to one, e.g. a column `messages`"
+        out.values["datasets"] = [{key: one[key] for key in one if key in _DATA_KEYS and one[key]} for one in entries]
+    if len(kinds) > 1 or kinds - {"", "alpaca", "sharegpt", "chat_template", "completion"}:
+        out.note("datasets type", NEEDS_YOU, sorted(kinds), "convert the data to one format, e.g. a column `messages`")
     if kinds in ({"alpaca"}, {"sharegpt"}):
         (out.values["dataset_format"],) = kinds
     alpaca = kinds == {"alpaca"}
-    if out.method is SFT and kinds != {"completion"} and learns_prompts == alpaca:
+    if out.tool != "Unsloth" and out.method is SFT and kinds != {"completion"} and learns_prompts == alpaca:
         out.values["completion_only_loss" if alpaca else "assistant_only_loss"] = not learns_prompts

@@ -17,6 +17,16 @@ class Gpu:
     name: str
     gib: float
     capability: tuple[int, int]
+    processes: int = 1
+    """Of a run, each with one such device."""
+    shards: bool = False
+    """FSDP 2 shards the model over them; otherwise each has all of it (DDP)."""
+
+    @property
+    def title(self) -> str:
+        """Its name, and of several the engine: ``"8 x H100, FSDP 2"``."""
+        engine = "FSDP 2" if self.shards else "DDP"
+        return f"{self.processes} x {self.name}, {engine}" if self.processes > 1 else self.name
 
 
 GPUS = {

@@ -28,7 +28,7 @@ _REPORTERS = {"clearml", "codecarbon", "comet_ml", "dvclive", "mlflow", "neptune
 _HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
-def short_run_arguments(config: str, folder: str, *flags: str) -> Arguments:
+def short_run_arguments(config: str, folder: str, *flags: str, may_launch: bool = False) -> Arguments:
     """Return the arguments of a YAML for a short run that writes to `folder` only, without reports and evaluation.
 
     `flags` win over both, and ``--trainer dpo`` among them says which command it is for (default: as its keys say).
@@ -40,7 +40,7 @@ def short_run_arguments(config: str, folder: str, *flags: str) -> Arguments:
     }  # fmt: skip
     with preparing():
         _, others = split_off("trainer", flags)
-        arguments = parse([*as_flags(own), *others], method_of_run(config, flags), may_launch=False)
+        arguments = parse([*as_flags(own), *others], method_of_run(config, flags), may_launch=may_launch)
     arguments.training.resume_from_checkpoint = None
     return arguments
 
@@ -110,15 +110,15 @@ def make_trainer(
     return trainer
 
 
-def check_settings(arguments: Arguments) -> None:
+def check_settings(arguments: Arguments, *, runs: bool = True) -> None:
     """Check what can be checked without reading data or weights; normalize the model's name and the resume folder.
 
     Raises:
-        UserError: names the setting, its value and the fix.
+        UserError: names the setting, its value and the fix; with `runs`, a package that is not here too.
     """
     training, model = arguments.training, arguments.model
     for field in ("load_in_4bit", "load_in_8bit"):
-        if getattr(model, field) and find_spec("bitsandbytes") is None:
+        if runs and getattr(model, field) and find_spec("bitsandbytes") is None:
             raise UserError(f"{field}=True needs bitsandbytes: pip install 'fastpack-trl[qlora]'")
     for name in training.report_to:  # transformers raises for it after the weights are loaded
         if name in _REPORTERS and find_spec(name) is None:

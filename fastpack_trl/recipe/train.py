@@ -132,7 +132,9 @@ def _last_line(trainer: Any) -> str:
     if torch.cuda.is_available():
         parts.append(f"peak memory {torch.cuda.max_memory_reserved() / 2**30:.1f} GiB")
     stock = ", ".join(line.feature for line in run.report if line.status == "stock")
-    parts.append(f"run by TRL: {stock}" if stock else "nothing fell back to TRL")
+    partly = ", ".join(line.feature for line in run.report if line.feature in run.report.partly)
+    fell = [f"run by TRL: {stock}"] * bool(stock) + [f"in part by TRL: {partly}"] * bool(partly)
+    parts += fell or ["nothing fell back to TRL"]
     report = Path(str(trainer.args.output_dir)) / FILE
     return "; ".join([*parts, *[f"report: {report}"] * report.is_file()])
 

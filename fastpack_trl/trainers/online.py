@@ -140,8 +140,12 @@ class _OnlineTrainer(PackedTrainer):
         stock: Any = super()
         known: list[tuple[Tensor, PromptGroups | str]] = []
         if self._fastpack_entered and self.fastpack_run.packs:
+            start = self._fastpack_positions.scaled_from
             if _has_images(kwargs):  # a shared prompt would have the images of all its copies
                 self.fastpack_report.remark("batches", "padded by TRL if there are images")
+            elif input_ids.shape[1] >= start:
+                why = f"padded by TRL from {start:,} tokens on: left padding shifts positions, which scale attention"
+                self.fastpack_report.remark("batches", why)
             else:
                 known = self._fastpack_groups(input_ids, attention_mask, logits_to_keep, batch_size or len(input_ids))
         with self._fastpack_knowing(known):
@@ -156,9 +160,8 @@ class _OnlineTrainer(PackedTrainer):
         tokens, mask = torch.stack([ids, attention_mask.to(ids.dtype)]).cpu()
         scored = mask.clone()
         scored[:, :-logits_to_keep] = 0
-        share = not self._fastpack_repeated
         parts = zip(ids.split(size), tokens.split(size), mask.split(size), scored.split(size), strict=True)
-        found = [(own, group_completions(*host, share=share)) for own, *host in parts]
+        found = [(own, group_completions(*host, **self._fastpack_form)) for own, *host in parts]
         if ids.device.type != "cuda":
             return found
         return [(own, each if isinstance(each, str) else each.pin_memory()) for own, each in found]

@@ -13,8 +13,9 @@ from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.changes import patch_attribute, restore_attributes
-from fastpack_trl.model.facts import dropout_of, state_modules, text_model
+from fastpack_trl.model.facts import dropout_of, position_use, state_modules, text_model
 from fastpack_trl.model.preflight import check_adapters
+from fastpack_trl.moe.apply import apply_moe
 from fastpack_trl.packing.batching import BatchPlan, plan_prompt_groups
 from fastpack_trl.packing.examples import dropped
 from fastpack_trl.packing.prompt_groups import KEY, PromptGroups, PromptGroupsCollator
@@ -63,7 +64,9 @@ class PackedTrainer(FeaturedTrainer):
 
     def _fastpack_enter(self, stack: contextlib.ExitStack) -> None:
         run = self.fastpack_run
-        why = self._fastpack_repeated = first_reason(self._fastpack_against_sharing())
+        why = first_reason(self._fastpack_against_sharing())
+        self._fastpack_positions = position_use(run.model, getattr(self, "ref_model", None))
+        self._fastpack_form = {"share": not why, "keep_width": self._fastpack_positions.by_longest}
         path = "stock" if not run.packs else "prompts repeated" if why else "prompts once"
         run.set_status(FEATURE, "off" if why else "on", path, why)
         if run.packs:
@@ -87,6 +90,8 @@ class PackedTrainer(FeaturedTrainer):
             attention = packed_attention(text_model(reference), run.choice.path, compute_dtype=run.compute_dtype)
             stack.enter_context(attention)
             stack.enter_context(forward.running())
+            if any(hasattr(module, "_fastpack_moe") for module in run.model.modules()):
+                stack.enter_context(apply_moe(reference))  # equal models round alike
         except ValueError as error:
             run.report.remark("batches", f"padded by TRL for the reference model: {error}")
 
@@ -120,7 +125,7 @@ class PackedTrainer(FeaturedTrainer):
         if not self._fastpack_entered or not self.fastpack_run.packs or find is None:
             yield
             return
-        collator = PromptGroupsCollator(self.data_collator, find, share=not self._fastpack_repeated)
+        collator = PromptGroupsCollator(self.data_collator, find, self._fastpack_form)
         with patch_attribute(self, "data_collator", collator):
             yield
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from compile_material import Counting, compile_with
+from model_material import vision_model
 from offload_material import LAYERS
 from out_of_memory import too_large
 from torch import Tensor
@@ -23,9 +24,10 @@ from fastpack_trl import FastSFTTrainer
 from fastpack_trl.checkpointing import budget
 from fastpack_trl.checkpointing import planned as memory
 from fastpack_trl.checkpointing.budget import HEAD_BYTES, largest_row
-from fastpack_trl.checkpointing.plan import Plan, checkpointable_layers
+from fastpack_trl.checkpointing.plan import Plan
 from fastpack_trl.checkpointing.streams import Streams
 from fastpack_trl.features.activation_memory import plan_memory
+from fastpack_trl.model.checkpoint_seam import checkpointable_layers
 from fastpack_trl.testing import tiny_model
 
 OURS = ("activation_memory", "activation_memory_gib", "checkpoint_offload", "merge_accumulation", "layer_compile")
@@ -137,6 +139,30 @@ def test_a_budget_or_a_level_plans_on_the_cpu_and_changes_no_bit(
     assert (line.status, line.path) == ("on" if own else "off", path), line
     assert re.search(said, line.reason)
     assert all(layer.gradient_checkpointing for layer in checkpointable_layers(trainer.model))
+
+
+@pytest.mark.usefixtures("offloads")
+@pytest.mark.parametrize(("family", "level"), [("qwen3_vl", "keep"), ("internvl", "offload"), ("qwen2_audio", "keep")])
+def test_beside_a_tower_the_layers_of_the_decoder_are_planned(tmp_path: Path, family: str, level: str) -> None:
+    """The tower's layers stay as `gradient_checkpointing` sets them."""
+    runs, seen = [], list[int]()
+    for setting in ("off", level):
+        trainer = fast(tmp_path, model=vision_model(family), activation_memory=setting, eval_strategy="no")
+        flagged = [
+            each for each in trainer.model.modules() if getattr(each, "gradient_checkpointing", None) is not None
+        ]
+        look = callback(
+            "on_substep_end", lambda *_, each=flagged: seen.append(sum(m.gradient_checkpointing for m in each))
+        )
+        trainer.add_callback(look())
+        runs.append(trained(trainer))
+    assert same(*runs)
+    line = trainer.fastpack_report["activation_memory"]
+    assert (line.status, line.path) == ("on", "keep" if level == "keep" else "offload"), line
+    assert "0-1" in line.reason
+    decoder = checkpointable_layers(trainer.model)
+    assert seen == [len(flagged)] * 3 + [len(flagged) - len(decoder) * (level == "keep")] * 3
+    assert all(layer.gradient_checkpointing and not hasattr(layer, "_fastpack_checkpoint") for layer in decoder)
 
 
 EXCLUDED: dict[str, dict[str, Any]] = {

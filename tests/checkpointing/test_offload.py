@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lora_material import quantized
+from model_material import vision_model
 from offload_material import LAYERS, StopsError, assert_same, enable, loss_of, make, offloaded, step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -61,6 +62,8 @@ KINDS: dict[str, Callable[[], Any]] = {
     "every second layer": lambda: make("llama", every_n_layers=2),
     "selective": lambda: make("llama", context_fn=selective()),
     "adapters, no random state": lambda: make("llama", lora=True, preserve_rng_state=False),
+    "vision tower": lambda: enable(vision_model("qwen3_vl")),
+    "audio tower": lambda: enable(vision_model("qwen2_audio")),
     "no early stop": lambda: make("llama", early_stop=False),
 }
 

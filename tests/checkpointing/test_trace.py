@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 from decoder_material import installed, run_decoder
-from offload_material import make
+from model_material import vision_model
+from offload_material import enable, make
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from fastpack_trl.checkpointing.budget import largest_dense
-from fastpack_trl.checkpointing.plan import LayerCost, Level, checkpointable_layers, layer_levels
+from fastpack_trl.checkpointing.plan import LayerCost, Level, layer_levels
 from fastpack_trl.checkpointing.trace import layer_costs, probe_batches, storage_of, storages_saved
 from fastpack_trl.model.changes import isolated_run
+from fastpack_trl.model.checkpoint_seam import checkpointable_layers
 from fastpack_trl.recipe.forecast import _kind_of
 from fastpack_trl.testing import tiny_model
 
@@ -62,6 +64,17 @@ def test_predicted_bytes_are_within_a_tenth_of_the_counted_ones(family: str, lor
             assert [cost.per_input * row for cost in costs] == [row * 32 * 4] * 2
             predicted = sum(cost.at(row, tokens) - cost.per_input * row for cost in costs)
             assert predicted == pytest.approx(counted(model, documents, tokens, ours=ours), rel=0.1)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "mistral3", "llava", "internvl", "qwen2_audio"])
+def test_beside_a_tower_the_layers_of_the_decoder_are_counted(family: str) -> None:
+    """A row of text runs none of the tower's layers."""
+    model, ours = vision_model(family), family != "qwen2_audio"  # which is not packed
+    with installed(enable(model), ours=ours):
+        costs = costs_of(model, ours=ours)
+        predicted = sum(cost.at(200, 200) - cost.per_input * 200 for cost in costs)
+        assert predicted == pytest.approx(counted(model, 1, 200, ours=ours), rel=0.1)
+    assert len(costs) == model.config.get_text_config().num_hidden_layers
 
 
 def test_weights_that_a_layer_gets_as_it_runs_are_no_activations() -> None:

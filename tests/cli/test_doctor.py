@@ -6,6 +6,7 @@ import json
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 # Here and not inside of a test: the log handlers that they make would keep that test's captured stderr, and fail later.
 import datasets  # noqa: F401
@@ -102,6 +103,9 @@ def test_without_a_gpu_bf16_is_refused_and_the_doctor_shows_common_gpus(
     out = capsys.readouterr().out
     assert all(f"\n{name}\n" in out for name in ("T4", "4090", "A100-40", "H100"))
     assert "no GPU here: name one with --gpu" in out
+    assert run("--config", path, "--use_cpu", "true", "--bf16", "false") == 0
+    out = capsys.readouterr().out
+    assert ("verify_packing" in out, "GPU memory" in out) == (True, False), "as it runs here"
 
 
 def test_a_forecast_counts_bytes_as_the_model_has_them(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,6 +136,10 @@ def test_options_of_sft_override_the_config_of_a_forecast_and_reasons_are_shown(
 ) -> None:
     file = material.folder / "doctor.json"
     assert run("--config", material.yaml(), "--gpu", "H100") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("planned with bf16: true, as for a GPU; the config has bf16: false")
+    assert "packed_attention  varlen\n" in out
+    assert run("--config", material.yaml(), "--gpu", "H100", "--bf16", "false") == 0
     said = "packed_attention  per_document: varlen needs bf16 or fp16, this run computes in float32 (bf16=False?)"
     assert said in capsys.readouterr().out
     figures = []
@@ -173,6 +181,42 @@ def test_a_forecast_follows_the_rules_of_the_features(material: Material, monkey
         lambda run: [run.step.activations_left and f"a new rule of memory: {run.step.activation_bytes > 0}"],
     )
     assert found()["cuda_graph"] == "off: a new rule of memory: True"
+
+
+@pytest.mark.parametrize(
+    "own", [{"load_in_4bit": True}, {"load_in_8bit": True}, {"optim": "paged_adamw_8bit"}, {"use_liger_kernel": True}],
+    ids=lambda own: next(iter(own.values())),
+)  # fmt: skip
+def test_a_plan_needs_no_package_of_the_run(material: Material, own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("bitsandbytes", "liger_kernel"):
+        monkeypatch.setitem(sys.modules, module, None)  # type: ignore[arg-type] # what Python takes for not installed
+    assert run("--config", material.yaml(use_peft=True, lora_r=4, **own), "--gpu", "4090") == 0
+
+
+@pytest.mark.parametrize(
+    ("trainer", "own"),
+    [("sft", {"dtype": "float32"}), ("reward", {}), ("kto", {"use_peft": True, "load_in_8bit": True})],
+)
+def test_a_suggestion_that_cannot_be_made_is_left_out(
+    material: Material, own: Any, trainer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = material.yaml(packing=..., packing_strategy=..., assistant_only_loss=..., **own)
+    assert run("--config", path, "--trainer", trainer, "--gpu", "0.0001,8.0") == 0
+    assert "suggestion        a smaller model, or a larger GPU" in capsys.readouterr().out
+
+
+def test_several_gpus_have_a_column_per_engine_however_their_number_is_given(
+    material: Material, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, tables = material.folder / "doctor.json", []
+    for words in (["--gpus", 4], ["--accelerate_config", "fsdp2", "--num_processes", 4]):
+        assert run("--config", material.yaml(), "--gpu", "H100", "h200", "--json", file, *words) == 0
+        tables.append(json.loads(file.read_text())["forecast"])
+        out = capsys.readouterr().out
+        assert "4 x H100, DDP  4 x H100, FSDP 2  4 x H200, DDP  4 x H200, FSDP 2" in out
+    assert tables[0] == tables[1]
+    assert run("--config", material.yaml(), "--gpus", 4) == cli.EXIT_USER_ERROR
+    assert "--gpus=4 must be >= 1 and needs a kind of GPU" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import logging
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lora_material import adapted, any_ids, functions_for_every_size, joint_error, step  # noqa: F401
+from lora_material import adapted, any_ids, functions_for_every_size, joint_error, quantized, step  # noqa: F401
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
-from trainer_material import assert_same_log, train
-from transformers.utils import logging as transformers_logging
+from trainer_material import assert_same_log, build, callback, train
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer, apply_lora
-from fastpack_trl.testing import assert_gradients_close, gradients
+from fastpack_trl.moe.layout import experts_modules
+from fastpack_trl.recipe.train import _last_line
+from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
 
 pytestmark = pytest.mark.usefixtures("functions_for_every_size")
 
@@ -90,22 +92,55 @@ def test_a_frozen_weight_changed_before_its_backward_is_an_error() -> None:
         loss.backward()
 
 
-def test_what_peft_runs_call_by_call_is_named_once_in_the_log_and_in_the_report(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+SHORT: dict[str, Any] = {"packing": True, "max_steps": 3, "eval_strategy": "no"}
+
+
+@pytest.mark.parametrize("kind", ["bf16 base", "4-bit base"])
+def test_adapters_in_a_dtype_that_no_input_has_are_pefts_from_the_start(kind: str, tmp_path: Path) -> None:
+    """Without autocast: PEFT makes adapters in fp32 over a 16-bit base, TRL casts those over a 4-bit base to bf16."""
+    model = adapted("llama", dtype=torch.bfloat16) if kind == "bf16 base" else quantized()
+    for parameter in model.parameters() if kind == "4-bit base" else ():
+        parameter.data = parameter.data.bfloat16() if parameter.requires_grad else parameter.data
+    ours = train(FastSFTTrainer, tmp_path, model=model, **SHORT)
+    line = ours.fastpack_report["lora"]
+    assert (line.status, line.path) == ("stock", "PEFT")
+    assert re.match(r"adapters in torch\.b?float\d+, others in torch\.b?float\d+; bf16=True would be fast", line.reason)
+    assert "run by TRL: lora" in _last_line(ours)
+    with pytest.raises(ValueError, match="lora='on': adapters in torch"):
+        train(FastSFTTrainer, tmp_path, model=model, **SHORT, fast={"lora": "on"})
+
+
+@pytest.mark.parametrize("kind", ["lora", "expert LoRA", "experts"])
+def test_what_is_handed_over_in_the_middle_is_in_the_report_at_once(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = adapted("llama", dtype=torch.bfloat16)  # PEFT keeps the adapters in fp32, and there is no autocast
-    transformers_logging.warning_once.cache_clear()  # another test of this process may have had it said
-    logger = logging.getLogger("fastpack_trl.lora.linear")
-    logger.addHandler(caplog.handler)
-    try:
-        trainer = train(FastSFTTrainer, tmp_path, model=model, packing=True, max_steps=2, eval_strategy="no")
-    finally:
-        logger.removeHandler(caplog.handler)
+    seen: list[str] = []
+    if kind == "lora":
+        feature, text, model = "lora", "peft (hooks on a part", adapted("llama")
+        module = projection(model).lora_A.default
+    else:
+        lora = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj"]}
+        model = tiny_model("qwen3_moe") if kind == "experts" else adapted("qwen3_moe", **lora)
+        feature, text = "moe", "peft (hooks" if kind == "expert LoRA" else "transformers' experts run"
+        module = next(one.act_fn for one in experts_modules(model).values())
+
+    def act(state: Any, _model: Any) -> None:
+        if state.global_step == 1:
+            module.register_forward_hook(lambda *_: None)
+
+    def look(state: Any, _model: Any) -> None:
+        seen.append(trainer.fastpack_report[feature].reason)
+
+    trainer = build(FastSFTTrainer, tmp_path, model=model, **SHORT)
+    trainer.add_callback(callback("on_step_begin", act)())
+    trainer.add_callback(callback("on_step_end", look, "Looks")())
+    trainer.train()
+    assert [text in reason for reason in seen] == [False, True, True]
     messages = {id(record): record.getMessage() for record in caplog.records}.values()
-    assert sum("lora: peft (" in text and "adapters torch.float32" in text for text in messages) == 1, caplog.text
-    line = trainer.fastpack_report["lora"]
-    assert line.path == "fast, PEFT call by call"
-    assert "PEFT's own, call by call: 14 (input torch.bfloat16" in line.reason
+    assert sum(text in message for message in messages) == 1, caplog.text
+    assert trainer.fastpack_report[feature].status == "on"
+    assert f"in part by TRL: {feature}" in _last_line(trainer)
+    assert text in json.loads((tmp_path / "fastpack_report.json").read_text())["features"][feature]["reason"]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -22,7 +22,8 @@ def test_metadata_and_loss_equal_a_loop_over_documents(documents: list[int], pad
     ends = list(accumulate(segments, initial=0))
     labels = data.draw(st.lists(st.sampled_from([IGNORE_INDEX, 3, 7]), min_size=ends[-1], max_size=ends[-1]))
     batch = PackedBatch.from_lengths(documents, num_padding=padding, labels=torch.tensor(labels))
-    assert batch.position_ids.tolist() == [[position for length in segments for position in range(length)]]
+    positions = [position % max(documents) for length in segments for position in range(length)]
+    assert batch.position_ids.tolist() == [positions], "padding has no position beyond those of documents"
     assert batch.seq_idx.tolist() == [[index for index, length in enumerate(segments) for _ in range(length)]]
     assert batch.cu_seqlens.tolist() == ends
     dtypes = [tensor.dtype for tensor in (batch.cu_seqlens, batch.seq_idx, batch.position_ids)]

@@ -92,7 +92,7 @@ def test_pairs_are_read_where_a_classifier_reads_them(seed: int, share: bool) ->
 def test_the_collator_adds_rows_and_leaves_everything_else() -> None:
     def collated(find: Any, names: set[str]) -> Any:
         given = {name: inner[name] for name in names}
-        batch = PromptGroupsCollator(lambda _: given, find, share=True)([])
+        batch = PromptGroupsCollator(lambda _: given, find, {"share": True})([])
         assert {key: batch[key] for key in given} == given
         return batch["fastpack_prompt_groups"]["input_ids"]
 

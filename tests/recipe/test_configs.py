@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shlex
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -207,7 +208,7 @@ def check_report(trainer: FastSFTTrainer, config: dict[str, Any]) -> None:
     assert {name: report[name].path for name in paths} == paths, report
     assert trainer.fastpack_proof is not None
     assert trainer.fastpack_proof.proven
-    assert ("lora" in report, "moe" in report) == (peft, experts)
+    assert ("lora" in report, "moe" in report) == (peft, bool([*experts_modules(trainer.model)]))
     assert not experts or "; LoRA on the experts of" in report["moe"].reason
     assert ("quantized experts" in report.facts) == (config.get("moe_quantize_experts") == "on")
 
@@ -247,7 +248,10 @@ def held(name: str, folder: Path, **changed: Any) -> tuple[Any, dict[str, float]
     for field, value in changed.items():
         setattr(arguments.training, field, value)
     model = model_of(arguments)
-    fixed = {part: size / 2**30 for part, size in fixed_bytes(model, arguments.training).items()}
+    shards = "fsdp2" in commands(FILES[name])[0]  # over eight GPUs
+    on = replace(GPUS["H100"], processes=8 if shards else 1, shards=shards)
+    sizes, outside = fixed_bytes(model, arguments, on).items(), ("CUDA context", "NCCL")
+    fixed = {part: size / 2**30 for part, size in sizes if part not in outside}
     attention = {gpu: attention_of(model.module, GPUS[gpu], arguments.training)[1].path for gpu in ("H100", "T4")}
     return arguments.training, fixed, attention
 

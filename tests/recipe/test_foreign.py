@@ -113,7 +113,7 @@ PART = {"stage", "rl", "finetuning_type", "train_on_inputs", "dataset_dir", "max
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_key_is_a_value_or_is_left_out(name: str, files: Mapping[str, Path]) -> None:
+def test_every_key_is_a_value_or_has_a_note(name: str, files: Mapping[str, Path]) -> None:
     given = yaml.safe_load(text_of(name, files))
     assert tool_of(given) == RECIPES[name][1]
     whole = convert(given, files["folder"])
@@ -127,7 +127,7 @@ def test_every_key_is_a_value_or_is_left_out(name: str, files: Mapping[str, Path
             without = convert({other: each for other, each in given.items() if other != key}, files["folder"])
         except UserError:
             continue  # it says which tool this is
-        same = (without.values, without.left_out) == (whole.values, whole.left_out)
+        same = (without.values, without.notes) == (whole.values, whole.notes)
         assert not same or key in ("evals_per_epoch", "eval_sample_packing", "lora_target", "load_in_4bit"), key
 
 

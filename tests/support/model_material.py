@@ -174,17 +174,40 @@ _CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     **{family: (_QWEN, {"vision_config": _QWEN_VISION, "image_token_id": 95}) for family in SECTIONS},
+    "mistral3": (
+        {"model_type": "mistral", "sliding_window": None},
+        {"vision_config": {**_VISION, "model_type": "pixtral", "head_dim": 8}, "image_token_index": 95},
+    ),
+    "llava": (
+        {"model_type": "llama"},
+        {"vision_config": {**_VISION, "model_type": "clip_vision_model", "projection_dim": 8}, "image_token_index": 95},
+    ),
+    "internvl": (
+        {"model_type": "qwen2"},
+        {"vision_config": {**_VISION, "image_size": [8, 8], "patch_size": [4, 4]}, "image_token_id": 95},
+    ),
+    "qwen2_audio": (
+        {"model_type": "qwen2"},
+        {
+            "audio_config": {
+                "num_mel_bins": 8, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16,
+                "d_model": 16, "max_source_positions": 20,
+            },
+            "audio_token_index": 95,
+        },
+    ),
 }  # fmt: skip
 
 
 def vision_model(family: str) -> Any:
-    """Return a model of a family; skips the test if this transformers lacks it."""
+    """Return a model with a tower for images or sound; skips the test if this transformers lacks the family."""
     text, rest = _CONFIGS[family]
     try:
         config = AutoConfig.for_model(family.split()[0], text_config={**COMMON, "head_dim": 8, **text}, **rest)
     except ValueError:
         pytest.skip(f"this transformers has no {family}")
-    return random_model(AutoModelForImageTextToText, config)
+    has_images = type(config) in AutoModelForImageTextToText._model_mapping
+    return random_model(AutoModelForImageTextToText if has_images else transformers.AutoModelForMultimodalLM, config)
 
 
 def gemma3() -> Any:

@@ -24,6 +24,18 @@ class Shift(Around):
         return self.layer(hidden) + nn.functional.pad(hidden, (0, 0, 1, 0))[:, :-1]
 
 
+class Mean(Around):
+    """Adds the mean over a row, of padding too, or, with `sums`, sums over earlier tokens, behind a zero gate."""
+
+    def __init__(self, layer: nn.Module, *, sums: bool = False) -> None:
+        super().__init__(layer)
+        self.sums, self.gate = sums, nn.Parameter(torch.zeros(32, 32) if sums else torch.zeros(()))
+
+    def forward(self, hidden: Tensor) -> Any:
+        mixed = hidden.cumsum(1) @ self.gate if self.sums else torch.relu(self.gate) * hidden.mean(1, keepdim=True)
+        return self.layer(hidden) + mixed
+
+
 class Noise(Around):
     """Drops in evaluation mode too, as Monte Carlo dropout does."""
 

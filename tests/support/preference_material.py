@@ -45,11 +45,11 @@ def even_words(completions: list[str], **kwargs: Any) -> list[float]:
     return [float(sum(int(word[1:]) % 2 == 0 for word in text.split() if word[1:].isdigit())) for text in completions]
 
 
-def classifier(family: str = "qwen3") -> Any:
-    """A tiny model with a head of one score."""
+def classifier(family: str = "qwen3", model: Any = None) -> Any:
+    """A tiny model with a head of one score, of the config of `model` if there is one."""
     from transformers import AutoModelForSequenceClassification
 
-    config = tiny_model(family).config
+    config = (model or tiny_model(family)).config
     config.num_labels, config.pad_token_id = 1, 0
     torch.manual_seed(0)
     return AutoModelForSequenceClassification.from_config(config).float()
@@ -111,13 +111,14 @@ def trained(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.named_parameters() if value.requires_grad}
 
 
+def own_error(name: str) -> float:
+    """The absolute error of a figure by its name."""
+    return max((error for part, error in ABSOLUTE.items() if part in name), default=0.0)
+
+
 def assert_same(ours: Any, stock: Any, rtol: float = 1e-5, atol: float = 2e-6) -> None:
     """The logs of two trainers are equal."""
-
-    def own(name: str) -> float:
-        return max((error for part, error in ABSOLUTE.items() if part in name), default=0.0)
-
-    assert_equal(figures(ours), figures(stock), rtol, atol, own)
+    assert_equal(figures(ours), figures(stock), rtol, atol, own_error)
 
 
 def both(

@@ -65,8 +65,22 @@ def make_dataset(kind: str, count: int = 60, seed: int = 0) -> Dataset:
     if kind == "conversational":
         turns = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in pairs]
         return Dataset.from_dict({"messages": turns})
+    if kind.startswith("packed"):
+        return packed_rows(count, seed, labels=kind == "packed_labels")
     tokenizer = make_tokenizer()
     return Dataset.from_dict({"input_ids": [tokenizer(text)["input_ids"] for text in second]})
+
+
+def packed_rows(count: int, seed: int, *, labels: bool) -> Dataset:
+    """Rows that a user has packed, of up to 80 tokens; whose documents share a beginning."""
+    draw, rows = random.Random(seed), []
+    for _ in range(count):
+        prefix = draw.choices(range(5, 95), k=draw.randrange(6))
+        documents = [prefix + draw.choices(range(5, 95), k=draw.randrange(1, 12)) for _ in range(draw.randrange(1, 6))]
+        ids = [token for document in documents for token in document]
+        row = {"input_ids": ids, "seq_lengths": [len(document) for document in documents]}
+        rows.append(row | ({"labels": [draw.choice((token, token, -100)) for token in ids]} if labels else {}))
+    return Dataset.from_list(rows)
 
 
 def settings(folder: Path, **more: Any) -> dict[str, Any]:
