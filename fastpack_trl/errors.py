@@ -78,7 +78,7 @@ def one_line(message: object) -> str:
 
 
 def command_line(*words: object) -> str:
-    """Return a command of this program as a shell reads it: ``("merge", "my run")`` -> ``fastpack-trl merge 'my run'``."""
+    """Return a command of this program for a shell: ``("merge", "my run")`` -> ``fastpack-trl merge 'my run'``."""
     return shlex.join(["fastpack-trl", *map(str, words)])
 
 

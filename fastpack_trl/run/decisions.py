@@ -29,6 +29,10 @@ class Choice:
     """The value of `packed_attention` for which a run chose it."""
 
 
+def _reads_again(_: Bucket) -> str:
+    return "TRL's attention reads the documents of each row again"
+
+
 @dataclass(eq=False, repr=False)
 class Decisions:
     """Decisions of the features, each made in one place when the trainer is built or a run begins.
@@ -52,7 +56,7 @@ class Decisions:
     training: bool = False
     loss_is_ours: bool = False
     shares_prefixes: bool = False
-    refuses_static: Callable[[Bucket], str] = lambda _: "TRL's attention reads the documents of each row again"
+    refuses_static: Callable[[Bucket], str] = _reads_again
     experts_refuse_capture: Callable[[], str] = str
     _are_fixed = False  # while steps run
 
