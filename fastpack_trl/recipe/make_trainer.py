@@ -137,7 +137,7 @@ def check_settings(arguments: Arguments) -> None:
 
 def _check_paths(training: Any) -> None:
     """Check that ``output_dir`` can be made and that ``resume_from_checkpoint`` names a complete checkpoint."""
-    from fastpack_trl.model.preflight import choose_checkpoint, unwritable
+    from fastpack_trl.model.preflight import checkpoints, choose_checkpoint, unwritable
 
     output, resume = str(training.output_dir), training.resume_from_checkpoint
     if training.should_save and (reason := unwritable(Path(output))):
@@ -149,7 +149,7 @@ def _check_paths(training: Any) -> None:
         raise UserError(
             f"resume_from_checkpoint={resume!r} is not a folder: pass a checkpoint-N folder, or true for the newest"
         )
-    if resume is True and not any(Path(output).glob("checkpoint-[0-9]*")):
+    if resume is True and not checkpoints(output):
         raise UserError(
             f"resume_from_checkpoint=True, but output_dir={output!r} has no checkpoint-N folder: remove "
             "resume_from_checkpoint"

@@ -1,4 +1,4 @@
-"""Deep copies and pickles of a trainer: a copy trains as TRL's does, with its own rows, and leaves the original alone."""
+"""Deep copies and pickles of a trainer: a copy trains as TRL's does, with its own rows."""
 
 from __future__ import annotations
 
