@@ -29,6 +29,7 @@ _STATES = (
     *("config.json", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth"),
     *("pytorch_model_fsdp.bin", "*/adapter_model.*", "global_step*/*.pt"),
 )
+_SHARDED = ("pytorch_model_fsdp_[0-9]", "optimizer_[0-9]")
 _NO_WEIGHTS = "it holds no weights, such as model.safetensors"
 
 
@@ -134,7 +135,7 @@ def file_fault(file: Path) -> str:
 
 
 def _weights(folder: Path) -> list[Path]:
-    """Return the file of weights, or their index, that libraries load from a folder with several; or nothing."""
+    """Return the file of weights, or their index, that libraries load from a folder that may have several."""
     return [file for file in map(folder.joinpath, _WEIGHTS) if file.exists()][:1]
 
 
@@ -148,22 +149,18 @@ def check_weights(name: str, option: str = "model") -> None:
 
 
 def checkpoint_fault(folder: Path) -> str:
-    """Return which file of a checkpoint is missing or damaged; empty if it is complete, which is what TRL resumes.
+    """Return which file of a checkpoint is missing or damaged; empty if TRL would resume it.
 
-    Its state is written last. It may lack the optimizer, scheduler and generators (`save_only_model`).
+    Its state is written last. It may lack the states of optimizer, scheduler and generators (`save_only_model`).
     """
-    return first_reason(_checkpoint_faults(folder))
-
-
-def _checkpoint_faults(folder: Path) -> Iterator[object]:
-    yield file_fault(folder / "trainer_state.json")
-    deepspeed, weights = [*folder.glob("global_step*")], _weights(folder)
-    several = [*deepspeed, *folder.glob("pytorch_model_fsdp*"), *folder.glob("*/adapter_model.*")]
-    yield not weights and not several and _NO_WEIGHTS
-    yield bool(deepspeed) and not (folder / "latest").is_file() and "latest is missing"
-    sharded = (each for kind in ("pytorch_model_fsdp_*", "optimizer_*") for each in folder.glob(f"{kind}[0-9]"))
-    states = (file for pattern in _STATES for file in folder.glob(pattern))
-    yield from map(file_fault, (*weights, *(each / ".metadata" for each in sharded), *states))
+    weights, deepspeed = _weights(folder), [*folder.glob("global_step*")]
+    sharded = [each / ".metadata" for pattern in _SHARDED for each in folder.glob(pattern)]
+    states = [file for pattern in _STATES for file in folder.glob(pattern)]
+    several = any(file.name.startswith(("adapter_model", "pytorch_model")) for file in states)
+    no_weights = not (weights or several or sharded or deepspeed) and _NO_WEIGHTS
+    no_tag = deepspeed and not (folder / "latest").is_file() and "latest is missing"
+    files = (folder / "trainer_state.json", *weights, *sharded, *states)
+    return first_reason((*map(file_fault, files), no_weights, no_tag))
 
 
 def checkpoints(output_dir: str | None) -> list[Path]:

@@ -174,11 +174,11 @@ def check_model(
 
     try:
         config = AutoConfig.from_pretrained(name, **options)
-    except (OSError, ValueError) as error:
-        hint = "" if Path(name).exists() else did_you_mean_path(name)
-        raise UserError(f"{option} {name!r} cannot be used: {describe(error)}{hint}") from error
+    except Exception as error:  # a damaged file may raise anything
+        hint = "; correct its config.json" if Path(name).exists() else did_you_mean_path(name)
+        raise UserError(f"{option} {name!r} cannot be used: {describe(error).rstrip('.')}{hint}") from error
     heads = (*_HEADS, "ForSequenceClassification") if method.command == "reward" else _HEADS
-    kind = (config.architectures or ["a model without a head"])[0]
+    kind = str((config.architectures or ["a model without a head"])[0])
     # A class that comes with the checkpoint may have any name; its `auto_map` names its kind.
     if getattr(config, "is_encoder_decoder", False) or not (kind.endswith(heads) or hasattr(config, "auto_map")):
         raise UserError(

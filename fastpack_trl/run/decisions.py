@@ -29,10 +29,6 @@ class Choice:
     """The value of `packed_attention` for which a run chose it."""
 
 
-def _reads_again(_: Bucket) -> str:
-    return "TRL's attention reads the documents of each row again"
-
-
 @dataclass(eq=False, repr=False)
 class Decisions:
     """Decisions of the features, each made in one place when the trainer is built or a run begins.
@@ -56,7 +52,7 @@ class Decisions:
     training: bool = False
     loss_is_ours: bool = False
     shares_prefixes: bool = False
-    refuses_static: Callable[[Bucket], str] = _reads_again
+    refuses_static: Callable[[Bucket], str] = "TRL's attention reads the documents of each row again".format
     experts_refuse_capture: Callable[[], str] = str
     _are_fixed = False  # while steps run
 

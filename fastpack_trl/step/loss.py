@@ -99,12 +99,9 @@ class ChosenLoss(ModelOutput):
 
 
 class OwnForward:
-    """Lays a forward around the one that `model` has. A deep copy lays its own around that of the copied model.
+    """Replaces the forward of `model` by ``around(forward)``, before accelerate wraps it, if nothing is `missing`.
 
-    Args:
-        model: before accelerate wraps it.
-        around: returns a forward, given the bound one.
-        missing: why it cannot be installed; empty if it can.
+    A deep copy replaces that of the copied model by its own: the function alone would read objects of the original.
     """
 
     def __init__(self, model: nn.Module, around: Callable[[Any], Callable[..., Any]], missing: str) -> None:
@@ -114,16 +111,15 @@ class OwnForward:
 
     def _lay(self) -> None:
         if not self.missing:
-            self._function = self._around(self._stock)
+            self._function: Any = self._around(self._stock)
             self.model.forward = types.MethodType(self._function, self.model)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_function"}  # pickle refuses closures
+        return {**vars(self), "_function": None}  # pickle refuses closures
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        # The function that was copied reads the objects of the original. A pickled model has lost it, and TRL's.
-        if getattr(self.model.forward, "__wrapped__", None) is self._stock.__func__:
+        if getattr(self.model.forward, "__wrapped__", None) is self._stock.__func__:  # pickle loses it, and TRL's
             self._lay()
 
 
@@ -151,7 +147,7 @@ class LossForward(OwnForward):
         """True while a call of the model reaches this forward; someone may have replaced it since."""
         forward: Any = self.model.forward
         while forward is not None and not self.missing:
-            if getattr(forward, "__func__", forward) is getattr(self, "_function", None):
+            if getattr(forward, "__func__", forward) is self._function:
                 return True
             forward = _inside(forward)
         return False
