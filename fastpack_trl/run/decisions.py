@@ -52,7 +52,7 @@ class Decisions:
     training: bool = False
     loss_is_ours: bool = False
     shares_prefixes: bool = False
-    refuses_static: Callable[[Bucket], str] = lambda _: "TRL's attention reads the documents of each row again"
+    refuses_static: Callable[[Bucket], str] = "TRL's attention reads the documents of each row again".format
     experts_refuse_capture: Callable[[], str] = str
     _are_fixed = False  # while steps run
 
