@@ -9,12 +9,17 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
+from typing import Any
 
 _MAX_LENGTH = 600  # some upstream messages list every model class; --traceback shows all of it
 _SHORTEST_PART, _MOST_NAMES = 3, 6  # characters of a part that names are looked up by; names of one suggestion
 _MAX_SHOWN = 200  # of a value, so that the rest of the message still fits
 # Line breaks, what a terminal obeys, marks that reverse text, and what YAML or UTF-8 cannot hold.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]")
+_SECRET = re.compile(
+    r"(.+_)?(api_?key|passw(or)?d|secret(_access)?(_key)?|private_key|credentials?)"
+    r"|((push_to_)?hub_|hf_|hugging_?face_(hub_)?|github_|(use_)?auth_|access_|bearer_)?token"
+)
 
 
 class UserError(ValueError):
@@ -50,12 +55,20 @@ def first_reason(reasons: Iterable[object]) -> str:
     return next((reason for reason in reasons if isinstance(reason, str) and reason), "")
 
 
+def is_secret(key: object) -> bool:
+    """Return whether a key names a secret, by the whole key: ``HF_TOKEN``, ``wandb_api_key``, but not ``eos_token``."""
+    return _SECRET.fullmatch(str(key).lower().replace("-", "_")) is not None
+
+
 class _Short(reprlib.Repr):
-    """A repr of a bounded part of a value: lists that contain each other can be endless."""
+    """A repr of a bounded part of a value, without secrets: lists that contain each other can be endless."""
 
     def __init__(self) -> None:
         super().__init__()
         self.maxlevel, self.maxdict, self.maxstring, self.maxother = 3, 6, _MAX_SHOWN, _MAX_SHOWN
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        return super().repr_dict({key: ... if is_secret(key) else value for key, value in x.items()}, level)
 
     def repr_int(self, x: int, level: int) -> str:
         try:
@@ -80,8 +93,8 @@ def printable(text: object) -> str:
 
 
 def one_line(message: object) -> str:
-    """Return the message as one printable line, cut after 600 characters."""
-    text = printable(" ".join(str(message).split()))
+    """Return the message as one printable line without colors, cut after 600 characters."""
+    text = printable(" ".join(re.sub(r"\x1b\[[\d;]*m", "", str(message)).split()))
     return text if len(text) <= _MAX_LENGTH else f"{text[:_MAX_LENGTH]}... (--traceback shows all of it)"
 
 
@@ -165,21 +178,27 @@ def naming_keys(settings: Mapping[str, object]) -> Iterator[None]:
 
 
 @contextmanager
-def preparing(finished: Callable[[], bool] = bool) -> Iterator[None]:
+def preparing(
+    finished: Callable[[], bool] = bool, what: str = "", remedy: str = "if a file is damaged, copy or download it again"
+) -> Iterator[None]:
     """Convert the libraries' errors for wrong settings into a `UserError` while a run is prepared.
 
     Args:
         finished: called when an error arrives; if it returns True, the error passes unchanged. For a call that both
             prepares and trains.
+        what: files that are loaded, ``"the adapter 'out'"``: damaged ones may raise anything.
 
     Raises:
-        UserError: from any of `SETTING_ERRORS`, with its message on one line.
+        UserError: from any of `SETTING_ERRORS`, and with `what` from any error, with its message on one line.
     """
     try:
         yield
     except UserError:
         raise
-    except SETTING_ERRORS as error:
-        if finished() or _is_bug(error):
+    except Exception as error:
+        if what and "Memory" not in type(error).__name__:
+            fix = "" if isinstance(error, ImportError) else f": {remedy}"
+            raise UserError(f"{what} cannot be loaded ({type(error).__name__}: {describe(error)}){fix}") from error
+        if not isinstance(error, SETTING_ERRORS) or finished() or _is_bug(error):
             raise
         raise UserError(describe(error)) from error

@@ -196,6 +196,12 @@ class Run(Decisions):
         self._first_step = 0
         self.is_strict = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_trainer": self._trainer()}  # copies and pickles do not follow a weak reference
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _trainer=weakref.ref(state["_trainer"]))
+
     @cached_property
     def ranks(self) -> Ranks:
         """The processes of the run, for joint decisions."""

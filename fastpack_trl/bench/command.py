@@ -22,8 +22,8 @@ _NUMBERS = {
     "gate-steps": (0, 2, "number of first steps in which losses must agree"),
 }
 """Option -> least value, default, help."""
-_PRIVATE = ("token", "output_dir", "logging_dir", "run_name", "hub_model_id")
-"""Parts of names whose values stay out of a record."""
+_PRIVATE = ("output_dir", "logging_dir", "run_name", "hub_model_id")
+"""Ends of names whose values stay out of a record, as secrets do."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -52,8 +52,7 @@ def run(args: Namespace, record: dict[str, Any]) -> int:
         0, even if fastpack is slower. 130 after an interrupt, with the finished sides.
 
     Raises:
-        UserError: no config, options that do not go together, a file that cannot be written, a config that cannot be
-            loaded, losses that differ, or no side that could run.
+        UserError: a wrong option or config, losses that differ, or no side that could run.
     """
     picture = _check(args)
     import torch
@@ -130,18 +129,15 @@ def _check(args: Namespace) -> Path | None:
 
 
 def settings_of(arguments: Any, config: str, flags: Sequence[str]) -> dict[str, Any]:
-    """Return the settings that a YAML and its overrides name, without folders, user names or access tokens.
+    """Return the settings that a YAML and its overrides name, without folders, user names or secrets, at every depth.
 
     ``{"model_name_or_path": "/data/me/Qwen3-8B", "hub_token": "..."}`` -> ``{"model_name_or_path": "Qwen3-8B"}``
     """
+    from fastpack_trl.measure.record import finite
     from fastpack_trl.recipe.yaml import load_config
 
     named = {*load_config(config), *(word[2:].partition("=")[0].replace("-", "_") for word in flags)}
     values = {**vars(arguments.script), **vars(arguments.model), **vars(arguments.training)}
-    return {
-        name: value.rpartition("/")[2] if isinstance(value, str) else value
-        for name, value in values.items()
-        if name in named
-        and isinstance(value, str | int | float | list | dict)
-        and not any(part in name for part in _PRIVATE)
-    }
+    kept = {name: value for name, value in values.items() if name in named and not name.endswith(_PRIVATE)}
+    kinds = str | int | float | list | dict
+    return dict(finite({name: value for name, value in kept.items() if isinstance(value, kinds)}, bare=True))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from argparse import ArgumentParser, Namespace
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastpack_trl.errors import UserError, preparing, short_repr
+from fastpack_trl.errors import UserError, command_line, one_line, preparing, short_repr
 from fastpack_trl.recipe.paths import model_folder
 
-_ADAPTER = "adapter_config.json"
+_ADAPTER, _TOKENIZER, _OLD_TEMPLATE = "adapter_config.json", "tokenizer_config.json", "chat_template.json"
+_REST = ["*processor_config.json", "audio_tokenizer_config.json", "*_tokenizer/*.*", _OLD_TEMPLATE]
+_CODE = ["*.py", "custom_generate/*.*"]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -57,31 +60,52 @@ class Trained:
         """Load the tokenizer saved with the adapter or model, else that of the base."""
         from transformers import AutoTokenizer
 
-        has_own = (Path(self.folder) / "tokenizer_config.json").is_file() or self.base is None
-        code = self.options["trust_remote_code"]
-        return AutoTokenizer.from_pretrained(self.folder if has_own else self.base, trust_remote_code=code)
+        has_own = (Path(self.folder) / _TOKENIZER).is_file() or self.base is None
+        source, code = self.folder if has_own else self.base, self.options["trust_remote_code"]
+        with preparing(what=f"the tokenizer in {short_repr(source)}"):
+            return AutoTokenizer.from_pretrained(source, trust_remote_code=code)
+
+    def copy_rest(self, output: Path) -> None:
+        """Copy what else the folder of an adapter, then its base, has: processors, old templates, remote code."""
+        from huggingface_hub import snapshot_download
+
+        kinds = _REST + _CODE * self.options["trust_remote_code"]
+        for source in (self.folder, str(self.base)):
+            if not (folder := Path(source)).is_dir():
+                folder = Path(snapshot_download(source, revision=self.options.get("revision"), allow_patterns=kinds))
+            for file in (file for kind in kinds for file in folder.glob(kind)):
+                if not (target := output / file.relative_to(folder)).exists():
+                    target.parent.mkdir(exist_ok=True)
+                    shutil.copyfile(file, target)
+            if (folder / _TOKENIZER).is_file():  # the base's old template would take precedence over that of a run
+                kinds = [kind for kind in kinds if kind != _OLD_TEMPLATE]
 
     def load(self, *, dequantized: bool) -> tuple[Any, str]:
         """Return the model in evaluation mode, an adapter over its base, and a line on a change of its size.
 
-        Args:
-            dequantized: convert a base in four or eight bits to dense weights of the same values.
+        `dequantized`: a base in four or eight bits is converted to dense weights of the same values.
         """
+        from fastpack_trl.model.preflight import check_weights
         from fastpack_trl.recipe.adapters import resize_to_adapter, with_adapter
 
+        name, adapter = self.base or self.folder, f"the adapter {short_repr(self.folder)}"
+        other = "give the model that it was trained on with --base DIR, or copy the adapter again"
+        check_weights(name, "the model")
         for model_class in self._classes():
-            model = model_class.from_pretrained(self.base or self.folder, **self.options)
-            if dequantized and getattr(model, "hf_quantizer", None) is not None:
-                model = model.dequantize()
+            with preparing(what=f"the model {short_repr(name)}"):
+                model, keys = model_class.from_pretrained(name, output_loading_info=True, **self.options)
+                if keys["missing_keys"] and not self.classifies:  # the adapter of a classifier has its head
+                    raise KeyError(f"it has no {short_repr(sorted(keys['missing_keys']))}")
+                if dequantized and getattr(model, "hf_quantizer", None) is not None:
+                    model = model.dequantize()
             if self.base is None:
                 return model.eval(), ""
-            resized = resize_to_adapter(model, Path(self.folder), self.tokenizer)
-            if (adapted := with_adapter(model, self.folder)) is not None:
+            with preparing(what=adapter, remedy=other):
+                resized = resize_to_adapter(model, Path(self.folder), self.tokenizer)
+                adapted = with_adapter(model, self.folder)
+            if adapted is not None:
                 return adapted.eval(), resized
-        raise UserError(
-            f"the adapter {short_repr(self.folder)} has no weights for some layers of '{self.base}': give the model "
-            "that it was trained on with --base DIR"
-        )
+        raise UserError(f"{adapter} has no weights for some layers of {short_repr(name)}, or more than it has: {other}")
 
     def _classes(self) -> list[Any]:
         """Return the possible classes of the trained model: TRL takes the checkpoint's class, scripts the auto class.
@@ -123,10 +147,8 @@ def _find(args: Namespace) -> Trained:
         newest = max(inside, key=lambda file: file.stat().st_mtime).parent  # of a run that was ended
         raise UserError(f"{short_repr(folder)} has no adapter or model; did you mean '{newest}'?")
     elif args.config and not args.model and not any([*path.glob("config.json"), *path.glob("*/config.json")]):
-        command = method_of_run(args.config).command
-        raise UserError(
-            f"no trained model in {short_repr(folder)}: run fastpack-trl {command} --config {args.config} first"
-        )
+        command = command_line(method_of_run(args.config).command, "--config", args.config)
+        raise UserError(f"no trained model in {short_repr(folder)}: run {command} first")
     name = model_folder(option, name)
     check_model(name, _config_options(options), option, METHODS["reward"] if classifies else SFT)
     if not is_adapter:
@@ -174,7 +196,7 @@ def _base_of(path: Path, base: str | None, args: Namespace) -> tuple[str, str, b
             raise UserError(
                 f"the adapter {shown} is for '{named}', {args.config} names '{base}': choose with --base DIR"
             )
-    if not (name := base or named):
+    if not (name := base or named) or not isinstance(name, str):
         raise UserError(f"the adapter {shown} does not name its base model: give --base DIR")
     option = "--base" if base else "the adapter's model (--base names another)"
     return option, name, about.get("task_type") == "SEQ_CLS"
@@ -187,28 +209,32 @@ def _merge(args: Namespace) -> dict[str, Any]:
 
     with preparing():
         trained = _find(args)
-    output = Path(args.output or f"{trained.folder.rstrip('/')}-merged").expanduser()
-    if output.is_dir() and any(output.iterdir()):
-        raise UserError(f"--output {output} is not empty: name another folder")
-    if reason := unwritable(output):
-        raise UserError(f"--output {output}: {reason}")
-    if trained.base is None:
-        raise UserError(f"{trained.folder} is a full model: there is nothing to merge")
-    with preparing():
+        if trained.base is None:
+            raise UserError(f"{short_repr(trained.folder)} is a full model: there is nothing to merge")
+        output = Path(args.output or f"{trained.folder.rstrip('/')}-merged").expanduser()
+        if output.is_dir() and any(output.iterdir()):
+            raise UserError(f"--output {output} is not empty: name another folder")
+        if reason := unwritable(output):
+            raise UserError(f"--output {output}: {reason}")
+        for source in (trained.folder, trained.base):
+            if Path(source).is_dir() and output.resolve().is_relative_to(Path(source).resolve()):
+                raise UserError(f"--output {output} is inside of {source}, which stays as it is: name another folder")
         tokenizer, (model, resized) = trained.tokenizer(), trained.load(dequantized=True)
         merged, untied = merge_adapter(model)
         for part in (merged, tokenizer):
             part.save_pretrained(output)
+        trained.copy_rest(output)
     how = ", as during training: quantized, then dequantized" if "quantization_config" in trained.options else ""
     what = f"merged {trained.folder} with its base {trained.base} (both unchanged){how}"
-    lines = [what, resized, untied, f"written: {output}"]
-    print("\n".join(filter(None, lines)))
+    print("\n".join(map(one_line, filter(None, (what, resized, untied, f"written: {output}")))))
     if args.push_to_hub:
+        from huggingface_hub import create_repo, upload_folder
+
         with preparing():
-            for part in (merged, tokenizer):
-                part.push_to_hub(args.push_to_hub)
-        print(f"pushed: {args.push_to_hub}")
-    print(f"try it: fastpack-trl generate {output} --prompt 'Hello'")
+            name = create_repo(args.push_to_hub, exist_ok=True).repo_id
+            upload_folder(repo_id=name, folder_path=output)
+        print(f"pushed: {name}")
+    print(f"try it: {command_line('generate', output, '--prompt', 'Hello')}")
     return {"adapter": trained.folder, "base": trained.base, "merged": str(output)}
 
 
@@ -242,10 +268,13 @@ def _generate(args: Namespace) -> dict[str, Any]:
     rows = []
     for prompt in args.prompt:
         text, template = prompt, tokenizer.chat_template
-        if template:
-            turns = [{"role": "user", "content": prompt}]
-            text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        with preparing(what=f"the chat template in {short_repr(trained.folder)}"):
+            if template:
+                turns = [{"role": "user", "content": prompt}]
+                text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         tokens = tokenizer(text, return_tensors="pt", add_special_tokens=not template)
+        if (tokens["input_ids"] >= model.get_input_embeddings().weight.shape[0]).any():
+            raise UserError(f"the tokenizer in {short_repr(trained.folder)} is of another model: it has more tokens")
         if not (start := tokens["input_ids"].shape[1]):
             raise UserError(f"the prompt {short_repr(prompt)} has no tokens: write some text")
         row = {"prompt": prompt}

@@ -6,7 +6,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
-from fastpack_trl.errors import NonFiniteError, UserError, describe, did_you_mean, preparing
+from fastpack_trl.errors import NonFiniteError, UserError, describe, did_you_mean, preparing, short_repr
 from fastpack_trl.recipe.paths import model_folder, titled
 
 
@@ -81,11 +81,14 @@ def _load(args: Namespace) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from fastpack_trl.model.preflight import check_weights
     from fastpack_trl.recipe.make_trainer import check_model
 
     trust = {"trust_remote_code": args.trust_remote_code}
     with preparing():
         check_model(args.model, trust, "--model")
+        check_weights(args.model, "--model")
+    with preparing(what=" with --adapter ".join(map(short_repr, filter(None, (args.model, args.adapter))))):
         model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype, **trust)
         if args.adapter:
             from peft import PeftModel

@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 
 from fastpack_trl._version import REPOSITORY, __version__
 from fastpack_trl.callbacks.throughput import MeasuredRate
+from fastpack_trl.measure.record import finite, write_whole
 from fastpack_trl.model.changes import callbacks_added
 from fastpack_trl.run import Run
 
@@ -61,10 +62,10 @@ def _figures(run: Run, step: int) -> dict[str, Any]:
 
 
 def _write(run: Run, folder: Path, step: int) -> None:
-    text = json.dumps(_figures(run, step), indent=2, default=str) + "\n"
+    text = json.dumps(finite(_figures(run, step)), indent=2, default=str) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / FILE).write_text(text, encoding="utf-8")
+        write_whole(folder / FILE, text)
     except OSError as error:  # e.g. a full disk: the run must not end for its report
         logger.warning(f"{FILE} was not written: {error.strerror or error}; save_report='off' leaves it out")
 
@@ -81,7 +82,7 @@ def add_to_card(run: Run) -> None:
     if _TITLE in text:
         return
     before, heading, after = text.partition("## Citations")
-    card.write_text(f"{before.rstrip()}\n\n{_section(run)}\n\n{heading}{after}".rstrip() + "\n", encoding="utf-8")
+    write_whole(card, f"{before.rstrip()}\n\n{_section(run)}\n\n{heading}{after}".rstrip() + "\n")
 
 
 def _section(run: Run) -> str:

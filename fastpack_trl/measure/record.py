@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fastpack_trl.errors import UserError
+from fastpack_trl.errors import UserError, is_secret
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
 
@@ -125,12 +125,15 @@ def write_whole(path: Path, text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
-def finite(value: Any) -> Any:
-    """Return `value` as JSON stores it: NaN and infinity as text, tuples as lists, keys as text."""
+def finite(value: Any, bare: bool = False) -> Any:
+    """Return `value` as JSON stores it, without secrets: NaN and infinity as text, tuples as lists, keys as text.
+
+    `bare`: of a path, as of any text with slashes, only the last part.
+    """
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): finite(item) for key, item in value.items()}
+        return {str(key): finite(item, bare) for key, item in value.items() if not is_secret(key)}
     if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return value
+        return [finite(item, bare) for item in value]
+    return value.rstrip("/").rpartition("/")[2] if bare and isinstance(value, str) else value

@@ -6,10 +6,12 @@ import inspect
 import json
 import re
 import tempfile
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint import FileSystemReader
 from transformers import PreTrainedModel
 
 from fastpack_trl.errors import first_reason, short_repr
@@ -18,6 +20,17 @@ _COUNTS = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "pad_to_multiple_of"),
     *("per_device_eval_batch_size", "eval_accumulation_steps"),
 )
+_WEIGHTS = (
+    *("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),
+    *("adapter_model.safetensors", "adapter_model.bin"),
+)
+"""Files of which libraries load the first that exists."""
+_STATES = (
+    *("config.json", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth"),
+    *("pytorch_model_fsdp.bin", "*/adapter_model.*", "global_step*/*.pt"),
+)
+_SHARDED = ("pytorch_model_fsdp_[0-9]", "optimizer_[0-9]")
+_NO_WEIGHTS = "it holds no weights, such as model.safetensors"
 
 
 def bound(stock: type, trainer: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,45 +107,72 @@ def unwritable(folder: Path) -> str:
 
 
 def file_fault(file: Path) -> str:
-    """Return why a JSON file or safetensors cannot be read, after the name of the file; empty if it can."""
-    from safetensors import SafetensorError, safe_open
+    """Return why a file of a checkpoint cannot be read, after its name; of an index, also one that it lists."""
+    from safetensors import safe_open
 
     if not file.is_file():  # a device has no end
         return f"{file.name} is missing"
     try:
         if file.suffix == ".json":
-            json.loads(file.read_text(encoding="utf-8"))
-        else:
+            if not isinstance(content := json.loads(file.read_text(encoding="utf-8")), dict):
+                raise TypeError("it must hold an object, {...}")
+            listed = sorted({*content.get("weight_map", {}).values()})
+            return first_reason(file_fault(file.parent / name) for name in listed)
+        if file.suffix == ".safetensors":
             with safe_open(file, framework="numpy"):
-                pass
-    except (OSError, ValueError, SafetensorError) as error:
+                return ""
+        if file.name == ".metadata":  # of torch.distributed.checkpoint
+            for part in FileSystemReader(file.parent).read_metadata().storage_data.values():
+                if (file.parent / part.relative_path).stat().st_size < part.offset + part.length:
+                    return f"{part.relative_path} is damaged: its end is missing"
+            return ""
+        with file.open("rb") as opened:
+            if not zipfile.is_zipfile(opened) and (opened.seek(0), opened.read(1)) != (0, b"\x80"):
+                raise ValueError("it is not a whole file of torch.save")
+    except Exception as error:  # noqa: BLE001 - a damaged file may raise anything
         return f"{file.name} is damaged ({type(error).__name__}: {error})"
     return ""
+
+
+def _weights(folder: Path) -> list[Path]:
+    """Return the file of weights, or their index, that libraries load from a folder that may have several."""
+    return [file for file in map(folder.joinpath, _WEIGHTS) if file.exists()][:1]
 
 
 def check_weights(name: str, option: str = "model") -> None:
     """Raise `ValueError` for a local folder without weights or with damaged ones; libraries do not name the file."""
     folder = Path(name)
-    weights = {file.name for file in folder.rglob("*") if file.suffix in (".safetensors", ".bin", ".gguf")}
-    fault = "" if weights - {"training_args.bin"} else "it holds no weights, such as model.safetensors"
-    fault = fault or first_reason(map(file_fault, sorted(folder.glob("*.safetensors"))))
+    names = {file.name for file in folder.rglob("*") if file.suffix in (".safetensors", ".bin", ".gguf")}
+    fault = first_reason(map(file_fault, _weights(folder))) or ("" if names - {"training_args.bin"} else _NO_WEIGHTS)
     if fault and folder.is_dir():
         raise ValueError(f"{option} {name!r} cannot be loaded: {fault}; copy or download it again")
 
 
 def checkpoint_fault(folder: Path) -> str:
-    """Return which file of a checkpoint is missing or damaged; its state is written last. Empty if it is complete."""
-    return first_reason(map(file_fault, (folder / "trainer_state.json", *sorted(folder.rglob("*.safetensors")))))
+    """Return which file of a checkpoint is missing or damaged; empty if TRL would resume it.
+
+    Its state is written last. It may lack the states of optimizer, scheduler and generators (`save_only_model`).
+    """
+    weights, deepspeed = _weights(folder), [*folder.glob("global_step*")]
+    sharded = [each / ".metadata" for pattern in _SHARDED for each in folder.glob(pattern)]
+    states = [file for pattern in _STATES for file in folder.glob(pattern)]
+    several = any(file.name.startswith(("adapter_model", "pytorch_model")) for file in states)
+    no_weights = not (weights or several or sharded or deepspeed) and _NO_WEIGHTS
+    no_tag = deepspeed and not (folder / "latest").is_file() and "latest is missing"
+    files = (folder / "trainer_state.json", *weights, *sharded, *states)
+    return first_reason((*map(file_fault, files), no_weights, no_tag))
 
 
-def _checkpoints(output_dir: str | None) -> list[Path]:
-    folders = [path for path in Path(str(output_dir)).glob("checkpoint-*") if re.fullmatch(r".*-\d+", path.name)]
-    return sorted(filter(Path.is_dir, folders), key=lambda path: int(path.name.partition("-")[2]), reverse=True)
+def checkpoints(output_dir: str | None) -> list[Path]:
+    """Return the checkpoints in `output_dir`, newest first: the folders whose names transformers reads as such."""
+    steps = {path: re.match(r"checkpoint-(\d+)$", path.name) for path in Path(str(output_dir)).glob("checkpoint-*")}
+    found = {path: int(step[1]) for path, step in steps.items() if step and path.is_dir()}
+    return sorted(found, key=found.__getitem__, reverse=True)
 
 
 def newest_checkpoint(output_dir: str | None) -> Path | None:
     """Return the newest complete checkpoint in `output_dir`; None if there is none."""
-    return next((folder for folder in _checkpoints(output_dir) if not checkpoint_fault(folder)), None)
+    return next((folder for folder in checkpoints(output_dir) if not checkpoint_fault(folder)), None)
 
 
 def choose_checkpoint(requested: Any, output_dir: str | None) -> tuple[Any, str]:
@@ -141,7 +181,7 @@ def choose_checkpoint(requested: Any, output_dir: str | None) -> tuple[Any, str]
     `requested` as `Trainer.train` takes it: a folder, which must be complete, or True for the last in `output_dir`.
     """
     is_folder = isinstance(requested, str | Path) and Path(requested).is_dir()
-    folders = [Path(requested)] if is_folder else _checkpoints(output_dir) if requested is True else []
+    folders = [Path(requested)] if is_folder else checkpoints(output_dir) if requested is True else []
     if not folders or not (fault := checkpoint_fault(folders[0])):
         return requested, ""
     newest = next((folder for folder in folders if not checkpoint_fault(folder)), None)

@@ -51,17 +51,19 @@ def _saved_rows(model: Any, folder: Path) -> int:
 
 
 def with_adapter(model: Any, folder: str) -> Any:
-    """Return an adapter over its base; None if it lacks weights that an adapter of this base would have."""
-    from peft import PeftModel
+    """Return an adapter over its base; None if it lacks weights of an adapter of this base, or has others."""
+    from peft import PeftModel, load_peft_weights, set_peft_model_state_dict
 
     with warnings.catch_warnings():
         # The warning says how to untie by hand, which `merge_adapter` does.
         warnings.filterwarnings("ignore", message="Model (has|with) `tie_word_embeddings=True`")
         warnings.filterwarnings("error", message="Found missing adapter keys")
         try:
-            return PeftModel.from_pretrained(model, folder)
+            adapted = PeftModel.from_pretrained(model, folder)
         except UserWarning:
             return None
+    others = set_peft_model_state_dict(adapted, load_peft_weights(folder, device="cpu")).unexpected_keys
+    return None if any("lora_" in name for name in others) else adapted  # an embedding may be saved twice
 
 
 def merge_adapter(model: Any) -> tuple[Any, str]:

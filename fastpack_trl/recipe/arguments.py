@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
-from fastpack_trl.errors import UserError, command_line, did_you_mean, naming_keys, short_repr
+from fastpack_trl.errors import UserError, command_line, did_you_mean, is_secret, naming_keys, short_repr
 from fastpack_trl.recipe.foreign import OTHER_NAMES, tool_of
 from fastpack_trl.recipe.formats import DataArguments
 from fastpack_trl.recipe.methods import SFT, Method
@@ -86,7 +86,7 @@ def parse(argv: Sequence[str], method: Method = SFT, *, may_launch: bool = True)
     env = config.pop("env", {})
     if not isinstance(env, Mapping) or any(isinstance(value, list | dict) for value in env.values()):
         raise UserError(
-            f"{path}: env={short_repr(env)} must be a mapping of variables, e.g. `env: {{OMP_NUM_THREADS: 1}}`"
+            f"{path}: env must be a mapping of variables to single values, e.g. `env: {{OMP_NUM_THREADS: 1}}`"
         )
     if tool := tool_of(config):
         raise UserError(f"{path} is a config of {tool}: `{command_line('convert', path)}` translates it")
@@ -201,7 +201,7 @@ def _words_of(config: Mapping[str, Any], parser: Any, launcher: Any, path: str) 
 
     options, words = launcher._option_string_actions | parser._option_string_actions, list[str]()
     for name, value in config.items():
-        action, shown = options.get(f"--{name}"), f"{path}: {name}={short_repr(value)}"
+        action, shown = options.get(f"--{name}"), f"{path}: {name}={'...' if is_secret(name) else short_repr(value)}"
         if action is None or "-" in name or name == "help":  # names with dashes are those of a command line
             _refuse_unknown(name, parser, launcher, path)
         hint = parser.hints.get(action.dest, "")

@@ -137,7 +137,7 @@ def check_settings(arguments: Arguments, *, runs: bool = True) -> None:
 
 def _check_paths(training: Any) -> None:
     """Check that ``output_dir`` can be made and that ``resume_from_checkpoint`` names a complete checkpoint."""
-    from fastpack_trl.model.preflight import choose_checkpoint, unwritable
+    from fastpack_trl.model.preflight import checkpoints, choose_checkpoint, unwritable
 
     output, resume = str(training.output_dir), training.resume_from_checkpoint
     if training.should_save and (reason := unwritable(Path(output))):
@@ -149,7 +149,7 @@ def _check_paths(training: Any) -> None:
         raise UserError(
             f"resume_from_checkpoint={resume!r} is not a folder: pass a checkpoint-N folder, or true for the newest"
         )
-    if resume is True and not any(Path(output).glob("checkpoint-[0-9]*")):
+    if resume is True and not checkpoints(output):
         raise UserError(
             f"resume_from_checkpoint=True, but output_dir={output!r} has no checkpoint-N folder: remove "
             "resume_from_checkpoint"
@@ -174,11 +174,11 @@ def check_model(
 
     try:
         config = AutoConfig.from_pretrained(name, **options)
-    except (OSError, ValueError) as error:
-        hint = "" if Path(name).exists() else did_you_mean_path(name)
-        raise UserError(f"{option} {name!r} cannot be used: {describe(error)}{hint}") from error
+    except Exception as error:  # a damaged file may raise anything
+        hint = "; correct its config.json" if Path(name).exists() else did_you_mean_path(name)
+        raise UserError(f"{option} {name!r} cannot be used: {describe(error).rstrip('.')}{hint}") from error
     heads = (*_HEADS, "ForSequenceClassification") if method.command == "reward" else _HEADS
-    kind = (config.architectures or ["a model without a head"])[0]
+    kind = str((config.architectures or ["a model without a head"])[0])
     # A class that comes with the checkpoint may have any name; its `auto_map` names its kind.
     if getattr(config, "is_encoder_decoder", False) or not (kind.endswith(heads) or hasattr(config, "auto_map")):
         raise UserError(

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from fastpack_trl.errors import UserError, did_you_mean, short_repr
+from fastpack_trl.errors import UserError, command_line, did_you_mean, short_repr
 
 _QUICKSTART = Path("quickstart-output")
 """``configs/quickstart.yaml`` names ``model`` and ``data`` in it, which a command makes."""
@@ -69,7 +69,7 @@ def model_folder(option: str, name: str, needs: str = "config.json") -> str:
     inside = sorted(folder.glob(f"*/{needs}"))
     fix = f"did you mean {str(inside[0].parent)!r}?" if inside else "name a folder that has one, or a hub name"
     if (folder / "adapter_config.json").is_file():
-        use = f"or the folder that `fastpack-trl merge {name}` writes"
+        use = f"or the folder that `{command_line('merge', name)}` writes"
         use = "and give this folder to --adapter" if option == "--model" else use
         fix = f"it is a PEFT adapter: name its base model, {use}"
     raise UserError(f"{option} {short_repr(name)} has no {needs}: {fix}")

@@ -98,30 +98,49 @@ class ChosenLoss(ModelOutput):
     is_edited: bool | None = None
 
 
-class LossForward:
-    """Lays a forward around the one that TRL gave `model`; to be done before accelerate wraps the model.
+class OwnForward:
+    """Replaces the forward of `model` by ``around(forward)``, before accelerate wraps it, if nothing is `missing`.
+
+    A deep copy replaces that of the copied model by its own: the function alone would read objects of the original.
+    """
+
+    def __init__(self, model: nn.Module, around: Callable[[Any], Callable[..., Any]], missing: str) -> None:
+        self.model, self._around, self.missing = model, around, missing
+        self._stock: Any = model.forward
+        self._lay()
+
+    def _lay(self) -> None:
+        if not self.missing:
+            self._function: Any = self._around(self._stock)
+            self.model.forward = types.MethodType(self._function, self.model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_function": None}  # pickle refuses closures
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if getattr(self.model.forward, "__wrapped__", None) is self._stock.__func__:  # pickle loses it, and TRL's
+            self._lay()
+
+
+class LossForward(OwnForward):
+    """Lays a forward around the one that TRL gave `model`.
 
     A call with labels, their `PackedBatch` as ``loss_batch``, and ``loss_type`` returns a `ChosenLoss`; every other one
     goes to TRL's forward.
 
     Attributes:
-        missing: why it could not be installed; empty if it was.
         call_backbone: calls the decoder.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self._stock: Any = model.forward
         self.call_backbone = BackboneCall()
-        constants, why_not = read_constants(self._stock)
+        constants, why_not = read_constants(model.forward)
         if not why_not and (constants["temperature"] != 1.0 or constants["cast_lm_head_to_fp32"]):
             why_not = "trl's fused head was set up with a temperature or in fp32"
         lacks = missing_tile_functions()
-        self.missing = missing_reason("sync_free") or why_not or (f"trl lacks {lacks}" if lacks else "")
-        if self.missing:
-            return
-        self._function = _around(self._stock.__func__, constants, self.call_backbone)
-        model.forward = types.MethodType(self._function, model)
+        missing = missing_reason("sync_free") or why_not or (f"trl lacks {lacks}" if lacks else "")
+        super().__init__(model, functools.partial(_around, self.call_backbone), missing)
 
     @property
     def in_place(self) -> bool:
@@ -172,8 +191,9 @@ def read_constants(forward: Any) -> tuple[dict[str, Any], str]:
     return found, f"trl's fused head has no {', '.join(lacks)} in its closure" if lacks else ""
 
 
-def _around(stock: Callable[..., Any], constants: dict[str, Any], call_backbone: BackboneCall) -> Callable[..., Any]:
+def _around(call_backbone: BackboneCall, bound: Any) -> Callable[..., Any]:
     """Return the forward itself. It holds no model: a deep copy of the model runs its own layers."""
+    stock, (constants, _) = bound.__func__, read_constants(bound)
     text_config, backbone_attr = constants["text_config"], constants["backbone_attr"]
     knowing_experts = experts_named(text_config)
     compute = functools.partial(

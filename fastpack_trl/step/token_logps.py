@@ -23,7 +23,7 @@ from fastpack_trl.packing.packed_batch import IGNORE_INDEX, TensorVersion, to_tr
 from fastpack_trl.packing.prompt_groups import PromptGroups
 from fastpack_trl.step.head import VOCABULARY_SLICE, ChunkedLogProbFunction, head_log_probs, missing_tile_functions
 from fastpack_trl.step.load_balancing import experts_named
-from fastpack_trl.step.loss import BackboneCall, head_of, read_constants, whole_head
+from fastpack_trl.step.loss import BackboneCall, OwnForward, head_of, read_constants, whole_head
 
 OUTPUT = "trl.trainer.utils.FusedCausalLMOutput"
 CLASSIFIER = "transformers.modeling_layers.GenericForSequenceClassification"
@@ -79,31 +79,23 @@ class Rows:
         return None
 
 
-class RowForward:
+class RowForward(OwnForward):
     """A forward over rows, laid around the one that `model` has; takes effect inside of `running`.
 
     Args:
-        model: with TRL's fused head, or a classifier; before accelerate wraps it.
+        model: with TRL's fused head, or a classifier.
         rows: that a call may be about; each other call goes to the forward inside.
-
-    Attributes:
-        missing: why it could not be installed; empty if it was.
     """
 
     def __init__(self, model: nn.Module, rows: Rows) -> None:
         self._state = types.SimpleNamespace(active=False)
-        self._model, self._stock = model, model.forward
-        stock: Any = model.forward
-        classifies = getattr(type(model), "forward", None) is getattr(resolve(CLASSIFIER), "forward", self)
-        function: Callable[..., Any] | None
-        if classifies:
-            self.missing, function = "", _around_classifier(rows, self._state, stock.__func__, model)
-        else:
-            constants, why_not = read_constants(stock)
-            self.missing = missing_reason("sync_free") or ("" if resolve(OUTPUT) else f"trl has no {OUTPUT}") or why_not
-            function = None if self.missing else _around(rows, self._state, stock.__func__, constants)
-        if function is not None:
-            model.forward = types.MethodType(function, model)
+        if getattr(type(model), "forward", None) is getattr(resolve(CLASSIFIER), "forward", self):
+            prefix: Any = model.base_model_prefix
+            super().__init__(model, functools.partial(_around_classifier, rows, self._state, prefix), "")
+            return
+        lacks = "" if resolve(OUTPUT) else f"trl has no {OUTPUT}"
+        missing = missing_reason("sync_free") or lacks or read_constants(model.forward)[1]
+        super().__init__(model, functools.partial(_around, rows, self._state), missing)
 
     def running(self) -> AbstractContextManager[None]:
         """Run the batches that were registered as packed rows, until the context ends."""
@@ -112,13 +104,13 @@ class RowForward:
     @property
     def head_trains(self) -> bool:
         """Return whether a gradient reaches the head."""
-        head = "" if self.missing or hasattr(self._model, "score") else head_of(self._model)
+        head = "" if self.missing or hasattr(self.model, "score") else head_of(self.model)
         return not isinstance(head, str) and any(part is not None and part.requires_grad for part in head)
 
     @property
     def why_stock(self) -> str:
         """Return why the model cannot run on rows, or ``""``."""
-        head = "" if self.missing or hasattr(self._model, "score") else head_of(self._model)
+        head = "" if self.missing or hasattr(self.model, "score") else head_of(self.model)
         return self.missing or (head if isinstance(head, str) else "")
 
 
@@ -130,8 +122,8 @@ def _run_backbone(rows: Rows, backbone: Callable[..., Any], groups: PromptGroups
     return rows.call_backbone(backbone, batch, input_ids=tokens, **keywords, **own)
 
 
-def _around_classifier(rows: Rows, state: Any, stock: Callable[..., Any], model: Any) -> Callable[..., Any]:
-    prefix = model.base_model_prefix
+def _around_classifier(rows: Rows, state: Any, prefix: str, bound: Any) -> Callable[..., Any]:
+    stock = bound.__func__
 
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -149,8 +141,9 @@ def _around_classifier(rows: Rows, state: Any, stock: Callable[..., Any], model:
     return forward
 
 
-def _around(rows: Rows, state: Any, stock: Callable[..., Any], constants: dict[str, Any]) -> Callable[..., Any]:
+def _around(rows: Rows, state: Any, bound: Any) -> Callable[..., Any]:
     """Return the forward itself. It holds no model: a deep copy of the model runs its own layers."""
+    stock, (constants, _) = bound.__func__, read_constants(bound)
     text_config, backbone_attr, in_fp32 = (
         constants[name] for name in ("text_config", "backbone_attr", "cast_lm_head_to_fp32")
     )

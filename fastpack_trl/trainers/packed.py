@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from torch.nn import Module
 from torch.utils.data import DataLoader
 
 from fastpack_trl.attention.backends import BACKENDS
@@ -38,7 +39,7 @@ class PackedTrainer(FeaturedTrainer):
 
     def _fastpack_constructing(self, given: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
         check_adapters(given.get("model"), given.get("args"))
-        self._fastpack_rows, self._fastpack_forwards = Rows(), dict[int, RowForward]()
+        self._fastpack_rows, self._fastpack_forwards = Rows(), dict[Module, RowForward]()
         self.fastpack_run.backbone = self._fastpack_rows.call_backbone
         # Before accelerate wraps a reference model.
         return _replaced(self._fastpack_stock, "add_fused_lm_head", self._fastpack_and_rows)
@@ -48,17 +49,17 @@ class PackedTrainer(FeaturedTrainer):
 
         def add_and_lay(model: Any, *args: Any, **kwargs: Any) -> None:
             add(model, *args, **kwargs)
-            self._fastpack_forwards[id(model)] = RowForward(model, self._fastpack_rows)
+            self._fastpack_forwards[model] = RowForward(model, self._fastpack_rows)
 
         return add_and_lay
 
     def _fastpack_replace_forward(self) -> None:
         model = text_model(self.model)
-        if id(model) not in self._fastpack_forwards:
-            self._fastpack_forwards[id(model)] = RowForward(model, self._fastpack_rows)
+        if model not in self._fastpack_forwards:
+            self._fastpack_forwards[model] = RowForward(model, self._fastpack_rows)
 
     def _fastpack_plan(self, trainer: Any, path: str, flattens: bool, unproven: str = "") -> BatchPlan:
-        forward = self._fastpack_forwards.get(id(text_model(trainer.model)))
+        forward = self._fastpack_forwards.get(text_model(trainer.model))
         why_stock = forward.why_stock if forward is not None else "the model was replaced"
         return BatchPlan("stock", why_stock) if why_stock else plan_prompt_groups(trainer, path, flattens, unproven)
 
@@ -70,7 +71,7 @@ class PackedTrainer(FeaturedTrainer):
         path = "stock" if not run.packs else "prompts repeated" if why else "prompts once"
         run.set_status(FEATURE, "off" if why else "on", path, why)
         if run.packs:
-            forward = self._fastpack_forwards[id(text_model(self.model))]
+            forward = self._fastpack_forwards[text_model(self.model)]
             self._fastpack_rows.head_trains = forward.head_trains
             stack.enter_context(forward.running())
             self._fastpack_run_reference(stack)
@@ -83,7 +84,7 @@ class PackedTrainer(FeaturedTrainer):
     def _fastpack_run_reference(self, stack: contextlib.ExitStack) -> None:
         """Run the reference model on rows too, if there is one that can."""
         run, reference = self.fastpack_run, getattr(self, "ref_model", None)
-        forward = None if reference is None else self._fastpack_forwards.get(id(text_model(reference)))
+        forward = None if reference is None else self._fastpack_forwards.get(text_model(reference))
         if forward is None:
             return
         try:

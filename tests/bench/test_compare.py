@@ -307,11 +307,13 @@ def test_a_record_names_no_path_and_no_token(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     text = (
         "model_name_or_path: /data/mé/Qwen3-8B\nhub_token: hf_x\nenv: {WANDB_API_KEY: abc}\nuse_cpu: true\nbf16: no\n"
+        "model_init_kwargs: {token: hf_x, config: {api_key: hf_x, image_row_tokens: 3, files: [/home/me/c.json]}}\n"
     )
     file.write_text(text, encoding="utf-8")
     flags = ["--dataset-name=trl-lib/Capybara", "--packing", "--run_name", "mine"]
     found = settings_of(parse(["--config", str(file), *flags]), str(file), flags)
     wanted = {"model_name_or_path": "Qwen3-8B", "dataset_name": "Capybara", "packing": True}
+    wanted |= {"model_init_kwargs": {"config": {"image_row_tokens": 3, "files": ["c.json"]}}}
     assert found == wanted | {"use_cpu": True, "bf16": False}
 
 
