@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +18,82 @@ from transformers import TrainerCallback
 from fastpack_trl.callbacks import MeasuredRate
 from fastpack_trl.callbacks.save_report import FILE
 from fastpack_trl.errors import TerminatedError, command_line, naming_keys, preparing
+from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.preflight import newest_checkpoint
 from fastpack_trl.recipe.arguments import Arguments, parse, split_off
 from fastpack_trl.recipe.data import data_name
 from fastpack_trl.recipe.make_trainer import make_trainer, naming_data
 from fastpack_trl.recipe.methods import SFT, Method
 
+_SAME_REQUEST_SECONDS = 0.1
+"""Two SIGTERMs within this time are one request: `timeout` and launchers signal a process, then its whole group."""
 
-class _Progress(TrainerCallback):
-    """Records that preparation is done and the first step begins."""
 
-    has_begun = False
+class _Ending(TrainerCallback):
+    """Ends a run at SIGTERM: at once before its first step, else after the step in which it arrives, which it saves."""
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.has_begun = True
+    has_begun = saved = False
+    terminated: float | None = None
+    """Time of the first SIGTERM, in seconds."""
+
+    def on_train_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        self.has_begun, done = True, f"{state.global_step} of {state.max_steps}"
+        if state.global_step and state.is_world_process_zero:
+            more = state.global_step < state.max_steps
+            end = f"{done} steps done: raise max_steps or num_train_epochs to train more"
+            print(f"resumed from step {done}" if more else end, flush=True)
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self.saved = True
+
+    @contextmanager
+    def handling_sigterm(self) -> Iterator[None]:
+        """Note the first SIGTERM; a second one, or Ctrl-C after it, ends the process at once. Exit restores both."""
+        process, before = os.getpid(), {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+        def handle(number: int, _: object) -> None:
+            now = time.monotonic()
+            if os.getpid() != process or (self.terminated or now) < now - _SAME_REQUEST_SECONDS:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)  # also a forked worker, which inherits this handler
+            elif self.terminated is None:
+                self.terminated = now
+                signal.signal(signal.SIGINT, handle)
+                if not self.has_begun:
+                    raise TerminatedError
+
+        signal.signal(signal.SIGTERM, handle)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def ending_steps(self, trainer: Any) -> Iterator[None]:
+        """Save and raise `TerminatedError` after the step of a SIGTERM; train no step after the last one."""
+        finish_step, run_epoch, finished = trainer._maybe_log_save_evaluate, trainer._run_epoch, -1
+
+        def finish(*args: Any, **kwargs: Any) -> None:
+            nonlocal finished
+            self.saved = False
+            finish_step(*args, **kwargs)
+            # After the last step of an epoch it is called again, for what is due per epoch.
+            is_over = trainer.state.epoch % 1 or finished == trainer.state.global_step
+            finished = trainer.state.global_step
+            if is_over and self.terminated is not None and not trainer.control.should_training_stop:
+                if not self.saved:
+                    trainer.control.should_save = True
+                    finish_step(*args, **kwargs)
+                raise TerminatedError
+
+        def run(*args: Any, **kwargs: Any) -> None:
+            trainer.control.should_training_stop |= trainer.state.global_step >= trainer.state.max_steps
+            if not trainer.control.should_training_stop:
+                run_epoch(*args, **kwargs)
+
+        with patch_attribute(trainer, "_maybe_log_save_evaluate", finish), patch_attribute(trainer, "_run_epoch", run):
+            yield
 
 
 def train(argv: Sequence[str], method: Method = SFT, *, callbacks: Sequence[TrainerCallback] | None = None) -> Any:
@@ -53,49 +117,39 @@ def train_parsed(arguments: Arguments, callbacks: Sequence[TrainerCallback] | No
     Raises:
         TerminatedError: SIGTERM ended the run; says how to resume it.
     """
-    training, progress, trainer = arguments.training, _Progress(), None
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if in_main_thread and training.save_strategy != "no" and training.world_size == 1:
-        training.enable_jit_checkpoint = True  # processes of one run would end in different steps
+    training, ending, trainer = arguments.training, _Ending(), None
     output = Path(str(training.output_dir))
     missing = [path for path in (output, *output.parents) if not path.exists()]  # innermost first
-    try:
-        # Resuming and the packing check are part of the preparation; a failing step keeps its traceback.
-        with naming_keys(vars(training)), preparing(finished=lambda: progress.has_begun):
-            trainer = make_trainer(arguments, [*(callbacks or ()), progress])
-            name = data_name(arguments.script, arguments.mixture)
-            with naming_data(name), _noting_sigterm(in_main_thread) as received:
-                trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
-    except BaseException as error:
-        with suppress(OSError):  # `Trainer.__init__` makes the folder; one with files stays
-            for path in missing:
-                path.rmdir()
-        if isinstance(error, KeyboardInterrupt) and trainer is not None:
-            raise KeyboardInterrupt(how_to_resume(arguments, trainer.state.global_step)) from None
-        raise
-    if received and trainer.state.global_step < trainer.state.max_steps:
-        raise TerminatedError(how_to_resume(arguments, trainer.state.global_step))
-    _finish(trainer, arguments)
+    waits = threading.current_thread() is threading.main_thread() and training.save_strategy != "no"
+    waits &= training.world_size == 1  # processes of one run would end in different steps
+    waits &= signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # the user has no handler
+    with ending.handling_sigterm() if waits else nullcontext():
+        try:
+            # Resuming and the packing check are part of the preparation; a failing step keeps its traceback.
+            with naming_keys(vars(training)), preparing(finished=lambda: ending.has_begun):
+                trainer = make_trainer(arguments, [*(callbacks or ()), ending])
+                with naming_data(data_name(arguments.script, arguments.mixture)), ending.ending_steps(trainer):
+                    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+        except BaseException as error:
+            callbacks = () if trainer is None else trainer.callback_handler.callbacks
+            bars = [getattr(each, name, None) for each in callbacks for name in ("prediction_bar", "training_bar")]
+            for bar in filter(None, bars):
+                bar.close()  # a message gets a line of its own
+            with suppress(OSError):  # `Trainer.__init__` makes the folder; one with files stays
+                for path in missing:
+                    path.rmdir()
+            if isinstance(error, KeyboardInterrupt):
+                step = trainer.state.global_step if trainer is not None and ending.has_begun else None
+                raise type(error)(how_to_resume(arguments, step)) from None
+            raise
+        _finish(trainer, arguments)
     return trainer
 
 
-@contextmanager
-def _noting_sigterm(in_main_thread: bool) -> Iterator[list[int]]:
-    """Yield a list to which SIGTERM is added when transformers' ``enable_jit_checkpoint`` handles it."""
-    received: list[int] = []
-    handler: Any = signal.getsignal(signal.SIGTERM)
-
-    def note(*given: Any) -> None:
-        received.append(given[0])
-        handler(*given)
-
-    if callable(handler) and in_main_thread:
-        signal.signal(signal.SIGTERM, note)
-    yield received
-
-
-def how_to_resume(arguments: Arguments, step: int) -> str:
-    """Return what an interrupted run has saved, and the command that resumes it."""
+def how_to_resume(arguments: Arguments, step: int | None) -> str:
+    """Return what a run that ended at `step` has saved, and the command that resumes it; None: at no step."""
+    if step is None:
+        return "before the first step: nothing was saved"
     training = arguments.training
     checkpoint = newest_checkpoint(training.output_dir)
     if checkpoint is None:
