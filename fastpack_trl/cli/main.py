@@ -160,6 +160,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     of_rank = "" if rank == "0" else f" [rank {rank}]"
     # bitsandbytes, which trl and peft import, warns that a CPU kernel is not on the hub: nobody can act on that.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    # `datasets` logs a bad line too, by another number: it counts from 0 in a part of the file.
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
             # transformers 5.23 renamed a property that PEFT 0.21 reads from every model.

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any
 
 import torch
@@ -25,49 +24,39 @@ from fastpack_trl.recipe.data import data_name
 from fastpack_trl.recipe.make_trainer import make_trainer, naming_data
 from fastpack_trl.recipe.methods import SFT, Method
 
-_SAME_REQUEST_SECONDS = 0.1
-"""Two SIGTERMs within this time are one request: `timeout` and launchers signal a process, then its whole group."""
-
 
 class _Ending(TrainerCallback):
     """Ends a run at SIGTERM: at once before its first step, else after the step in which it arrives, which it saves."""
 
-    has_begun = saved = False
-    terminated: float | None = None
-    """Time of the first SIGTERM, in seconds."""
+    has_begun = is_saved = terminated = False
 
     def on_train_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-        self.has_begun, done = True, f"{state.global_step} of {state.max_steps}"
-        if state.global_step and state.is_world_process_zero:
-            more = state.global_step < state.max_steps
-            end = f"{done} steps done: raise max_steps or num_train_epochs to train more"
-            print(f"resumed from step {done}" if more else end, flush=True)
+        self.has_begun, done = True, state.global_step
+        if done and state.is_world_process_zero:
+            print(f"resumed from step {done}: {done} of {state.max_steps} steps done", flush=True)
 
     def on_save(self, *_: Any, **__: Any) -> None:
-        self.saved = True
+        self.is_saved = True
 
     @contextmanager
     def handling_sigterm(self) -> Iterator[None]:
-        """Note the first SIGTERM; a second one, or Ctrl-C after it, ends the process at once. Exit restores both."""
-        process, before = os.getpid(), {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        """Note SIGTERM; a second one, or Ctrl-C after it, ends the process at once. Exit restores the handlers."""
+        process, numbers = os.getpid(), (signal.SIGTERM, signal.SIGINT)
 
         def handle(number: int, _: object) -> None:
-            now = time.monotonic()
-            if os.getpid() != process or (self.terminated or now) < now - _SAME_REQUEST_SECONDS:
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)  # also a forked worker, which inherits this handler
-            elif self.terminated is None:
-                self.terminated = now
-                signal.signal(signal.SIGINT, handle)
-                if not self.has_begun:
-                    raise TerminatedError
+            for each in numbers:
+                signal.signal(each, signal.SIG_DFL)  # which ends the process even if it hangs outside Python
+            self.terminated = True
+            if os.getpid() != process:
+                os.kill(os.getpid(), number)  # a forked worker inherits this handler
+            if not self.has_begun:
+                raise TerminatedError
 
-        signal.signal(signal.SIGTERM, handle)
-        try:
+        with ExitStack() as stack:
+            for number in numbers:
+                stack.callback(signal.signal, number, signal.getsignal(number))
+            signal.signal(signal.SIGTERM, handle)
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     @contextmanager
     def ending_steps(self, trainer: Any) -> Iterator[None]:
@@ -76,13 +65,13 @@ class _Ending(TrainerCallback):
 
         def finish(*args: Any, **kwargs: Any) -> None:
             nonlocal finished
-            self.saved = False
+            self.is_saved = False
             finish_step(*args, **kwargs)
             # After the last step of an epoch it is called again, for what is due per epoch.
             is_over = trainer.state.epoch % 1 or finished == trainer.state.global_step
             finished = trainer.state.global_step
-            if is_over and self.terminated is not None and not trainer.control.should_training_stop:
-                if not self.saved:
+            if is_over and self.terminated and not trainer.control.should_training_stop:
+                if not self.is_saved:
                     trainer.control.should_save = True
                     finish_step(*args, **kwargs)
                 raise TerminatedError
@@ -103,6 +92,7 @@ def train(argv: Sequence[str], method: Method = SFT, *, callbacks: Sequence[Trai
 
     Raises:
         UserError: a setting, file or model that the user has to change; also an option of `accelerate launch`.
+        TerminatedError: SIGTERM ended the run.
     """
     with preparing():
         arguments = parse(argv, method, may_launch=False)
@@ -112,18 +102,16 @@ def train(argv: Sequence[str], method: Method = SFT, *, callbacks: Sequence[Trai
 def train_parsed(arguments: Arguments, callbacks: Sequence[TrainerCallback] | None = None) -> Any:
     """Load, train and save as `train` does, from parsed arguments.
 
-    SIGTERM ends a run of one process that saves checkpoints with the step in which it arrives, and saves that step.
-
-    Raises:
-        TerminatedError: SIGTERM ended the run; says how to resume it.
+    SIGTERM ends a run of one process that saves checkpoints with the step in which it arrives, and saves that step:
+    `TerminatedError` says how to resume it.
     """
     training, ending, trainer = arguments.training, _Ending(), None
     output = Path(str(training.output_dir))
     missing = [path for path in (output, *output.parents) if not path.exists()]  # innermost first
-    waits = threading.current_thread() is threading.main_thread() and training.save_strategy != "no"
-    waits &= training.world_size == 1  # processes of one run would end in different steps
-    waits &= signal.getsignal(signal.SIGTERM) == signal.SIG_DFL  # the user has no handler
-    with ending.handling_sigterm() if waits else nullcontext():
+    # Processes of one run would end in different steps, and a handler of the user stays.
+    handles = training.save_strategy != "no" and training.world_size == 1
+    handles &= signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and current_thread() is main_thread()
+    with ending.handling_sigterm() if handles else nullcontext():
         try:
             # Resuming and the packing check are part of the preparation; a failing step keeps its traceback.
             with naming_keys(vars(training)), preparing(finished=lambda: ending.has_begun):
@@ -131,10 +119,11 @@ def train_parsed(arguments: Arguments, callbacks: Sequence[TrainerCallback] | No
                 with naming_data(data_name(arguments.script, arguments.mixture)), ending.ending_steps(trainer):
                     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
         except BaseException as error:
-            callbacks = () if trainer is None else trainer.callback_handler.callbacks
-            bars = [getattr(each, name, None) for each in callbacks for name in ("prediction_bar", "training_bar")]
-            for bar in filter(None, bars):
-                bar.close()  # a message gets a line of its own
+            for callback in () if trainer is None else trainer.callback_handler.callbacks:
+                for bar in filter(
+                    None, (getattr(callback, f"{kind}_bar", None) for kind in ("prediction", "training"))
+                ):
+                    bar.close()  # a message gets a line of its own
             with suppress(OSError):  # `Trainer.__init__` makes the folder; one with files stays
                 for path in missing:
                     path.rmdir()
