@@ -46,9 +46,10 @@ def naming_row(prepare: Callable[..., Any], stock: Callable[..., Any], method: s
         if isinstance(error, StopIteration) or (isinstance(dataset, Dataset) and not len(dataset)):
             why = f"the {name} data set is empty (0 rows): check the file, the split or the filter"
             raise DataError(why) from error
-        text_field = getattr(given[1], "dataset_text_field", "text")
-        if not any(map(callable, given[2:])) and (fault := column_fault(next(iter(dataset)), name, method, text_field)):
-            raise DataError(fault) from error
+        if not (isinstance(error, UnicodeDecodeError) or any(map(callable, given[2:]))):  # a function of the user
+            text_field = getattr(given[1], "dataset_text_field", "text")
+            if fault := column_fault(next(iter(dataset)), name, method, text_field):
+                raise DataError(fault) from error
         alone, row = copy.copy(given[1]), None
         alone.dataset_num_proc = None
         # The processes of a run prepare in turn: one that tried again by itself would wait for the others.
@@ -144,7 +145,7 @@ def check_given(train_dataset: Any, peft_config: Any, method: str) -> None:
         raise DataError("train_dataset is empty: it has 0 rows; check the file, the split or the filter")
     if isinstance(train_dataset, Dataset) and method in ("grpo", "rloo") and "prompt" not in train_dataset.column_names:
         raise DataError(column_fault(train_dataset[0], "train", method))
-    for name in ("lora_dropout", "lora_bias", "use_dora", "fan_in_fan_out"):
+    for name in ("lora_dropout", "lora_bias", "use_dora"):
         if getattr(peft_config, "target_parameters", None) and (value := getattr(peft_config, name, None)):
             fix = f"set {name}: {type(value)()}"
             raise ValueError(f"{name}={value} does not work with target_parameters (LoRA on experts): {fix}")

@@ -61,7 +61,8 @@ class _Ending(TrainerCallback):
     @contextmanager
     def ending_steps(self, trainer: Any) -> Iterator[None]:
         """Save and raise `TerminatedError` after the step of a SIGTERM; train no step after the last one."""
-        finish_step, run_epoch, finished = trainer._maybe_log_save_evaluate, trainer._run_epoch, -1
+        names, finished = ("_maybe_log_save_evaluate", "_run_epoch"), -1
+        finish_step, run_epoch = (getattr(trainer, name, lambda *_, **__: None) for name in names)
 
         def finish(*args: Any, **kwargs: Any) -> None:
             nonlocal finished
@@ -81,7 +82,7 @@ class _Ending(TrainerCallback):
             if not trainer.control.should_training_stop:
                 run_epoch(*args, **kwargs)
 
-        with patch_attribute(trainer, "_maybe_log_save_evaluate", finish), patch_attribute(trainer, "_run_epoch", run):
+        with patch_attribute(trainer, names[0], finish), patch_attribute(trainer, names[1], run):
             yield
 
 
@@ -92,7 +93,6 @@ def train(argv: Sequence[str], method: Method = SFT, *, callbacks: Sequence[Trai
 
     Raises:
         UserError: a setting, file or model that the user has to change; also an option of `accelerate launch`.
-        TerminatedError: SIGTERM ended the run.
     """
     with preparing():
         arguments = parse(argv, method, may_launch=False)
@@ -111,6 +111,7 @@ def train_parsed(arguments: Arguments, callbacks: Sequence[TrainerCallback] | No
     # Processes of one run would end in different steps, and a handler of the user stays.
     handles = training.save_strategy != "no" and training.world_size == 1
     handles &= signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and current_thread() is main_thread()
+    training.enable_jit_checkpoint &= not handles  # transformers' own saves a step with the generators of the next
     with ending.handling_sigterm() if handles else nullcontext():
         try:
             # Resuming and the packing check are part of the preparation; a failing step keeps its traceback.
@@ -120,25 +121,22 @@ def train_parsed(arguments: Arguments, callbacks: Sequence[TrainerCallback] | No
                     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
         except BaseException as error:
             for callback in () if trainer is None else trainer.callback_handler.callbacks:
-                for bar in filter(
-                    None, (getattr(callback, f"{kind}_bar", None) for kind in ("prediction", "training"))
-                ):
+                for bar in filter(None, map(vars(callback).get, ("prediction_bar", "training_bar"))):
                     bar.close()  # a message gets a line of its own
             with suppress(OSError):  # `Trainer.__init__` makes the folder; one with files stays
                 for path in missing:
                     path.rmdir()
             if isinstance(error, KeyboardInterrupt):
-                step = trainer.state.global_step if trainer is not None and ending.has_begun else None
-                raise type(error)(how_to_resume(arguments, step)) from None
+                raise type(error)(how_to_resume(arguments, trainer.state.global_step if trainer else 0)) from None
             raise
         _finish(trainer, arguments)
     return trainer
 
 
-def how_to_resume(arguments: Arguments, step: int | None) -> str:
-    """Return what a run that ended at `step` has saved, and the command that resumes it; None: at no step."""
-    if step is None:
-        return "before the first step: nothing was saved"
+def how_to_resume(arguments: Arguments, step: int) -> str:
+    """Return what a run that was interrupted after `step` has saved, and the command that resumes it."""
+    if not step:
+        return "before the end of its first step: nothing was saved"
     training = arguments.training
     checkpoint = newest_checkpoint(training.output_dir)
     if checkpoint is None:

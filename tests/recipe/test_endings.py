@@ -154,7 +154,7 @@ def test_sigterm_before_the_first_step_ends_the_run_at_once(
     monkeypatch.setattr(owner, name, lambda *args, **kwargs: (terminate(), original(*args, **kwargs))[1])
     assert main(["sft", "--config", str(material.yaml(save_strategy="steps"))]) == 143
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last == "fastpack-trl sft: terminated before the first step: nothing was saved"
+    assert last == "fastpack-trl sft: terminated before the end of its first step: nothing was saved"
     assert not material.out.exists()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
@@ -173,6 +173,7 @@ train(sys.argv[3:], callbacks=[type("Hangs", (TrainerCallback,), {sys.argv[1]: h
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("event", "signals", "code"),
     [
