@@ -34,8 +34,8 @@ class PackingError(RuntimeError):
     """Packed documents affect each other, or the metadata that separates them is missing."""
 
 
-class TerminatedError(Exception):
-    """Training ended after SIGTERM; says what was saved and how to resume."""
+class TerminatedError(KeyboardInterrupt):
+    """Training ended after SIGTERM; says what was saved and how to resume. Libraries let it pass as they do Ctrl-C."""
 
 
 class RankFailedError(Exception):

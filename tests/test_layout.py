@@ -43,7 +43,7 @@ BUDGETS = {
     "measure": 700,
     "model": 1500,
     "moe": 1100,
-    "packing": 2000,
+    "packing": 2050,
     "recurrent": 800,
     "recipe": 1850,
     "run": 450,
@@ -233,8 +233,9 @@ ALLOWED = {
     "lora": "__class__",  # put back by `_restore`, unless FSDP 2 has put a class of its own over ours
     "model": "*",  # `changes`, and the property of `checkpoint_seam` that stands for an attribute of the layer
     "packing": "dataset_num_proc max_length shuffle_dataset",  # of a copy of the arguments
-    # Of arguments parsed there, of a model that is merged and saved there, of a parser.
-    "recipe": "enable_jit_checkpoint model_init_kwargs resume_from_checkpoint tie_word_embeddings type weight",
+    # Of arguments parsed there, of a control, of a model merged and saved there, of a parser.
+    "recipe": "enable_jit_checkpoint model_init_kwargs resume_from_checkpoint should_save should_training_stop "
+    "tie_word_embeddings type weight",
     "step": "* forward",  # of a descriptor of ours; put back by `LossForward.close`, where it is still ours
 }
 """By package: names that models, trainers and their parts have too, and that are written directly; ``*``: any name."""

@@ -185,7 +185,10 @@ COMMANDS = [
     Misuse("doctor --gpu H100", "--gpu needs a config: give"),
     Misuse("doctor --trainer dpo", "--trainer needs a config: give"),
     Misuse("doctor --config {yaml} --gpu H10", "did you mean 'H100'?"),
-    Misuse("bench --config {yaml} --trainer grpo", "did you mean 'vllm_max_model_length'?"),
+    Misuse(
+        "bench --config {yaml} --trainer grpo",
+        "unknown key 'max_length'; it is an option of sft, dpo, reward, kto: leave it out",
+    ),
     Misuse("sft --config {yaml}", "interrupted at step 1, before any checkpoint", "logging_steps: 2", code=130),
 ]
 

@@ -159,6 +159,17 @@ def test_the_prose_of_the_pages_is_short_and_has_no_private_words() -> None:
     assert sum(len(sentence.split()) > 35 for sentence in sentences) < 0.03 * len(sentences)
 
 
+def test_readme_names_two_commands_with_their_minutes_and_contributing_what_ci_runs() -> None:
+    readme, contributing, ci, makefile = (
+        (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md", ".ci/run", "Makefile")
+    )
+    named = re.findall(r"^make ([\w-]+) .*: \d+ minutes$", readme, re.MULTILINE)
+    runs = re.findall(r"^make ([\w-]+)$", ci, re.MULTILINE)
+    assert named == ["quickstart", "test"]
+    assert {"test"} <= set(runs) <= {*named, *re.findall(r"`?make ([\w-]+)", contributing)}
+    assert {*runs, *named} <= {*re.findall(r"^([\w-]+):", makefile, re.MULTILINE)}
+
+
 def test_the_pages_stay_short() -> None:
     words = {page: len(page.read_text(encoding="utf-8").split()) for page in PAGES}
     assert words[ROOT / "README.md"] <= 950

@@ -139,5 +139,5 @@ def settings_of(arguments: Any, config: str, flags: Sequence[str]) -> dict[str, 
     named = {*load_config(config), *(word[2:].partition("=")[0].replace("-", "_") for word in flags)}
     values = {**vars(arguments.script), **vars(arguments.model), **vars(arguments.training)}
     kept = {name: value for name, value in values.items() if name in named and not name.endswith(_PRIVATE)}
-    kinds = str | int | float | list | dict
+    kinds = (str, int, float, list, dict)
     return dict(finite({name: value for name, value in kept.items() if isinstance(value, kinds)}, bare=True))

@@ -150,20 +150,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     of_rank = "" if rank == "0" else f" [rank {rank}]"
     # bitsandbytes, which trl and peft import, warns that a CPU kernel is not on the hub: nobody can act on that.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    # `datasets` logs a bad line too, by another number: it counts from 0 in a part of the file.
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
             # transformers 5.23 renamed a property that PEFT 0.21 reads from every model.
             renamed = "`is_gradient_checkpointing` is deprecated"
             warnings.filterwarnings("ignore", message=renamed, category=FutureWarning)
             return _dispatch(arguments, chosen)
-    except (UserError, KeyboardInterrupt, TerminatedError) as error:
+    except (UserError, KeyboardInterrupt) as error:
         wanted = os.environ.get("FASTPACK_TRACEBACK", "").lower() in {"1", "true", "yes", "on"}
         if wanted or "--traceback" in arguments:
             traceback.print_exc()
         kind, code, text = "error", EXIT_USER_ERROR, f": {describe(error)}"
         if not isinstance(error, UserError):
             # 128 + SIGINT and SIGTERM, as shells report them
-            kind, code = ("interrupted", 130) if isinstance(error, KeyboardInterrupt) else ("terminated", 143)
+            kind, code = ("terminated", 143) if isinstance(error, TerminatedError) else ("interrupted", 130)
             text = f" {error}".rstrip()
         print(f"{PROG}{f' {chosen}' if chosen in COMMANDS else ''}: {kind}{of_rank}{text}", file=sys.stderr)
         return code

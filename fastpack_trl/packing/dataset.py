@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset, LargeList, List
 from numpy.typing import NDArray
 
-from fastpack_trl.errors import DataError, short_repr
+from fastpack_trl.errors import DataError
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX
 from fastpack_trl.packing.shared_keys import Ints
 
@@ -98,11 +98,7 @@ def prepare_in_two_passes(
     whole.max_length, whole.shuffle_dataset = None, False
     documents = prepare(dataset, processing_class, whole, False, formatting_func, name)
     if "input_ids" not in documents.column_names:
-        raise DataError(
-            f"the {name} data set has the columns {', '.join(dataset.column_names)}, none of which holds text or "
-            f"conversations: set dataset_text_field (now {short_repr(args.dataset_text_field)}), or provide messages, "
-            "prompt and completion, or input_ids"
-        )
+        raise ValueError(f"the {name} data set has no input_ids after its preparation: check its first row")
     tokenized, empty = is_token_lists(documents, ("input_ids", "labels")), 0
     if tokenized:
         lengths = column_lengths(documents, "input_ids")
@@ -142,6 +138,9 @@ def _measure(documents: Dataset, prepared: Dataset, args: Any, strategy: str | N
             f"no example of the train data set is left: max_length={max_length} cuts every completion off; "
             f"the longest document has {longest:,} tokens: raise max_length, or shorten the prompts"
         )
+    if not counted_tokens(prepared) and counted_tokens(documents):
+        fix = f"raise max_length, the longest document has {longest:,} tokens"
+        raise DataError(f"max_length={max_length} leaves the train data set no token that the loss counts: {fix}")
     # Only these two cut; `bfd_split` and `wrapped` continue a long document in the next row.
     limit = max_length if max_length is not None and strategy in (None, "bfd") else _NEVER - 1
     lost = np.maximum(lengths - limit, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import datasets
@@ -19,17 +19,23 @@ from fastpack_trl.packing.packed_batch import IGNORE_INDEX
 
 _CONVERSATIONS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 _CONTENT, _CALLS = ("content", "value"), ("tool_calls", "function_call")
+_PAIRS, _PROMPT = ("chosen", "rejected"), ("prompt",)
+COLUMNS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "sft": (("messages",), ("conversations",), ("prompt", "completion"), ("input_ids",), ("text",)),
+    "dpo": (_PAIRS,), "reward": (_PAIRS, ("chosen_ids", "rejected_ids")),
+    "kto": (("prompt", "completion", "label"), _PAIRS), "grpo": (_PROMPT,), "rloo": (_PROMPT,),
+}  # fmt: skip
+"""Method -> its columns: all of one of these."""
 
 
-def naming_the_row(prepare: Callable[..., Any], stock: Callable[..., Any], dataset: Any, *given: Any) -> Any:
-    """Prepare a data set; if that fails on one example, name the example.
+def naming_row(prepare: Callable[..., Any], stock: Callable[..., Any], method: str, dataset: Any, *given: Any) -> Any:
+    """Prepare a data set; if that fails, name the columns that `method` needs, or the example at fault.
 
     Args:
         prepare: takes the arguments of `stock`, TRL's own preparation, which is tried on single rows after a failure.
         given: the further arguments: the tokenizer, the config, ..., the name of the data set.
 
-    Raises:
-        DataError: the data set is empty, or an example cannot be prepared; names its number.
+    Raises `DataError` if the data set is empty, or an example cannot be prepared; names its number.
     """
     name = given[-1]
     try:
@@ -40,6 +46,10 @@ def naming_the_row(prepare: Callable[..., Any], stock: Callable[..., Any], datas
         if isinstance(error, StopIteration) or (isinstance(dataset, Dataset) and not len(dataset)):
             why = f"the {name} data set is empty (0 rows): check the file, the split or the filter"
             raise DataError(why) from error
+        if not (isinstance(error, UnicodeDecodeError) or any(map(callable, given[2:]))):  # a function of the user
+            text_field = getattr(given[1], "dataset_text_field", "text")
+            if fault := column_fault(next(iter(dataset)), name, method, text_field):
+                raise DataError(fault) from error
         alone, row = copy.copy(given[1]), None
         alone.dataset_num_proc = None
         # The processes of a run prepare in turn: one that tried again by itself would wait for the others.
@@ -54,6 +64,33 @@ def naming_the_row(prepare: Callable[..., Any], stock: Callable[..., Any], datas
             with contextlib.suppress(UnicodeDecodeError):
                 why += f"; it holds {short_repr(dataset[row])}"
         raise DataError(why) from error
+
+
+def made_for(columns: Iterable[str]) -> str:
+    """Return the most specific method for columns: ``["prompt", "chosen", "rejected"]`` -> ``"dpo"``; else ``""``."""
+    there = set(columns)
+    fits = [(len(kind), method) for method, kinds in COLUMNS.items() for kind in kinds if there.issuperset(kind)]
+    return max(fits, key=lambda fit: fit[0], default=(0, ""))[1]
+
+
+def column_fault(row: Mapping[str, Any], name: str, method: str, text_field: str = "text") -> str:
+    """Return why `method` cannot train on a data set with this first row, and the fix; empty if it can."""
+    kinds = [tuple(text_field if column == "text" else column for column in kind) for kind in COLUMNS[method]]
+    data = f"the {name} data set has"
+    if fits := [kind for kind in kinds if row.keys() >= {*kind}]:
+        for column in fits[0] if len(fits) == 1 else ():
+            turns = row[column] if column != "conversations" else None  # which TRL converts
+            turn = turns[0] if isinstance(turns, list) and turns else None
+            if isinstance(turn, Mapping) and {"from", "value"} <= turn.keys() and "role" not in turn:
+                fix = "set dataset_format: sharegpt, or " * (column == "messages") + "rename them to role and content"
+                return f"{data} turns of from and value in {column!r}, in the format of ShareGPT: {fix}"
+        return ""
+    data += f" the columns {', '.join(row)}"
+    if {"instruction", "output"} <= row.keys():
+        return f"{data}, in the format of Alpaca: dataset_format: alpaca reads them"
+    fix = "rename them" + f", or set dataset_text_field (now {text_field!r})" * (method == "sft")
+    other = f"; or use `fastpack-trl {made_for(row)}`, which they fit" if made_for(row) else ""
+    return f"{data}: {method} needs {', or '.join(map(' and '.join, kinds))}: {fix}{other}"
 
 
 def _is_of_template(error: Exception | None) -> bool:
@@ -102,10 +139,16 @@ def _first_failure(dataset: Dataset, again: Callable[[Dataset], object]) -> int 
     return start
 
 
-def check_not_empty(train_dataset: Any) -> None:
-    """Raise DataError if training data have no row; a stream passes."""
+def check_given(train_dataset: Any, peft_config: Any, method: str) -> None:
+    """Raise `ValueError` for training data without rows or prompts, and for LoRA that experts do not support."""
     if isinstance(train_dataset, Dataset) and not len(train_dataset):
         raise DataError("train_dataset is empty: it has 0 rows; check the file, the split or the filter")
+    if isinstance(train_dataset, Dataset) and method in ("grpo", "rloo") and "prompt" not in train_dataset.column_names:
+        raise DataError(column_fault(train_dataset[0], "train", method))
+    for name in ("lora_dropout", "lora_bias", "use_dora"):
+        if getattr(peft_config, "target_parameters", None) and (value := getattr(peft_config, name, None)):
+            fix = f"set {name}: {type(value)()}"
+            raise ValueError(f"{name}={value} does not work with target_parameters (LoRA on experts): {fix}")
 
 
 def check_label_column(dataset: Dataset | IterableDataset, name: str) -> None:
@@ -153,8 +196,7 @@ def _null_turns(dataset: Dataset) -> Iterator[tuple[int, str]]:
 def dropped(prepared: Any, dataset: Any, max_length: int | None, name: str) -> str:
     """Describe the examples of pairs or judged completions that TRL dropped because of `max_length`; empty if none.
 
-    Raises:
-        DataError: no training example is left.
+    Raises `DataError` if no training example is left.
     """
     if max_length is None or not isinstance(prepared, Dataset):
         return ""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 from fastpack_trl.errors import UserError, command_line, did_you_mean, is_secret, naming_keys, short_repr
 from fastpack_trl.recipe.foreign import OTHER_NAMES, tool_of
 from fastpack_trl.recipe.formats import DataArguments
-from fastpack_trl.recipe.methods import SFT, Method
+from fastpack_trl.recipe.methods import METHODS, SFT, Method
 from fastpack_trl.recipe.yaml import load_config
 
 if TYPE_CHECKING:
@@ -239,6 +239,8 @@ def _refuse_unknown(word: str, parser: Any, launcher: Any, path: str) -> NoRetur
     known = {"env", *(action.dest for each in (parser, launcher) for action in each._actions)}
     known |= set() if path else {option[2:] for option in COMMAND_OPTIONS}
     hint = f"; did you mean '{dashes}{other}'?" if (other := OTHER_NAMES.get(name)) in known else ""
+    owners = [method.command for method in METHODS.values() if name in method.options()]
+    hint = hint or (f"; it is an option of {', '.join(owners)}: leave it out" if owners else "")
     hint = hint or did_you_mean(dashes + name, (dashes + one for one in known))
     hint = hint or f"; `{parser.prog} --help-all` lists the names"
     raise UserError(f"{source}unknown {'key' if path else 'option'} {short_repr(word.partition('=')[0])}{hint}")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastpack_trl.errors import UserError, describe, short_repr
-from fastpack_trl.recipe.paths import did_you_mean_path, looks_local, missing_hint
+from fastpack_trl.recipe.paths import looks_local, missing_hint
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -46,10 +47,14 @@ def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
         if source is None:
             return get_dataset(replace(mixture, datasets=entries))
         return _load_named(names[0], *source, script.dataset_config, script.dataset_streaming)
-    except (DatasetsError, ValueError, TypeError, OSError, StopIteration) as error:
-        fault = _first_fault(names) or describe(error.__cause__ or error)
-        hint = "".join(did_you_mean_path(name) for name in names if not Path(name).expanduser().exists())
-        raise UserError(f"data {short_repr(data_name(script, mixture))} cannot be loaded: {fault}{hint}") from error
+    except (DatasetsError, ValueError, TypeError, OSError, StopIteration, IndexError) as error:
+        cause, files = error.__cause__ or error, [file for name in names for file in _files(name)]
+        lost = [name for name in names if not Path(name).expanduser().exists() and name not in BUILDERS.values()]
+        hub = "".join(f"no such folder{missing_hint(name)}, and on the hub: " for name in lost if not files)
+        fault, empty = _first_fault(files) or hub + describe(cause), [file for file in files if not file.stat().st_size]
+        if empty or isinstance(cause, StopIteration | IndexError) or "corresponds to no data" in str(cause):
+            fault = f"{', '.join(file.name for file in empty) or 'it'} holds no rows"
+        raise UserError(f"data {short_repr(data_name(script, mixture))} cannot be loaded: {fault}") from error
 
 
 def _names(script: ScriptArguments, mixture: DatasetMixtureConfig) -> list[str]:
@@ -67,10 +72,7 @@ def _source(name: str) -> tuple[str, Any]:
     ``"data.jsonl"`` -> ``("json", "data.jsonl")``; a folder of files, or a hub name -> ``(folder, None)``; a folder
     made by `save_to_disk` -> ``("arrow", ...)``.
     """
-    suffixes, path = [suffix.lower() for suffix in Path(name).suffixes], Path(name).expanduser()
-    if suffixes and suffixes[-1] in _COMPRESSIONS:
-        suffixes.pop()
-    builder = BUILDERS.get(suffixes[-1]) if suffixes else None
+    path, builder = Path(name).expanduser(), _builder(Path(name))
     if "://" in name or not (looks_local(name) or builder):
         return name, None
     if path.is_dir():
@@ -83,6 +85,11 @@ def _source(name: str) -> tuple[str, Any]:
             f"data file {short_repr(name)} has no known suffix: use one of {', '.join(BUILDERS)}, or a folder"
         )
     return builder, str(path)
+
+
+def _builder(file: Path) -> str | None:
+    plain = file.with_suffix("") if file.suffix.lower() in _COMPRESSIONS else file
+    return BUILDERS.get(plain.suffix.lower())
 
 
 def _saved_files(folder: Path) -> Any:
@@ -112,17 +119,27 @@ def _local_entry(entry: Any) -> Any:
     return replace(entry, path=source, data_files=data_files)
 
 
-def _first_fault(names: Iterable[str]) -> str:
-    """Return the first line of a local file of JSON lines that is not a JSON object; empty if none is found."""
-    paths = [Path(name).expanduser() for name in names]
-    for file in (file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])):
-        if file.suffix.lower() not in (".jsonl", ".ndjson") or not file.is_file():
-            continue
-        with file.open("rb") as lines:
+def _files(name: str) -> list[Path]:
+    """Return the local data files that a path, a folder or a pattern names."""
+    path = Path(name).expanduser()
+    found = [path] if path.exists() else Path(path.anchor or ".").glob(str(path.relative_to(path.anchor)))
+    return sorted(file for one in found for file in (one, *one.rglob("*")) if file.is_file() and _builder(file))
+
+
+def _first_fault(files: Iterable[Path]) -> str:
+    """Return the first line of files of JSON lines that is not a JSON object; empty if none is found."""
+    import fsspec
+
+    for file in (file for file in files if _builder(file) == "json"):
+        with suppress(OSError, EOFError), fsspec.open(str(file), "rb", compression="infer") as lines:
             for number, line in enumerate(islice(lines, _MOST_LINES), 1):
+                where = f"{file.name}: line {number} is not"
                 try:
                     if line.strip() and not isinstance(json.loads(line.decode("utf-8-sig")), dict):
-                        return f"{file.name}: line {number} is not a JSON object: write one object per line"
+                        return f"{where} a JSON object: write one object per line"
                 except (ValueError, RecursionError) as error:
-                    return f"{file.name}: line {number} is not one JSON object ({describe(error)})"
+                    if number == 1 and ".json" in file.suffixes:
+                        break  # one value over many lines
+                    # JSON's own message counts lines too, and each of ours is its first.
+                    return f"{where} one JSON object ({describe(error).replace('line 1 ', '').partition(' (char')[0]})"
     return ""

@@ -43,7 +43,8 @@ def reshape(split: Any, name: str, wanted: str) -> Any:
     if wanted == AS_IS:
         return split
     columns = list(next(iter(split)))
-    needed, to = (("instruction", "output"), _alpaca) if wanted == ALPACA else (("conversations",), _sharegpt)
+    turns = "messages" if "messages" in columns else "conversations"
+    needed, to = (("instruction", "output"), _alpaca) if wanted == ALPACA else ((turns,), _sharegpt)
     if lacking := [name for name in needed if name not in columns]:
         raise DataError(
             f"dataset_format={wanted} needs {' and '.join(lacking)}, but the {name} data set has the columns "
@@ -62,15 +63,14 @@ def _alpaca(row: Row) -> dict[str, Any]:
 
 def _sharegpt(row: Row) -> dict[str, Any]:
     system = [{"from": "system", "value": row["system"]}] if row.get("system") else []
-    turns = [_message(turn) for turn in [*system, *row["conversations"]]]
+    turns = [_message(turn) for turn in [*system, *(row.get("conversations") or row["messages"])]]
     if "chosen" in row and "rejected" in row:
         return {"prompt": turns, "chosen": [_message(row["chosen"])], "rejected": [_message(row["rejected"])]}
     return {"messages": turns}
 
 
 def _message(turn: Row) -> dict[str, str]:
-    role = _ROLES.get(turn["from"])
-    if role is None:
-        known = ", ".join(_ROLES)
-        raise DataError(f"a turn has the unknown role {short_repr(turn['from'])}: rename it to one of {known}")
-    return {"role": role, "content": turn["value"]}
+    name = turn.get("from", turn.get("role"))
+    if (role := _ROLES.get(name)) is None:
+        raise DataError(f"a turn has the unknown role {short_repr(name)}: rename it to one of {', '.join(_ROLES)}")
+    return {"role": role, "content": turn["value"] if "value" in turn else turn["content"]}

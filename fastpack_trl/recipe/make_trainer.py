@@ -14,8 +14,8 @@ from fastpack_trl.errors import DataError, UserError, describe, naming_keys, pre
 from fastpack_trl.recipe.arguments import Arguments, as_flags, parse, split_off
 from fastpack_trl.recipe.data import data_name, load_data
 from fastpack_trl.recipe.formats import reshape
-from fastpack_trl.recipe.methods import METHODS, SFT, Method, made_for, method_of
-from fastpack_trl.recipe.paths import did_you_mean_path, model_folder
+from fastpack_trl.recipe.methods import SFT, Method, method_of
+from fastpack_trl.recipe.paths import missing_hint, model_folder
 from fastpack_trl.recipe.yaml import load_config
 
 if TYPE_CHECKING:
@@ -175,8 +175,10 @@ def check_model(
     try:
         config = AutoConfig.from_pretrained(name, **options)
     except Exception as error:  # a damaged file may raise anything
-        hint = "; correct its config.json" if Path(name).exists() else did_you_mean_path(name)
-        raise UserError(f"{option} {name!r} cannot be used: {describe(error).rstrip('.')}{hint}") from error
+        before, after = f"no such folder{missing_hint(name)}, and on the hub: ", ""
+        if Path(name).exists():
+            before, after = "", "; correct its config.json"
+        raise UserError(f"{option} {name!r} cannot be used: {before}{describe(error).rstrip('.')}{after}") from error
     heads = (*_HEADS, "ForSequenceClassification") if method.command == "reward" else _HEADS
     kind = str((config.architectures or ["a model without a head"])[0])
     # A class that comes with the checkpoint may have any name; its `auto_map` names its kind.
@@ -194,26 +196,20 @@ def _take_split(splits: Mapping[str, Any], role: str, arguments: Arguments) -> A
         UserError: it is missing or empty.
         DataError: the method does not train on its columns; with the fix.
     """
+    from fastpack_trl.packing.examples import column_fault
+
     field = f"dataset_{role.replace('eval', 'test')}_split"
     name, training, method = getattr(arguments.script, field), arguments.training, arguments.method
     if name not in splits:
         raise UserError(f"{field}={short_repr(name)}: no such split: set it to one of {', '.join(splits)}")
     if next(iter(splits[name]), None) is None:
         raise UserError(f"{field}={short_repr(name)}: the split is empty: check the file, or choose another split")
-    split, kinds, rename = reshape(splits[name], role, arguments.data.dataset_format), method.columns, "rename them"
-    if method is SFT:
-        kinds = (*(kind for kind in kinds if kind != ("text",)), (training.dataset_text_field,))
-        rename += f", or set dataset_text_field (now {training.dataset_text_field!r})"
-    row = next(iter(split)).keys()
+    split = reshape(splits[name], role, arguments.data.dataset_format)
     is_prepared = method is SFT and (training.dataset_kwargs or {}).get("skip_prepare_dataset")
-    if is_prepared or any(set(kind) <= row for kind in kinds):
-        return split
-    data, command = f"the {role} data set has the columns {', '.join(row)}", made_for(row)
-    if {"instruction", "output"} <= row:
-        raise DataError(f"{data}, in the format of Alpaca: dataset_format: alpaca reads them")
-    if command not in ("", method.command):
-        raise DataError(f"{data}: these are columns for {METHODS[command].what}; use `fastpack-trl {command}`")
-    raise DataError(f"{data}: {method.command} needs {', or '.join(map(' and '.join, kinds))}: {rename}")
+    text_field = getattr(training, "dataset_text_field", "text")
+    if not is_prepared and (fault := column_fault(next(iter(split)), role, method.command, text_field)):
+        raise DataError(fault)
+    return split
 
 
 @contextmanager

@@ -20,8 +20,6 @@ class Method:
     prefix: str
     """Of the names of its classes: ``DPO`` for ``FastDPOTrainer`` and ``FastDPOConfig``."""
     what: str
-    columns: tuple[tuple[str, ...], ...]
-    """Columns of its data: all of one of these."""
 
     @property
     def classes(self) -> tuple[Any, Any]:
@@ -40,7 +38,11 @@ class Method:
     @property
     def scores_rewards(self) -> bool:
         """Whether its trainer is given reward functions."""
-        return self.columns == (("prompt",),)
+        return self.command in ("grpo", "rloo")
+
+    def options(self) -> set[str]:
+        """Return the names of its options."""
+        return {own.name for kind in self.dataclasses() for own in fields(kind)}
 
     def dataclasses(self) -> list[Any]:
         """Return what TRL's script parses into, our configuration in place of TRL's, and our options of the data."""
@@ -51,18 +53,16 @@ class Method:
         return [script, self.classes[1], ModelConfig, DatasetMixtureConfig, DataArguments]
 
 
-_TEXTS = (("messages",), ("conversations",), ("text",), ("prompt", "completion"), ("input_ids",))
-_PAIRS = ("chosen", "rejected")
-SFT = Method("sft", "SFT", "supervised fine-tuning", _TEXTS)
+SFT = Method("sft", "SFT", "supervised fine-tuning")
 METHODS: Mapping[str, Method] = {
     method.command: method
     for method in (
         SFT,
-        Method("dpo", "DPO", "preference optimization (DPO)", (_PAIRS,)),
-        Method("reward", "Reward", "reward modeling", (_PAIRS, ("chosen_ids", "rejected_ids"))),
-        Method("kto", "KTO", "preference optimization (KTO)", (("prompt", "completion", "label"), _PAIRS)),
-        Method("grpo", "GRPO", "online learning from rewards (GRPO)", (("prompt",),)),
-        Method("rloo", "RLOO", "online learning from rewards (RLOO)", (("prompt",),)),
+        Method("dpo", "DPO", "preference optimization (DPO)"),
+        Method("reward", "Reward", "reward modeling"),
+        Method("kto", "KTO", "preference optimization (KTO)"),
+        Method("grpo", "GRPO", "online learning from rewards (GRPO)"),
+        Method("rloo", "RLOO", "online learning from rewards (RLOO)"),
     )
 }
 
@@ -77,23 +77,7 @@ def method_of(keys: Iterable[str], named: str | None = None) -> Method:
             f"--trainer {named!r} does not exist{did_you_mean(named, METHODS)} (trainers: {', '.join(METHODS)})"
         )
     keys = set(keys)
-
-    def known(method: Method) -> int:
-        return len(keys & {own.name for kind in method.dataclasses() for own in fields(kind)})
-
-    return METHODS[named] if named else max(METHODS.values(), key=known)
-
-
-def made_for(columns: Iterable[str]) -> str:
-    """Return the command that data with these columns are made for: the most specific one; empty if none is.
-
-    ``["prompt", "chosen", "rejected"]`` -> ``"dpo"``; ``["prompt"]`` -> ``"grpo"``; ``["text"]`` -> ``"sft"``.
-    """
-    there = set(columns)
-    fits = [
-        (len(kind), command) for command, method in METHODS.items() for kind in method.columns if there.issuperset(kind)
-    ]
-    return max(fits, key=lambda fit: fit[0], default=(0, ""))[1]
+    return METHODS[named] if named else max(METHODS.values(), key=lambda method: len(keys & method.options()))
 
 
 def add_trainer(parser: ArgumentParser) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any
 
 import torch
@@ -14,7 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
 from fastpack_trl.errors import TerminatedError, command_line, naming_keys, preparing
+<<<<<<< HEAD
 from fastpack_trl.features.save_report import FILE
+=======
+from fastpack_trl.model.changes import patch_attribute
+>>>>>>> main
 from fastpack_trl.model.preflight import newest_checkpoint
 from fastpack_trl.recipe.arguments import Arguments, parse, split_off
 from fastpack_trl.recipe.data import data_name
@@ -22,13 +27,65 @@ from fastpack_trl.recipe.make_trainer import make_trainer, naming_data
 from fastpack_trl.recipe.methods import SFT, Method
 
 
-class _Progress(TrainerCallback):
-    """Records that preparation is done and the first step begins."""
+class _Ending(TrainerCallback):
+    """Ends a run at SIGTERM: at once before its first step, else after the step in which it arrives, which it saves."""
 
-    has_begun = False
+    has_begun = is_saved = terminated = False
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.has_begun = True
+    def on_train_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        self.has_begun, done = True, state.global_step
+        if done and state.is_world_process_zero:
+            print(f"resumed from step {done}: {done} of {state.max_steps} steps done", flush=True)
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self.is_saved = True
+
+    @contextmanager
+    def handling_sigterm(self) -> Iterator[None]:
+        """Note SIGTERM; a second one, or Ctrl-C after it, ends the process at once. Exit restores the handlers."""
+        process, numbers = os.getpid(), (signal.SIGTERM, signal.SIGINT)
+
+        def handle(number: int, _: object) -> None:
+            for each in numbers:
+                signal.signal(each, signal.SIG_DFL)  # which ends the process even if it hangs outside Python
+            self.terminated = True
+            if os.getpid() != process:
+                os.kill(os.getpid(), number)  # a forked worker inherits this handler
+            if not self.has_begun:
+                raise TerminatedError
+
+        with ExitStack() as stack:
+            for number in numbers:
+                stack.callback(signal.signal, number, signal.getsignal(number))
+            signal.signal(signal.SIGTERM, handle)
+            yield
+
+    @contextmanager
+    def ending_steps(self, trainer: Any) -> Iterator[None]:
+        """Save and raise `TerminatedError` after the step of a SIGTERM; train no step after the last one."""
+        names, finished = ("_maybe_log_save_evaluate", "_run_epoch"), -1
+        finish_step, run_epoch = (getattr(trainer, name, lambda *_, **__: None) for name in names)
+
+        def finish(*args: Any, **kwargs: Any) -> None:
+            nonlocal finished
+            self.is_saved = False
+            finish_step(*args, **kwargs)
+            # After the last step of an epoch it is called again, for what is due per epoch.
+            is_over = trainer.state.epoch % 1 or finished == trainer.state.global_step
+            finished = trainer.state.global_step
+            if is_over and self.terminated and not trainer.control.should_training_stop:
+                if not self.is_saved:
+                    trainer.control.should_save = True
+                    finish_step(*args, **kwargs)
+                raise TerminatedError
+
+        def run(*args: Any, **kwargs: Any) -> None:
+            trainer.control.should_training_stop |= trainer.state.global_step >= trainer.state.max_steps
+            if not trainer.control.should_training_stop:
+                run_epoch(*args, **kwargs)
+
+        with patch_attribute(trainer, names[0], finish), patch_attribute(trainer, names[1], run):
+            yield
 
 
 def train(argv: Sequence[str], method: Method = SFT, *, callbacks: Sequence[TrainerCallback] | None = None) -> Any:
@@ -47,54 +104,41 @@ def train(argv: Sequence[str], method: Method = SFT, *, callbacks: Sequence[Trai
 def train_parsed(arguments: Arguments, callbacks: Sequence[TrainerCallback] | None = None) -> Any:
     """Load, train and save as `train` does, from parsed arguments.
 
-    SIGTERM ends a run of one process that saves checkpoints with the step in which it arrives, and saves that step.
-
-    Raises:
-        TerminatedError: SIGTERM ended the run; says how to resume it.
+    SIGTERM ends a run of one process that saves checkpoints with the step in which it arrives, and saves that step:
+    `TerminatedError` says how to resume it.
     """
-    training, progress, trainer = arguments.training, _Progress(), None
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if in_main_thread and training.save_strategy != "no" and training.world_size == 1:
-        training.enable_jit_checkpoint = True  # processes of one run would end in different steps
+    training, ending, trainer = arguments.training, _Ending(), None
     output = Path(str(training.output_dir))
     missing = [path for path in (output, *output.parents) if not path.exists()]  # innermost first
-    try:
-        # Resuming and the packing check are part of the preparation; a failing step keeps its traceback.
-        with naming_keys(vars(training)), preparing(finished=lambda: progress.has_begun):
-            trainer = make_trainer(arguments, [*(callbacks or ()), progress])
-            name = data_name(arguments.script, arguments.mixture)
-            with naming_data(name), _noting_sigterm(in_main_thread) as received:
-                trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
-    except BaseException as error:
-        with suppress(OSError):  # `Trainer.__init__` makes the folder; one with files stays
-            for path in missing:
-                path.rmdir()
-        if isinstance(error, KeyboardInterrupt) and trainer is not None:
-            raise KeyboardInterrupt(how_to_resume(arguments, trainer.state.global_step)) from None
-        raise
-    if received and trainer.state.global_step < trainer.state.max_steps:
-        raise TerminatedError(how_to_resume(arguments, trainer.state.global_step))
-    _finish(trainer, arguments)
+    # Processes of one run would end in different steps, and a handler of the user stays.
+    handles = training.save_strategy != "no" and training.world_size == 1
+    handles &= signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and current_thread() is main_thread()
+    training.enable_jit_checkpoint &= not handles  # transformers' own saves a step with the generators of the next
+    with ending.handling_sigterm() if handles else nullcontext():
+        try:
+            # Resuming and the packing check are part of the preparation; a failing step keeps its traceback.
+            with naming_keys(vars(training)), preparing(finished=lambda: ending.has_begun):
+                trainer = make_trainer(arguments, [*(callbacks or ()), ending])
+                with naming_data(data_name(arguments.script, arguments.mixture)), ending.ending_steps(trainer):
+                    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+        except BaseException as error:
+            for callback in () if trainer is None else trainer.callback_handler.callbacks:
+                for bar in filter(None, map(vars(callback).get, ("prediction_bar", "training_bar"))):
+                    bar.close()  # a message gets a line of its own
+            with suppress(OSError):  # `Trainer.__init__` makes the folder; one with files stays
+                for path in missing:
+                    path.rmdir()
+            if isinstance(error, KeyboardInterrupt):
+                raise type(error)(how_to_resume(arguments, trainer.state.global_step if trainer else 0)) from None
+            raise
+        _finish(trainer, arguments)
     return trainer
 
 
-@contextmanager
-def _noting_sigterm(in_main_thread: bool) -> Iterator[list[int]]:
-    """Yield a list to which SIGTERM is added when transformers' ``enable_jit_checkpoint`` handles it."""
-    received: list[int] = []
-    handler: Any = signal.getsignal(signal.SIGTERM)
-
-    def note(*given: Any) -> None:
-        received.append(given[0])
-        handler(*given)
-
-    if callable(handler) and in_main_thread:
-        signal.signal(signal.SIGTERM, note)
-    yield received
-
-
 def how_to_resume(arguments: Arguments, step: int) -> str:
-    """Return what an interrupted run has saved, and the command that resumes it."""
+    """Return what a run that was interrupted after `step` has saved, and the command that resumes it."""
+    if not step:
+        return "before the end of its first step: nothing was saved"
     training = arguments.training
     checkpoint = newest_checkpoint(training.output_dir)
     if checkpoint is None:

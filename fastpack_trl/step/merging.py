@@ -170,3 +170,72 @@ class Merging:
         reason = f"out of memory in a merged row of {sum(own):,} tokens: {after}"
         logger.warning(f"merge_accumulation: {reason}")
         self._run.set_status(FEATURE, "on", "split again", reason)
+<<<<<<< HEAD:fastpack_trl/step/merging.py
+=======
+
+
+@contextlib.contextmanager
+def merge_accumulation(run: Run) -> Iterator[None]:
+    """Run the micro-batches of an optimizer step as fewer, longer rows; needs the losses of `sync_free`."""
+    setting = run.settings.merge_accumulation
+    why = run.ranks.first_reason(lambda: first_reason(_reasons(run)))
+    if why:
+        run.set_status(FEATURE, "off", "stock", why, holds=run.args.gradient_accumulation_steps == 1)
+        yield
+        return
+    target = _row_tokens(run) if setting == "auto" else math.inf
+    rows = f"rows of up to {target:,.0f} tokens" if setting == "auto" else "one row per optimizer step"
+    reason = f"{run.args.gradient_accumulation_steps} micro-batches per optimizer step"
+    if run.device.type == "cuda":
+        reason += "; as far as memory allows, measured in the first step"
+    if noise := dropout_of(run.model):
+        reason += f"; {noise} draws other random numbers"
+    run.set_status(FEATURE, "on", rows, reason)
+    merging = Merging(run, target)
+    with run.keeping(merging):
+        yield
+
+
+def _row_tokens(run: Run) -> int:
+    """Return the tokens up to which ``auto`` fills a row; 0 if no length is known to help."""
+    hidden = int(run.model.config.get_text_config().hidden_size)
+    return {"cuda": MERGED_ROW_TOKENS, "cpu": CPU_ROW_NUMBERS // hidden}.get(run.device.type, 0)
+
+
+def _reasons(run: Run) -> Iterator[object]:
+    """Yield why micro-batches run one by one in this run."""
+    trainer, setting, attention = run.trainer, run.settings.merge_accumulation, run.attention_path
+    args, device = run.args, run.device.type
+    yield setting == "off" and "switched off"
+    yield args.gradient_accumulation_steps == 1 and "gradient_accumulation_steps is 1"
+    yield not run.loss_is_ours and "loss and metrics per micro-batch need sync_free"
+    dense = attention == "sdpa" and setting == "auto"
+    yield dense and f"the dense mask of {attention} grows with the square of a row"
+    yield (own := replaced_methods(trainer, BATCH_METHODS)) and f"{own} may expect one micro-batch"
+    yield not trainer.model_accepts_loss_kwargs and "the loss is a mean per micro-batch"
+    yield callback_between(trainer)
+    yield from looks_inside(run)
+    yield is_invoked_once_per_row(trainer.model) and ALORA
+    config = trainer.model.config.get_text_config()
+    drops = any(getattr(config, name, 0) for name in ("layerdrop", "decoder_layerdrop"))
+    yield drops and "layerdrop would drop a layer for all micro-batches of a row"
+    if setting == "auto":
+        yield not _row_tokens(run) and f"no row length is known to help on {device}"
+        two_rows = 2 * (args.max_length or 0) * args.per_device_train_batch_size if args.packing else 0
+        most = _row_tokens(run)
+        full = f"two rows exceed {most:,} tokens, where one already fills the {device} and a longer one is no faster"
+        yield two_rows > most and full
+
+
+def looks_inside(run: Run) -> Iterator[object]:
+    """Yield what of a run needs the forward and backward pass of each micro-batch as TRL launches it."""
+    args, model = run.args, run.model
+    yield run.is_deepspeed and DEEPSPEED
+    yield run.is_sharded and SHARDED
+    yield args.neftune_noise_alpha and "NEFTune's noise depends on the length of a row"
+    optim = str(getattr(args.optim, "value", args.optim)).lower()
+    yield "lomo" in optim and f"optim={optim!r} steps in the backward pass"
+    yield position_use(model).by_longest and "the rotary embedding depends on the longest document of a row"
+    yield hook_on_a_gradient(model, model.parameters())
+    yield (hook := hook_inside(model)) and f"{hook} runs once per micro-batch"
+>>>>>>> main:fastpack_trl/step/merge_accumulation.py

@@ -22,7 +22,7 @@ from fastpack_trl.model.precision import fit_precision
 from fastpack_trl.model.preflight import bound, choose_checkpoint
 from fastpack_trl.model.upstream import missing_names
 from fastpack_trl.packing.batching import BatchPlan
-from fastpack_trl.packing.examples import check_not_empty, naming_the_row, null_turns
+from fastpack_trl.packing.examples import check_given, naming_row, null_turns
 from fastpack_trl.report import FeatureReport, disabled_by_environment
 from fastpack_trl.run import Kind, Run
 from fastpack_trl.step.hostwork import HostWork
@@ -46,7 +46,12 @@ class FeaturedTrainer(_Stock):
 
     fastpack_run: Run
     _fastpack_stock: ClassVar[type[Any]]
+<<<<<<< HEAD
     _fastpack_kind: ClassVar[Kind]
+=======
+    _fastpack_method: ClassVar[str]
+    _fastpack_kinds: ClassVar[tuple[Literal["any", "sft"], ...]] = ("any",)
+>>>>>>> main
     _fastpack_sequences: ClassVar[int] = 1
     """Rows of a batch for each example of the data set."""
     _fastpack_plan: Callable[[Any, str, bool, str], BatchPlan]
@@ -66,7 +71,7 @@ class FeaturedTrainer(_Stock):
             super().__init__(*args, **kwargs)
             run.set_status("fastpack", "off", "stock", self._fastpack_disabled)
             return
-        check_not_empty(given.get("train_dataset"))
+        check_given(given.get("train_dataset"), given.get("peft_config"), self._fastpack_method)
         with silence_renamed_checkpointing(), self._fastpack_constructing(given):
             super().__init__(*args, **kwargs)
         self._fastpack_choose()
@@ -91,6 +96,7 @@ class FeaturedTrainer(_Stock):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if (stock := vars(cls).get("_fastpack_stock")) is not None:
+            cls._fastpack_method = stock.__name__.removesuffix("Trainer").lower()
 
             @functools.wraps(stock.__init__)  # people read its signature in their editor
             def construct(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -131,7 +137,7 @@ class FeaturedTrainer(_Stock):
             return stock(*given)
         if given[-1] == "train" and (turns := null_turns(given[0])):
             self.fastpack_report.facts["turns without content"] = turns
-        return naming_the_row(prepare, stock, *given)
+        return naming_row(prepare, stock, self._fastpack_method, *given)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train as TRL's trainer, with the features."""

@@ -15,8 +15,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from fastpack_trl.bench.command import measure_side
 from fastpack_trl.bench.watch import SideResult
 from fastpack_trl.cli.main import main
+from fastpack_trl.packing.examples import COLUMNS, made_for
 from fastpack_trl.recipe.arguments import make_parser, parse
-from fastpack_trl.recipe.methods import METHODS, made_for, method_of
+from fastpack_trl.recipe.methods import METHODS, method_of
 from fastpack_trl.recipe.train import train
 
 QUESTION = [{"role": "user", "content": "the quick brown"}]
@@ -126,7 +127,7 @@ def test_the_help_has_our_options_and_all_of_them(command: str, capsys: pytest.C
 
 GRPO = {"prompt": "the quick brown"}
 WRONG: list[tuple[str, Mapping[str, object], Mapping[str, Any], str]] = [
-    ("sft", PAIR, {}, "these are columns for preference optimization (DPO); use `fastpack-trl dpo`"),
+    ("sft", PAIR, {}, "or use `fastpack-trl dpo`, which they fit"),
     ("sft", {"prompt": "a"}, {}, "use `fastpack-trl grpo`"),
     ("dpo", ROWS["kto"], {}, "use `fastpack-trl kto`"),
     ("dpo", {"question": "a", "good": "b"}, {}, "columns question, good: dpo needs chosen and rejected: rename them"),
@@ -213,7 +214,7 @@ def test_bench_measures_no_engine_of_generation(material: Material, capsys: pyte
 
 @pytest.mark.parametrize("command", METHODS)
 def test_columns_of_a_method_are_made_for_a_command_that_takes_them(command: str) -> None:
-    for columns in METHODS[command].columns:
-        found = METHODS[made_for(columns)]
-        assert found.command == command or columns in found.columns
+    for columns in COLUMNS[command]:
+        found = made_for(columns)
+        assert found == command or columns in COLUMNS[found]
     assert made_for(["sentence"]) == ""

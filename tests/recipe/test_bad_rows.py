@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import load_dataset
+from datasets import Dataset, load_dataset
 from sft_material import Material, refused, write_jsonl
 from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
+from fastpack_trl.errors import DataError
 
 TURNS = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
 TEXT = {"text": "the quick brown fox"}
@@ -92,7 +94,11 @@ FILES: list[tuple[str, str, bytes, list[str]]] = [
     ("a cut line", "a.jsonl", b'{"text": "a"}\n{"text": "b', ["line 2 is not one JSON object"]),
     ("single quotes", "a.jsonl", b"{'text': 'a'}\n", ["line 1 is not one JSON object", "double quotes"]),
     ("a cut array", "a.json", b'[{"text": "a"},\n {"text": ', ["cannot be loaded", "at position 25"]),
-    ("blank lines", "a.jsonl", b"\n\n", ["corresponds to no data"]),
+    ("blank lines", "a.jsonl", b"\n\n", ["it holds no rows"]),
+    ("a header alone", "a.csv", b"text\n", ["it holds no rows"]),
+    *((f"an empty {name}", name, b"", [f"{name} holds no rows"]) for name in ("a.jsonl", "a.parquet", "a.csv")),
+    ("cut in gzip", "a.jsonl.gz", gzip.compress(b'{"text": "a"}\n\n{"text": "b\n'), ["line 3 is", ": column 12)"]),
+    ("cut in .json", "a.json", b'{"text": "a"}\n{"text"}\n', ["line 2 is", "(Expecting ':' delimiter: column 8)"]),
     ("no gzip", "a.jsonl.gz", b"not gzip", ["Not a gzipped file"]),
 ]  # fmt: skip
 
@@ -107,3 +113,62 @@ def test_a_file_that_cannot_be_loaded_is_one_line_also_from_its_folder(
     for given in (file, file.parent):
         line = refused(material, capsys, "--config", material.yaml(dataset_name=str(given)))
         assert all(part in line for part in [f"data {str(given)!r}", *parts]), line
+        assert "line 1 " not in line or "line 1 is not" in line, "a second number"
+
+
+TURN = {"from": "human", "value": "a"}
+COLUMNS: list[tuple[str, dict[str, Any], str]] = [
+    ("SFT", {"question": "a", "answer": "b"}, "columns question, answer: sft needs messages"),
+    ("SFT", {"instruction": "a", "output": "b"}, "dataset_format: alpaca"),
+    ("SFT", {"messages": [TURN]}, "'messages', in the format of ShareGPT: set dataset_format: sharegpt, or rename"),
+    ("SFT", {"prompt": [TURN], "completion": [TURN]}, "in the format of ShareGPT: rename them to role and content"),
+    ("DPO", {"question": "a"}, "dpo needs chosen and rejected: rename them"),
+    ("DPO", {"prompt": [TURN], "chosen": [TURN], "rejected": [TURN]}, "value in 'chosen', in the format of ShareGPT"),
+    ("KTO", {"prompt": "a", "completion": "b"}, "kto needs prompt and completion and label"),
+    ("Reward", {"text": "a"}, "or chosen_ids and rejected_ids: rename them; or use `fastpack-trl sft`"),
+    ("GRPO", {"question": "a"}, "grpo needs prompt: rename them"),
+]
+
+
+@pytest.mark.parametrize(("method", "row", "says"), COLUMNS)
+def test_columns_of_another_form_are_named_alike_in_python_and_from_the_command_line(
+    material: Material, capsys: pytest.CaptureFixture[str], method: str, row: dict[str, Any], says: str
+) -> None:
+    from fastpack_trl.recipe.methods import METHODS
+
+    trainer_class, config = METHODS[method.lower()].classes
+    rewards = {"reward_funcs": [len]} if method == "GRPO" else {}
+    args = config(output_dir=str(material.out), use_cpu=True, bf16=False, report_to=[])
+    with pytest.raises(DataError) as caught:
+        trainer_class(model=str(material.model), args=args, train_dataset=Dataset.from_list([row] * 4), **rewards)
+    assert says in str(caught.value)
+    without = {"packing": ..., "max_length": ...}
+    more = (
+        {"reward_funcs": ["accuracy_reward"], "num_generations": 2, "gradient_accumulation_steps": 2} if rewards else {}
+    )
+    path = material.yaml(dataset_name=str(write_jsonl(material.folder / "rows.jsonl", [row] * 4)), **without, **more)
+    assert str(caught.value) in refused(material, capsys, "--config", path, command=method.lower())
+
+
+EXPERTS = {"use_peft": True, "lora_target_parameters": ["mlp.experts.down_proj"]}
+SETTINGS: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "sft",
+        {"max_length": 1},
+        "max_length=1 leaves the train data set no token that the loss counts: raise max_length",
+    ),
+    ("sft", {"max_length": 1, "packing": False}, "max_length=1 leaves the train data set no token"),
+    ("sft", EXPERTS | {"lora_dropout": 0.1}, "lora_dropout=0.1 does not work with target_parameters (LoRA on experts)"),
+    ("sft", EXPERTS | {"lora_dropout": 0.0, "use_dora": True}, "(LoRA on experts): set use_dora: False"),
+    ("dpo", {"packing": True}, "unknown key 'packing'; it is an option of sft: leave it out"),
+    ("sft", {"beta": 1}, "unknown key 'beta'; it is an option of dpo, kto, grpo, rloo: leave it out"),
+    ("sft", {"model_name_or_path": "someone/model"}, f"no such folder (looked for {Path('someone/model').absolute()})"),
+    ("sft", {"dataset_name": "rows"}, "'rows' cannot be loaded: no such folder (looked for "),
+]
+
+
+@pytest.mark.parametrize(("command", "values", "says"), SETTINGS)
+def test_setting_of_no_use_is_one_line_with_the_fix(
+    material: Material, capsys: pytest.CaptureFixture[str], command: str, values: dict[str, Any], says: str
+) -> None:
+    assert says in refused(material, capsys, "--config", material.yaml(**values), command=command)
