@@ -63,7 +63,8 @@ def why_not(run: Run) -> Iterator[object]:
         yield not _row_tokens(run) and f"no row length is known to help on {device}"
         two_rows = 2 * (args.max_length or 0) * args.per_device_train_batch_size if args.packing else 0
         most = _row_tokens(run)
-        yield two_rows > most and f"two rows exceed the {most:,} tokens up to which merging helps on {device}"
+        full = f"two rows exceed {most:,} tokens, where one already fills the {device} and a longer one is no faster"
+        yield two_rows > most and full
 
 
 def looks_inside(run: Run) -> Iterator[object]:

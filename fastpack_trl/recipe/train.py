@@ -15,11 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
 from fastpack_trl.errors import TerminatedError, command_line, naming_keys, preparing
-<<<<<<< HEAD
 from fastpack_trl.features.save_report import FILE
-=======
 from fastpack_trl.model.changes import patch_attribute
->>>>>>> main
 from fastpack_trl.model.preflight import newest_checkpoint
 from fastpack_trl.recipe.arguments import Arguments, parse, split_off
 from fastpack_trl.recipe.data import data_name

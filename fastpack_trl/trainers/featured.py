@@ -46,12 +46,8 @@ class FeaturedTrainer(_Stock):
 
     fastpack_run: Run
     _fastpack_stock: ClassVar[type[Any]]
-<<<<<<< HEAD
     _fastpack_kind: ClassVar[Kind]
-=======
     _fastpack_method: ClassVar[str]
-    _fastpack_kinds: ClassVar[tuple[Literal["any", "sft"], ...]] = ("any",)
->>>>>>> main
     _fastpack_sequences: ClassVar[int] = 1
     """Rows of a batch for each example of the data set."""
     _fastpack_plan: Callable[[Any, str, bool, str], BatchPlan]
