@@ -111,7 +111,7 @@ def test_evaluation_takes_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
             list(islice(clock, 100_000))
 
-    monkeypatch.setattr("fastpack_trl.callbacks.time", SimpleNamespace(perf_counter=clock.__next__))
+    monkeypatch.setattr("fastpack_trl.callbacks.throughput.time", SimpleNamespace(perf_counter=clock.__next__))
     _, reporter = run(SFTTrainer, tmp_path, ThroughputCallback(PEAK), SlowEvaluation(), eval_steps=1, logging_steps=2)
     assert next(clock) > 4 * 3 * 100.0  # three batches in each evaluation
     assert [row["step_time_ms"] < 100.0 for row in reporter.steps] == [True, True]
@@ -144,7 +144,7 @@ def test_an_unknown_peak_is_said_once_and_memory_is_what_a_card_must_have(
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             callback._cuda = torch.device("cuda")
 
-    with caplog.at_level(logging.WARNING, "fastpack_trl.callbacks"):
+    with caplog.at_level(logging.WARNING, "fastpack_trl.callbacks.throughput"):
         for _ in range(2):
             _, reporter = run(SFTTrainer, tmp_path, callback, OnDevice(), max_steps=1, eval_strategy="no")
     assert sum("no peak is known for cpu" in record.message for record in caplog.records) == 1
