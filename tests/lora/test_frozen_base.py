@@ -200,7 +200,8 @@ REFUSED: dict[str, tuple[dict[str, str], Callable[[], Any], str]] = {
     "full": ({}, lambda: tiny_model("qwen3"), "full fine-tuning changes the weights"),
     "lora-off": ({"lora": "off"}, lambda: adapted("qwen3"), "set lora='auto'"),
     "int8": (
-        {}, lambda: left_in_fp32(quantized("int8")), r"14 \(8-bit base, multiplied by bitsandbytes: load it in 16 or 4 bits\)"
+        {}, lambda: left_in_fp32(quantized("int8")),
+        r"14 \(8-bit base, multiplied by bitsandbytes: load it in 16 or 4 bits\)",
     ),
     "dora": ({}, lambda: adapted("qwen3", use_dora=True), r"no LoRA layer supports it: 14 \(DoRA\)"),
     "merged": ({}, merged, r"14 \(merged adapters: call model.unmerge_adapter\(\) first\)"),
