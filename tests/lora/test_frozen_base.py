@@ -19,6 +19,7 @@ from lora_material import (
     fast_layers,
     fp8_checkpoint,
     gpt2,
+    left_in_fp32,
     lora_layers,
     made,
     quantized,
@@ -145,7 +146,7 @@ def test_what_touches_the_weights_ends_fp8_there_and_is_counted(tmp_path: Path, 
 
 def test_a_4_bit_base_is_quantized_from_its_dense_values(tmp_path: Path) -> None:
     inside = At(lambda model: [layer.fastpack_dense for layer in fast_layers(model)])
-    trainer = made(tmp_path, quantized("nf4"), [inside])
+    trainer = made(tmp_path, left_in_fp32(quantized("nf4")), [inside])
     trainer.train()
     assert len(inside.found) == LAYERS
     for layer, base in zip(lora_layers(trainer.model), inside.found, strict=True):
@@ -199,7 +200,8 @@ REFUSED: dict[str, tuple[dict[str, str], Callable[[], Any], str]] = {
     "full": ({}, lambda: tiny_model("qwen3"), "full fine-tuning changes the weights"),
     "lora-off": ({"lora": "off"}, lambda: adapted("qwen3"), "set lora='auto'"),
     "int8": (
-        {}, lambda: quantized("int8"), r"14 \(8-bit base, multiplied by bitsandbytes: load it in 16 or 4 bits\)"
+        {}, lambda: left_in_fp32(quantized("int8")),
+        r"14 \(8-bit base, multiplied by bitsandbytes: load it in 16 or 4 bits\)",
     ),
     "dora": ({}, lambda: adapted("qwen3", use_dora=True), r"no LoRA layer supports it: 14 \(DoRA\)"),
     "merged": ({}, merged, r"14 \(merged adapters: call model.unmerge_adapter\(\) first\)"),

@@ -16,6 +16,7 @@ from lora_material import (
     fast_layers,
     functions_for_every_size,  # noqa: F401
     joint_error,
+    left_in_fp32,
     quantized,
     saved_bytes,
     step,
@@ -94,7 +95,7 @@ def test_all_copies_or_none_are_kept_and_named_in_the_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int | None, there: bool, said: str
 ) -> None:
     monkeypatch.setattr(lora_report, "copy_budget", lambda device: budget)
-    model = quantized("nf4", nested=True)
+    model = left_in_fp32(quantized("nf4", nested=True))
     applied = apply_lora(model)
     assert kept(model) == {there}
     assert said in str(applied)

@@ -188,6 +188,12 @@ def quantized(
     return adapted(model, target_modules="all-linear")
 
 
+def left_in_fp32(model: Any) -> Any:
+    """The model, whose adapters TRL does not cast to bf16: without autocast, PEFT's code would run over those."""
+    model.is_loaded_in_4bit = model.is_loaded_in_8bit = False
+    return model
+
+
 def quantized_linear(linear: Any, kind: str, *, nested: bool = False, dtype: torch.dtype = torch.float32) -> Any:
     """The layer in the format ``nf4``, ``fp4`` or ``int8``; skips the test without bitsandbytes."""
     bnb = pytest.importorskip("bitsandbytes")
