@@ -31,27 +31,27 @@ TABLE = re.findall(r"^\| *(\d*) *\| `(\w+)` \|", ARCHITECTURE, re.MULTILINE)
 """Rooms and files of the package from the highest floor to the lowest: each imports from floors below its own."""
 
 BUDGETS = {
-    "attention": 2150,
+    "attention": 1850,
     "bench": 1050,
     "callbacks": 300,
-    "capture": 1200,
-    "checkpointing": 1200,
+    "capture": 1050,
+    "checkpointing": 1050,
     "cli": 1050,
-    "compile": 800,
+    "compile": 750,
+    "features": 1500,
     "kernels": 1150,
-    "lora": 1250,
+    "lora": 1150,
     "measure": 700,
-    "model": 1500,
-    "moe": 1100,
+    "model": 1550,
+    "moe": 1050,
     "packing": 2050,
+    "recipe": 2000,
     "recurrent": 800,
-    "recipe": 1850,
-    "run": 450,
-    "step": 1750,
-    "trainers": 1050,
+    "step": 1600,
+    "trainers": 1250,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 22450, "benchmarks": 3050, "tests": 26500}
+TOTALS = {"fastpack_trl": 22850, "benchmarks": 3050, "tests": 26900}
 
 
 @cache
@@ -229,13 +229,14 @@ def test_every_option_has_a_file_of_its_name_and_nothing_else_decides() -> None:
 ALLOWED = {
     "attention": "* num_hidden_layers pad_token_id",  # of a config of our own
     "bench": "device dtype warmup_steps should_log should_training_stop",  # of our result; a callback's control
-    "config.py": "* __doc__",  # of a parser's namespace, of a class of ours
+    "config.py": "*",  # of a parser's namespace
     "lora": "__class__",  # put back by `_restore`, unless FSDP 2 has put a class of its own over ours
     "model": "*",  # `changes`, and the property of `checkpoint_seam` that stands for an attribute of the layer
     "packing": "dataset_num_proc max_length shuffle_dataset",  # of a copy of the arguments
     # Of arguments parsed there, of a control, of a model merged and saved there, of a parser.
-    "recipe": "enable_jit_checkpoint model_init_kwargs resume_from_checkpoint should_save should_training_stop "
-    "tie_word_embeddings type weight",
+    "recipe": "enable_jit_checkpoint gradient_accumulation_steps model_init_kwargs resume_from_checkpoint should_save "
+    "should_training_stop tie_word_embeddings type weight",
+    "trainers": "__doc__",  # of a class of ours
     "step": "* forward",  # of a descriptor of ours; put back by `LossForward.close`, where it is still ours
 }
 """By package: names that models, trainers and their parts have too, and that are written directly; ``*``: any name."""

@@ -74,6 +74,10 @@ class Feature:
         """
         if run.kind not in self.kinds or (self.in_training and not run.training):
             return
+        looks = self.falls_back and self.name not in PARTLY and run.settings.get(self.name) != "off"
+        if looks and (missing := missing_reason(self.name)):
+            self._to_stock(run, missing)
+            return
         try:
             if not self.concerns(run):
                 return
@@ -87,20 +91,18 @@ class Feature:
         except (*UNREADABLE, ImportError) as error:
             if not self.falls_back:
                 raise
-            reason = f"{type(text_model(run.model)).__name__} cannot be read: {type(error).__name__}: {error}"
-            logger.warning(f"{self.name}: stock ({reason})", exc_info=True)  # the model's fault or ours
-            run.set_status(self.name, "stock", "stock", reason)
+            model = type(text_model(run.model)).__name__
+            # The fault may be ours, not the model's.
+            self._to_stock(run, f"{model} cannot be read: {type(error).__name__}: {error}", shows_traceback=True)
 
     def why_off(self, run: Run) -> str:
         """Return the first reason against it, or ``""``; jointly: processes would wait for one that leaves it out."""
         return run.ranks.first_reason(lambda: first_reason(self._against(run)))
 
     def _against(self, run: Run) -> Iterator[object]:
-        is_off = run.settings.get(self.name) == "off"
-        yield self.has_off and is_off and "switched off"
-        looks = self.falls_back and not is_off and self.name not in PARTLY
-        missing = missing_reason(self.name) if looks else ""
-        if missing:
-            logger.warning(f"{self.name}: stock ({missing})")
-            yield Stock(missing)
+        yield self.has_off and run.settings.get(self.name) == "off" and "switched off"
         yield from self.why_not(run)
+
+    def _to_stock(self, run: Run, reason: str, *, shows_traceback: bool = False) -> None:
+        logger.warning(f"{self.name}: stock ({reason})", exc_info=shows_traceback)
+        run.set_status(self.name, "stock", "stock", reason)

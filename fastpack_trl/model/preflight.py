@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint import FileSystemReader
 from transformers import PreTrainedModel
 
 from fastpack_trl.errors import first_reason, short_repr
@@ -122,6 +121,8 @@ def file_fault(file: Path) -> str:
             with safe_open(file, framework="numpy"):
                 return ""
         if file.name == ".metadata":  # of torch.distributed.checkpoint
+            from torch.distributed.checkpoint import FileSystemReader
+
             for part in FileSystemReader(file.parent).read_metadata().storage_data.values():
                 if (file.parent / part.relative_path).stat().st_size < part.offset + part.length:
                     return f"{part.relative_path} is damaged: its end is missing"
