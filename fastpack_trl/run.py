@@ -155,6 +155,10 @@ class Run(Decisions):
     Attributes:
         step: state of the steps.
         report: the report for people.
+        disabled: why no feature runs; empty if they may.
+        shown: the banner that was printed last.
+        is_entered: features are installed.
+        host: the `HostWork` that need not be done in each micro-batch.
         is_strict: `train` is entering its features, and stops if one that was enabled by name is unavailable.
         proof: the `PackingProof` of the last packing check.
         examined: attention and model of that check.
@@ -171,6 +175,9 @@ class Run(Decisions):
         shared_rows_compute: share of the documents' tokens that rows with shared prefixes compute, by a sample.
     """
 
+    disabled = shown = ""
+    is_entered = False
+    host: Any = None
     proof: Any = None
     examined: Any = None
     rate: Any = None

@@ -35,19 +35,18 @@ FEATURES: tuple[Feature, ...] = (
     Feature("sync_free", sync_free.install, sync_free.why_not, kinds=("sft",)),
     # Needs the loss of `sync_free`, and the attention.
     Feature(
-        "share_prefixes",
-        share_prefixes.install,
-        share_prefixes.why_not,
-        kinds=("sft",),
-        in_training=True,
-        instead="each document whole",
+        "share_prefixes", share_prefixes.install, share_prefixes.why_not, share_prefixes.concerns, instead="not shared"
     ),
     Feature("activation_memory", activation_memory.install, activation_memory.why_not, in_training=True),
     # Unless that plan offloads.
     Feature("checkpoint_offload", checkpoint_offload.install, checkpoint_offload.why_not, in_training=True),
     # Needs the loss of `sync_free`.
     Feature(
-        "merge_accumulation", merge_accumulation.install, merge_accumulation.why_not, kinds=("sft",), in_training=True
+        "merge_accumulation",
+        merge_accumulation.install,
+        merge_accumulation.why_not,
+        kinds=("sft", "online"),
+        in_training=True,
     ),
     # Compiles the forwards that the others have installed.
     Feature("layer_compile", layer_compile.install, layer_compile.why_not, in_training=True, instead="eager"),

@@ -5,14 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
+from fastpack_trl.checkpointing.budget import free_bytes, memory_to_come
+from fastpack_trl.checkpointing.planned import count_layers, row_bytes
 from fastpack_trl.features.feature import Met
 from fastpack_trl.model.changes import patch_attribute
-from fastpack_trl.model.facts import ALORA, dropout_of, is_invoked_once_per_row, position_use
+from fastpack_trl.model.facts import ALORA, UNREADABLE, dropout_of, is_invoked_once_per_row, position_use
 from fastpack_trl.model.hooks import BATCH_METHODS, callback_between, hook_inside, hook_on_a_gradient, replaced_methods
 from fastpack_trl.run import DEEPSPEED, MERGED_ROW_TOKENS, SHARDED, Run
+from fastpack_trl.step.merged_completions import MergedCompletions
 from fastpack_trl.step.merging import FEATURE, Merging
 
+_MEMORY_SHARE = 0.7
+"""Share of the free device memory that the forward pass of a whole step may take by prediction."""
 CPU_ROW_NUMBERS = 1 << 17
 """Hidden states (tokens x hidden size) of a row up to which ``auto`` merges on the CPU: 512 KiB in fp32.
 
@@ -25,9 +32,15 @@ eight times as many the longer row has left the cache, and they take 1.3 to 1.8 
 def install(run: Run) -> Iterator[None]:
     """Run the micro-batches of an optimizer step as fewer, longer rows; needs the losses of `sync_free`."""
     setting = run.settings.merge_accumulation
+    batches = f"{run.args.gradient_accumulation_steps} micro-batches per optimizer step"
+    if run.kind == "online":
+        run.set_status(FEATURE, "on", "one row per optimizer step", f"{batches}, shuffled by TRL")
+        with patch_attribute(run, "merging", MergedCompletions(run, partial(_lacks_memory, run))):
+            yield
+        return
     target = _row_tokens(run) if setting == "auto" else math.inf
     rows = f"rows of up to {target:,.0f} tokens" if setting == "auto" else "one row per optimizer step"
-    reason = f"{run.args.gradient_accumulation_steps} micro-batches per optimizer step"
+    reason = batches
     if run.device.type == "cuda":
         reason += "; as far as memory allows, measured in the first step"
     if noise := dropout_of(run.model):
@@ -45,9 +58,44 @@ def _row_tokens(run: Run) -> int:
 
 def why_not(run: Run) -> Iterator[object]:
     """Yield why micro-batches run one by one in this run."""
+    one = run.args.gradient_accumulation_steps == 1
+    yield one and Met("gradient_accumulation_steps is 1")
+    yield from _of_documents(run) if run.kind == "sft" else map(_met, _of_completions(run))
+
+
+def _met(reason: object) -> object:
+    """Return a reason that does not stop a run: before the first step it is not known what TRL generates."""
+    return reason and Met(reason)
+
+
+def _of_completions(run: Run) -> Iterator[object]:
+    args, trainer = run.args, run.trainer
+    yield not run.packs and "batches are padded by TRL"
+    yield args.steps_per_generation % args.gradient_accumulation_steps != 0 and (
+        f"steps_per_generation={args.steps_per_generation} is not a multiple of gradient_accumulation_steps="
+        f"{args.gradient_accumulation_steps}"
+    )
+    yield run.ranks.count > 1 and "each process reduces its gradients with its last micro-batch only"
+    yield getattr(trainer, "aux_loss_enabled", False) and "the auxiliary loss of experts is per micro-batch"
+    yield _steps_in_backward(args)
+    yield callback_between(trainer)
+    yield hook_on_a_gradient(run.model, run.model.parameters())
+
+
+def _lacks_memory(run: Run, tokens: int, width: int) -> str:
+    """Return why the micro-batches of a step, `tokens` with padding, do not fit together; ``""`` if they do."""
+    free = _MEMORY_SHARE * max(0, free_bytes(run.device) - memory_to_come(run))
+    try:
+        needed = row_bytes(run, count_layers(run), tokens, width)
+    except UNREADABLE as error:
+        return f"the memory of the layers cannot be counted: {type(error).__name__}: {error}"
+    gib = f"{needed / 2**30:.1f} GiB for the micro-batches of a step, {free / 2**30:.1f} GiB may be taken"
+    return gib if needed > free else ""
+
+
+def _of_documents(run: Run) -> Iterator[object]:
     trainer, setting, attention = run.trainer, run.settings.merge_accumulation, run.attention_path
     args, device = run.args, run.device.type
-    yield args.gradient_accumulation_steps == 1 and Met("gradient_accumulation_steps is 1")
     yield not run.loss_is_ours and "loss and metrics per micro-batch need sync_free"
     dense = attention == "sdpa" and setting == "auto"
     yield dense and f"the dense mask of {attention} grows with the square of a row"
@@ -73,8 +121,12 @@ def looks_inside(run: Run) -> Iterator[object]:
     yield run.is_deepspeed and DEEPSPEED
     yield run.is_sharded and SHARDED
     yield args.neftune_noise_alpha and "NEFTune's noise depends on the length of a row"
-    optim = str(getattr(args.optim, "value", args.optim)).lower()
-    yield "lomo" in optim and f"optim={optim!r} steps in the backward pass"
+    yield _steps_in_backward(args)
     yield position_use(model).by_longest and "the rotary embedding depends on the longest document of a row"
     yield hook_on_a_gradient(model, model.parameters())
     yield (hook := hook_inside(model)) and f"{hook} runs once per micro-batch"
+
+
+def _steps_in_backward(args: Any) -> str:
+    optim = str(getattr(args.optim, "value", args.optim)).lower()
+    return f"optim={optim!r} steps in the backward pass" if "lomo" in optim else ""

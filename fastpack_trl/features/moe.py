@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 
 def quantize(run: Run, model: Any, device: torch.device | None = None) -> None:
     """Store frozen expert stacks in 4 bits on `device` if the run asks for it, before TRL moves the model there."""
-    if run.settings.moe_quantize_experts == "on":
+    if run.settings.moe_quantize_experts == "on" and not run.disabled:
         done = quantize_experts(model, device)
         run.report.facts.setdefault("quantized experts", str(done))  # a second call finds nothing left to do
 

@@ -26,10 +26,28 @@ MOST_COMPUTED = 0.95  # of the documents' tokens; above it ``auto`` does not sha
 _SAMPLE = 64  # micro-batches
 
 
+def concerns(run: Run) -> bool:
+    """Return whether rows may be shared: those of documents in training, those of completions always."""
+    return run.training or run.kind != "sft"
+
+
 def why_not(run: Run) -> Iterator[object]:
-    """Yield why documents stay whole, with the saving that this leaves out."""
-    run.report.facts.pop(FACT, None)
+    """Yield why documents stay whole, with the saving that this leaves out, or why prompts are repeated."""
     yield not run.packs and run.plan.reason
+    yield from _in_rows_of_documents(run) if run.kind == "sft" else _for_completions(run)
+
+
+def _for_completions(run: Run) -> Iterator[object]:
+    backend = BACKENDS.get(run.attention_path)
+    yield (backend is None or not backend.shares) and f"{run.attention_path} does not support shared prompts"
+    for model in filter(None, (run.model, getattr(run.trainer, "ref_model", None))):  # both see the same rows
+        yield facts.state_modules(model) and "layers with a recurrent state cannot branch after a prompt"
+    drop = facts.dropout_of(run.model)
+    yield drop and f"{drop} would drop the same tokens of a prompt for all of its completions; set it to 0"
+
+
+def _in_rows_of_documents(run: Run) -> Iterator[object]:
+    run.report.facts.pop(FACT, None)
     computed = run.shared_rows_compute = computed_share(run.trainer)
     little = f"{computed:.0%} of the tokens would still be computed" if (computed or 0) > MOST_COMPUTED else ""
     if why := first_reason(_reasons(run, little)):
@@ -42,8 +60,11 @@ def why_not(run: Run) -> Iterator[object]:
 @contextmanager
 def install(run: Run) -> Iterator[None]:
     """Store shared prefixes once in training rows; after `sync_free`, whose loss counts them once per document."""
-    saving = _saving(run.shared_rows_compute) or "the saving is unknown for a streamed data set"
-    run.set_status(FEATURE, "on", "prefixes once", saving)
+    if run.kind != "sft":
+        run.set_status(FEATURE, "on", "prompts once")
+    else:
+        saving = _saving(run.shared_rows_compute) or "the saving is unknown for a streamed data set"
+        run.set_status(FEATURE, "on", "prefixes once", saving)
     with patch_attribute(run, "shares_prefixes", True):
         yield
 

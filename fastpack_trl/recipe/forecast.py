@@ -343,7 +343,7 @@ def stand_in(arguments: Arguments, model: Any, gpu: Gpu) -> Any:
             settings=Settings.of(args, training=False), args=args, model=model, ranks=Ranks(1), lora=None,
             device=torch.device("cuda", 0), training=True, loss_is_ours=True, report=FeatureReport(),
             compute_dtype=features.compute_dtype, is_sharded=gpu.shards, is_fsdp2=gpu.shards, is_deepspeed=False,
-            kind=arguments.method.classes[0]._fastpack_kind, packs=backend is not None, set_status=set_status,
+            kind=arguments.method.classes[0]._fastpack_of.kind, packs=backend is not None, set_status=set_status,
             choice=choice if backend else replace(choice, refuses_compile=padded),
             refuses_static=lambda bucket: backend.refuses_static(bucket, features) if backend else padded,
             step=SimpleNamespace(offloads=False, activation_bytes=0, activations_left=None),

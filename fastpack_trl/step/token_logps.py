@@ -38,6 +38,8 @@ class Rows:
         entropy_has_gradient: a loss reads the entropy, not only a metric.
         head_trains: the policy's head does. A reference is scored as the policy is: equal models have equal figures.
         call_backbone: calls the decoder.
+        forwards: the forward that was laid around each model.
+        form: of the rows of completions, for `packing.prompt_groups`.
         ran: forwards that ran on a row.
         missed: forwards over other tokens than those of a known row.
     """
@@ -46,7 +48,13 @@ class Rows:
         self._known: list[tuple[TensorVersion, PromptGroups]] = []
         self.entropy_has_gradient = self.head_trains = False
         self.call_backbone = BackboneCall()
+        self.forwards: dict[nn.Module, RowForward] = {}
+        self.form: dict[str, bool] = {}
         self.ran = self.missed = 0
+
+    def lay(self, model: nn.Module) -> None:
+        """Lay a `RowForward` around TRL's forward of a model, before accelerate wraps it."""
+        self.forwards[model] = RowForward(model, self)
 
     @contextmanager
     def of(self, known: Iterable[tuple[Tensor, PromptGroups]]) -> Iterator[None]:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from accelerate.logging import get_logger
@@ -35,39 +35,45 @@ else:
 logger = get_logger(__name__)
 
 
+class Of(NamedTuple):
+    """The trainer of TRL that a class of ours extends: ``Of(DPOTrainer, "pairs", sequences=2)``."""
+
+    stock: type[Any]
+    kind: Kind
+    sequences: int = 1
+    """Rows of a batch for each example of the data set."""
+
+    @property
+    def method(self) -> str:
+        """Return the name of its command: ``"dpo"``."""
+        return self.stock.__name__.removesuffix("Trainer").lower()
+
+
 class FeaturedTrainer(_Stock):
     """Enters the features around methods of the TRL trainer that follows it in the method resolution order.
 
-    A class that sets ``_fastpack_stock`` has the constructor's signature and docstring of that TRL trainer.
+    A class that sets ``_fastpack_of`` has the constructor's signature and docstring of that TRL trainer.
 
     Attributes:
         fastpack_run: decisions of this trainer, for its features.
     """
 
     fastpack_run: Run
-    _fastpack_stock: ClassVar[type[Any]]
-    _fastpack_kind: ClassVar[Kind]
-    _fastpack_method: ClassVar[str]
-    _fastpack_sequences: ClassVar[int] = 1
-    """Rows of a batch for each example of the data set."""
+    _fastpack_of: ClassVar[Of]
     _fastpack_plan: Callable[[Any, str, bool, str], BatchPlan]
     """Returns the kind of batches, given the trainer and its attention path."""
-    _fastpack_entered = _fastpack_chosen = False
-    _fastpack_shown = _fastpack_disabled = ""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = bound(self._fastpack_stock, self, args, kwargs)
-        self._fastpack_disabled = self._fastpack_why_disabled()
-        settings = Settings.of(given.get("args"), training=not self._fastpack_disabled)
-        run = self.fastpack_run = Run(
-            self, settings, self._fastpack_kind, self._fastpack_plan, self._fastpack_sequences
-        )
-        self._fastpack_host = HostWork()
-        if self._fastpack_disabled:
+        of, disabled = self._fastpack_of, _why_disabled()
+        given = bound(of.stock, self, args, kwargs)
+        settings = Settings.of(given.get("args"), training=not disabled)
+        run = self.fastpack_run = Run(self, settings, of.kind, self._fastpack_plan, of.sequences)
+        run.disabled, run.host = disabled, HostWork()
+        if disabled:
             super().__init__(*args, **kwargs)
-            run.set_status("fastpack", "off", "stock", self._fastpack_disabled)
+            run.set_status("fastpack", "off", "stock", disabled)
             return
-        check_given(given.get("train_dataset"), given.get("peft_config"), self._fastpack_method)
+        check_given(given.get("train_dataset"), given.get("peft_config"), of.method)
         with silence_renamed_checkpointing(), self._fastpack_constructing(given):
             super().__init__(*args, **kwargs)
         self._fastpack_choose()
@@ -78,12 +84,12 @@ class FeaturedTrainer(_Stock):
 
     def _fastpack_choose(self) -> None:
         """Choose the attention path, once: TRL may compute reference log-probabilities while it constructs."""
-        if not self._fastpack_chosen:
-            self._fastpack_chosen = True
-            self._fastpack_quantize(self.model)  # unless the model was moved already
-            self.fastpack_report.facts |= fit_precision(self)
+        run = self.fastpack_run
+        if not run.choice.setting:
+            moe.quantize(run, self.model)  # unless the model was moved already
+            run.report.facts |= fit_precision(self)
             self._fastpack_replace_forward()
-            choose_attention(self.fastpack_run)
+            choose_attention(run)
 
     def _fastpack_replace_forward(self) -> None:
         """Replace the forward method of the model, before accelerate wraps it."""
@@ -91,21 +97,13 @@ class FeaturedTrainer(_Stock):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if (stock := vars(cls).get("_fastpack_stock")) is not None:
-            cls._fastpack_method = stock.__name__.removesuffix("Trainer").lower()
+        if "_fastpack_of" in vars(cls):
 
-            @functools.wraps(stock.__init__)  # people read its signature in their editor
+            @functools.wraps(cls._fastpack_of.stock.__init__)  # people read its signature in their editor
             def construct(self: Any, *args: Any, **kwargs: Any) -> None:
                 FeaturedTrainer.__init__(self, *args, **kwargs)
 
             cls.__init__ = construct  # type: ignore[method-assign]
-
-    @staticmethod
-    def _fastpack_why_disabled() -> str:
-        if disabled_by_environment():
-            return "FASTPACK_DISABLE is set"
-        missing = ", ".join(missing_names("batches"))
-        return f"torch, transformers or trl lacks {missing}" if missing else ""
 
     @property
     def fastpack_report(self) -> FeatureReport:
@@ -120,24 +118,12 @@ class FeaturedTrainer(_Stock):
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         # Called while TRL constructs: dense expert stacks need not fit the device, because each is packed on its way.
-        self._fastpack_quantize(model, device)
+        moe.quantize(self.fastpack_run, model, device)
         super()._move_model_to_device(model, device)
-
-    def _fastpack_quantize(self, model: Any, device: torch.device | None = None) -> None:
-        if not self._fastpack_disabled:
-            moe.quantize(self.fastpack_run, model, device)
-
-    def _fastpack_name_faults(self, prepare: Callable[..., Any], stock: Callable[..., Any], *given: Any) -> Any:
-        """Prepare a data set; name the example at fault, and report turns without content."""
-        if self._fastpack_disabled:
-            return stock(*given)
-        if given[-1] == "train" and (turns := null_turns(given[0])):
-            self.fastpack_report.facts["turns without content"] = turns
-        return naming_row(prepare, stock, self._fastpack_method, *given)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train as TRL's trainer, with the features."""
-        if not self._fastpack_disabled:
+        if not self.fastpack_run.disabled:
             resume_from_checkpoint, note = choose_checkpoint(resume_from_checkpoint, self.args.output_dir)
             if note:
                 logger.warning(note)
@@ -154,43 +140,30 @@ class FeaturedTrainer(_Stock):
         with self._fastpack_features():
             return super().predict(*args, **kwargs)
 
-    def _fastpack_with_gradients(self, model: Any) -> Any:
-        """Return an object with the parameters that have a gradient, or `model` itself if that is not enough.
-
-        FSDP compares all parameters, and a replaced method may read anything.
-        """
-        host, stock = self._fastpack_host, self._fastpack_stock
-        replaced = is_users(stock._clip_grad_norm) or is_users(stock._get_grad_norm)
-        is_whole = model is self.model or model is self.model_wrapped
-        if not host.active or replaced or not is_whole or self.fastpack_run.is_sharded:
-            return model
-        listed = host.with_gradients(self.model, self.optimizer)
-        return model if listed is None else SimpleNamespace(parameters=listed.__iter__)
-
     def _clip_grad_norm(self, model: Any) -> Any:
-        return super()._clip_grad_norm(self._fastpack_with_gradients(model))
+        return super()._clip_grad_norm(_with_gradients(self, model))
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        listed = self._fastpack_with_gradients(model) if grad_norm is None else model
+        listed = _with_gradients(self, model) if grad_norm is None else model
         return super()._get_grad_norm(listed, grad_norm=grad_norm)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Count operations as TRL does, without its walk over all parameters."""
-        if not self._fastpack_host.active or not isinstance(inputs, Mapping):  # prompts to complete are a list
+        if not self.fastpack_run.host.active or not isinstance(inputs, Mapping):  # prompts to complete are a list
             return int(super().floating_point_ops(inputs))
-        return self._fastpack_host.count_flops(self, inputs, super().floating_point_ops)
+        return self.fastpack_run.host.count_flops(self, inputs, super().floating_point_ops)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         super().create_model_card(*args, **kwargs)
-        if not self._fastpack_disabled:
+        if not self.fastpack_run.disabled:
             add_to_card(self.fastpack_run)
 
     @contextlib.contextmanager
     def _fastpack_features(self, announce: bool = False) -> Iterator[None]:
-        if self._fastpack_disabled or self._fastpack_entered:
+        run, args = self.fastpack_run, self.args
+        if run.disabled or run.is_entered:
             yield  # evaluation during training: already installed
             return
-        run, args = self.fastpack_run, self.args
         waits = (args.bf16_full_eval or args.fp16_full_eval) and not (run.is_sharded or self.is_model_parallel)
         if waits and next(self.model.parameters()).device.type != args.device.type:
             self._move_model_to_device(self.model, args.device)  # TRL does so later, after the packing check
@@ -207,17 +180,48 @@ class FeaturedTrainer(_Stock):
             def begin() -> None:
                 stack.enter_context(patch_attribute(run, "_are_fixed", True))
                 banner = self.fastpack_report.banner()
-                if announce and banner != self._fastpack_shown and self.is_world_process_zero():
+                if announce and banner != run.shown and self.is_world_process_zero():
                     print(banner, flush=True)
-                    self._fastpack_shown = banner  # once per content: `train` may be called many times
+                    run.shown = banner  # once per content: `train` may be called many times
 
             if announce and run.is_fsdp2:  # some decisions need sharded parameters
                 stack.enter_context(during_training(self, at_begin=begin))
             else:
                 begin()
-            self._fastpack_entered, run.is_strict = True, False
-            stack.callback(setattr, self, "_fastpack_entered", False)
+            run.is_entered, run.is_strict = True, False
+            stack.callback(setattr, run, "is_entered", False)
             yield
 
     def _fastpack_enter(self, stack: contextlib.ExitStack) -> None:
         """Install the parts of this kind of trainer, after the features."""
+
+
+def _why_disabled() -> str:
+    if disabled_by_environment():
+        return "FASTPACK_DISABLE is set"
+    missing = ", ".join(missing_names("batches"))
+    return f"torch, transformers or trl lacks {missing}" if missing else ""
+
+
+def _with_gradients(trainer: FeaturedTrainer, model: Any) -> Any:
+    """Return an object with the parameters that have a gradient, or `model` itself if that is not enough.
+
+    FSDP compares all parameters, and a replaced method may read anything.
+    """
+    run, stock = trainer.fastpack_run, trainer._fastpack_of.stock
+    replaced = is_users(stock._clip_grad_norm) or is_users(stock._get_grad_norm)
+    is_whole = model is trainer.model or model is trainer.model_wrapped
+    if not run.host.active or replaced or not is_whole or run.is_sharded:
+        return model
+    listed = run.host.with_gradients(trainer.model, trainer.optimizer)
+    return model if listed is None else SimpleNamespace(parameters=listed.__iter__)
+
+
+def naming_faults(trainer: FeaturedTrainer, prepare: Callable[..., Any], stock: Callable[..., Any], *given: Any) -> Any:
+    """Prepare a data set; name the example at fault, and report turns without content."""
+    run = trainer.fastpack_run
+    if run.disabled:
+        return stock(*given)
+    if given[-1] == "train" and (turns := null_turns(given[0])):
+        run.report.facts["turns without content"] = turns
+    return naming_row(prepare, stock, trainer._fastpack_of.method, *given)

@@ -7,24 +7,19 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from torch.nn import Module
 from torch.utils.data import DataLoader
 
-from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.attention.install import packed_attention
-from fastpack_trl.errors import first_reason
 from fastpack_trl.model.changes import patch_attribute, restore_attributes
-from fastpack_trl.model.facts import dropout_of, position_use, state_modules, text_model
+from fastpack_trl.model.facts import position_use, text_model
 from fastpack_trl.model.preflight import check_adapters
 from fastpack_trl.moe.apply import apply_moe
 from fastpack_trl.packing.batching import BatchPlan, plan_prompt_groups
 from fastpack_trl.packing.examples import dropped
 from fastpack_trl.packing.prompt_groups import KEY, PromptGroups, PromptGroupsCollator
-from fastpack_trl.step.token_logps import RowForward, Rows
+from fastpack_trl.step.token_logps import Rows
 from fastpack_trl.trainers.adapter_switch import quick_switch
-from fastpack_trl.trainers.featured import FeaturedTrainer
-
-FEATURE = "share_prefixes"
+from fastpack_trl.trainers.featured import FeaturedTrainer, naming_faults
 
 
 class PackedTrainer(FeaturedTrainer):
@@ -39,79 +34,48 @@ class PackedTrainer(FeaturedTrainer):
 
     def _fastpack_constructing(self, given: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
         check_adapters(given.get("model"), given.get("args"))
-        self._fastpack_rows, self._fastpack_forwards = Rows(), dict[Module, RowForward]()
-        self.fastpack_run.backbone = self._fastpack_rows.call_backbone
+        rows = self._fastpack_rows = Rows()
+        self.fastpack_run.backbone = rows.call_backbone
+
+        def adding_rows(add: Callable[..., None]) -> Callable[..., None]:
+            def add_and_lay(model: Any, *args: Any, **kwargs: Any) -> None:
+                add(model, *args, **kwargs)
+                rows.lay(model)
+
+            return add_and_lay
+
         # Before accelerate wraps a reference model.
-        return _replaced(self._fastpack_stock, "add_fused_lm_head", self._fastpack_and_rows)
-
-    def _fastpack_and_rows(self, add: Callable[..., None]) -> Callable[..., None]:
-        """Return a function that gives a model TRL's fused head, and then the forward pass over rows."""
-
-        def add_and_lay(model: Any, *args: Any, **kwargs: Any) -> None:
-            add(model, *args, **kwargs)
-            self._fastpack_forwards[model] = RowForward(model, self._fastpack_rows)
-
-        return add_and_lay
+        return _replaced(self._fastpack_of.stock, "add_fused_lm_head", adding_rows)
 
     def _fastpack_replace_forward(self) -> None:
-        model = text_model(self.model)
-        if model not in self._fastpack_forwards:
-            self._fastpack_forwards[model] = RowForward(model, self._fastpack_rows)
+        if (model := text_model(self.model)) not in self._fastpack_rows.forwards:
+            self._fastpack_rows.lay(model)
 
     def _fastpack_plan(self, trainer: Any, path: str, flattens: bool, unproven: str = "") -> BatchPlan:
-        forward = self._fastpack_forwards.get(text_model(trainer.model))
+        forward = self._fastpack_rows.forwards.get(text_model(trainer.model))
         why_stock = forward.why_stock if forward is not None else "the model was replaced"
         return BatchPlan("stock", why_stock) if why_stock else plan_prompt_groups(trainer, path, flattens, unproven)
 
     def _fastpack_enter(self, stack: contextlib.ExitStack) -> None:
         run = self.fastpack_run
-        why = first_reason(self._fastpack_against_sharing())
-        self._fastpack_positions = position_use(run.model, getattr(self, "ref_model", None))
-        self._fastpack_form = {"share": not why, "keep_width": self._fastpack_positions.by_longest}
-        path = "stock" if not run.packs else "prompts repeated" if why else "prompts once"
-        run.set_status(FEATURE, "off" if why else "on", path, why)
+        by_longest = position_use(run.model, getattr(self, "ref_model", None)).by_longest
+        self._fastpack_rows.form = {"share": run.shares_prefixes, "keep_width": by_longest}
         if run.packs:
-            forward = self._fastpack_forwards[text_model(self.model)]
+            forward = self._fastpack_rows.forwards[text_model(self.model)]
             self._fastpack_rows.head_trains = forward.head_trains
             stack.enter_context(forward.running())
-            self._fastpack_run_reference(stack)
+            _run_reference(self, stack)
         # Calls of the reference leave the plan of the activations.
-        stack.enter_context(_replaced(self._fastpack_stock, "disable_gradient_checkpointing", lambda _: _pause))
+        stack.enter_context(_replaced(self._fastpack_of.stock, "disable_gradient_checkpointing", lambda _: _pause))
         if run.training and run.ranks.count == 1 and not (run.is_sharded or run.is_deepspeed or self.args.n_gpu > 1):
-            stack.enter_context(self._fastpack_host.running(self))
-            stack.enter_context(quick_switch(self.model, self._fastpack_host.contents))
-
-    def _fastpack_run_reference(self, stack: contextlib.ExitStack) -> None:
-        """Run the reference model on rows too, if there is one that can."""
-        run, reference = self.fastpack_run, getattr(self, "ref_model", None)
-        forward = None if reference is None else self._fastpack_forwards.get(text_model(reference))
-        if forward is None:
-            return
-        try:
-            attention = packed_attention(text_model(reference), run.choice.path, compute_dtype=run.compute_dtype)
-            stack.enter_context(attention)
-            stack.enter_context(forward.running())
-            if any(hasattr(module, "_fastpack_moe") for module in run.model.modules()):
-                stack.enter_context(apply_moe(reference))  # equal models round alike
-        except ValueError as error:
-            run.report.remark("batches", f"padded by TRL for the reference model: {error}")
-
-    def _fastpack_against_sharing(self) -> Iterator[object]:
-        run = self.fastpack_run
-        yield not run.packs and "batches are padded by TRL"
-        yield run.settings.share_prefixes == "off" and "switched off"
-        backend = BACKENDS.get(run.attention_path)
-        yield (backend is None or not backend.shares) and f"{run.attention_path} does not support shared prompts"
-        for model in filter(None, (run.model, getattr(self, "ref_model", None))):  # both see the same rows
-            yield state_modules(model) and "layers with a recurrent state cannot branch after a prompt"
-        drop = dropout_of(run.model)
-        yield drop and f"{drop} would drop the same tokens of a prompt for all of its completions; set it to 0"
+            stack.enter_context(self.fastpack_run.host.running(self))
+            stack.enter_context(quick_switch(self.model, self.fastpack_run.host.contents))
 
     def _prepare_dataset(self, *given: Any) -> Any:
         """Prepare a data set as TRL does for completions; its prompt-only trainers prepare none."""
         stock = super()._prepare_dataset
-        prepared = self._fastpack_name_faults(stock, stock, *given)
-        if not self._fastpack_disabled and (lost := dropped(prepared, given[0], given[2].max_length, given[-1])):
+        prepared = naming_faults(self, stock, stock, *given)
+        if not self.fastpack_run.disabled and (lost := dropped(prepared, given[0], given[2].max_length, given[-1])):
             self.fastpack_report.facts[f"{given[-1]} examples"] = lost
         return prepared
 
@@ -123,10 +87,10 @@ class PackedTrainer(FeaturedTrainer):
     def _fastpack_collating(self) -> Iterator[None]:
         """Let a loader that is built in the context find the rows of its batches, in its workers."""
         find = self._fastpack_find()
-        if not self._fastpack_entered or not self.fastpack_run.packs or find is None:
+        if not self.fastpack_run.is_entered or not self.fastpack_run.packs or find is None:
             yield
             return
-        collator = PromptGroupsCollator(self.data_collator, find, self._fastpack_form)
+        collator = PromptGroupsCollator(self.data_collator, find, self._fastpack_rows.form)
         with patch_attribute(self, "data_collator", collator):
             yield
 
@@ -144,7 +108,7 @@ class PackedTrainer(FeaturedTrainer):
     @contextlib.contextmanager
     def _fastpack_knowing(self, found: Iterable[tuple[Any, PromptGroups | str]]) -> Iterator[None]:
         """Register the rows of padded token ids; a text is the reason why some have none, which is reported."""
-        if not self._fastpack_entered:
+        if not self.fastpack_run.is_entered:
             yield
             return
         known = []
@@ -165,6 +129,22 @@ class PackedTrainer(FeaturedTrainer):
         """Compute TRL's loss, with the model on rows."""
         with self._fastpack_on_rows(inputs):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+def _run_reference(trainer: PackedTrainer, stack: contextlib.ExitStack) -> None:
+    """Run the reference model on rows too, if there is one that can."""
+    run, reference = trainer.fastpack_run, getattr(trainer, "ref_model", None)
+    forward = None if reference is None else trainer._fastpack_rows.forwards.get(text_model(reference))
+    if forward is None:
+        return
+    try:
+        attention = packed_attention(text_model(reference), run.choice.path, compute_dtype=run.compute_dtype)
+        stack.enter_context(attention)
+        stack.enter_context(forward.running())
+        if any(hasattr(module, "_fastpack_moe") for module in run.model.modules()):
+            stack.enter_context(apply_moe(reference))  # equal models round alike
+    except ValueError as error:
+        run.report.remark("batches", f"padded by TRL for the reference model: {error}")
 
 
 def _replaced(stock: type[Any], name: str, make: Callable[[Any], Any]) -> contextlib.AbstractContextManager[None]:

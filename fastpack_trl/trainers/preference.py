@@ -9,13 +9,12 @@ from typing import Any
 from trl import DPOTrainer, KTOTrainer, RewardTrainer
 
 from fastpack_trl.packing.prompt_groups import PromptGroups, completions, pairs
+from fastpack_trl.trainers.featured import Of
 from fastpack_trl.trainers.packed import PackedTrainer
 
 
 class _ReferencedTrainer(PackedTrainer):
     """A trainer that compares with a reference, which may be computed before training."""
-
-    _fastpack_kind = "pairs"
 
     def compute_ref_log_probs(self, model: Any, inputs: Any) -> Any:
         """Compute TRL's log-probabilities of the reference, on rows."""
@@ -23,7 +22,7 @@ class _ReferencedTrainer(PackedTrainer):
             return super().compute_ref_log_probs(model, inputs)
 
     def _precompute_ref_logps(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._fastpack_disabled:
+        if self.fastpack_run.disabled:
             return super()._precompute_ref_logps(dataset, *args, **kwargs)
         self._fastpack_choose()
         with self._fastpack_features(), self._fastpack_collating():
@@ -36,21 +35,19 @@ class _ReferencedTrainer(PackedTrainer):
 class FastDPOTrainer(_ReferencedTrainer, DPOTrainer):
     """`trl.DPOTrainer` on rows without padding, each prompt once: same arguments, losses, log keys and files."""
 
-    _fastpack_stock = DPOTrainer
-    _fastpack_sequences = 2
+    _fastpack_of = Of(DPOTrainer, "pairs", sequences=2)
 
 
 class FastKTOTrainer(_ReferencedTrainer, KTOTrainer):
     """`trl.KTOTrainer` on rows without padding: same arguments, losses, log keys and files."""
 
-    _fastpack_stock = KTOTrainer
+    _fastpack_of = Of(KTOTrainer, "pairs")
 
 
 class FastRewardTrainer(PackedTrainer, RewardTrainer):
     """`trl.RewardTrainer` on rows without padding; a pair shares its prefix. Same arguments and files."""
 
-    _fastpack_stock, _fastpack_kind = RewardTrainer, "pairs"
-    _fastpack_sequences = 2
+    _fastpack_of = Of(RewardTrainer, "pairs", sequences=2)
 
     def _fastpack_find(self) -> Callable[..., PromptGroups | str] | None:
         pad_token_id = self.model.config.get_text_config().pad_token_id

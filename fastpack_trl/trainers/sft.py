@@ -24,7 +24,7 @@ from fastpack_trl.packing.examples import check_label_column
 from fastpack_trl.packing.packed_inputs import PackedInputs
 from fastpack_trl.step.metrics import FlushedOnRead
 from fastpack_trl.step.sync_free import SyncFreeStep
-from fastpack_trl.trainers.featured import FeaturedTrainer
+from fastpack_trl.trainers.featured import FeaturedTrainer, Of, naming_faults
 from fastpack_trl.trainers.sft_step import OptimizerStep, clear_derived
 
 
@@ -44,7 +44,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
             tokens of different lengths, an empty data set.
     """
 
-    _fastpack_stock, _fastpack_kind = SFTTrainer, "sft"
+    _fastpack_of = Of(SFTTrainer, "sft")
     _fastpack_plan = staticmethod(plan_batches)
     _fastpack_decides: tuple[Any, ...] = ()
     """What decided the batches of the last evaluation."""
@@ -60,13 +60,13 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
     def _fastpack_replace_forward(self) -> None:
         prepare(self.fastpack_run)
         if (step := self._fastpack_step) is not None:
-            self._fastpack_host = step.host
+            self.fastpack_run.host = step.host
 
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
     ) -> Any:
         given = (dataset, processing_class, args, packing, formatting_func, dataset_name)
-        return self._fastpack_name_faults(self._fastpack_prepare, super()._prepare_dataset, *given)
+        return naming_faults(self, self._fastpack_prepare, super()._prepare_dataset, *given)
 
     def _fastpack_prepare(self, *given: Any) -> Any:
         run, dataset, dataset_name = self.fastpack_run, given[0], given[-1]
@@ -74,7 +74,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
             return super()._prepare_dataset(*given)
         check_label_column(dataset, dataset_name)
         # An evaluation set may have that name too, and be passed during a run.
-        count = run.facts is None and dataset_name == "train" and not self._fastpack_entered
+        count = run.facts is None and dataset_name == "train" and not self.fastpack_run.is_entered
         prepared, facts = prepare_in_two_passes(super()._prepare_dataset, *given, count=count)
         if facts is not None:
             run.facts = facts
@@ -94,7 +94,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
     def _fastpack_collates(self, dataset: Any, is_training: bool, description: str) -> bool:
         """Return whether a loader gets our collator; evaluation that returns predictions keeps TRL's shapes."""
         run = self.fastpack_run
-        if not self._fastpack_entered or run.plan.kind == "stock":
+        if not self.fastpack_run.is_entered or run.plan.kind == "stock":
             return False
         if not is_stock_collator(self.data_collator):  # set by the user during the run
             why = f"data_collator was replaced by {type(self.data_collator).__name__}"
@@ -124,7 +124,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         batches, num_items_in_batch = super().get_batch_samples(*args, **kwargs)
-        if self._fastpack_entered:
+        if self.fastpack_run.is_entered:
             self._fastpack_optimizer_step.begin(batches, num_items_in_batch)
         return batches, num_items_in_batch
 
@@ -184,7 +184,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         stock = super().prediction_step
-        if not self._fastpack_entered:
+        if not self.fastpack_run.is_entered:
             return stock(model, inputs, *args, **kwargs)
         try:
             loss, logits, labels = self._fastpack_optimizer_step.run_evaluation(

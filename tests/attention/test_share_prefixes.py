@@ -136,7 +136,7 @@ def dropping(rate: float) -> dict[str, Any]:
 def test_what_cannot_share_is_named(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
     ours = train(FastSFTTrainer, tmp_path, **{"data": prefixed(), "fast": {}, **PACKED, "max_steps": 1, **options})
     line = ours.fastpack_report["share_prefixes"]
-    assert (line.status, line.path) == ("off", "each document whole")
+    assert (line.status, line.path) == ("off", "not shared")
     assert reason in line.reason
     in_banner = ours.fastpack_report.facts.get(share_prefixes.FACT, "")
     assert ("without that tokens computed" in in_banner) == ("without that" in line.reason)

@@ -92,7 +92,7 @@ def test_what_sees_gradients_of_each_micro_batch_sees_stocks(name: str, event: s
 
 def test_micro_batches_that_lack_room_together_run_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They take 2.3 MB of the 70 % that may be taken; gradients and the optimizer's state will have 0.3 MB of it."""
-    monkeypatch.setattr(online, "free_bytes", lambda device: 3_400_000)
+    monkeypatch.setattr("fastpack_trl.features.merge_accumulation.free_bytes", lambda device: 3_400_000)
     ours, stock = both("GRPO", tmp_path, lora=False, **STEP | {"max_steps": 1, "eval_strategy": "no"})
     line = ours.fastpack_report["merge_accumulation"]
     assert (line.status, line.path) == ("off", "stock")
