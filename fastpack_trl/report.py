@@ -47,11 +47,6 @@ class FeatureReport:
     """Features that handed some of their work to TRL or PEFT after the start."""
     _lines: dict[str, FeatureLine] = field(default_factory=dict)
 
-    @property
-    def lines(self) -> list[FeatureLine]:
-        """The line of each feature, in the order of the decisions."""
-        return list(self)
-
     def add(self, feature: str, status: Status, path: str, reason: str = "") -> FeatureLine:
         """Set the line of `feature`, which replaces an earlier one and moves to the end."""
         self._lines.pop(feature, None)

@@ -32,7 +32,7 @@ from tqdm.auto import tqdm
 
 from fastpack_trl.bench.sides import COMPILED, OURS, SIDES, STOCK, Build, train_side
 from fastpack_trl.bench.watch import GRADIENT_NORM, LOSS, TIMED, WARMUP, SideResult
-from fastpack_trl.errors import UserError, did_you_mean
+from fastpack_trl.errors import UserError, check_name
 from fastpack_trl.measure.code_hash import code_hashes
 from fastpack_trl.measure.device_memory import free_memory
 from fastpack_trl.measure.failures import FAILURES, describe_failure
@@ -84,8 +84,7 @@ def compare(
         LossParityError: a side computes different losses (a subclass of `UserError`).
     """
     for name in sides:
-        if name not in SIDES:
-            raise UserError(f"side {name!r} does not exist{did_you_mean(name, SIDES)} (sides: {', '.join(SIDES)})")
+        check_name("side", name, SIDES, "sides")
     if not 1 < len(set(sides)) == len(sides):
         raise UserError(f"sides={list(sides)}: give two or more different ones of {', '.join(SIDES)}")
     if min(rounds, timed) < 1 or min(warmup, gate_steps) < 0:
@@ -134,7 +133,7 @@ def compare_sides(
                         if isinstance(error, UserError):
                             raise
                         raise UserError(f"{name} cannot be trained: {failed[name]}") from error
-                free_memory("cuda" if torch.cuda.is_available() else "cpu")  # after the handler, which holds tensors
+                free_memory()  # after the handler, which holds tensors
         except KeyboardInterrupt:
             is_complete = False
     good = {name: done for name, done in results.items() if done and name not in failed}

@@ -220,7 +220,7 @@ def run_side(
         trainer = build()
         for callback in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(callback)
-        free_memory(torch.device(trainer.args.device).type)
+        free_memory()
         with around(trainer) as path, contextlib.closing(watch.start(trainer)):
             result.path = path if isinstance(path, str) else ""
             set_seed(seed)
@@ -233,7 +233,7 @@ def run_side(
         return result
     finally:
         trainer = None
-        free_memory("cuda" if torch.cuda.is_available() else "cpu")
+        free_memory()
 
 
 @contextlib.contextmanager
