@@ -23,10 +23,8 @@ Switch = Literal["auto", "on", "off"]
 def normalise_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     """Return ``on``/``off`` for ``true``/``false`` (YAML's reading of an unquoted ``on``/``off``); check the rest.
 
-    A feature without the value ``on`` reads it as ``auto``: switched on, path chosen by us.
-
-    Raises:
-        ValueError: not one of `choices`; names the nearest.
+    A feature without the value ``on`` reads it as ``auto``: switched on, path chosen by us. A `ValueError` for another
+    value names the nearest.
     """
     word = str(value).lower() if isinstance(value, str | bool) else ""
     word = {"true": "on", "yes": "on", "false": "off", "no": "off"}.get(word, word)
@@ -137,11 +135,7 @@ class ModelSettings:
         self.normalise()
 
     def normalise(self) -> None:
-        """Check every field, and write the values that stand for others (YAML's ``true``) as features compare them.
-
-        Raises:
-            ValueError: a value outside its choices or its limits; names the remedy.
-        """
+        """Check every field, and write the values that stand for others (YAML's ``true``) as features compare them."""
         for name, choices in _CHOICES.items():
             if hasattr(self, name):
                 setattr(self, name, normalise_choice(name, getattr(self, name), choices))
@@ -220,10 +214,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def check_fields(args: Any, settings: Settings) -> None:
-    """Check that fields and arguments do not contradict each other. ``FASTPACK_DISABLE=1`` reads no field.
-
-    Raises:
-        ValueError: as `check_recompute`.
-    """
+    """Check that fields and arguments do not contradict each other. ``FASTPACK_DISABLE=1`` reads no field."""
     if not disabled_by_environment():
         check_recompute(args, settings.activation_memory, settings.checkpoint_offload)

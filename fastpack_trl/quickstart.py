@@ -77,10 +77,8 @@ def make_inputs(folder: str | Path = FOLDER, family: str = "qwen3") -> str:
 def collect(folder: Path | None = None) -> list[tuple[str, str]]:
     """Return a question and the docstring that answers it for everything documented under `folder`, each text once.
 
-    Default: the standard library of this interpreter. The order is that of files and lines on every machine.
-
-    Raises:
-        UserError: fewer than a few hundred documents.
+    Default: the standard library of this interpreter. The order is that of files and lines on every machine. Raises
+    `UserError` for fewer than a few hundred documents.
     """
     from tqdm.auto import tqdm
 

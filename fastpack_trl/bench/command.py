@@ -29,16 +29,11 @@ _PRIVATE = ("output_dir", "logging_dir", "run_name", "hub_model_id")
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of ``fastpack-trl bench``; imports nothing heavy."""
     add = parser.add_argument
-    config = (
-        "YAML of a training command; that command's options are accepted too. Of grpo and rloo only the learner is "
-        "timed, on random completions"
-    )
-    baseline = (
-        "what to compare fastpack with: stock (TRL as installed, the default), stock_compiled (the best "
-        "attention that loads, Liger, layers compiled by accelerate)"
-    )
-    add("--config", metavar="FILE", help=config)
+    config = "YAML of a training command; that command's options are accepted too. "
+    add("--config", metavar="FILE", help=config + "Of grpo and rloo only the learner is timed, on random completions")
     add_trainer(parser)
+    baseline = "what to compare fastpack with: stock (TRL as installed, the default), stock_compiled "
+    baseline += "(the best attention that loads, Liger, layers compiled by accelerate)"
     add("--baseline", metavar="NAME", nargs="+", choices=BASELINES, default=["stock"], help=baseline)
     for name, (_, default, text) in _NUMBERS.items():
         add(f"--{name}", metavar="N", type=int, default=default, help=f"{text} (default: %(default)s)")

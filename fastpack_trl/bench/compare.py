@@ -145,11 +145,9 @@ def compare_sides(
     later = [pair for other in others for pair in zip(other.compared[gate:], first.compared[gate:], strict=False)]
     allowed = tolerance(first.dtype, first.compares)
     gated = {"figure": first.compares, "dtype": first.dtype, "tolerance": allowed, "steps": gate}
+    figures = {name: _side_figures(done) for name, done in good.items()}
     return {
-        "sides": {
-            **{name: _side_figures(done) for name, done in good.items()},
-            **{name: {"failed": reason} for name, reason in failed.items()},
-        },
+        "sides": figures | {name: {"failed": reason} for name, reason in failed.items()},
         "gate": gated if gate and others else None,
         "loss_difference": max((abs(own - value) / (abs(value) or 1.0) for own, value in later), default=0.0),
         "complete": is_complete,
@@ -196,15 +194,10 @@ def record_of(row: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, 
     """Return a row of `compare_sides` as a record with versions, commit and machine."""
     device = next((side["device"] for side in row["sides"].values() if "device" in side), "cpu")
     return {
-        "complete": row["complete"],
-        "date": date_now(),
-        "settings": dict(settings),
-        "versions": versions(),
-        "source": source(),
-        "code": code_hashes(),
-        "machine": {**machine(device), "threads": torch.get_num_threads()},
+        "complete": row["complete"], "date": date_now(), "settings": dict(settings), "versions": versions(),
+        "source": source(), "code": code_hashes(), "machine": {**machine(device), "threads": torch.get_num_threads()},
         "rows": [dict(row)],
-    }
+    }  # fmt: skip
 
 
 def table(record: Mapping[str, Any]) -> str:

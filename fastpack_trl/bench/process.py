@@ -55,10 +55,7 @@ class OwnProcess:
 
         Returns:
             The answer; if it failed or ended without one, ``failed`` with the reason in a line and ``last_lines`` of
-            what it has printed.
-
-        Raises:
-            UserError: the function raised one.
+            what it has printed. A `UserError` of the function is raised here.
         """
         with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder:
             task, answer, log = (Path(folder, name) for name in ("task.json", "answer.json", "log"))

@@ -203,18 +203,15 @@ def run_side(
     watch: Watch,
     *,
     around: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext,
-    compares: str = LOSS,
     seed: int = 0,
 ) -> SideResult:
     """Build a trainer, train it to the end of `watch`, free it, and return the figures.
 
     Args:
         around: a context of the training, given the trainer; a text that it yields is the ``path`` of the result.
-        compares: the figure that the gate compares, `LOSS` or `GRADIENT_NORM`.
         seed: of the random numbers before the trainer is built, and before it trains.
     """
     result = watch.result
-    result.compares = compares
     try:
         set_seed(seed)
         trainer = build()
@@ -226,10 +223,8 @@ def run_side(
             set_seed(seed)
             trainer.train()
         if len(result.seconds) < watch.timed:
-            raise UserError(
-                f"training stopped early, after {len(result.losses)} steps: a callback or an empty data set stopped "
-                "it; remove the cause before measuring"
-            )
+            cause = "a callback or an empty data set stopped it; remove the cause before measuring"
+            raise UserError(f"training stopped early, after {len(result.losses)} steps: {cause}")
         return result
     finally:
         trainer = None

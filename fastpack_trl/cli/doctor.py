@@ -45,11 +45,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace, record: dict[str, Any]) -> int:
-    """Print and record each section as soon as it is complete.
-
-    Returns:
-        0: a missing package is a finding, not a failure.
-    """
+    """Print and record each section as soon as it is complete; return 0: a missing package is a finding, no failure."""
     if (args.gpu or args.more) and not args.config:
         raise UserError(f"{'--gpu' if args.gpu else '--trainer'} needs a config: give --config FILE")
     if args.gpus is not None and (args.gpus < 1 or not args.gpu):
@@ -164,12 +160,12 @@ def _device() -> dict[str, Any]:
 
     from fastpack_trl.measure.record import machine
 
-    if not torch.cuda.is_available():
-        return {**machine("cpu"), "threads": torch.get_num_threads()}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    facts = {name: value for name, value in machine(device).items() if value} | {"threads": torch.get_num_threads()}
+    if device == "cpu":
+        return facts
     properties = torch.cuda.get_device_properties(0)
-    return {
-        **{name: value for name, value in machine("cuda").items() if value},
-        "threads": torch.get_num_threads(),
+    return facts | {
         "devices": torch.cuda.device_count(),
         "compute capability": f"{properties.major}.{properties.minor}",
         "memory": f"{properties.total_memory / (1 << 30):.1f} GiB",

@@ -62,11 +62,7 @@ def attention_pairs(seq_lengths: Sequence[int], window: int | None = None) -> fl
 
 
 def model_flops(model: nn.Module) -> ModelFlops:
-    """Read the shapes of a transformers model (plain or PEFT).
-
-    Raises:
-        ValueError: not a transformers model.
-    """
+    """Read the shapes of a transformers model (plain or PEFT); raise `ValueError` for another module."""
     base: Any = text_model(model)
     if not isinstance(base, PreTrainedModel):
         raise ValueError(f"{type(base).__name__} is not a transformers model: its layers cannot be read")

@@ -107,15 +107,12 @@ def count_host_syncs(
 
     Args:
         device: where the model is; default: CUDA if available. Give ``"cpu"`` for a CPU run on a CUDA machine.
-        error: raise at the first one, so that the traceback shows it.
+        error: raise `RuntimeError` at the first one, so that the traceback shows it.
         host: parts of file names (``"my_project/sampler.py"``) whose tensors are never on the device; counted as
             ``host`` in a CPU run.
 
     Yields:
         The counts, filled while the block runs.
-
-    Raises:
-        RuntimeError: with ``error=True``, from the operation itself.
     """
     on_cuda = torch.cuda.is_available() if device is None else torch.device(device).type == "cuda"
     syncs = HostSyncs("cuda" if on_cuda else "dispatch")

@@ -1,6 +1,4 @@
-"""Arguments of the commands that train: YAML keys and flags become one command line for the parsers of TRL and
-accelerate.
-"""
+"""Arguments of the commands that train: YAML and flags become one command line for TRL's and accelerate's parsers."""
 
 from __future__ import annotations
 

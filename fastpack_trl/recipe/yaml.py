@@ -47,11 +47,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def load_config(path: str) -> dict[str, Any]:
-    """Return the mapping in the YAML file `path`.
-
-    Raises:
-        UserError: no such file, not UTF-8, a syntax error or an unsafe tag (with its line), or not a mapping.
-    """
+    """Return the mapping in the YAML file `path`; raise `UserError` for any other file, with the line of the error."""
     file = Path(path).expanduser()
     try:
         config = yaml.load(file.read_text(encoding="utf-8"), _StrictLoader)  # noqa: S506 - a SafeLoader
