@@ -183,12 +183,8 @@ class Settings(ModelSettings):
     def of(cls, args: Any, training: bool = True) -> Settings:
         """Return `args` itself if it is a `FastSFTConfig`; else its fields of these names, or their defaults.
 
-        Args:
-            args: of a run.
-            training: whether settings of the backward pass are checked; an evaluation has none.
-
-        Raises:
-            ValueError: as `normalise` and `check_fields`: a field may have been set after the config was made.
+        They are checked again, because a field may have been set after the config was made; those of the backward
+        pass only for `training`.
         """
         values: dict[str, Any] = {own.name: getattr(args, own.name, own.default) for own in fields(cls)}
         found = args if isinstance(args, cls) else cls(**values)

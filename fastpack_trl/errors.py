@@ -156,14 +156,10 @@ def check_name(what: str, name: str, valid: Collection[str], kind: str) -> None:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Raise `UserError` for a wrong argument: ``sft.yaml: max_length: invalid int value: 'abc'``.
-
-    Attributes:
-        source: what stands before the name of an option in a message.
-        help_option: the option that lists all options.
-    """
+    """Raise `UserError` for a wrong argument: ``sft.yaml: max_length: invalid int value: 'abc'``."""
 
     source, help_option = "--", "--help"
+    """What stands before the name of an option in a message; the option that lists all."""
 
     def error(self, message: str) -> NoReturn:
         """Raise `UserError` with the message and the choice that is nearest to a wrong one."""

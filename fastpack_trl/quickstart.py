@@ -42,16 +42,12 @@ CHAT_TEMPLATE = (
 
 
 def make_inputs(folder: str | Path = FOLDER, family: str = "qwen3") -> str:
-    """Make ``data/`` with the text and ``model/`` with a tokenizer and a small random model, unless they exist.
+    """Make ``data/`` with the text and ``model/`` with a tokenizer and a small random model; return a line about them.
+
+    Those that exist stay. Raises `UserError` if `folder` has other contents, or Python lacks its library sources.
 
     Args:
         family: of the model, e.g. ``gpt_oss``, as `fastpack_trl.testing.tiny_model` names it.
-
-    Returns:
-        A line that describes the result.
-
-    Raises:
-        UserError: `folder` has other contents, or Python was installed without its library sources.
     """
     folder = Path(folder)
     if (folder / "model").is_dir() and (folder / "data").is_dir():

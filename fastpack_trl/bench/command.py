@@ -43,11 +43,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace, record: dict[str, Any]) -> int:
     """Measure a config, each side in a process of its own; print the table, draw the picture.
 
-    Returns:
-        0, even if fastpack is slower. 130 after an interrupt, with the finished sides.
-
-    Raises:
-        UserError: a wrong option or config, losses that differ, or no side that could run.
+    Returns 0, even if fastpack is slower; 130 after an interrupt, with the finished sides.
     """
     picture = _check(args)
     import torch

@@ -63,11 +63,8 @@ def run(args: Namespace, record: dict[str, Any]) -> int:
     )
     lacks_gpu = bf16 and not use_cpu and not is_torch_bf16_gpu_available()
     # Under `accelerate launch` and torchrun only the first process prints.
-    is_first = os.environ.get("RANK", "0") == "0"
-    with (
-        nullcontext() if is_first else redirect_stdout(io.StringIO()),
-        TemporaryDirectory(prefix="fastpack-doctor-") as folder,
-    ):
+    output = nullcontext() if os.environ.get("RANK", "0") == "0" else redirect_stdout(io.StringIO())
+    with output, TemporaryDirectory(prefix="fastpack-doctor-") as folder:
         if not args.gpu:
             _machine(record)
         if args.config and (args.gpu or lacks_gpu):

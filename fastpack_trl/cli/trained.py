@@ -254,17 +254,14 @@ def _generate(args: Namespace) -> dict[str, Any]:
     if torch.cuda.is_available() and "quantization_config" not in trained.options:
         model = model.to("cuda")
     variants = {"base": model.disable_adapter, "adapter": nullcontext} if trained.base else {"model": nullcontext}
-    settings = {
-        "max_new_tokens": args.max_new_tokens,
-        "pad_token_id": tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-        **({"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}),
-    }
+    padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    settings = {"max_new_tokens": args.max_new_tokens, "pad_token_id": padding, "do_sample": args.temperature > 0}
+    settings |= {"temperature": args.temperature} if args.temperature else {}
     rows = []
     for prompt in args.prompt:
-        text, template = prompt, tokenizer.chat_template
+        text, template, turns = prompt, tokenizer.chat_template, [{"role": "user", "content": prompt}]
         with preparing(what=f"the chat template in {short_repr(trained.folder)}"):
             if template:
-                turns = [{"role": "user", "content": prompt}]
                 text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         tokens = tokenizer(text, return_tensors="pt", add_special_tokens=not template)
         if (tokens["input_ids"] >= model.get_input_embeddings().weight.shape[0]).any():

@@ -24,7 +24,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace, record: dict[str, Any]) -> int:
-    """Load, check, print; return 0 if packed results are those of separate documents, else 1, with the fix on stderr."""
+    """Load, check, print; return 0 if packed results are those of separate documents, else 1, the fix on stderr."""
     if not args.model:
         raise UserError("no model: give --model a folder or a hub name")
     args.model = model_folder("--model", args.model)
