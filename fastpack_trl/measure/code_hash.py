@@ -18,7 +18,7 @@ _BETWEEN = {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODIN
 
 @cache
 def code_hashes() -> dict[str, str]:
-    """Return the hash of each subpackage by its folder or file, ``{"lora": "1f0e...", "run.py": "99ab..."}``, read once.
+    """Return the hash of each subpackage by its folder or file, ``{"lora": "1f0e...", "run.py": "99ab..."}``.
 
     Read once per process. `BENCHMARKS` is one more in a checkout; an installed package has none.
     """
