@@ -43,7 +43,7 @@ from fastpack_trl.packing.documents import PADDED_DOCUMENTS
 from fastpack_trl.recipe.arguments import Arguments
 from fastpack_trl.recipe.gpus import Gpu, as_if_on
 from fastpack_trl.report import FeatureReport
-from fastpack_trl.run import Choice
+from fastpack_trl.run import Choice, StepServices
 from fastpack_trl.step.head import TILE_ELEMENTS
 
 _GIB = 2**30
@@ -332,6 +332,7 @@ def stand_in(arguments: Arguments, model: Any, gpu: Gpu) -> Any:
         on["packed_attention"] = choice.path
         if args.packed_attention == "auto" and choice.path == "per_document":
             on["packed_attention"] += f": {BACKENDS['varlen'].refuses(features)}"
+        accelerator = SimpleNamespace(num_processes=gpu.processes, state=None)
         run: Any = SimpleNamespace(
             settings=Settings.of(args, training=False), args=args, model=model, ranks=Ranks(1), lora=None,
             device=torch.device("cuda", 0), training=True, loss_is_ours=True, report=FeatureReport(),
@@ -339,10 +340,7 @@ def stand_in(arguments: Arguments, model: Any, gpu: Gpu) -> Any:
             kind=arguments.method.classes[0]._fastpack_kind, packs=backend is not None, set_status=set_status,
             choice=choice if backend else replace(choice, refuses_compile=padded),
             refuses_static=lambda bucket: backend.refuses_static(bucket, features) if backend else padded,
-            step=SimpleNamespace(offloads=False, activation_bytes=0, activations_left=None),
-            trainer=SimpleNamespace(
-                accelerator=SimpleNamespace(num_processes=gpu.processes, state=None), model_accepts_loss_kwargs=True
-            ),
+            trainer=SimpleNamespace(accelerator=accelerator, model_accepts_loss_kwargs=True), step=StepServices(),
             features=features, on=on,
         )  # fmt: skip
         with ExitStack() as stack:
