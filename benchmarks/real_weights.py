@@ -193,7 +193,7 @@ def train_seeds(
         records.append({**run, **found, **about, "date": date_now()})
         append(Path(json_file) if json_file else None, records[-1])
         torch.compiler.reset()
-        free_memory("cuda" if cuda else "cpu")
+        free_memory()
     return {"records": records}
 
 
@@ -210,7 +210,7 @@ def _train_seed(
         before |= exam.scores(load(folder, mode, cuda, "cuda" if cuda else "cpu"))
     set_seed(seed)
     trainer = make_trainer(task, mode, side, texts["train"], folder, out, seed, steps)
-    free_memory("cuda" if cuda else "cpu")
+    free_memory()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     set_seed(seed)

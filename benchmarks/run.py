@@ -39,7 +39,7 @@ from benchmarks.records import append, facts_of, read, short
 from benchmarks.rows import METHODS, ROWS, RUN, Row
 from benchmarks.tables import COMPARED, shown
 from fastpack_trl.bench.learner import learner_alone
-from fastpack_trl.bench.process import OwnProcess, accelerate_launch, torchrun
+from fastpack_trl.bench.process import OwnProcess
 from fastpack_trl.bench.sides import compiled_regions
 from fastpack_trl.bench.watch import LONGEST_WARMUP, SETTLING, Watch, run_side
 from fastpack_trl.errors import UserError
@@ -248,11 +248,14 @@ def process_command(function: str, engine: str, processes: int, *flags: str) -> 
     """Return what calls a function in several processes under ``ddp`` or ``fsdp2``."""
     if torch.cuda.is_available():
         flags = (*(FSDP if engine == "fsdp2" else ("--multi_gpu",)), "--mixed_precision", "bf16", *flags)
-        return OwnProcess(function, command=accelerate_launch(processes, *flags))
+        flags = (*flags, "--num_processes", str(processes), "--main_process_port", "0")  # any free port
+        return OwnProcess(function, command=[sys.executable, "-m", "accelerate.commands.launch", *flags])
     if engine != "ddp":
         raise UserError(f"{engine} needs CUDA devices: accelerate starts it on no CPU")
     environment = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
-    return OwnProcess(function, command=torchrun(processes), environment=environment)  # accelerate starts one process
+    # `accelerate launch` starts one process on a CPU.
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    return OwnProcess(function, command=torchrun, environment=environment)
 
 
 def steps_of(row: Row, asked: int | None) -> int:

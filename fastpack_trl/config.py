@@ -18,26 +18,19 @@ from fastpack_trl.report import disabled_by_environment
 
 PackedAttentionPath = Literal["auto", "varlen", "per_document", "flash_attention_4", "xformers", "sdpa", "off"]
 Switch = Literal["auto", "on", "off"]
-PACKED_ATTENTION_CHOICES: tuple[str, ...] = get_args(PackedAttentionPath)
 
 
 def normalise_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     """Return ``on``/``off`` for ``true``/``false`` (YAML's reading of an unquoted ``on``/``off``); check the rest.
 
-    A feature without the value ``on`` reads it as ``auto``: switched on, path chosen by us.
-
-    Raises:
-        ValueError: not one of `choices`; names the nearest.
+    A feature without the value ``on`` reads it as ``auto``: switched on, path chosen by us. A `ValueError` for another
+    value names the nearest.
     """
-    if isinstance(value, str):
-        value = {"true": True, "yes": True, "false": False, "no": False}.get(value.lower(), value.lower())
-    switched_on = "on" if "on" in choices else "auto"
-    if isinstance(value, bool) and (switched_on if value else "off") in choices:
-        value = switched_on if value else "off"
-    elif value == "on" and switched_on in choices:
-        value = switched_on
-    if isinstance(value, str) and value in choices:
-        return value
+    word = str(value).lower() if isinstance(value, str | bool) else ""
+    word = {"true": "on", "yes": "on", "false": "off", "no": "off"}.get(word, word)
+    word = "auto" if word == "on" and "on" not in choices else word
+    if word in choices:
+        return word
     hint = did_you_mean(value, choices) if isinstance(value, str) else ""
     raise ValueError(f"{name}={short_repr(value)} is not available: use one of {', '.join(choices)}{hint}")
 
@@ -142,28 +135,19 @@ class ModelSettings:
         self.normalise()
 
     def normalise(self) -> None:
-        """Check every field, and write the values that stand for others (YAML's ``true``) as features compare them.
-
-        Raises:
-            ValueError: a value outside its choices or its limits; names the remedy.
-        """
+        """Check every field, and write the values that stand for others (YAML's ``true``) as features compare them."""
         for name, choices in _CHOICES.items():
             if hasattr(self, name):
                 setattr(self, name, normalise_choice(name, getattr(self, name), choices))
         if self.moe_quantize_experts == "on" and self.moe == "off":
-            raise ValueError(
-                "moe_quantize_experts='on' needs moe='auto' or 'on': PEFT cannot train on four-bit experts"
-            )
+            raise ValueError("moe_quantize_experts='on' needs moe='auto' or 'on': PEFT cannot train 4-bit experts")
         if (gib := self.activation_memory_gib) is not None:
             try:
                 self.activation_memory_gib = -1.0 if isinstance(gib, bool) else float(gib)
             except (TypeError, ValueError):
                 self.activation_memory_gib = -1.0
             if not 0 < self.activation_memory_gib < math.inf:
-                raise ValueError(
-                    f"activation_memory_gib={short_repr(gib)} must be a number above 0: GiB for activations, or leave "
-                    "it out for what is free"
-                )
+                raise ValueError(f"activation_memory_gib={short_repr(gib)} must be a number above 0 (GiB), or left out")
 
 
 @dataclass
@@ -199,19 +183,12 @@ class Settings(ModelSettings):
     def of(cls, args: Any, training: bool = True) -> Settings:
         """Return `args` itself if it is a `FastSFTConfig`; else its fields of these names, or their defaults.
 
-        Args:
-            args: of a run.
-            training: whether settings of the backward pass are checked; an evaluation has none.
-
-        Raises:
-            ValueError: as `normalise` and `check_fields`: a field may have been set after the config was made.
+        They are checked again, because a field may have been set after the config was made; those of the backward
+        pass only for `training`.
         """
-        if isinstance(args, cls):
-            found = args
-            found.normalise()
-        else:
-            values: dict[str, Any] = {own.name: getattr(args, own.name, own.default) for own in fields(cls)}
-            found = cls(**values)
+        values: dict[str, Any] = {own.name: getattr(args, own.name, own.default) for own in fields(cls)}
+        found = args if isinstance(args, cls) else cls(**values)
+        found.normalise()
         if training and isinstance(args, TrainingArguments):
             check_fields(args, found)
         return found
@@ -233,10 +210,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def check_fields(args: Any, settings: Settings) -> None:
-    """Check that fields and arguments do not contradict each other. ``FASTPACK_DISABLE=1`` reads no field.
-
-    Raises:
-        ValueError: as `check_recompute`.
-    """
+    """Check that fields and arguments do not contradict each other. ``FASTPACK_DISABLE=1`` reads no field."""
     if not disabled_by_environment():
         check_recompute(args, settings.activation_memory, settings.checkpoint_offload)

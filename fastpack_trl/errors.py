@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import reprlib
 import shlex
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NoReturn
 
 _MAX_LENGTH = 600  # some upstream messages list every model class; --traceback shows all of it
 _SHORTEST_PART, _MOST_NAMES = 3, 6  # characters of a part that names are looked up by; names of one suggestion
@@ -135,22 +136,38 @@ def describe(error: BaseException) -> str:
     return one_line(message) or type(error).__name__
 
 
-def nearest(name: object, valid: Iterable[str]) -> list[str]:
-    """Return the valid names that may be meant: those that begin with it, else the nearest, else those that contain it.
+def did_you_mean(name: object, valid: Iterable[str]) -> str:
+    """Return ``"; did you mean 'max_length'?"`` for ``"max_lenght"``; empty if no valid name is near.
 
-    ``"qwen"`` -> ``["qwen3-14b-qlora", "qwen3-8b-lora-8k", ...]``, six at most; ``"max_lenght"`` -> ``["max_length"]``.
+    They are the names that begin with it, six at most, else the nearest, else those that contain it.
     """
     text, known = str(name), sorted(set(valid))
     bare = text.lstrip("-")
     parts = {one: one.lstrip("-").find(bare) for one in known if len(bare) >= _SHORTEST_PART and bare in one}
     starts = [one for one, place in parts.items() if place == 0]
-    return (starts or get_close_matches(text, known, n=1) or [*parts])[:_MOST_NAMES]
-
-
-def did_you_mean(name: object, valid: Iterable[str]) -> str:
-    """Return ``"; did you mean 'max_length'?"``; empty if no valid name is near."""
-    near = list(map(repr, nearest(name, valid)))
+    near = [*map(repr, starts or get_close_matches(text, known, n=1) or parts)][:_MOST_NAMES]
     return f"; did you mean {' or '.join(filter(None, [', '.join(near[:-1]), near[-1]]))}?" if near else ""
+
+
+def check_name(what: str, name: str, valid: Collection[str], kind: str) -> None:
+    """Raise `UserError` for a name that is not valid: ``side 'stok' does not exist; did you mean 'stock'? ...``."""
+    if name not in valid:
+        raise UserError(f"{what} {name!r} does not exist{did_you_mean(name, valid)} ({kind}: {', '.join(valid)})")
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Raise `UserError` for a wrong argument: ``sft.yaml: max_length: invalid int value: 'abc'``."""
+
+    source, help_option = "--", "--help"
+    """What stands before the name of an option in a message; the option that lists all."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise `UserError` with the message and the choice that is nearest to a wrong one."""
+        text = re.sub(r"^argument --([\w-]+)\S*: ", lambda match: f"{self.source}{match[1]}: ", message)
+        if choices := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", text):
+            near = did_you_mean(choices[1], re.findall(r"[\w.-]+", choices[2]))
+            text = text.replace(" (choose", f"{near} (choose")
+        raise UserError(f"{text} (see `{self.prog} {self.help_option}`)")
 
 
 def _is_bug(error: BaseException) -> bool:
@@ -164,8 +181,7 @@ def _is_bug(error: BaseException) -> bool:
 def naming_keys(settings: Mapping[str, object]) -> Iterator[None]:
     """Name the setting that has an unexpected keyword argument: ``{"lr_scheduler_kwargs": {"fo": 1}}``.
 
-    Raises:
-        UserError: in place of the TypeError of a call that got one of the mappings.
+    A call that got one of the mappings raises `UserError` in place of its `TypeError`.
     """
     try:
         yield
@@ -181,15 +197,12 @@ def naming_keys(settings: Mapping[str, object]) -> Iterator[None]:
 def preparing(
     finished: Callable[[], bool] = bool, what: str = "", remedy: str = "if a file is damaged, copy or download it again"
 ) -> Iterator[None]:
-    """Convert the libraries' errors for wrong settings into a `UserError` while a run is prepared.
+    """Convert the libraries' `SETTING_ERRORS` into a `UserError` of one line while a run is prepared.
 
     Args:
         finished: called when an error arrives; if it returns True, the error passes unchanged. For a call that both
             prepares and trains.
-        what: files that are loaded, ``"the adapter 'out'"``: damaged ones may raise anything.
-
-    Raises:
-        UserError: from any of `SETTING_ERRORS`, and with `what` from any error, with its message on one line.
+        what: files that are loaded, ``"the adapter 'out'"``: damaged ones may raise anything, which is converted too.
     """
     try:
         yield

@@ -42,16 +42,12 @@ CHAT_TEMPLATE = (
 
 
 def make_inputs(folder: str | Path = FOLDER, family: str = "qwen3") -> str:
-    """Make ``data/`` with the text and ``model/`` with a tokenizer and a small random model, unless they exist.
+    """Make ``data/`` with the text and ``model/`` with a tokenizer and a small random model; return a line about them.
+
+    Those that exist stay. Raises `UserError` if `folder` has other contents, or Python lacks its library sources.
 
     Args:
         family: of the model, e.g. ``gpt_oss``, as `fastpack_trl.testing.tiny_model` names it.
-
-    Returns:
-        A line that describes the result.
-
-    Raises:
-        UserError: `folder` has other contents, or Python was installed without its library sources.
     """
     folder = Path(folder)
     if (folder / "model").is_dir() and (folder / "data").is_dir():
@@ -77,10 +73,8 @@ def make_inputs(folder: str | Path = FOLDER, family: str = "qwen3") -> str:
 def collect(folder: Path | None = None) -> list[tuple[str, str]]:
     """Return a question and the docstring that answers it for everything documented under `folder`, each text once.
 
-    Default: the standard library of this interpreter. The order is that of files and lines on every machine.
-
-    Raises:
-        UserError: fewer than a few hundred documents.
+    Default: the standard library of this interpreter. The order is that of files and lines on every machine. Raises
+    `UserError` for fewer than a few hundred documents.
     """
     from tqdm.auto import tqdm
 

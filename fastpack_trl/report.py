@@ -18,7 +18,7 @@ WIDTH = 80
 """Columns of the banner."""
 _ORDER: tuple[Status, ...] = ("on", "stock", "off")
 _STATUS = 7  # columns of the state
-_VERBOSE = "FASTPACK_VERBOSE"
+_VERBOSE = "FASTPACK_VERBOSE"  # 1: banners give the reasons of features that are off
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,6 @@ class FeatureReport:
     partly: set[str] = field(default_factory=set)
     """Features that handed some of their work to TRL or PEFT after the start."""
     _lines: dict[str, FeatureLine] = field(default_factory=dict)
-
-    @property
-    def lines(self) -> list[FeatureLine]:
-        """The line of each feature, in the order of the decisions."""
-        return list(self)
 
     def add(self, feature: str, status: Status, path: str, reason: str = "") -> FeatureLine:
         """Set the line of `feature`, which replaces an earlier one and moves to the end."""
@@ -92,7 +87,7 @@ class FeatureReport:
         """Return the banner of a run: as `table`, but with all disabled features named in one line."""
         shown = [line for line in self if line.status != "off"]
         off = [line.feature for line in self if line.status == "off"]
-        return self.table() if not shown or is_verbose() else self._page(shown, off)
+        return self.table() if not shown or _is_set(_VERBOSE) else self._page(shown, off)
 
     def _page(self, lines: list[FeatureLine], off: Sequence[str] = ()) -> str:
         """Return the lines, the names of features that are off, and the facts, wrapped under the end of their heads."""
@@ -109,11 +104,6 @@ class FeatureReport:
             indent = len(head) if len(head) < WIDTH // 2 else _STATUS
             out += textwrap.wrap(head + text, WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False)
         return "\n".join(out)
-
-
-def is_verbose() -> bool:
-    """Return whether ``FASTPACK_VERBOSE=1`` asks for the reasons of features that are off."""
-    return _is_set(_VERBOSE)
 
 
 def enable_verbose() -> None:

@@ -10,29 +10,14 @@ from torch import Tensor, nn
 
 from fastpack_trl.measure.host_syncs import HostSync, HostSyncs, count_host_syncs
 
-__all__ = [
-    "FAMILIES",
-    "HostSync",
-    "HostSyncs",
-    "assert_gradients_close",
-    "count_host_syncs",
-    "gradients",
-    "tiny_model",
-]
+__all__ = ["FAMILIES", "HostSync", "HostSyncs", "assert_gradients_close", "count_host_syncs", "gradients", "tiny_model"]
 
 _COMMON = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_WINDOW_AND_FULL = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -40,14 +25,14 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 8},
     "mistral": {"sliding_window": 5, "head_dim": 8},
     "gemma2": {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8},
-    "gemma3_text": {"head_dim": 8, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3_text": {"head_dim": 8, **_WINDOW_AND_FULL},
     "phi3": {"sliding_window": None},
     "granite": {},
     "olmo2": {},
-    "olmo3": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
-    "cohere2": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "olmo3": _WINDOW_AND_FULL,
+    "cohere2": _WINDOW_AND_FULL,
     "glm4": {"head_dim": 8},
-    "exaone4": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "exaone4": _WINDOW_AND_FULL,
     "starcoder2": {"sliding_window": 5},
     "qwen3_moe": {"head_dim": 8, "num_experts": 4, **_MOE},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -56,14 +41,11 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
         "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, **_MOE,
     },
-    "gpt_oss": {
-        "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
+    "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, **_WINDOW_AND_FULL},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "afmoe": {
-        "head_dim": 8, "num_experts": 4, "num_shared_experts": 1, "num_dense_layers": 1, "sliding_window": 5,
-        "layer_types": ["sliding_attention", "full_attention"], "global_attn_every_n_layers": 2, **_MOE,
+        "head_dim": 8, "num_experts": 4, "num_shared_experts": 1, "num_dense_layers": 1,
+        "global_attn_every_n_layers": 2, **_WINDOW_AND_FULL, **_MOE,
     },
     "falcon": {"new_decoder_architecture": False, "multi_query": True, "alibi": False},
     "bloom": {"n_layer": 2, "n_head": 4},
@@ -93,24 +75,19 @@ def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
     """Return a random causal language model of `family` with two layers, fp32, in training mode, dropout 0.
 
     Args:
-        family: one of `FAMILIES`.
+        family: one of `FAMILIES`; a `ValueError` lists them.
         seed: of the weights.
         overrides: fields of the config, or `attn_implementation`.
-
-    Raises:
-        ValueError: an unknown family; lists the known ones.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if family not in _FAMILIES:
         raise ValueError(f"family={family!r} has no tiny model: use one of {', '.join(FAMILIES)}")
-    implementation = overrides.pop("attn_implementation", None)
     fields = {**_COMMON, **_FAMILIES[family], **overrides}
     fields |= {name: 0.0 for name in ("attention_dropout", "hidden_dropout", "dropout") if name not in overrides}
     config = AutoConfig.for_model(family, **fields)
     torch.manual_seed(seed)
-    kwargs = {} if implementation is None else {"attn_implementation": implementation}
-    model = AutoModelForCausalLM.from_config(config, **kwargs).float()
+    model = AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Gates, norms or sinks that start at 0 or 1 would hide errors in their inputs.

@@ -12,7 +12,7 @@ from trl import SFTConfig
 
 from fastpack_trl import FastDPOConfig, FastGRPOConfig, FastSFTConfig
 from fastpack_trl.attention.backends import BACKENDS
-from fastpack_trl.config import PACKED_ATTENTION_CHOICES, Settings
+from fastpack_trl.config import _CHOICES, Settings
 
 ROOT = Path(__file__).parents[1]
 
@@ -53,8 +53,8 @@ def test_a_value_that_was_set_on_a_config_is_normalised(kind: Any) -> None:
 
 
 def test_every_backend_can_be_asked_for_and_nothing_else() -> None:
-    assert set(PACKED_ATTENTION_CHOICES) == {"auto", *BACKENDS, "off"}
-    assert len(set(PACKED_ATTENTION_CHOICES)) == len(PACKED_ATTENTION_CHOICES)
+    assert set(_CHOICES["packed_attention"]) == {"auto", *BACKENDS, "off"}
+    assert len(set(_CHOICES["packed_attention"])) == len(_CHOICES["packed_attention"])
 
 
 @pytest.mark.parametrize("own", fields(Settings), ids=lambda own: own.name)

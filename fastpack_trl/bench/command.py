@@ -29,16 +29,11 @@ _PRIVATE = ("output_dir", "logging_dir", "run_name", "hub_model_id")
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of ``fastpack-trl bench``; imports nothing heavy."""
     add = parser.add_argument
-    config = (
-        "YAML of a training command; that command's options are accepted too. Of grpo and rloo only the learner is "
-        "timed, on random completions"
-    )
-    baseline = (
-        "what to compare fastpack with: stock (TRL as installed, the default), stock_compiled (the best "
-        "attention that loads, Liger, layers compiled by accelerate)"
-    )
-    add("--config", metavar="FILE", help=config)
+    config = "YAML of a training command; that command's options are accepted too. "
+    add("--config", metavar="FILE", help=config + "Of grpo and rloo only the learner is timed, on random completions")
     add_trainer(parser)
+    baseline = "what to compare fastpack with: stock (TRL as installed, the default), stock_compiled "
+    baseline += "(the best attention that loads, Liger, layers compiled by accelerate)"
     add("--baseline", metavar="NAME", nargs="+", choices=BASELINES, default=["stock"], help=baseline)
     for name, (_, default, text) in _NUMBERS.items():
         add(f"--{name}", metavar="N", type=int, default=default, help=f"{text} (default: %(default)s)")
@@ -48,11 +43,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace, record: dict[str, Any]) -> int:
     """Measure a config, each side in a process of its own; print the table, draw the picture.
 
-    Returns:
-        0, even if fastpack is slower. 130 after an interrupt, with the finished sides.
-
-    Raises:
-        UserError: a wrong option or config, losses that differ, or no side that could run.
+    Returns 0, even if fastpack is slower; 130 after an interrupt, with the finished sides.
     """
     picture = _check(args)
     import torch

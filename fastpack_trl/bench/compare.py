@@ -32,7 +32,7 @@ from tqdm.auto import tqdm
 
 from fastpack_trl.bench.sides import COMPILED, OURS, SIDES, STOCK, Build, train_side
 from fastpack_trl.bench.watch import GRADIENT_NORM, LOSS, TIMED, WARMUP, SideResult
-from fastpack_trl.errors import UserError, did_you_mean
+from fastpack_trl.errors import UserError, check_name
 from fastpack_trl.measure.code_hash import code_hashes
 from fastpack_trl.measure.device_memory import free_memory
 from fastpack_trl.measure.failures import FAILURES, describe_failure
@@ -84,8 +84,7 @@ def compare(
         LossParityError: a side computes different losses (a subclass of `UserError`).
     """
     for name in sides:
-        if name not in SIDES:
-            raise UserError(f"side {name!r} does not exist{did_you_mean(name, SIDES)} (sides: {', '.join(SIDES)})")
+        check_name("side", name, SIDES, "sides")
     if not 1 < len(set(sides)) == len(sides):
         raise UserError(f"sides={list(sides)}: give two or more different ones of {', '.join(SIDES)}")
     if min(rounds, timed) < 1 or min(warmup, gate_steps) < 0:
@@ -134,7 +133,7 @@ def compare_sides(
                         if isinstance(error, UserError):
                             raise
                         raise UserError(f"{name} cannot be trained: {failed[name]}") from error
-                free_memory("cuda" if torch.cuda.is_available() else "cpu")  # after the handler, which holds tensors
+                free_memory()  # after the handler, which holds tensors
         except KeyboardInterrupt:
             is_complete = False
     good = {name: done for name, done in results.items() if done and name not in failed}
@@ -146,11 +145,9 @@ def compare_sides(
     later = [pair for other in others for pair in zip(other.compared[gate:], first.compared[gate:], strict=False)]
     allowed = tolerance(first.dtype, first.compares)
     gated = {"figure": first.compares, "dtype": first.dtype, "tolerance": allowed, "steps": gate}
+    figures = {name: _side_figures(done) for name, done in good.items()}
     return {
-        "sides": {
-            **{name: _side_figures(done) for name, done in good.items()},
-            **{name: {"failed": reason} for name, reason in failed.items()},
-        },
+        "sides": figures | {name: {"failed": reason} for name, reason in failed.items()},
         "gate": gated if gate and others else None,
         "loss_difference": max((abs(own - value) / (abs(value) or 1.0) for own, value in later), default=0.0),
         "complete": is_complete,
@@ -197,15 +194,10 @@ def record_of(row: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, 
     """Return a row of `compare_sides` as a record with versions, commit and machine."""
     device = next((side["device"] for side in row["sides"].values() if "device" in side), "cpu")
     return {
-        "complete": row["complete"],
-        "date": date_now(),
-        "settings": dict(settings),
-        "versions": versions(),
-        "source": source(),
-        "code": code_hashes(),
-        "machine": {**machine(device), "threads": torch.get_num_threads()},
+        "complete": row["complete"], "date": date_now(), "settings": dict(settings), "versions": versions(),
+        "source": source(), "code": code_hashes(), "machine": {**machine(device), "threads": torch.get_num_threads()},
         "rows": [dict(row)],
-    }
+    }  # fmt: skip
 
 
 def table(record: Mapping[str, Any]) -> str:

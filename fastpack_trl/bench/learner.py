@@ -48,8 +48,6 @@ def learner_alone(trainer: Any) -> Iterator[None]:
         made = [[drawn.random() for _ in trainer.reward_funcs] for _ in prompts]
         return torch.tensor(made, device=trainer.accelerator.device)
 
-    with (
-        patch_attribute(trainer, "_generate_single_turn", generate),
-        patch_attribute(trainer, "_calculate_rewards", rewards),
-    ):
+    generated = patch_attribute(trainer, "_generate_single_turn", generate)
+    with generated, patch_attribute(trainer, "_calculate_rewards", rewards):
         yield

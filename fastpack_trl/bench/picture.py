@@ -17,11 +17,7 @@ COLORS = {"stock": "#9AA0A6", "stock_compiled": "#5F6368", "fastpack": "#0B7A75"
 
 
 def draw(record: Mapping[str, Any], file: str | Path | None = None) -> Any:
-    """Draw time and memory per step of each side, and their losses on top of each other; write a PNG to `file`.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
+    """Draw time and memory per step of each side, and their losses on top of each other; write a PNG to `file`."""
     matplotlib = require_matplotlib()
     from matplotlib.figure import Figure
 
@@ -60,11 +56,7 @@ def draw(record: Mapping[str, Any], file: str | Path | None = None) -> Any:
 
 
 def require_matplotlib() -> Any:
-    """Import and return matplotlib, here and not with this file.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """Import and return matplotlib, here and not with this file; raise `UserError` if it is not installed."""
     try:
         import matplotlib
     except ImportError as error:

@@ -32,7 +32,7 @@ class OwnProcess:
     ```python
     launch = OwnProcess("benchmarks.mine:measure_side", options={"seed": 0}, timeout=400)
     launch({"tokens": 4096}, "stock")  # calls measure_side({"tokens": 4096}, "stock", seed=0) in its own process
-    OwnProcess("benchmarks.mine:measure_side", command=accelerate_launch(2, "--use_fsdp"))  # a process per GPU
+    OwnProcess("benchmarks.mine:measure_side", command=["torchrun", "--nproc_per_node", "2"])  # a process per GPU
     ```
 
     Attributes:
@@ -55,10 +55,7 @@ class OwnProcess:
 
         Returns:
             The answer; if it failed or ended without one, ``failed`` with the reason in a line and ``last_lines`` of
-            what it has printed.
-
-        Raises:
-            UserError: the function raised one.
+            what it has printed. A `UserError` of the function is raised here.
         """
         with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder:
             task, answer, log = (Path(folder, name) for name in ("task.json", "answer.json", "log"))
@@ -91,17 +88,6 @@ class OwnProcess:
                         process.wait(_ENDS_WITHIN)
         # One process that has answered may still fail at its end; of several another one has failed.
         return f"ended with {process.returncode}" if process.returncode and len(self.command) > 1 else None
-
-
-def accelerate_launch(processes: int, *flags: str) -> list[str]:
-    """Return the `command` of ``accelerate launch`` on the GPUs of this machine, over any free port."""
-    several = ("--num_processes", str(processes), "--main_process_port", "0")
-    return [sys.executable, "-m", "accelerate.commands.launch", *flags, *several]
-
-
-def torchrun(processes: int) -> list[str]:
-    """Return the `command` of ``torchrun``: for a CPU, where ``accelerate launch`` starts one process."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
 
 
 def _answer(task_file: str, answer_file: str) -> None:

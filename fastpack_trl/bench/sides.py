@@ -42,6 +42,7 @@ def train_side(
     elif name == COMPILED and cuda and transformers.utils.is_liger_kernel_available():
         changes = {"use_liger_kernel": True}
     watch = Watch(warmup=warmup, timed=timed, gate=gate, settling=SETTLING * cuda, profiled=3, count_syncs=True)
+    watch.result.compares = GRADIENT_NORM if method.scores_rewards else LOSS
 
     def checked() -> Any:
         trainer = build(trainer_class, config_class, **LONG, **changes)
@@ -49,10 +50,8 @@ def train_side(
             wanted, returned = trainer_class.__name__, type(trainer).__name__
             raise UserError(f"build must return its first argument's type, {wanted}; it returned {returned}")
         if (steps := trainer.args.max_steps) != LONG_RUN:
-            raise UserError(
-                f"build ignored max_steps={LONG_RUN} (its trainer has {steps}): make the configuration by "
-                "config_class(**(settings | changes))"
-            )
+            fix = "make the configuration by config_class(**(settings | changes))"
+            raise UserError(f"build ignored max_steps={LONG_RUN} (its trainer has {steps}): {fix}")
         if trainer.args.world_size > 1 or trainer.args.n_gpu > 1:
             raise UserError("the comparison runs on one device and in one process: set CUDA_VISIBLE_DEVICES=0")
         watch.result.setting = _setting_of(trainer)
@@ -60,13 +59,11 @@ def train_side(
 
     @contextlib.contextmanager
     def around(trainer: Any) -> Iterator[Any]:
-        with contextlib.ExitStack() as stack:
-            if method.scores_rewards:
-                stack.enter_context(learner_alone(trainer))
-            yield stack.enter_context(_compiled(trainer)) if name == COMPILED else None
+        learner = learner_alone(trainer) if method.scores_rewards else contextlib.nullcontext()
+        with learner, _compiled(trainer) if name == COMPILED else contextlib.nullcontext() as path:
+            yield path
 
-    compares = GRADIENT_NORM if method.scores_rewards else LOSS
-    return run_side(checked, watch, around=around, compares=compares, seed=seed)
+    return run_side(checked, watch, around=around, seed=seed)
 
 
 def _setting_of(trainer: Any) -> str:

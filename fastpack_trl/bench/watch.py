@@ -203,37 +203,32 @@ def run_side(
     watch: Watch,
     *,
     around: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext,
-    compares: str = LOSS,
     seed: int = 0,
 ) -> SideResult:
     """Build a trainer, train it to the end of `watch`, free it, and return the figures.
 
     Args:
         around: a context of the training, given the trainer; a text that it yields is the ``path`` of the result.
-        compares: the figure that the gate compares, `LOSS` or `GRADIENT_NORM`.
         seed: of the random numbers before the trainer is built, and before it trains.
     """
     result = watch.result
-    result.compares = compares
     try:
         set_seed(seed)
         trainer = build()
         for callback in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(callback)
-        free_memory(torch.device(trainer.args.device).type)
+        free_memory()
         with around(trainer) as path, contextlib.closing(watch.start(trainer)):
             result.path = path if isinstance(path, str) else ""
             set_seed(seed)
             trainer.train()
         if len(result.seconds) < watch.timed:
-            raise UserError(
-                f"training stopped early, after {len(result.losses)} steps: a callback or an empty data set stopped "
-                "it; remove the cause before measuring"
-            )
+            cause = "a callback or an empty data set stopped it; remove the cause before measuring"
+            raise UserError(f"training stopped early, after {len(result.losses)} steps: {cause}")
         return result
     finally:
         trainer = None
-        free_memory("cuda" if torch.cuda.is_available() else "cpu")
+        free_memory()
 
 
 @contextlib.contextmanager

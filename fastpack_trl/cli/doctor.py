@@ -45,11 +45,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace, record: dict[str, Any]) -> int:
-    """Print and record each section as soon as it is complete.
-
-    Returns:
-        0: a missing package is a finding, not a failure.
-    """
+    """Print and record each section as soon as it is complete; return 0: a missing package is a finding, no failure."""
     if (args.gpu or args.more) and not args.config:
         raise UserError(f"{'--gpu' if args.gpu else '--trainer'} needs a config: give --config FILE")
     if args.gpus is not None and (args.gpus < 1 or not args.gpu):
@@ -67,11 +63,8 @@ def run(args: Namespace, record: dict[str, Any]) -> int:
     )
     lacks_gpu = bf16 and not use_cpu and not is_torch_bf16_gpu_available()
     # Under `accelerate launch` and torchrun only the first process prints.
-    is_first = os.environ.get("RANK", "0") == "0"
-    with (
-        nullcontext() if is_first else redirect_stdout(io.StringIO()),
-        TemporaryDirectory(prefix="fastpack-doctor-") as folder,
-    ):
+    output = nullcontext() if os.environ.get("RANK", "0") == "0" else redirect_stdout(io.StringIO())
+    with output, TemporaryDirectory(prefix="fastpack-doctor-") as folder:
         if not args.gpu:
             _machine(record)
         if args.config and (args.gpu or lacks_gpu):
@@ -164,12 +157,12 @@ def _device() -> dict[str, Any]:
 
     from fastpack_trl.measure.record import machine
 
-    if not torch.cuda.is_available():
-        return {**machine("cpu"), "threads": torch.get_num_threads()}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    facts = {name: value for name, value in machine(device).items() if value} | {"threads": torch.get_num_threads()}
+    if device == "cpu":
+        return facts
     properties = torch.cuda.get_device_properties(0)
-    return {
-        **{name: value for name, value in machine("cuda").items() if value},
-        "threads": torch.get_num_threads(),
+    return facts | {
         "devices": torch.cuda.device_count(),
         "compute capability": f"{properties.major}.{properties.minor}",
         "memory": f"{properties.total_memory / (1 << 30):.1f} GiB",

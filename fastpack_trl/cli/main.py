@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import re
 import sys
 import traceback
 import warnings
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from fastpack_trl._version import __version__
-from fastpack_trl.errors import TerminatedError, UserError, describe, did_you_mean
+from fastpack_trl.errors import OneLineParser, TerminatedError, UserError, check_name, describe, did_you_mean
 from fastpack_trl.recipe.methods import METHODS
 
 PROG = "fastpack-trl"
@@ -52,22 +51,12 @@ COMMANDS = {
 }
 
 
-class CommandParser(argparse.ArgumentParser):
-    """A parser that raises `UserError` for a wrong argument instead of printing its usage and exiting."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise `UserError` with the message and the choice that is nearest to a wrong one."""
-        if choices := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
-            message += did_you_mean(choices[1], re.findall(r"[\w.-]+", choices[2]))
-        raise UserError(f"{message} (see `{self.prog} --help`)")
-
-
-def _parser(chosen: str | None) -> tuple[CommandParser, CommandParser]:
+def _parser(chosen: str | None) -> tuple[OneLineParser, OneLineParser]:
     """Return the parser of all commands, and that of the chosen one, the only one with its options."""
-    common = CommandParser(add_help=False)
+    common = OneLineParser(add_help=False)
     traceback_help = "show the traceback of an error that is otherwise one line (also: FASTPACK_TRACEBACK=1)"
     common.add_argument("--traceback", action="store_true", help=traceback_help)
-    parser = CommandParser(prog=PROG, parents=[common], allow_abbrev=False)
+    parser = OneLineParser(prog=PROG, parents=[common], allow_abbrev=False)
     parser.description = "Faster fine-tuning for Hugging Face TRL, on packed rows."
     parser.epilog = f"`{PROG} COMMAND --help` lists the options of a command."
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
@@ -91,9 +80,8 @@ def _dispatch(arguments: list[str], chosen: str | None) -> int:
 
         arguments.remove(chosen)
         return train.main(arguments, METHODS[chosen])
-    if chosen is not None and chosen not in COMMANDS:
-        near = did_you_mean(chosen, COMMANDS)
-        raise UserError(f"command {chosen!r} does not exist{near} (commands: {', '.join(COMMANDS)})")
+    if chosen is not None:
+        check_name("command", chosen, COMMANDS, "commands")
     parser, of_command = _parser(chosen)
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -104,7 +92,7 @@ def _dispatch(arguments: list[str], chosen: str | None) -> int:
     return _run(args)
 
 
-def _accept_unknown(args: argparse.Namespace, words: list[str], parser: CommandParser) -> None:
+def _accept_unknown(args: argparse.Namespace, words: list[str], parser: OneLineParser) -> None:
     """Keep words for the parser of the training command if there is a ``--config``; else raise `UserError`."""
     name = words[0]
     if getattr(args, "config", None) is not None and hasattr(args, "more"):

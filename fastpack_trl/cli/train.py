@@ -35,10 +35,8 @@ def main(argv: Sequence[str], method: Method = SFT) -> int:
         return 0
     words = [word for word in argv if word not in ("--traceback", "--verbose")]
     if not words:
-        raise UserError(
-            "no settings: give --config FILE ('fastpack-trl init' writes one), or --model_name_or_path and "
-            "--dataset_name; --help-all lists all options"
-        )
+        options = "--model_name_or_path and --dataset_name; --help-all lists all options"
+        raise UserError(f"no settings: give --config FILE ('fastpack-trl init' writes one), or {options}")
     if "--verbose" in argv:
         enable_verbose()
     # Read before anything is imported: configuration classes set such variables themselves.

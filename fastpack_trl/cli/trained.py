@@ -24,9 +24,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("model", metavar="DIR", nargs="?", help="what a run has saved: the folder of an adapter or of a model")
     add("--config", metavar="FILE", help="the YAML of that run: its output_dir, model and quantization")
     add("--base", metavar="DIR", help="the adapter's base model (default: the one that the adapter names)")
-    add(
-        "--load_in_4bit", action="store_true", help="the adapter was trained on a base model in NF4 (--config knows it)"
-    )
+    add("--load_in_4bit", action="store_true", help="the adapter was trained on a base in NF4 (--config knows it)")
     dtypes = ("auto", "float32", "bfloat16", "float16")
     add("--dtype", choices=dtypes, default="auto", help="of the weights (default: that of the checkpoint)")
     add("--trust_remote_code", action="store_true", help="run code that comes with the checkpoint (default: never)")
@@ -52,8 +50,10 @@ class Trained:
 
     folder: str
     base: str | None
+    source: dict[str, Any]
+    """Keywords of `from_pretrained`, also of its config: ``revision`` and ``trust_remote_code``."""
     options: dict[str, Any]
-    """Keywords of `from_pretrained`."""
+    """Further ones."""
     classifies: bool
 
     def tokenizer(self) -> Any:
@@ -61,7 +61,7 @@ class Trained:
         from transformers import AutoTokenizer
 
         has_own = (Path(self.folder) / _TOKENIZER).is_file() or self.base is None
-        source, code = self.folder if has_own else self.base, self.options["trust_remote_code"]
+        source, code = self.folder if has_own else self.base, self.source["trust_remote_code"]
         with preparing(what=f"the tokenizer in {short_repr(source)}"):
             return AutoTokenizer.from_pretrained(source, trust_remote_code=code)
 
@@ -69,10 +69,10 @@ class Trained:
         """Copy what else the folder of an adapter, then its base, has: processors, old templates, remote code."""
         from huggingface_hub import snapshot_download
 
-        kinds = _REST + _CODE * self.options["trust_remote_code"]
+        kinds = _REST + _CODE * self.source["trust_remote_code"]
         for source in (self.folder, str(self.base)):
             if not (folder := Path(source)).is_dir():
-                folder = Path(snapshot_download(source, revision=self.options.get("revision"), allow_patterns=kinds))
+                folder = Path(snapshot_download(source, revision=self.source["revision"], allow_patterns=kinds))
             for file in (file for kind in kinds for file in folder.glob(kind)):
                 if not (target := output / file.relative_to(folder)).exists():
                     target.parent.mkdir(exist_ok=True)
@@ -93,7 +93,7 @@ class Trained:
         check_weights(name, "the model")
         for model_class in self._classes():
             with preparing(what=f"the model {short_repr(name)}"):
-                model, keys = model_class.from_pretrained(name, output_loading_info=True, **self.options)
+                model, keys = model_class.from_pretrained(name, output_loading_info=True, **self.source, **self.options)
                 if keys["missing_keys"] and not self.classifies:  # the adapter of a classifier has its head
                     raise KeyError(f"it has no {short_repr(sorted(keys['missing_keys']))}")
                 if dequantized and getattr(model, "hf_quantizer", None) is not None:
@@ -116,14 +116,10 @@ class Trained:
 
         if self.classifies:
             return [transformers.AutoModelForSequenceClassification]
-        config = transformers.AutoConfig.from_pretrained(self.base or self.folder, **_config_options(self.options))
+        config = transformers.AutoConfig.from_pretrained(self.base or self.folder, **self.source)
         auto, mapping = transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING
         named = getattr(transformers, config.architectures[0], auto)
         return [named] if named in (auto, mapping.get(type(config), named)) else [named, auto]
-
-
-def _config_options(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: options[name] for name in ("revision", "trust_remote_code") if name in options}
 
 
 def _find(args: Namespace) -> Trained:
@@ -132,8 +128,8 @@ def _find(args: Namespace) -> Trained:
     from fastpack_trl.recipe.make_trainer import check_model, method_of_run
     from fastpack_trl.recipe.methods import METHODS, SFT
 
-    options: dict[str, Any] = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
-    folder, base = _of_config(args, options) if args.config else (args.model, args.base)
+    source, options = {"revision": "main", "trust_remote_code": args.trust_remote_code}, {"dtype": args.dtype}
+    folder, base = _of_config(args, source, options) if args.config else (args.model, args.base)
     if not folder:
         raise UserError("no model: give the folder that a run has written, or its YAML with --config FILE")
     if folder.endswith((".yaml", ".yml")):
@@ -150,21 +146,21 @@ def _find(args: Namespace) -> Trained:
         command = command_line(method_of_run(args.config).command, "--config", args.config)
         raise UserError(f"no trained model in {short_repr(folder)}: run {command} first")
     name = model_folder(option, name)
-    check_model(name, _config_options(options), option, METHODS["reward"] if classifies else SFT)
+    check_model(name, source, option, METHODS["reward"] if classifies else SFT)
     if not is_adapter:
         options.pop("quantization_config", None)  # a whole model's own config says how it is stored
-        return Trained(name, None, options, False)
+        return Trained(name, None, source, options, False)
     check_weights(str(path), "the adapter")
     if args.load_in_4bit:
         from transformers import BitsAndBytesConfig
 
         types = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"}
         options["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, **types)
-    return Trained(str(path), name, options | ({"num_labels": 1} if classifies else {}), classifies)
+    return Trained(str(path), name, source, options | ({"num_labels": 1} if classifies else {}), classifies)
 
 
-def _of_config(args: Namespace, options: dict[str, Any]) -> tuple[str, str | None]:
-    """Return folder and base of a YAML's run; add how the run loaded its model to `options`."""
+def _of_config(args: Namespace, source: dict[str, Any], options: dict[str, Any]) -> tuple[str, str | None]:
+    """Return folder and base of a YAML's run; put how the run loaded its model into `source` and `options`."""
     from trl import get_quantization_config
 
     from fastpack_trl.recipe.arguments import parse
@@ -172,8 +168,8 @@ def _of_config(args: Namespace, options: dict[str, Any]) -> tuple[str, str | Non
 
     words = ["--config", args.config, "--bf16", "False"]  # nothing is trained: no GPU is needed
     arguments = parse(words, method_of_run(args.config), may_launch=False)
-    options["revision"] = arguments.model.model_revision
-    options["trust_remote_code"] |= bool(arguments.training.trust_remote_code)
+    source["revision"] = arguments.model.model_revision
+    source["trust_remote_code"] |= bool(arguments.training.trust_remote_code)
     if (quantization := get_quantization_config(arguments.model)) is not None:
         options["quantization_config"] = quantization
     return args.model or str(arguments.training.output_dir), args.base or arguments.model.model_name_or_path
@@ -193,9 +189,7 @@ def _base_of(path: Path, base: str | None, args: Namespace) -> tuple[str, str, b
     if named and base and not args.base:  # the run's command line may have named another one than its YAML
         there = [Path(each).is_dir() for each in (named, base)]  # a folder that is gone may have moved
         if not Path(named).samefile(base) if all(there) else not any(there) and named != base:
-            raise UserError(
-                f"the adapter {shown} is for '{named}', {args.config} names '{base}': choose with --base DIR"
-            )
+            raise UserError(f"adapter {shown} is for '{named}', {args.config} names '{base}': choose with --base DIR")
     if not (name := base or named) or not isinstance(name, str):
         raise UserError(f"the adapter {shown} does not name its base model: give --base DIR")
     option = "--base" if base else "the adapter's model (--base names another)"
@@ -260,17 +254,14 @@ def _generate(args: Namespace) -> dict[str, Any]:
     if torch.cuda.is_available() and "quantization_config" not in trained.options:
         model = model.to("cuda")
     variants = {"base": model.disable_adapter, "adapter": nullcontext} if trained.base else {"model": nullcontext}
-    settings = {
-        "max_new_tokens": args.max_new_tokens,
-        "pad_token_id": tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-        **({"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}),
-    }
+    padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    settings = {"max_new_tokens": args.max_new_tokens, "pad_token_id": padding, "do_sample": args.temperature > 0}
+    settings |= {"temperature": args.temperature} if args.temperature else {}
     rows = []
     for prompt in args.prompt:
-        text, template = prompt, tokenizer.chat_template
+        text, template, turns = prompt, tokenizer.chat_template, [{"role": "user", "content": prompt}]
         with preparing(what=f"the chat template in {short_repr(trained.folder)}"):
             if template:
-                turns = [{"role": "user", "content": prompt}]
                 text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         tokens = tokenizer(text, return_tensors="pt", add_special_tokens=not template)
         if (tokens["input_ids"] >= model.get_input_embeddings().weight.shape[0]).any():

@@ -6,7 +6,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
-from fastpack_trl.errors import NonFiniteError, UserError, describe, did_you_mean, preparing, short_repr
+from fastpack_trl.errors import NonFiniteError, UserError, check_name, describe, preparing, short_repr
 from fastpack_trl.recipe.paths import model_folder, titled
 
 
@@ -24,12 +24,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace, record: dict[str, Any]) -> int:
-    """Load, check, print.
-
-    Returns:
-        0 if no document sees another and packed results are those of separate documents; else 1, with the fix on
-        stderr.
-    """
+    """Load, check, print; return 0 if packed results are those of separate documents, else 1, the fix on stderr."""
     if not args.model:
         raise UserError("no model: give --model a folder or a hub name")
     args.model = model_folder("--model", args.model)
@@ -42,11 +37,7 @@ def run(args: Namespace, record: dict[str, Any]) -> int:
     from fastpack_trl.measure.record import versions
     from fastpack_trl.model.facts import UNREADABLE, text_model
 
-    names = ("auto", *BACKENDS, "off")
-    if args.attn not in names:
-        raise UserError(
-            f"--attn {args.attn!r} does not exist{did_you_mean(args.attn, names)} (names: {', '.join(names)})"
-        )
+    check_name("--attn", args.attn, ("auto", *BACKENDS, "off"), "names")
     model = _load(args)
     config = text_model(model).config.get_text_config()
     with preparing(), packed_attention(model, args.attn) as attention:  # a backend may not fit the model

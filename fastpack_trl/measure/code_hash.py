@@ -8,9 +8,8 @@ from __future__ import annotations
 import hashlib
 import io
 import tokenize
-from collections.abc import Mapping
 from functools import cache
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 BENCHMARKS = "benchmarks"
 _DIGITS = 12
@@ -19,28 +18,19 @@ _BETWEEN = {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODIN
 
 @cache
 def code_hashes() -> dict[str, str]:
-    """Return the hash of each subpackage, by the name of its folder or file; read once per process.
+    """Return the hash of each subpackage by its folder or file, ``{"lora": "1f0e...", "run.py": "99ab..."}``.
 
-    `BENCHMARKS` is one more in a checkout; an installed package has none.
+    Read once per process. `BENCHMARKS` is one more in a checkout; an installed package has none.
     """
     package = Path(__file__).resolve().parents[1]
     folders = {package: package}
     if (package.parent / "pyproject.toml").is_file():
         folders[package.parent / BENCHMARKS] = package.parent
     files = {path.relative_to(top).as_posix(): path for folder, top in folders.items() for path in folder.rglob("*.py")}
-    return hashes_of({name: path.read_bytes() for name, path in files.items()})
-
-
-def hashes_of(files: Mapping[str, bytes]) -> dict[str, str]:
-    """Return the hash of each subpackage: ``{"lora": "1f0e...", "run.py": "99ab..."}``.
-
-    Args:
-        files: text of the Python files by their path within the package, e.g. ``lora/linear.py``.
-    """
     texts: dict[str, str] = {}
     for path in sorted(files):
-        name = PurePosixPath(path).parts[0]
-        texts[name] = texts.get(name, "") + f"{path}\n{code_of(files[path])}\n"
+        name = path.partition("/")[0]
+        texts[name] = texts.get(name, "") + f"{path}\n{code_of(files[path].read_bytes())}\n"
     return {name: hashlib.sha256(text.encode()).hexdigest()[:_DIGITS] for name, text in texts.items()}
 
 

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 
-def free_memory(device: str) -> None:
+def free_memory() -> None:
     """Release unused device memory, so that a failed side leaves nothing to the next one."""
     gc.collect()
-    if device == "cuda":
-        import torch
-
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # does nothing without CUDA
 
 
 def allocatable(device: torch.device) -> int:
@@ -23,8 +18,6 @@ def allocatable(device: torch.device) -> int:
 
     They are free on the device or in torch's cache, and within `torch.cuda.set_per_process_memory_fraction`.
     """
-    import torch
-
     free, total = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)
     allowed = int(total * torch.cuda.get_per_process_memory_fraction(device)) - reserved

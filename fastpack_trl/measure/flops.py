@@ -13,15 +13,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from fastpack_trl.model.facts import (
-    attention_modules,
-    layer_value,
-    layer_values,
-    mixers,
-    scan_of,
-    text_model,
-    window_of,
-)
+from fastpack_trl.model import facts
 from fastpack_trl.packing.chunks import CHUNK
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
@@ -62,20 +54,16 @@ def attention_pairs(seq_lengths: Sequence[int], window: int | None = None) -> fl
 
 
 def model_flops(model: nn.Module) -> ModelFlops:
-    """Read the shapes of a transformers model (plain or PEFT).
-
-    Raises:
-        ValueError: not a transformers model.
-    """
-    base: Any = text_model(model)
+    """Read the shapes of a transformers model (plain or PEFT); raise `ValueError` for another module."""
+    base: Any = facts.text_model(model)
     if not isinstance(base, PreTrainedModel):
         raise ValueError(f"{type(base).__name__} is not a transformers model: its layers cannot be read")
     config = base.config.get_text_config()
     top_k, experts = (
-        next((int(value) for name in names for value in layer_values(config, name) if value), 0)
+        next((int(value) for name in names for value in facts.layer_values(config, name) if value), 0)
         for names in (_TOP_K, _EXPERTS)
     )
-    recurrent = mixers(base)
+    recurrent = facts.mixers(base)
     convolutions = {id(child) for mixer in recurrent for child in mixer.modules() if isinstance(child, nn.Conv1d)}
     saved = [module.original_module for module in base.modules() if getattr(module, "modules_to_save", None)]
     idle = {id(inner) for original in saved for inner in original.modules()}  # PEFT's copies run instead
@@ -89,12 +77,12 @@ def model_flops(model: nn.Module) -> ModelFlops:
             forward += 2 * size * share
             trained += 2 * size * share * trains
     for mixer, kind in recurrent.items():
-        if scan := scan_of(mixer, kind):
+        if scan := facts.scan_of(mixer, kind):
             forward += float(scan.flops(CHUNK))
             trained += float(scan.flops(CHUNK))  # its backward is twice its forward
     pairs: dict[int | None, float] = {}
-    for module in attention_modules(base):
-        window = window_of(module)
+    for module in facts.attention_modules(base):
+        window = facts.window_of(module)
         pairs[window] = pairs.get(window, 0.0) + _attention(module, config)
     return ModelFlops(forward, trained, pairs)
 
@@ -112,8 +100,9 @@ def _products(module: Any) -> list[tuple[float, bool]]:
 
 
 def _attention(module: Any, config: Any) -> float:
-    heads = int(layer_value(module, "num_attention_heads"))
-    plain = int(getattr(module, "head_dim", None) or layer_value(module, "head_dim") or config.hidden_size // heads)
+    heads = int(facts.layer_value(module, "num_attention_heads"))
+    own = getattr(module, "head_dim", None) or facts.layer_value(module, "head_dim")
+    plain = int(own or config.hidden_size // heads)
     value = int(getattr(module, "v_head_dim", None) or plain)
     key = int(getattr(module, "qk_head_dim", None) or plain)
     return 2.0 * heads * (key + value)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 from typing import Any, Literal
 
@@ -106,18 +107,14 @@ def count_host_syncs(
 
     Args:
         device: where the model is; default: CUDA if available. Give ``"cpu"`` for a CPU run on a CUDA machine.
-        error: raise at the first one, so that the traceback shows it.
+        error: raise `RuntimeError` at the first one, so that the traceback shows it.
         host: parts of file names (``"my_project/sampler.py"``) whose tensors are never on the device; counted as
             ``host`` in a CPU run.
 
     Yields:
         The counts, filled while the block runs.
-
-    Raises:
-        RuntimeError: with ``error=True``, from the operation itself.
     """
-    where = torch.device(device) if device is not None else None
-    on_cuda = torch.cuda.is_available() if where is None else where.type == "cuda"
+    on_cuda = torch.cuda.is_available() if device is None else torch.device(device).type == "cuda"
     syncs = HostSyncs("cuda" if on_cuda else "dispatch")
     with _cuda_warnings(syncs, error) if on_cuda else _dispatch(syncs, error, (*_HOST_ROOMS, *host)):
         yield syncs
@@ -160,18 +157,12 @@ def _dispatch(syncs: HostSyncs, error: bool, host: tuple[str, ...]) -> Iterator[
         yield
 
 
-def _call_site(frame: FrameType | None) -> tuple[str, int, list[str]]:
+def _call_site(frame: FrameType) -> tuple[str, int, list[str]]:
     """Return the file and line of the first frame outside of torch, and the files of all frames."""
-    site: tuple[str, int] | None = None
-    files: list[str] = []
-    while frame is not None:
-        name = frame.f_code.co_filename
-        files.append(name)
-        ours = name in (__file__, warnings.__file__) or name.startswith((_TORCH, "<"))
-        if site is None and not ours:
-            site = (name, frame.f_lineno)
-        frame = frame.f_back
-    return *(site or ("<unknown>", 0)), files
+    places = [(each.f_code.co_filename, line) for each, line in walk_stack(frame)]
+    inner = (_TORCH, "<", __file__, warnings.__file__)
+    site = next((place for place in places if not place[0].startswith(inner)), ("<unknown>", 0))
+    return *site, [file for file, _ in places]
 
 
 class _Operations(TorchDispatchMode):

@@ -57,13 +57,8 @@ def source() -> dict[str, Any]:
 
 def machine(device: str) -> dict[str, Any]:
     """Return the system, processor and device, without the host's name."""
-    facts = {
-        "system": platform.system(),
-        "architecture": platform.machine(),
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "device": device,
-    }
+    facts: dict[str, Any] = {"system": platform.system(), "architecture": platform.machine(), "processor": _processor()}
+    facts |= {"cores": os.cpu_count(), "device": device}
     if device.startswith("cuda"):
         import torch
 
@@ -90,11 +85,7 @@ def _output(*command: str) -> str:
 
 
 def check_writable(path: str | Path, option: str = "--json") -> Path:
-    """Return the path if a file can be written there: a long run must not fail at its end.
-
-    Raises:
-        UserError: it is a folder, its folder does not exist, or it is not writable.
-    """
+    """Return the path if a file can be written there, else raise `UserError`: a long run must not fail at its end."""
     file = Path(path).expanduser()
     folder = file.absolute().parent
     if file.is_dir():

@@ -11,9 +11,7 @@ from typing import Any
 
 from fastpack_trl.errors import UserError
 
-_UNTIED = (
-    "lm_head: untied from the embeddings (tie_word_embeddings=false), because the adapter changes only one of them"
-)
+_UNTIED = "lm_head: untied from the embeddings (tie_word_embeddings=false): the adapter changes only one of them"
 
 
 def resize_to_adapter(model: Any, folder: Path, tokenizer: Callable[[], Any]) -> str:

@@ -1,6 +1,4 @@
-"""Arguments of the commands that train: YAML keys and flags become one command line for the parsers of TRL and
-accelerate.
-"""
+"""Arguments of the commands that train: YAML and flags become one command line for TRL's and accelerate's parsers."""
 
 from __future__ import annotations
 
@@ -8,12 +6,11 @@ import argparse
 import dataclasses
 import json
 import os
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
-from fastpack_trl.errors import UserError, command_line, did_you_mean, is_secret, naming_keys, short_repr
+from fastpack_trl.errors import OneLineParser, UserError, command_line, did_you_mean, is_secret, naming_keys, short_repr
 from fastpack_trl.recipe.foreign import OTHER_NAMES, tool_of
 from fastpack_trl.recipe.formats import DataArguments
 from fastpack_trl.recipe.methods import METHODS, SFT, Method
@@ -53,19 +50,6 @@ class Arguments:
     """The command line that was parsed."""
 
 
-class _OneLine(argparse.ArgumentParser):
-    """Raise `UserError` for a wrong argument: ``sft.yaml: max_length: invalid int value: 'abc'``."""
-
-    source = "--"
-
-    def error(self, message: str) -> NoReturn:
-        text = re.sub(r"^argument --(\w+)\S*: ", lambda match: f"{self.source}{match[1]}: ", message)
-        if choices := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", text):
-            near = did_you_mean(choices[1], re.findall(r"[\w.-]+", choices[2]))
-            text = text.replace(" (choose", f"{near} (choose")
-        raise UserError(f"{text} (see `{self.prog} --help-all`)")
-
-
 def parse(argv: Sequence[str], method: Method = SFT, *, may_launch: bool = True) -> Arguments:
     """Read the YAML and the command line.
 
@@ -74,8 +58,7 @@ def parse(argv: Sequence[str], method: Method = SFT, *, may_launch: bool = True)
             processes read the same file.
 
     Raises:
-        UserError: a file, name or value that is wrong, with the nearest valid name if there is one; a launch flag
-            without effect.
+        UserError: a file, name or value that is wrong, with the nearest valid name; a launch flag without effect.
         ValueError: raised by the configuration classes for values that contradict each other.
     """
     paths, flags = split_off("config", argv)
@@ -85,9 +68,7 @@ def parse(argv: Sequence[str], method: Method = SFT, *, may_launch: bool = True)
     path, config = "".join(paths), load_config(paths[0]) if paths else {}
     env = config.pop("env", {})
     if not isinstance(env, Mapping) or any(isinstance(value, list | dict) for value in env.values()):
-        raise UserError(
-            f"{path}: env must be a mapping of variables to single values, e.g. `env: {{OMP_NUM_THREADS: 1}}`"
-        )
+        raise UserError(f"{path}: env must be a mapping of variables to single values, e.g. `OMP_NUM_THREADS: 1`")
     if tool := tool_of(config):
         raise UserError(f"{path} is a config of {tool}: `{command_line('convert', path)}` translates it")
     os.environ.update({str(name): str(value) for name, value in env.items()})
@@ -111,10 +92,8 @@ def parse(argv: Sequence[str], method: Method = SFT, *, may_launch: bool = True)
         except ValueError as error:
             if "support bf16/gpu" not in str(error):
                 raise
-            raise UserError(
-                "bf16=True needs a GPU that has bf16: set bf16: false and, on an older GPU, fp16: true; without a GPU "
-                "set use_cpu: true and bf16: false, or run on a GPU"
-            ) from error
+            fix = "set bf16: false, on an older GPU fp16: true; without a GPU set use_cpu: true and bf16: false"
+            raise UserError(f"bf16=True needs a GPU that has bf16: {fix}, or run on a GPU") from error
     return Arguments(method, script, training, model, mixture, data, [*launch, *launch_flags], [*argv])
 
 
@@ -152,8 +131,8 @@ def make_parser(method: Method = SFT, kinds: Sequence[Any] | None = None) -> Any
     """Return TRL's parser over the dataclasses of a method, or over `kinds` alone."""
     from trl import TrlParser
 
-    class Parser(_OneLine, TrlParser):
-        pass
+    class Parser(OneLineParser, TrlParser):
+        help_option = "--help-all"
 
     make: Any = Parser
     parser = make(kinds or method.dataclasses(), prog=f"fastpack-trl {method.command}", allow_abbrev=False)

@@ -35,10 +35,8 @@ def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
 
     names = _names(script, mixture)
     if not all(names):
-        raise UserError(
-            "no data: set dataset_name (a hub name, a file such as data.jsonl, or a folder) or datasets (a list of "
-            "entries with path: ...)"
-        )
+        named = "dataset_name (a hub name, a file such as data.jsonl, or a folder)"
+        raise UserError(f"no data: set {named} or datasets (a list of entries with path: ...)")
     if mixture.streaming and mixture.test_split_size is not None:
         raise UserError(f"test_split_size={mixture.test_split_size} needs streaming: false: a stream has no length")
     entries = [_local_entry(entry) for entry in mixture.datasets]
@@ -81,9 +79,7 @@ def _source(name: str) -> tuple[str, Any]:
     if not path.exists() and not any(Path(path.anchor or ".").glob(str(path.relative_to(path.anchor)))):
         raise UserError(f"data {short_repr(name)} does not exist{missing_hint(name)}")
     if builder is None:
-        raise UserError(
-            f"data file {short_repr(name)} has no known suffix: use one of {', '.join(BUILDERS)}, or a folder"
-        )
+        raise UserError(f"data file {short_repr(name)} must end in one of {', '.join(BUILDERS)}, or be a folder")
     return builder, str(path)
 
 

@@ -43,7 +43,7 @@ from fastpack_trl.packing.documents import PADDED_DOCUMENTS
 from fastpack_trl.recipe.arguments import Arguments
 from fastpack_trl.recipe.gpus import Gpu, as_if_on
 from fastpack_trl.report import FeatureReport
-from fastpack_trl.run import Choice
+from fastpack_trl.run import Choice, StepServices
 from fastpack_trl.step.head import TILE_ELEMENTS
 
 _GIB = 2**30
@@ -57,7 +57,6 @@ _ROOM = 0.98  # share of a device that the longest row may take
 _ROW = 256  # tokens: rows are multiples
 LONGEST = 2**20
 """Tokens of the longest row that is tried."""
-_NF4_BLOCK, _NESTED_BLOCK = 64, 256  # numbers per scale; scales per scale of scales
 _EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
 
 
@@ -148,17 +147,12 @@ def _make_fake(model: nn.Module, mode: Any) -> None:
 
 
 def _nf4(nested: bool) -> float:
-    """Return the bytes of a number: half of one, and a scale per block: fp32, or one byte and an fp32 per 256."""
-    scale = 1 + 4 / _NESTED_BLOCK if nested else 4
-    return 0.5 + scale / _NF4_BLOCK
+    """Return the bytes of a number: half of one, and a scale per 64: fp32, or one byte and an fp32 per 256 scales."""
+    return 0.5 + (1 + 4 / 256 if nested else 4) / 64
 
 
 def costs_of_layers(of: Model, run: Any) -> list[LayerCost]:
-    """Return what each layer of a model keeps in a run (`stand_in`), with the features that are on there.
-
-    Raises:
-        RuntimeError, TypeError, ValueError: the decoder cannot be run by itself.
-    """
+    """Return what each layer of a model keeps in a run (`stand_in`), with the features that are on there."""
     passes_at_bounds()  # computed from a tensor with values, once
     # Made with values. One document per call would read its length on the host: two run the operator.
     model, dtype = of.module, run.compute_dtype
@@ -263,9 +257,8 @@ def forecast(arguments: Arguments, gpus: Sequence[Gpu]) -> dict[str, Any]:
 def predict(arguments: Arguments, gpu: Gpu, seen: dict[Any, Any] | None = None) -> Forecast:
     """Return the forecast for one kind of GPU; `seen` caches what several kinds share."""
     seen = {} if seen is None else seen
-    if "model" not in seen:
-        seen["model"] = model_of(arguments)
-    model, run = seen["model"], stand_in(arguments, seen["model"].module, gpu)
+    model = seen["model"] = seen.get("model") or model_of(arguments)
+    run = stand_in(arguments, model.module, gpu)
     result = Forecast(gpu, model, fixed_bytes(model, arguments, gpu), run)
     if gpu.shards and model.whole:
         run.on["fsdp2"] = "each GPU has all 4-bit weights; bnb_4bit_quant_storage: bfloat16 shards them"
@@ -339,6 +332,7 @@ def stand_in(arguments: Arguments, model: Any, gpu: Gpu) -> Any:
         on["packed_attention"] = choice.path
         if args.packed_attention == "auto" and choice.path == "per_document":
             on["packed_attention"] += f": {BACKENDS['varlen'].refuses(features)}"
+        accelerator = SimpleNamespace(num_processes=gpu.processes, state=None)
         run: Any = SimpleNamespace(
             settings=Settings.of(args, training=False), args=args, model=model, ranks=Ranks(1), lora=None,
             device=torch.device("cuda", 0), training=True, loss_is_ours=True, report=FeatureReport(),
@@ -346,10 +340,7 @@ def stand_in(arguments: Arguments, model: Any, gpu: Gpu) -> Any:
             kind=arguments.method.classes[0]._fastpack_of.kind, packs=backend is not None, set_status=set_status,
             choice=choice if backend else replace(choice, refuses_compile=padded),
             refuses_static=lambda bucket: backend.refuses_static(bucket, features) if backend else padded,
-            step=SimpleNamespace(offloads=False, activation_bytes=0, activations_left=None),
-            trainer=SimpleNamespace(
-                accelerator=SimpleNamespace(num_processes=gpu.processes, state=None), model_accepts_loss_kwargs=True
-            ),
+            trainer=SimpleNamespace(accelerator=accelerator, model_accepts_loss_kwargs=True), step=StepServices(),
             features=features, on=on,
         )  # fmt: skip
         with ExitStack() as stack:
@@ -393,9 +384,9 @@ def _changes(arguments: Arguments, short: Forecast) -> Iterator[tuple[str, Argum
     wanted: dict[str, Any] = {"use_peft": True, "load_in_8bit": False} | ({} if gpu.shards else {"load_in_4bit": True})
     wanted |= {"lora_task_type": "SEQ_CLS"} if arguments.method.command == "reward" else {}
     experts = any(name.endswith(_EXPERTS) for name, _ in short.model.module.named_parameters())
-    training, packs = copy(arguments.training), experts and not gpu.shards
-    packs &= training.moe_quantize_experts != "on"
-    training.moe_quantize_experts = "on" if packs else training.moe_quantize_experts
+    training = copy(arguments.training)
+    if packs := experts and not gpu.shards and training.moe_quantize_experts != "on":
+        training.moe_quantize_experts = "on"
     for more in ({}, {"lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"] if experts else "all-linear"}):
         changed = {name: value for name, value in (wanted | more).items() if getattr(options, name) != value}
         tried = [f"{name}: {'true' if value is True else value}".replace("'", "") for name, value in changed.items()]

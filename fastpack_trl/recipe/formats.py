@@ -37,8 +37,7 @@ def reshape(split: Any, name: str, wanted: str) -> Any:
     - ``alpaca``: ``prompt`` and ``completion``, both messages; ``system`` and ``history`` are part of the prompt.
     - ``sharegpt``: ``messages``; with ``chosen`` and ``rejected``, also ``prompt``.
 
-    Raises:
-        DataError: other columns, or a turn of an unknown role.
+    Raises `DataError` for other columns, or a turn of an unknown role.
     """
     if wanted == AS_IS:
         return split

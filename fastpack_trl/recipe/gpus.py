@@ -45,21 +45,15 @@ COMMON = ("T4", "4090", "A100-40", "H100", "H200")
 
 
 def gpu_of(text: str) -> Gpu:
-    """Return a GPU by its name (``"h100"``, ``"RTX 4090"``), or by memory and capability: ``"24GiB,8.9"``.
-
-    Raises:
-        UserError: it is neither.
-    """
+    """Return a GPU by its name (``"h100"``, ``"RTX 4090"``), or by memory and capability: ``"24GiB,8.9"``."""
     known = {name.lower(): gpu for name, gpu in GPUS.items()}
     words = (word.removesuffix("gb") for word in re.split(r"[ _-]+", text.lower()))
     if (found := known.get("-".join(word for word in words if word not in _BESIDE_A_NAME))) is not None:
         return found
     given = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:GiB|GB|G)?,\s*(\d+)\.(\d)", text, re.IGNORECASE)
     if given is None:
-        raise UserError(
-            f"--gpu {text!r} is not known{did_you_mean(text, GPUS)}: give memory and compute capability, e.g. "
-            f"--gpu 24GiB,8.9, or one of {', '.join(GPUS)}"
-        )
+        forms = f"give memory and compute capability, e.g. --gpu 24GiB,8.9, or one of {', '.join(GPUS)}"
+        raise UserError(f"--gpu {text!r} is not known{did_you_mean(text, GPUS)}: {forms}")
     return Gpu(text, float(given[1]), (int(given[2]), int(given[3])))
 
 

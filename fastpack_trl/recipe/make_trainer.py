@@ -61,9 +61,7 @@ def make_trainer(
     Args:
         trainer_class: default: the one of the method.
 
-    Raises:
-        UserError: a setting, file or model that the user has to change. What the libraries raise for others passes;
-            inside `preparing` it becomes a `UserError` too.
+    Raises `UserError` for what the user has to change. What the libraries raise passes: `preparing` converts it.
     """
     from transformers.quantizers.auto import AutoQuantizationConfig
     from trl import get_peft_config, get_quantization_config
@@ -86,22 +84,15 @@ def make_trainer(
         training.model_init_kwargs["quantization_config"] = quantization
     with naming_data(name), naming_keys({"model_init_kwargs": given}):
         trainer = (trainer_class or method.classes[0])(
-            model=model.model_name_or_path,
-            args=training,
-            train_dataset=data["train"],
-            eval_dataset=data.get("eval"),
-            callbacks=list(callbacks or ()),
-            quantization_config=get_quantization_config(model),
-            peft_config=get_peft_config(model),
-            **of_method,
-        )
+            model=model.model_name_or_path, args=training, train_dataset=data["train"], eval_dataset=data.get("eval"),
+            callbacks=list(callbacks or ()), quantization_config=get_quantization_config(model),
+            peft_config=get_peft_config(model), **of_method,
+        )  # fmt: skip
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     is_tokenized = {"input_ids", "chosen_ids"} & next(iter(data["train"])).keys()
     if not is_tokenized and not tokenizer("text", add_special_tokens=False)["input_ids"]:
         # transformers makes an empty one for some families if its files are missing
-        raise UserError(
-            f"the tokenizer of {model.model_name_or_path!r} produces no tokens: its tokenizer files are missing"
-        )
+        raise UserError(f"the tokenizer of {model.model_name_or_path!r} produces no tokens: its files are missing")
     if method.command == "dpo" and script.ignore_bias_buffers:
         import torch
 
@@ -113,8 +104,7 @@ def make_trainer(
 def check_settings(arguments: Arguments, *, runs: bool = True) -> None:
     """Check what can be checked without reading data or weights; normalize the model's name and the resume folder.
 
-    Raises:
-        UserError: names the setting, its value and the fix; with `runs`, a package that is not here too.
+    Raises `UserError` with the setting, its value and the fix; with `runs`, also for a package that is not here.
     """
     training, model = arguments.training, arguments.model
     for field in ("load_in_4bit", "load_in_8bit"):
@@ -146,14 +136,9 @@ def _check_paths(training: Any) -> None:
         # The command line hands over text; the trainer takes the boolean ("the last checkpoint in output_dir").
         resume = training.resume_from_checkpoint = str(resume).lower() == "true"
     if isinstance(resume, str) and not Path(resume).is_dir():
-        raise UserError(
-            f"resume_from_checkpoint={resume!r} is not a folder: pass a checkpoint-N folder, or true for the newest"
-        )
+        raise UserError(f"resume_from_checkpoint={resume!r} is not a folder: pass a checkpoint, or true for the newest")
     if resume is True and not checkpoints(output):
-        raise UserError(
-            f"resume_from_checkpoint=True, but output_dir={output!r} has no checkpoint-N folder: remove "
-            "resume_from_checkpoint"
-        )
+        raise UserError(f"output_dir={output!r} has no checkpoint-N folder: leave resume_from_checkpoint out")
     choose_checkpoint(resume, output)  # the choice is reported when training starts
 
 
@@ -165,37 +150,27 @@ def check_model(
     Args:
         name: folder or hub name.
         options: keywords with which its config is loaded.
-        option: what the user gave the name to, for the message.
-
-    Raises:
-        UserError: it is neither, or cannot be found.
+        option: what the user gave the name to, for the message of the `UserError`.
     """
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(name, **options)
     except Exception as error:  # a damaged file may raise anything
-        before, after = f"no such folder{missing_hint(name)}, and on the hub: ", ""
+        fault = f"no such folder{missing_hint(name)}, and on the hub: {describe(error).rstrip('.')}"
         if Path(name).exists():
-            before, after = "", "; correct its config.json"
-        raise UserError(f"{option} {name!r} cannot be used: {before}{describe(error).rstrip('.')}{after}") from error
+            fault = f"{describe(error).rstrip('.')}; correct its config.json"
+        raise UserError(f"{option} {name!r} cannot be used: {fault}") from error
     heads = (*_HEADS, "ForSequenceClassification") if method.command == "reward" else _HEADS
     kind = str((config.architectures or ["a model without a head"])[0])
     # A class that comes with the checkpoint may have any name; its `auto_map` names its kind.
     if getattr(config, "is_encoder_decoder", False) or not (kind.endswith(heads) or hasattr(config, "auto_map")):
-        raise UserError(
-            f"{option} {name!r} is {kind} (model_type {config.model_type!r}): {method.what} needs a causal language "
-            "model (...ForCausalLM)"
-        )
+        needs = f"{method.what} needs a causal language model (...ForCausalLM)"
+        raise UserError(f"{option} {name!r} is {kind} (model_type {config.model_type!r}): {needs}")
 
 
 def _take_split(splits: Mapping[str, Any], role: str, arguments: Arguments) -> Any:
-    """Return the split to train or evaluate on.
-
-    Raises:
-        UserError: it is missing or empty.
-        DataError: the method does not train on its columns; with the fix.
-    """
+    """Return the split to train or evaluate on; raise if it is missing or empty, or of columns of another method."""
     from fastpack_trl.packing.examples import column_fault
 
     field = f"dataset_{role.replace('eval', 'test')}_split"
@@ -222,11 +197,7 @@ def naming_data(name: str) -> Iterator[None]:
 
 
 def _load_rewards(script: Any) -> list[str | Callable[..., Any]]:
-    """Return the rewards that ``reward_funcs`` and ``reward_model_name_or_path`` name, as ``trl/scripts/grpo.py`` does.
-
-    Raises:
-        UserError: none is named, or a name that leads to no function.
-    """
+    """Return the rewards that ``reward_funcs`` and ``reward_model_name_or_path`` name, as ``trl/scripts/grpo.py``."""
     model, known = script.reward_model_name_or_path, f"{_REWARDS_OF_TRL}, or functions of yours (my_module.reward)"
     if not model and not script.reward_funcs:
         raise UserError(f"no reward: set reward_funcs to some of {known}, or reward_model_name_or_path to a model")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any
 
-from fastpack_trl.errors import UserError, did_you_mean
+from fastpack_trl.errors import check_name
 from fastpack_trl.recipe.formats import DataArguments
 
 
@@ -53,18 +53,15 @@ class Method:
         return [script, self.classes[1], ModelConfig, DatasetMixtureConfig, DataArguments]
 
 
-SFT = Method("sft", "SFT", "supervised fine-tuning")
-METHODS: Mapping[str, Method] = {
-    method.command: method
-    for method in (
-        SFT,
-        Method("dpo", "DPO", "preference optimization (DPO)"),
-        Method("reward", "Reward", "reward modeling"),
-        Method("kto", "KTO", "preference optimization (KTO)"),
-        Method("grpo", "GRPO", "online learning from rewards (GRPO)"),
-        Method("rloo", "RLOO", "online learning from rewards (RLOO)"),
-    )
-}
+_METHODS = SFT, *_ = (
+    Method("sft", "SFT", "supervised fine-tuning"),
+    Method("dpo", "DPO", "preference optimization (DPO)"),
+    Method("reward", "Reward", "reward modeling"),
+    Method("kto", "KTO", "preference optimization (KTO)"),
+    Method("grpo", "GRPO", "online learning from rewards (GRPO)"),
+    Method("rloo", "RLOO", "online learning from rewards (RLOO)"),
+)
+METHODS: Mapping[str, Method] = {method.command: method for method in _METHODS}
 
 
 def method_of(keys: Iterable[str], named: str | None = None) -> Method:
@@ -72,12 +69,10 @@ def method_of(keys: Iterable[str], named: str | None = None) -> Method:
 
     ``["max_length", "packing"]`` -> SFT; ``["max_length", "beta"]`` -> DPO. Raises `UserError` for an unknown name.
     """
-    if named is not None and named not in METHODS:
-        raise UserError(
-            f"--trainer {named!r} does not exist{did_you_mean(named, METHODS)} (trainers: {', '.join(METHODS)})"
-        )
-    keys = set(keys)
-    return METHODS[named] if named else max(METHODS.values(), key=lambda method: len(keys & method.options()))
+    if named is not None:
+        check_name("--trainer", named, METHODS, "trainers")
+        return METHODS[named]
+    return max(METHODS.values(), key=lambda method: len(method.options().intersection(keys)))
 
 
 def add_trainer(parser: ArgumentParser) -> None:

@@ -48,10 +48,9 @@ def missing_hint(name: str) -> str:
 def did_you_mean_path(name: str) -> str:
     """Return ``"; did you mean 'quickstart-output/model'?"``; empty if no name in its folder is similar."""
     path = Path(name).expanduser()
-    siblings: list[str] = []
     with contextlib.suppress(OSError):  # no folder, or one that may not be listed
-        siblings = [str(sibling) for sibling in path.parent.iterdir()]
-    return did_you_mean(str(path), siblings)
+        return did_you_mean(str(path), map(str, path.parent.iterdir()))
+    return ""
 
 
 def model_folder(option: str, name: str, needs: str = "config.json") -> str:

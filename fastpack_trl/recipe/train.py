@@ -88,10 +88,7 @@ class _Ending(TrainerCallback):
 def train(argv: Sequence[str], method: Method = SFT, *, callbacks: Sequence[TrainerCallback] | None = None) -> Any:
     """Parse, load, train and save in this process, without a launcher; return the trainer.
 
-    ``train(["--config", "sft.yaml", "--max_steps", "3"])``
-
-    Raises:
-        UserError: a setting, file or model that the user has to change; also an option of `accelerate launch`.
+    ``train(["--config", "sft.yaml", "--max_steps", "3"])``. An option of `accelerate launch` is a `UserError` too.
     """
     with preparing():
         arguments = parse(argv, method, may_launch=False)

@@ -38,20 +38,15 @@ class _StrictLoader(yaml.SafeLoader):
         node = super().compose_mapping_node(anchor)
         first: dict[str, Any] = {}
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                line = first.setdefault(key.value, key).start_mark.line + 1
-                if first[key.value] is not key:
-                    problem = f"{key.value!r} is given a second time, after line {line}"
-                    raise ComposerError(None, None, problem, key.start_mark)
+            is_name = isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge"
+            if is_name and (before := first.setdefault(key.value, key)) is not key:
+                problem = f"{key.value!r} is given a second time, after line {before.start_mark.line + 1}"
+                raise ComposerError(None, None, problem, key.start_mark)
         return node
 
 
 def load_config(path: str) -> dict[str, Any]:
-    """Return the mapping in the YAML file `path`.
-
-    Raises:
-        UserError: no such file, not UTF-8, a syntax error or an unsafe tag (with its line), or not a mapping.
-    """
+    """Return the mapping in the YAML file `path`; raise `UserError` for any other file, with the line of the error."""
     file = Path(path).expanduser()
     try:
         config = yaml.load(file.read_text(encoding="utf-8"), _StrictLoader)  # noqa: S506 - a SafeLoader

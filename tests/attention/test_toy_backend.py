@@ -14,7 +14,7 @@ from trainer_material import assert_same_log, both
 from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.attention.proof import verify_packing
-from fastpack_trl.config import _CHOICES, PACKED_ATTENTION_CHOICES
+from fastpack_trl.config import _CHOICES
 from fastpack_trl.testing import gradients, tiny_model
 
 PAGE = Path(__file__).parents[2] / "docs/contributing/adding-an-attention-backend.md"
@@ -26,7 +26,7 @@ def _listed(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("toy_backend")
     exec(compile(source, str(PAGE), "exec"), vars(module))
     monkeypatch.setitem(BACKENDS, "toy", module.Toy())
-    monkeypatch.setitem(_CHOICES, "packed_attention", (*PACKED_ATTENTION_CHOICES, "toy"))
+    monkeypatch.setitem(_CHOICES, "packed_attention", (*_CHOICES["packed_attention"], "toy"))
 
 
 @pytest.mark.parametrize(("family", "needs"), [("qwen3", "plain causal"), ("mistral", "window 5")])

@@ -32,15 +32,7 @@ from fastpack_trl.bench.compare import (
 from fastpack_trl.bench.learner import learner_alone
 from fastpack_trl.bench.picture import draw
 from fastpack_trl.bench.sides import train_side
-from fastpack_trl.bench.watch import (
-    GRADIENT_NORM,
-    LOSS,
-    SideResult,
-    Watch,
-    covered,
-    run_side,
-    without_dropout,
-)
+from fastpack_trl.bench.watch import GRADIENT_NORM, LOSS, SideResult, Watch, covered, run_side, without_dropout
 from fastpack_trl.cli import main as cli
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.payback import LONG_RUN

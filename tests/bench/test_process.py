@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fastpack_trl.bench.process import OwnProcess, torchrun
+from fastpack_trl.bench.process import OwnProcess
 from fastpack_trl.errors import UserError
 
 
@@ -52,5 +52,6 @@ def test_a_process_of_its_own_answers_or_says_why_not() -> None:
 
 
 def test_of_several_processes_the_first_answers() -> None:
-    assert _run("stock", command=torchrun(2))["ranks"] == "2"
-    assert _run("another rank fails", command=torchrun(2))["failed"] == "ended with 1"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    assert _run("stock", command=torchrun)["ranks"] == "2"
+    assert _run("another rank fails", command=torchrun)["failed"] == "ended with 1"

@@ -59,7 +59,7 @@ def test_the_allocator_gives_what_is_allocatable_and_no_more(limited: Callable[[
 def test_a_plan_fits_the_memory_fraction_of_the_process(tmp_path: Path, limited: Callable[[int], None]) -> None:
     options = {"use_cpu": False, "bf16": True, "gradient_checkpointing": True, "eval_strategy": "no"}
     trainer: Any = build(FastSFTTrainer, tmp_path, family="llama", max_steps=2, **options)
-    free_memory("cuda")
+    free_memory()
     limit = torch.cuda.memory_reserved() + 2 * GIB  # tensors that earlier tests left count against the fraction
     room = limit - torch.cuda.memory_allocated()
     limited(limit)
