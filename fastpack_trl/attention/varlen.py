@@ -69,10 +69,7 @@ def fold_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, 
 def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
     """Return ``-sum(exp(sink - lse') * rowsum(dout * out'))`` per head; an empty tensor if there are no sinks.
 
-    Args:
-        grad_out, out: (tokens, heads, head_dim), as `fold_sinks` returned it.
-        lse: (heads, tokens), as `fold_sinks` returned it.
-        sinks: (heads,).
+    Shapes as in `fold_sinks`, which returned `out` and `lse`.
     """
     if sinks is None:
         return grad_out.new_empty(0)

@@ -35,8 +35,8 @@ class AsyncCheckpointCallback(TrainerCallback):
         reason: why it is off on this machine; empty if it is on.
 
     Raises:
-        ValueError: an unknown mode or a removed argument. When training begins: no checkpointing,
-            `use_reentrant=True`, another offload, DeepSpeed or FSDP version 1.
+        ValueError: an unknown mode. When training begins: no checkpointing, `use_reentrant=True`, another offload,
+            DeepSpeed or FSDP version 1.
     """
 
     def __init__(self, mode: Mode = "double_buffer") -> None:

@@ -12,21 +12,13 @@ from fastpack_trl.run import Run
 
 @contextmanager
 def on_side_stream(run: Run, device: CudaGraphs) -> Iterator[None]:
-    """Train on a side stream until the context ends (`CudaGraphs.on_side_stream`)."""
-    with device.on_side_stream(), _steps_in_order(run, device):
+    """Train on a side stream, in order with the steps of bitsandbytes' optimizers, which launch on the default one."""
+
+    def order() -> None:
+        ordered.close()  # `train` may begin again by itself, with smaller batches
+        optimizer = getattr(run.trainer.optimizer, "optimizer", run.trainer.optimizer)  # inside of accelerate's
+        if any(kind.__module__.startswith("bitsandbytes") for kind in type(optimizer).__mro__):
+            ordered.enter_context(device.steps_in_order(optimizer))
+
+    with device.on_side_stream(), ExitStack() as ordered, during_training(run.trainer, at_begin=order):
         yield
-
-
-@contextmanager
-def _steps_in_order(run: Run, device: CudaGraphs) -> Iterator[None]:
-    """Order the steps of an optimizer of bitsandbytes, which launches them on the default stream, once it is there."""
-    with ExitStack() as ordered:
-
-        def order() -> None:
-            ordered.close()  # `train` may begin again by itself, with smaller batches
-            optimizer = getattr(run.trainer.optimizer, "optimizer", run.trainer.optimizer)  # inside of accelerate's
-            if any(kind.__module__.startswith("bitsandbytes") for kind in type(optimizer).__mro__):
-                ordered.enter_context(device.steps_in_order(optimizer))
-
-        with during_training(run.trainer, at_begin=order):
-            yield

@@ -149,7 +149,7 @@ class Offload:
         *,
         budget_bytes: int,
         streams: Callable[[torch.device], Streams] = Streams,
-        tell: Callable[[str], object] = str,
+        tell: Callable[[str], object] = lambda _: None,
     ) -> None:
         self.prefetch = mode == "double_buffer"
         self.fallbacks: list[str] = []
@@ -186,11 +186,8 @@ class Offload:
             # Masks and positions are shared by all layers: a copy would free nothing.
             return self.pack(index, tensor, keep=keep) if _place(tensor) == place else tensor
 
-        def unpack(saved: Tensor | SavedInput) -> Tensor:
-            return self.unpack(saved) if isinstance(saved, SavedInput) else saved
-
         # The checkpoint hides the layer's own saved tensors behind hooks of its own; these see only its inputs.
-        with saved_tensors_hooks(pack, unpack):
+        with saved_tensors_hooks(pack, self.unpack):
             return inner(function, *args, **kwargs)
 
     def pack(self, index: int, tensor: Tensor, *, keep: bool) -> SavedInput:
@@ -214,12 +211,14 @@ class Offload:
                     self._write(saved, tensor)
             return saved
 
-    def unpack(self, saved: SavedInput) -> Tensor:
+    def unpack(self, saved: SavedInput | Tensor) -> Tensor:
         """Return the input, bit for bit; compute waits for its copy. The copy of the input before it begins.
 
         Raises:
             torch.OutOfMemoryError: not even one input fits.
         """
+        if isinstance(saved, Tensor):
+            return saved
         with self._lock:
             self._finish_write()
             tensor = self._take(saved) if saved.on_host else saved.source
@@ -277,11 +276,10 @@ class Offload:
     def _finish_write(self) -> None:
         """Let go of the input whose copy to the host was enqueued last."""
         copy, self._writing = self._writing, None
-        if copy is None:
-            return
-        copy.finish()
-        if copy.saved() is not None:
-            _check_unchanged(copy.memory, copy.version)
+        if copy is not None:
+            copy.finish()
+            if copy.saved() is not None:
+                _check_unchanged(copy.memory, copy.version)
 
     def _take(self, saved: SavedInput) -> Tensor:
         ahead = self._ahead
@@ -331,7 +329,7 @@ def offload_checkpoints(
     Args:
         layers: in the order of the forward pass; each is checkpointed without reentry (`why_not_offloadable`).
         mode: ``double_buffer`` fetches the next input while a layer is recomputed, ``single_buffer`` each when needed.
-        keep_last: number of final layers whose inputs stay on the device: backward needs them at once.
+        keep_last: number of final layers whose inputs stay on the device: backward needs them immediately.
         options: `budget_bytes`, `streams`, `tell` of `Offload`.
 
     Raises:

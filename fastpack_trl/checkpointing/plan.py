@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import groupby
@@ -77,15 +77,13 @@ def layer_levels(
         mode: of the offload.
     """
     recompute = functools.partial(checkpoint, use_reentrant=False)
-    with layer_functions(layers, [None if level is Level.KEEP else recompute for level in levels]):
-        if Level.OFFLOAD not in levels:
-            yield None
-            return
-        recomputed = [layer for layer, level in zip(layers, levels, strict=True) if level is not Level.KEEP]
-        # The last recomputed layer keeps its input on the device: while it runs, the input before it is fetched.
-        keep_last = max(1, list(levels).count(Level.CHECKPOINT))
-        with offload_checkpoints(recomputed, mode, keep_last=keep_last) as offloaded:
-            yield offloaded
+    recomputed = [layer for layer, level in zip(layers, levels, strict=True) if level is not Level.KEEP]
+    # The last recomputed layer keeps its input on the device: while it runs, the input before it is fetched.
+    keep_last = max(1, list(levels).count(Level.CHECKPOINT))
+    offloads = Level.OFFLOAD in levels
+    offload = offload_checkpoints(recomputed, mode, keep_last=keep_last) if offloads else nullcontext()
+    with layer_functions(layers, [None if level is Level.KEEP else recompute for level in levels]), offload as made:
+        yield made
 
 
 @dataclass(frozen=True, slots=True)

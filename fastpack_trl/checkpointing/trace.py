@@ -74,7 +74,7 @@ def layer_costs(
         for index in range(len(layers))
     ]
     table = facts.token_table(model)
-    with isolated_run(model, training=True), head_sees_last(model, 1), layer_functions(layers, functions):
+    with isolated_run(model, training=True), head_sees_last(model), layer_functions(layers, functions):
         for batch in batches:
             device, tokens = batch.position_ids.device, batch.position_ids.shape[-1]
             ids = torch.arange(tokens, device=device)[None] % table.num_embeddings

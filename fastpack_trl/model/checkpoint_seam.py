@@ -25,7 +25,6 @@ CHECKPOINT = "_gradient_checkpointing_func"
 
 _STACK = "_fastpack_checkpoint"
 
-
 Wrapper = Callable[..., Any]
 """Called as ``wrapper(inner, function, *args, **kwargs)``, returns ``inner(function, *args, **kwargs)``.
 
@@ -48,7 +47,7 @@ def checkpoint_wrapped(layer: nn.Module, wrapper: Wrapper, nesting: Nesting) -> 
     Wrappers come and go in any order.
     """
     # Not traced: Dynamo of torch 2.11 resolves `layer.__dict__.get(CHECKPOINT)` to the property, without end.
-    read = property(torch.compiler.disable(_read), _write, _delete)
+    read = property(torch.compiler.disable(_read), _write, lambda layer: layer.__dict__.pop(CHECKPOINT))
     seam = partial(patch_attribute, type(layer), CHECKPOINT, read)
     with shared(type(layer), "_fastpack_seam", seam), shared(layer, _STACK, lambda: nullcontext(_Stack())) as stack:
         entry = (nesting, wrapper)
@@ -148,7 +147,3 @@ def _read(layer: nn.Module) -> Any:
 
 def _write(layer: nn.Module, function: Any) -> None:
     layer.__dict__[CHECKPOINT] = function.stock if isinstance(function, _Wrapped) else function
-
-
-def _delete(layer: nn.Module) -> None:
-    del layer.__dict__[CHECKPOINT]

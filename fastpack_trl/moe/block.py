@@ -13,7 +13,8 @@ from fastpack_trl.kernels.gate_form import Gate
 from fastpack_trl.model.changes import Patch, hand_over
 from fastpack_trl.model.hooks import PartsHooked
 from fastpack_trl.moe.experts import Form, Stack, StackForm, experts
-from fastpack_trl.moe.quantized import STACKS, read_stack
+from fastpack_trl.moe.layout import STACKS
+from fastpack_trl.moe.quantized import read_stack
 from fastpack_trl.moe.routing import routing_plan
 
 NAME = "fastpack"
@@ -30,13 +31,11 @@ class ExpertsState:
 
     Attributes:
         gate: the activation between the projections.
-        sorts: number of routing plans made: one per forward, and one per recompute of a checkpointed layer.
         hooked: whether hooks need transformers' path, which calls the gate's activation as a module.
         installed: all other changes of the model.
     """
 
     gate: Gate
-    sorts: int = 0
     hooked: PartsHooked = field(default_factory=PartsHooked)
     installed: Patch | None = None
 
@@ -112,8 +111,6 @@ def run_experts(
     state: ExpertsState = module._fastpack_moe
     if weights_tk.shape != ids_tk.shape:  # (T, E) from some routers of earlier transformers
         weights_tk = weights_tk.gather(1, ids_tk.long())
-    if not torch.compiler.is_compiling():
-        state.sorts += 1
     plan = routing_plan(ids_tk, int(module.num_experts))
     (first, up_form), (second, down_form) = (
         _stack(module, name, low_rank or LowRank()) for name, low_rank in zip(STACKS, (gate_up, down), strict=True)

@@ -21,7 +21,8 @@ from fastpack_trl.kernels.grouped import aligned_rank
 from fastpack_trl.model.changes import Patch, hand_over, patch_attribute
 from fastpack_trl.model.hooks import PartsHooked
 from fastpack_trl.moe.block import LowRank, gate_modules, is_decoding, run_experts, traceable
-from fastpack_trl.moe.quantized import STACKS, read_stack, stack_dtype
+from fastpack_trl.moe.layout import STACKS
+from fastpack_trl.moe.quantized import read_stack, stack_dtype
 
 logger = logging.get_logger(__name__)
 

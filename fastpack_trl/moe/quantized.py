@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastpack_trl.moe.layout import experts_modules
-
-STACKS = ("gate_up_proj", "down_proj")
+from fastpack_trl.moe.layout import STACKS, experts_modules
 
 
 def read_stack(module: Any, name: str) -> tuple[Any, Any]:

@@ -266,8 +266,13 @@ class PackedBatch(TensorFields):
 
 def rounded_length(tokens: int) -> int:
     """Round up to one of four steps per power of two, from 128 on; a rounded length stays as it is."""
-    step = max(128, 1 << max(0, (tokens - 1).bit_length() - 3))
-    return -(-tokens // step) * step
+    return rounded_up(tokens, 4, 128)
+
+
+def rounded_up(value: int, steps: int, least: int) -> int:
+    """Round up to one of `steps` per power of two (itself one), at least `least` apart."""
+    step = max(least, (1 << (value - 1).bit_length()) // (2 * steps))
+    return -(-value // step) * step
 
 
 def merge_batches(batches: Sequence[PackedBatch], labels: Tensor | None = None) -> PackedBatch:
