@@ -73,21 +73,21 @@ class RowBackend(Backend):
     needs: str
 
     def why_not(self, features: ModelFeatures) -> Iterator[object]:
-        name, dtype, capability = self.name, features.compute_dtype, features.capability
+        name, dtype, capability = self.name, str(features.compute_dtype), features.capability
         device = ".".join(map(str, capability or ()))
         yield features.device_type != "cuda" and f"{name} needs CUDA, the model is on {features.device_type}"
         unsupported = capability is not None and capability[0] not in self.generations
         yield unsupported and f"{name} needs compute capability {self.needs}, this device has {device}"
-        wide = dtype not in (torch.bfloat16, torch.float16)
-        yield wide and f"{name} needs bf16 or fp16, this run computes in {_short(dtype)} (bf16=False?)"
+        wide = features.compute_dtype not in (torch.bfloat16, torch.float16)
+        yield wide and f"{name} needs bf16 or fp16, this run computes in {dtype.removeprefix('torch.')} (bf16=False?)"
         too_wide = features.head_dim > MAX_HEAD_DIM
         yield too_wide and f"head_dim {features.head_dim} is over {name}'s limit of {MAX_HEAD_DIM}"
         yield features.dropout and f"{name} does not support dropout (the model's is {features.dropout})"
         yield features.softcap and not self.has_softcap and f"{name} has no softcap"
 
     def reason(self, features: ModelFeatures) -> str:
-        capability = "".join(map(str, features.capability or ()))
-        return f"{self.library}, {_short(features.compute_dtype)}, sm{capability}; {described(features)}"
+        capability, dtype = "".join(map(str, features.capability or ())), str(features.compute_dtype)
+        return f"{self.library}, {dtype.removeprefix('torch.')}, sm{capability}; {described(features)}"
 
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> RowLayer:
         ends, longest = batch.cu_seqlens.to(device), batch.bucketed_max_seqlen
@@ -95,7 +95,3 @@ class RowBackend(Backend):
             return RowLayer(self, ends, longest, ends, longest)
         keys = batch.shared.to(device)
         return RowLayer(self, ends, longest, keys.cu_seqlens_k, rounded_length(keys.max_seqlen_k), keys.key_index)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

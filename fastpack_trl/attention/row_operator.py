@@ -113,7 +113,10 @@ def _twin(row: RowInputs) -> tuple[Tensor, Tensor]:
     out = row.query.new_full((total, heads, row.value.shape[2]), torch.nan)
     lse = out.new_full((heads, total), torch.nan, dtype=torch.promote_types(out.dtype, torch.float32))
     with torch.autocast(out.device.type, enabled=False):
-        for start, stop, first, last in _segments(row):
+        queries, keys = (pairwise(bounds.tolist()) for bounds in (row.cu_seqlens, row.cu_seqlens_k))
+        for (start, stop), (first, last) in zip(queries, keys, strict=True):
+            if not 0 < stop - start <= row.max_seqlen:
+                continue
             tensors = (row.query[start:stop], row.key[first:last], row.value[first:last])
             query, key, value = (tensor.transpose(0, 1)[None] for tensor in tensors)
             mask = band_mask(last - first, row.window or last - first)[start - stop :]
@@ -130,13 +133,6 @@ def _twin_backward(row: RowInputs, grad_out: Tensor, _out: Tensor, _lse: Tensor)
         out, _ = _twin(RowInputs(*leaves, *row[len(leaves) :]))
         query, key, value, *sinks = torch.autograd.grad(out, leaves, grad_out)
     return query, key, value, sinks[0] if sinks else query.new_empty(0)
-
-
-def _segments(row: RowInputs) -> list[tuple[int, int, int, int]]:
-    """Return the bounds of queries and keys of each segment on the host: not empty, within `max_seqlen`."""
-    queries, keys = (pairwise(bounds.tolist()) for bounds in (row.cu_seqlens, row.cu_seqlens_k))
-    bounds = ((*own, *keyed) for own, keyed in zip(queries, keys, strict=True))
-    return [each for each in bounds if 0 < each[1] - each[0] <= row.max_seqlen]
 
 
 def _fake(*fields: Any) -> tuple[Tensor, Tensor]:

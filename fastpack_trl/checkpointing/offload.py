@@ -104,16 +104,10 @@ class SavedInput:
 
 
 class _Copy(NamedTuple):
-    """An enqueued copy.
+    """An enqueued copy of the input that `saved` returns while it is alive; `done` is its event.
 
-    Attributes:
-        saved: returns the input that is copied, while it is alive.
-        memory: device memory that the copy reads or writes, without the graph: what autograd hands to a hook keeps the
-            layers before it alive.
-        streams: of the device.
-        compute: the stream that the memory belongs to.
-        done: event.
-        version: of the memory when the copy was enqueued.
+    `memory` of the device, in its `version` at that time, belongs to the stream `compute`. It is without the graph:
+    what autograd hands to a hook keeps the layers before it alive.
     """
 
     saved: Callable[[], SavedInput | None]

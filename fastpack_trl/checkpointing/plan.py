@@ -69,13 +69,7 @@ def layer_functions(
 def layer_levels(
     layers: Sequence[GradientCheckpointingLayer], levels: Sequence[Level], mode: Mode = "double_buffer"
 ) -> Iterator[Offload | None]:
-    """Put every layer at its level while the context is open; yield the offload if a layer has that level.
-
-    Args:
-        layers: all decoder layers, first to last.
-        levels: one per layer.
-        mode: of the offload.
-    """
+    """Put all decoder layers, first to last, at their levels while the context is open; yield the offload, if any."""
     recompute = functools.partial(checkpoint, use_reentrant=False)
     recomputed = [layer for layer, level in zip(layers, levels, strict=True) if level is not Level.KEEP]
     # The last recomputed layer keeps its input on the device: while it runs, the input before it is fetched.

@@ -154,10 +154,6 @@ class HasFrozenWeight(nn.Module):
         self.__dict__.pop("fastpack_dense", None)
         self.__dict__.pop("fastpack_copied_from", None)
 
-    def _fastpack_copy_is_good(self, weight: Tensor, dtype: torch.dtype) -> bool:
-        copied = self.fastpack_dense
-        return copied is not None and copied.serves(dtype) and self._fastpack_is_source(weight)
-
     def _fastpack_is_source(self, weight: Tensor) -> bool:
         source, version, address = self.fastpack_copied_from
         if source is not weight:

@@ -16,12 +16,7 @@ from fastpack_trl.model.facts import text_model
 
 
 def put_in_fp8(layer: Any, dtype: torch.dtype) -> None:
-    """Multiply by the frozen weight of a LoRA layer in FP8; `_fastpack_drop_copy` reverts that.
-
-    Args:
-        layer: one without an entry in `reasons_against`.
-        dtype: to which a 4-bit weight is dequantized.
-    """
+    """Multiply by a frozen weight in FP8 (of 4 bits: by way of `dtype`); `_fastpack_drop_copy` reverts that."""
     base = layer.base_layer
     weight = loaded_weight(base).dense(dtype if type(base).__name__ == "Linear4bit" else base.weight.dtype)
     layer._fastpack_keep_copy(Fp8Weight.of(weight))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from fastpack_trl.errors import first_reason, short_repr
-from fastpack_trl.lora.adapters import CastAdapter, CastHook, autocasts, cast_here, is_sharded, needs_cast
+from fastpack_trl.lora.adapters import CastAdapter, CastHook, autocasts, is_sharded, needs_cast
 from fastpack_trl.lora.base_weight import BaseWeight, Fp8Weight, HasFrozenWeight, from_4bit
 from fastpack_trl.lora.projection import lora_projection
 from fastpack_trl.lora.report import LoraReport, declined, keep_copies
@@ -49,7 +49,7 @@ class FastLora(HasFrozenWeight):
         if cast_adapter is not None and cast_adapter.serves(a, b, scaling, dtype):
             a, b = cast_adapter.a, cast_adapter.b
         elif needs_cast(a, scaling, dtype):
-            a, b = cast_here(a, b, scaling, dtype)
+            a, b = a.to(dtype), (b if scaling == 1 else b * scaling).to(dtype)  # not called through its backbone
         rows = x if x.dtype == dtype else x.to(dtype)
         dropped = None if dropout is None else dropout(rows)
         kind = type(base).__name__
@@ -57,8 +57,9 @@ class FastLora(HasFrozenWeight):
             result: Tensor = base(x)  # int8: bitsandbytes' own function multiplies
             return result + F.linear(F.linear(rows if dropped is None else dropped, a), b).to(result.dtype)
         weight, bias = base._parameters["weight"], base._parameters["bias"]
-        if self._fastpack_copy_is_good(weight, dtype):
-            frozen: Any = self.fastpack_dense
+        copied: Any = self.fastpack_dense
+        if copied is not None and copied.serves(dtype) and self._fastpack_is_source(weight):
+            frozen = copied
         elif kind == "Linear4bit":
             frozen = from_4bit(weight)
         else:
@@ -80,14 +81,9 @@ class FastLora(HasFrozenWeight):
 
     def _fastpack_active_name(self) -> str | None:
         layer: Any = self
-        if layer.disable_adapters or layer.merged:
+        if layer.disable_adapters or layer.merged or len(active := layer.active_adapters) != 1:
             return None
-        name = layer.active_adapter
-        if not isinstance(name, str):
-            if len(name) != 1:
-                return None
-            name = name[0]
-        return name if name in layer._modules["lora_A"]._modules else None
+        return active[0] if active[0] in layer._modules["lora_A"]._modules else None
 
     def _fastpack_adapter(self, x: Tensor) -> tuple[Tensor, Tensor, float, Any, Any, torch.dtype] | None:
         """Return A, B, scaling, dropout (None if inactive), base, and the dtype to compute in.
