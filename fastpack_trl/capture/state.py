@@ -30,11 +30,6 @@ class ModelState:
     def __init__(self, contents: ModelContents) -> None:
         self._contents = contents
         self._version: int | None = None
-        self._buffers: list[dict[str, Tensor | None]] = []
-        self._modes: list[dict[str, Any]] = []
-        self._adapters: list[BaseTunerLayer] = []
-        self._dropouts: list[nn.Dropout] = []
-        self._own: list[dict[str, Any]] = []
 
     def now(self, model: nn.Module) -> tuple[Any, ...]:
         """Return a value that equals an earlier one as long as nothing of the above has changed.

@@ -31,13 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from fastpack_trl.checkpointing.streams import GIB, Streams
-from fastpack_trl.model.checkpoint_seam import (
-    Nesting,
-    checkpoint_wrapped,
-    checkpointable_layers,
-    is_reentrant,
-    stock_checkpoint,
-)
+from fastpack_trl.model.checkpoint_seam import Nesting, checkpoint_wrapped, is_reentrant, stock_checkpoint
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
 logger = logging.getLogger(__name__)
@@ -48,11 +42,6 @@ MIN_BYTES = 2**20
 """Smaller inputs stay on the device: a copy of this size takes 20 us at 55 GB/s, about as long as its launch."""
 
 _ALIGNMENT = 16  # bytes; kernels choose their vector path, and with it the order of a sum, by it
-
-
-def checkpointed_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
-    """Return the decoder layers of `model` that are checkpointed in training, first to last."""
-    return [each for each in checkpointable_layers(model) if each.gradient_checkpointing and stock_checkpoint(each)]
 
 
 def why_not_offloadable(layers: Sequence[GradientCheckpointingLayer]) -> str:
@@ -138,13 +127,9 @@ class Offload:
     """
 
     def __init__(
-        self,
-        mode: Mode,
-        *,
-        budget_bytes: int,
-        streams: Callable[[torch.device], Streams] = Streams,
+        self, mode: Mode, *, budget_bytes: int, streams: Callable[[torch.device], Streams] = Streams,
         tell: Callable[[str], object] = lambda _: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.prefetch = mode == "double_buffer"
         self.fallbacks: list[str] = []
         self._budget, self._tell = budget_bytes, tell

@@ -36,14 +36,9 @@ def probe_batches(model: nn.Module, device: torch.device | str = "cpu", document
 
 
 def layer_costs(
-    model: nn.Module,
-    layers: Sequence[GradientCheckpointingLayer],
-    batches: Sequence[PackedBatch],
-    *,
-    decoder: Any = None,
-    packs: bool = True,
-    stand_ins: Sequence[int] | None = None,
-) -> list[LayerCost]:
+    model: nn.Module, layers: Sequence[GradientCheckpointingLayer], batches: Sequence[PackedBatch], *,
+    decoder: Any = None, packs: bool = True, stand_ins: Sequence[int] | None = None,
+) -> list[LayerCost]:  # fmt: skip
     """Return what each layer keeps, from a pass over each batch, unseen by gradients, random states and hooks.
 
     Args:

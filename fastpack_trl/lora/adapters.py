@@ -56,11 +56,7 @@ def is_sharded(parameter: Any) -> bool:
 
 
 def cast_together(
-    modules: Sequence[Any],
-    adapters: Sequence[tuple[Tensor, Tensor, float]],
-    dtype: torch.dtype,
-    *,
-    adds_up: bool = False,
+    modules: Sequence[Any], adapters: Sequence[tuple[Tensor, Tensor, float]], dtype: torch.dtype, *, adds_up: bool
 ) -> None:
     """Set ``module.fastpack_cast`` of each module, until the next forward of the backbone.
 

@@ -83,6 +83,11 @@ def checkpointable_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
     return layers
 
 
+def checkpointed_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    """Return the decoder layers of `model` that are checkpointed in training, first to last."""
+    return [each for each in checkpointable_layers(model) if each.gradient_checkpointing and stock_checkpoint(each)]
+
+
 def checkpointing_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules that checkpoint if ``gradient_checkpointing`` is set: layers, or decoders of plain ones."""
     layers = {module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}

@@ -102,9 +102,7 @@ def forward(outer: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         out: Tensor = type(outer).forward(outer, hidden, *args, **kwargs)
         return out
     factors = {wrapper.parameter_name: low_rank(wrapper, adapter.module) for wrapper in adapter.wrappers}
-    ids, weights = args
-    gate_up, down = (factors.get(name) for name in STACKS)
-    return run_experts(adapter.module, hidden, ids, weights, gate_up, down)
+    return run_experts(adapter.module, hidden, *args, factors)
 
 
 def _reasons_for_peft(adapter: ExpertLora) -> Iterator[object]:

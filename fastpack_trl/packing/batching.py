@@ -144,12 +144,9 @@ def packing_collator(trainer: SFTTrainer, *, share_prefixes: bool = False) -> Pa
     """Return our collator with the settings of the trainer's own."""
     stock = trainer.data_collator
     return PackingCollator(
-        pad_token_id=stock.pad_token_id,
-        pad_to_multiple_of=stock.pad_to_multiple_of,
-        vocab_size=vocabulary(trainer.model),
-        share_prefixes=share_prefixes,
-        whole_rows=not trainer.padding_free,
-    )
+        pad_token_id=stock.pad_token_id, pad_to_multiple_of=stock.pad_to_multiple_of,
+        vocab_size=vocabulary(trainer.model), share_prefixes=share_prefixes, whole_rows=not trainer.padding_free,
+    )  # fmt: skip
 
 
 def vocabulary(model: Any) -> int:
