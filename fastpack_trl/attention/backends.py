@@ -37,12 +37,9 @@ BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (*AUTO, *BY
 
 
 def choose(
-    requested: str,
-    features: ModelFeatures,
-    *,
-    stock_requested: str | None = None,
+    requested: str, features: ModelFeatures, *, stock_requested: str | None = None,
     attempt: Callable[[Backend, ModelFeatures], str] | None = None,
-) -> Choice:
+) -> Choice:  # fmt: skip
     """Choose the path for a model.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -48,8 +49,8 @@ class Dense(Backend):
     shares = True
     tried = False  # transformers' function, which belongs to a model
 
-    def refuses(self, features: ModelFeatures) -> str:
-        return stock_error(features)
+    def why_not(self, features: ModelFeatures) -> Iterator[object]:
+        yield stock_error(features)
 
     def reason(self, features: ModelFeatures) -> str:
         return f"transformers' {features.implementation} with a dense mask built once per batch"
@@ -72,7 +73,7 @@ def dense_mask(batch: PackedBatch, window: int | None, device: torch.device) -> 
     if batch.shared is None:
         return ((segment[:, None] == segment) & band_mask(total, window or total, device))[None, None]
     # Positions on the way through a tree of prefixes count up by one: they are distances there.
-    shared, position = batch.shared.map(lambda tensor: tensor.to(device)), batch.position_ids.to(device)[0]
+    shared, position = batch.shared.to(device), batch.position_ids.to(device)[0]
     distance = position[:, None] - position
     seen = torch.zeros(len(batch.segment_lengths), total, dtype=torch.bool, device=device)
     # All of this has sizes that the host knows.

@@ -6,6 +6,7 @@ inside our operator, as compiled and recorded layers require; sinks, windows and
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpack_trl.attention import varlen_common as common
+from fastpack_trl.attention.row_backend import RowBackend
+from fastpack_trl.attention.row_operator import HEAD_ALIGNMENT, RowInputs, row_operator
 from fastpack_trl.errors import describe
 from fastpack_trl.model.facts import UNREADABLE, ModelFeatures
 from fastpack_trl.packing.buckets import Bucket
@@ -28,7 +30,7 @@ def _function(name: str) -> Any:
     return getattr(import_module(_INTERFACE), name)
 
 
-def _in_kernel(row: common.RowInputs) -> dict[str, Any]:
+def _in_kernel(row: RowInputs) -> dict[str, Any]:
     """Return the arguments that forward and backward share; the kernel does not count the token itself in a window."""
     window = {"window_size_left": row.window - 1, "window_size_right": 0} if row.window else {}
     return {
@@ -38,14 +40,14 @@ def _in_kernel(row: common.RowInputs) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def flash4_attention(row: common.RowInputs) -> tuple[Tensor, Tensor]:
+def flash4_attention(row: RowInputs) -> tuple[Tensor, Tensor]:
     """Compute causal attention inside each segment on CUDA; see `row_operator`."""
     out, lse, *_ = _function(_FORWARD)(*row[:3], return_lse=True, **_in_kernel(row))
     return out, lse
 
 
 def flash4_attention_backward(
-    row: common.RowInputs, grad_out: Tensor, out: Tensor, lse: Tensor
+    row: RowInputs, grad_out: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return its gradients."""
     dq, dk, dv, *dsinks = _function(_BACKWARD)(
@@ -54,28 +56,27 @@ def flash4_attention_backward(
     return dq, dk, dv, dsinks[0] if dsinks else row.query.new_empty(0)
 
 
-common.KERNELS[NAME] = (common.row_operator(flash4_attention, flash4_attention_backward), True)
-
-
-class FlashAttention4(common.RowBackend):
+class FlashAttention4(RowBackend):
     """The backend ``flash_attention_4``: CUDA from compute capability 9.0 on, bf16 or fp16, with windows and sinks.
 
     The trial before it is chosen finds what a generation of devices lacks; wrong gradients are named here.
     """
 
-    name, library = NAME, "flash-attn-4"
+    name, library, has_softcap = NAME, "flash-attn-4", True
+    kernel = row_operator(flash4_attention, flash4_attention_backward)
     generations, needs = range(9, 13), "9.0 or higher, below 13"
 
-    def refuses(self, features: ModelFeatures) -> str:
+    def why_not(self, features: ModelFeatures) -> Iterator[object]:
+        yield from super().why_not(features)
         size, generation = features.head_dim, (features.capability or (0,))[0]
-        width = -(-size // common.HEAD_ALIGNMENT) * common.HEAD_ALIGNMENT
+        width = -(-size // HEAD_ALIGNMENT) * HEAD_ALIGNMENT
         # On Hopper the backward of 4.0.0b36 adds gradients up in heads rounded up to 16, and reads the sums as of heads
         # rounded up to 32: as large as their error at 8, 16, 40, 72, 80, 112, right at 24, 32, 64, 96, 128, 160, 256.
         wrong = generation == 9 and width <= 128 and -(-width // 16) % 2
-        error = f"{NAME} computes wrong gradients for head_dim {size} on compute capability 9.x" if wrong else ""
-        if generation == 12 and torch.are_deterministic_algorithms_enabled():  # the trial cannot tell
-            error = f"{NAME} is not deterministic on compute capability 12.x"
-        return super().refuses(features) or error or _why_absent()
+        yield wrong and f"{NAME} computes wrong gradients for head_dim {size} on compute capability 9.x"
+        varies = generation == 12 and torch.are_deterministic_algorithms_enabled()  # the trial cannot tell
+        yield varies and f"{NAME} is not deterministic on compute capability 12.x"
+        yield _why_absent()
 
     def considered(self, features: ModelFeatures) -> bool:
         return features.device_type == "cuda" and (features.capability or (0,))[0] in self.generations

@@ -21,19 +21,9 @@ from transformers import AttentionInterface
 from fastpack_trl.attention.backends import BACKENDS, choose, failure
 from fastpack_trl.attention.interface import AttentionCall, Backend, PackedLayer, shared_refusal
 from fastpack_trl.errors import PackingError
+from fastpack_trl.model import facts
 from fastpack_trl.model.changes import patch_attribute, shared
-from fastpack_trl.model.facts import (
-    KINDS,
-    OVER,
-    ModelFeatures,
-    attention_modules,
-    backbones,
-    masks_by_kind,
-    read_features,
-    stock_attention,
-    text_model,
-    window_of,
-)  # fmt: skip
+from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.chunks import chunks_of
 from fastpack_trl.packing.documents import PADDED_DOCUMENTS
@@ -103,7 +93,7 @@ def packed_attention(
         ValueError: the implementation does not exist or would be wrong for this model, or the model's attention cannot
             be switched; names the remedy.
     """
-    features = read_features(model, compute_dtype, device)
+    features = facts.read_features(model, compute_dtype, device)
     choice = choose(implementation, features, stock_requested=stock_requested, attempt=failure)
     handle = PackedAttention(choice, features)
     if handle.path == PADDED_DOCUMENTS:
@@ -120,13 +110,13 @@ def backend_installed(model: nn.Module, handle: PackedAttention) -> Iterator[Non
     """Run packed rows of `model` on the backend that a handle names, for the features that it has."""
     prepare = _Prepare(BACKENDS[handle.path], handle, model)
     with contextlib.ExitStack() as stack:
-        base = text_model(model)
+        base = facts.text_model(model)
         stack.enter_context(shared(base, "_fastpack_switched", lambda: _switched(base, handle.features)))
         stack.enter_context(recurrent_layers(model))
         stack.callback(prepare.clear_last)
         # On the backbone, not on the whole model: TRL reads the outer attention_mask for the auxiliary loss of experts.
         # First: of several on one model (a trainer made during the run of another) the latest prepares.
-        for module in backbones(model):
+        for module in facts.backbones(model):
             hook = module.register_forward_pre_hook(prepare, with_kwargs=True, prepend=True)
             stack.callback(hook.remove)
         yield
@@ -142,20 +132,20 @@ def _switched(base: Any, features: ModelFeatures) -> Iterator[None]:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
     stock = features.implementation
-    if stock not in OVER:
+    if stock not in facts.OVER:
         raise ValueError(
             f"attn_implementation={stock!r} cannot be replaced: load the model with attn_implementation='sdpa', or "
             "set packed_attention='off'"
         )
-    AttentionInterface.register(OVER[stock], partial(_attention, stock))
+    AttentionInterface.register(facts.OVER[stock], partial(_attention, stock))
     # With attention alone, transformers would skip masks, and a left-padded batch would be wrong.
-    AttentionMaskInterface.register(OVER[stock], ALL_MASK_ATTENTION_FUNCTIONS[stock])
+    AttentionMaskInterface.register(facts.OVER[stock], ALL_MASK_ATTENTION_FUNCTIONS[stock])
     with contextlib.ExitStack() as stack:
-        for module in attention_modules(base):
-            stack.enter_context(patch_attribute(module, "_fastpack_window", window_of(module)))
+        for module in facts.attention_modules(base):
+            stack.enter_context(patch_attribute(module, "_fastpack_window", facts.window_of(module)))
         # Set directly, because the public setter would check and load kernels again. A vision tower keeps its own.
         text = base.config.get_text_config()
-        stack.enter_context(patch_attribute(text, "_attn_implementation_internal", OVER[stock]))
+        stack.enter_context(patch_attribute(text, "_attn_implementation_internal", facts.OVER[stock]))
         yield
 
 
@@ -164,8 +154,8 @@ class _Prepare:
 
     def __init__(self, backend: Backend, handle: PackedAttention, model: nn.Module) -> None:
         self.backend, self.handle, self.features = backend, handle, handle.features
-        self.config = text_model(model).config.get_text_config()
-        self.by_fla, self.by_kind = fla.is_chosen(handle.features), masks_by_kind(model)
+        self.config = facts.text_model(model).config.get_text_config()
+        self.by_fla, self.by_kind = fla.is_chosen(handle.features), facts.masks_by_kind(model)
         self.last: weakref.ref[PackedBatch] | None = None
 
     def __getstate__(self) -> dict[str, Any]:  # a copy of the model has seen no batch, and belongs to no run
@@ -216,7 +206,7 @@ class _Prepare:
         if self.last is None or self.last() is not batch:
             self.clear_last()
             self.last = weakref.ref(batch)
-        if self.config._attn_implementation != OVER[self.features.implementation]:
+        if self.config._attn_implementation != facts.OVER[self.features.implementation]:
             # Another attention would read the mask below as full attention.
             raise PackingError(
                 f"attn_implementation was set to {self.config._attn_implementation!r} in the middle of a run whose "
@@ -227,7 +217,7 @@ class _Prepare:
         refused = refused or (shared_refusal(self.backend, self.features) if batch.shared is not None else "")
         if refused:
             raise PackingError(f"a row cannot run: {refused}; pass the model the plain batch, without shared prefixes")
-        for name in KINDS if self.by_kind else ():
+        for name in facts.KINDS if self.by_kind else ():
             if isinstance(kwargs.get(name), Tensor) and (kwargs[name] > 0).any():  # synchronizes in rows with such ids
                 raise PackingError(
                     f"{name} of {self.features.model_type} says which tokens see each other in both directions (those "
@@ -262,7 +252,7 @@ def _attention(
                 f"{type(module).__name__} was not given the packed metadata: its layers drop keywords; set "
                 "packing=False and packed_attention='off'"
             )
-        return stock_attention(module, stock)(module, query, key, value, attention_mask, *args, **kwargs)
+        return facts.stock_attention(module, stock)(module, query, key, value, attention_mask, *args, **kwargs)
     if attention_mask is not None and attention_mask.shape != (1, 1, 1, 1):
         raise PackingError(
             f"{type(module).__name__} makes an attention mask of its own, which packed attention would ignore; set "

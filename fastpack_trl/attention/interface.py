@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from fastpack_trl.errors import first_reason
 from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.packed_batch import PackedBatch
@@ -67,8 +69,12 @@ class Backend(ABC):
     refuses_compile = ""
 
     @abstractmethod
+    def why_not(self, features: ModelFeatures) -> Iterator[object]:
+        """Yield why it would be wrong for a model, false ones included, if the interface reaches it (no `gap`)."""
+
     def refuses(self, features: ModelFeatures) -> str:
-        """Return why it would be wrong for a model that the interface reaches (`features.gap` is empty), or ``""``."""
+        """Return the first reason against it, or ``""``."""
+        return first_reason(self.why_not(features))
 
     def considered(self, features: ModelFeatures) -> bool:
         """Return whether ``auto`` considers it, and reports why it refuses."""
@@ -88,6 +94,16 @@ class Backend(ABC):
         A CUDA graph runs their layers again for other documents, so layers may hold tensors and values of shapes only.
         """
         return f"{self.name} prepares its layers for the documents of one batch"
+
+
+def gather_keys(tensor: Tensor, index: Tensor, dim: int = 0) -> Tensor:
+    """Return the tokens of each key along `dim`, some more than once; their gradients are summed in fp32.
+
+    Of two copies, as a prompt of a pair has, any order gives the same sum; of more, the order on CUDA is that of atomic
+    additions unless `torch.use_deterministic_algorithms` is on.
+    """
+    exact = torch.promote_types(tensor.dtype, torch.float32)
+    return tensor.to(exact).index_select(dim, index).to(tensor.dtype)
 
 
 def described(features: ModelFeatures) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -9,9 +10,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fastpack_trl.attention.interface import AttentionCall, Backend, described
+from fastpack_trl.attention.interface import AttentionCall, Backend, described, gather_keys
 from fastpack_trl.attention.reference import band_mask, document_attention
-from fastpack_trl.attention.varlen_common import gather_keys
 from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.packing.packed_batch import PackedBatch
 
@@ -87,12 +87,8 @@ class PerDocument(Backend):
     flattens = shares = True
     refuses_compile = "per_document launches one kernel per document, which a compiled graph cannot contain"
 
-    def refuses(self, features: ModelFeatures) -> str:
-        return (
-            f"attention dropout is {features.dropout}: per-document kernels do not support it"
-            if features.dropout
-            else ""
-        )
+    def why_not(self, features: ModelFeatures) -> Iterator[object]:
+        yield features.dropout and f"attention dropout is {features.dropout}: per-document kernels do not support it"
 
     def reason(self, features: ModelFeatures) -> str:
         return f"{features.device_type}; {described(features)}"

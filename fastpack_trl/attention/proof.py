@@ -21,9 +21,6 @@ from fastpack_trl.packing.documents import PADDED_DOCUMENTS
 BUDGET = 2.0**-12
 """Largest relative difference of fp32 hidden states due to rounding; wrong positions or windows exceed it by far."""
 
-Pairs = tuple[tuple[int, int], ...]
-Leaks = tuple[tuple[int, int, float], ...]
-
 
 @dataclass(frozen=True, slots=True)
 class PackingProof:
@@ -44,12 +41,12 @@ class PackingProof:
 
     path: str
     lengths: tuple[int, ...]
-    leaks: Leaks
+    leaks: tuple[tuple[int, int, float], ...]
     difference: float
     budget: float | None
     not_exercised: tuple[str, ...] = ()
     windows: tuple[tuple[str, int, int], ...] = ()
-    unseen: Pairs = ()
+    unseen: tuple[tuple[int, int], ...] = ()
 
     @property
     def proven(self) -> bool:

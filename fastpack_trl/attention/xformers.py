@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -9,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fastpack_trl.attention.interface import AttentionCall, Backend, described
-from fastpack_trl.errors import first_reason
 from fastpack_trl.model.facts import ModelFeatures
 from fastpack_trl.packing.packed_batch import PackedBatch
 
@@ -40,15 +40,11 @@ class Xformers(Backend):
 
     name = "xformers"
 
-    def refuses(self, features: ModelFeatures) -> str:
-        return first_reason(
-            (
-                find_spec("xformers") is None and "xformers is not installed: pip install 'fastpack-trl[xformers]'",
-                features.device_type != "cuda" and f"xformers needs CUDA, the model is on {features.device_type}",
-                features.sinks and "xformers has no attention sinks",
-                features.softcap and "xformers has no softcap",
-            )
-        )
+    def why_not(self, features: ModelFeatures) -> Iterator[object]:
+        yield find_spec("xformers") is None and "xformers is not installed: pip install 'fastpack-trl[xformers]'"
+        yield features.device_type != "cuda" and f"xformers needs CUDA, the model is on {features.device_type}"
+        yield features.sinks and "xformers has no attention sinks"
+        yield features.softcap and "xformers has no softcap"
 
     def reason(self, features: ModelFeatures) -> str:
         return f"xFormers; {described(features)}"

@@ -8,9 +8,10 @@ from typing import Any, get_args
 
 from transformers import Trainer, TrainerCallback
 
-from fastpack_trl.checkpointing.offload import HostUse, Mode, Offload, checkpointed_layers, offload_checkpoints
+from fastpack_trl.checkpointing.offload import HostUse, Mode, Offload, offload_checkpoints
 from fastpack_trl.errors import short_repr
 from fastpack_trl.model.changes import callers
+from fastpack_trl.model.checkpoint_seam import checkpointed_layers
 from fastpack_trl.model.recompute import offload_conflict, offload_unavailable
 
 logger = logging.getLogger(__name__)
@@ -35,8 +36,8 @@ class AsyncCheckpointCallback(TrainerCallback):
         reason: why it is off on this machine; empty if it is on.
 
     Raises:
-        ValueError: an unknown mode or a removed argument. When training begins: no checkpointing,
-            `use_reentrant=True`, another offload, DeepSpeed or FSDP version 1.
+        ValueError: an unknown mode. When training begins: no checkpointing, `use_reentrant=True`, another offload,
+            DeepSpeed or FSDP version 1.
     """
 
     def __init__(self, mode: Mode = "double_buffer") -> None:

@@ -90,7 +90,6 @@ class ThroughputCallback(MeasuredRate):
     ``SFTTrainer(..., callbacks=[ThroughputCallback()])``. The figures are added to the trainer's own log call, so that
     every `report_to` target and ``trainer.state.log_history`` get them; no key or value of TRL changes. Each covers
     the steps since the last log, without evaluation and saving; the first one includes the start-up of the run.
-    Nothing is read from the device: a log has the counts already.
 
     - ``tokens_per_second``: of all processes, as TRL's ``num_tokens`` counts them.
     - ``step_time_ms``: per optimizer step.
@@ -127,8 +126,12 @@ class ThroughputCallback(MeasuredRate):
         trainer = next((owner for owner in owners if isinstance(owner, Trainer)), None)
         run = None if trainer is None else vars(trainer).get("fastpack_run")
         self._facts = run.facts if isinstance(run, Run) else None
-        self._flops = self._read_flops(model, state)
-        self._peak = None if self._flops is None else self._find_peak(args, model, state)
+        self._flops: ModelFlops | None = None
+        try:
+            self._flops = model_flops(model)
+        except ValueError as error:
+            self._say(state, f"mfu: left out ({error})")
+        self._peak = self._find_peak(args, model, state) if self._flops else None
         self._pairs = self._read_pairs(trainer, state) if self._peak else {}
         self._devices = max(1, args.n_gpu) * args.world_size
         self._cuda = args.device if args.device.type == "cuda" else None
@@ -162,13 +165,6 @@ class ThroughputCallback(MeasuredRate):
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(figures)  # written before callbacks are called
 
-    def _read_flops(self, model: nn.Module, state: Any) -> ModelFlops | None:
-        try:
-            return model_flops(model)
-        except ValueError as error:
-            self._say(state, f"mfu: left out ({error})")
-            return None
-
     def _read_pairs(self, trainer: Any, state: Any) -> dict[int | None, float]:
         """Return query-key pairs per token and window, by the lengths of the first rows of the data set."""
         dataset: Any = getattr(trainer, "train_dataset", None)
@@ -188,8 +184,7 @@ class ThroughputCallback(MeasuredRate):
         if self.peak_flops is not None:
             return self.peak_flops
         dtype = "bfloat16" if args.bf16 else "float16" if args.fp16 else str(text_model(model).dtype)[len("torch.") :]
-        kind = args.device.type
-        name = torch.cuda.get_device_name(args.device) if kind == "cuda" else kind
+        name = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else args.device.type
         missing = missing_reason("mfu")
         peak: float | None = None if missing else resolve(*NEEDS["mfu"])(name, dtype)
         if peak is None:

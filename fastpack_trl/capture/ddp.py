@@ -54,12 +54,10 @@ class FlatReduce(TrainerCallback):
             return
         self.is_pending = False
         model = self._run.trainer.model_wrapped
-        why = self._run.ranks.first_reason(lambda: self._why_not(model))
-        if why:
+        if why := self._run.ranks.first_reason(lambda: first_reason(self._why_not(model))):
             self._graphs.disable(why)
-            return
-        self._parameters = _reduced(model)
-        self._is_first = True
+        else:
+            self._parameters, self._is_first = _reduced(model), True
 
     @torch.no_grad()
     def _reduce(self, group: Any) -> None:
@@ -78,8 +76,9 @@ class FlatReduce(TrainerCallback):
                 if parameter.requires_grad:  # not one that was frozen since
                     parameter.grad = gradient
 
-    def _why_not(self, model: nn.Module) -> str:
-        return "micro-steps run eager" if self._graphs.has_ended else first_reason(_refusals(model))
+    def _why_not(self, model: nn.Module) -> Iterator[object]:
+        yield self._graphs.has_ended and "micro-steps run eager"
+        yield from _refusals(model)
 
     @property
     def is_on(self) -> bool:
@@ -139,9 +138,9 @@ def too_large(run: Run) -> str:
 
 
 @contextmanager
-def reducing_gradients(run: Run, graphs: BackboneGraphs | None) -> Iterator[None]:
-    """Let the gradients of several processes be reduced between micro-steps, where there are graphs."""
-    if graphs is None or run.ranks.count == 1:
+def reducing_gradients(run: Run, graphs: BackboneGraphs) -> Iterator[None]:
+    """Let the gradients of several processes be reduced between micro-steps."""
+    if run.ranks.count == 1:
         yield
         return
     reduce = FlatReduce(run, graphs)

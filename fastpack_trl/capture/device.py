@@ -1,4 +1,4 @@
-"""Recording, replaying and timing of device work, as the captured step asks for it."""
+"""Recording, replaying and timing of device work, as the captured step asks for it, and the stream that it runs on."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from fastpack_trl.measure.device_memory import allocatable
-from fastpack_trl.model.changes import patch_attribute
+from fastpack_trl.model.changes import during_training, patch_attribute
 from fastpack_trl.model.upstream import resolve
+from fastpack_trl.run import Run
 
 _SAMPLE_SECONDS = 5e-4
 
@@ -23,9 +24,6 @@ class IdleWatch:
 
     A sample stands for the time since the one before: a thread that holds Python's lock, as in a forward pass, lets
     fewer samples through than one that waits or runs a backward pass.
-
-    Args:
-        device: of the stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,11 +55,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class CudaGraphs:
-    """CUDA graphs in memory pools: those of one never run at once, and what they return is copied out.
-
-    Args:
-        device: a CUDA device.
-    """
+    """CUDA graphs in memory pools: those of one never run at once, and what they return is copied out."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -77,7 +71,6 @@ class CudaGraphs:
         """Record what `work` queues on the current stream, which `on_side_stream` has set, without running it.
 
         Args:
-            work: the function to record.
             pool: graphs whose memory must hold while those of another run, as activations between a forward and its
                 backward, have a pool of their own, by name.
 
@@ -179,3 +172,17 @@ class CudaGraphs:
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
         self._pools, self._held = {}, 0
+
+
+@contextlib.contextmanager
+def on_side_stream(run: Run, device: CudaGraphs) -> Iterator[None]:
+    """Train on a side stream, in order with the steps of bitsandbytes' optimizers, which launch on the default one."""
+
+    def order() -> None:
+        ordered.close()  # `train` may begin again by itself, with smaller batches
+        optimizer = getattr(run.trainer.optimizer, "optimizer", run.trainer.optimizer)  # inside of accelerate's
+        if any(kind.__module__.startswith("bitsandbytes") for kind in type(optimizer).__mro__):
+            ordered.enter_context(device.steps_in_order(optimizer))
+
+    with device.on_side_stream(), contextlib.ExitStack() as ordered, during_training(run.trainer, at_begin=order):
+        yield

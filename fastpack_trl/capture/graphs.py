@@ -62,7 +62,6 @@ class BackboneGraphs(TrainerCallback):
 
     Attributes:
         has_ended: all that follows runs eagerly.
-        replayed: number of replays.
     """
 
     def __init__(self, run: Run, device: CudaGraphs, why_not: Callable[[], str], *, insists: bool) -> None:
@@ -74,7 +73,7 @@ class BackboneGraphs(TrainerCallback):
         self._watching = ExitStack()
         self._buckets = Buckets()
         self.has_ended = False
-        self.replayed = self._warmed = self._recorded = self._changes = 0
+        self._warmed = self._recorded = self._changes = 0
         self._forget()
 
     def _forget(self) -> None:
@@ -170,7 +169,6 @@ class BackboneGraphs(TrainerCallback):
             if self.has_ended:
                 return None
         if slot.forward is not None:
-            self.replayed += 1
             return slot.replay(self._anchor, self._opened() if slot.backward else Open(), self._buffers, tokens)
         slot.warm += 1
         self._warmed += 1
@@ -223,8 +221,7 @@ class BackboneGraphs(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take the gradients of an eager step as those that graphs add to; all of its backward passes are over."""
         self._open = None  # the frames of an error may hold the tensors of a forward whose backward is over
-        why = self._rule.end_step()
-        if why and not self.has_ended:
+        if why := self._rule.end_step():
             self.disable(why)
         if not self.has_ended and self._warmed and self._buffers is None:
             self._buffers = GradientBuffers(self._run.model.parameters())

@@ -81,12 +81,7 @@ class Slot:
         return outputs.last_hidden_state, *(routers or ())
 
     def record(self, device: CudaGraphs, buffers: GradientBuffers | None) -> None:
-        """Record the forward, and then at once the backward if it trains, which frees the memory of the forward.
-
-        Args:
-            device: records.
-            buffers: gradients that the backward adds to.
-        """
+        """Record the forward, and at once the backward, which adds to `buffers` and frees the memory of the forward."""
         device.prepare()
         pool = _TRAINED if self._key.trains else _SCORED
         graph, outputs = device.record(self.run_eagerly, pool)
@@ -107,11 +102,7 @@ class Slot:
     def replay(self, anchor: Tensor, held: Open, buffers: GradientBuffers | None, tokens: int) -> tuple[Tensor, ...]:
         """Replay the forward graph; return the outputs for the row of so many tokens.
 
-        Args:
-            anchor: requires a gradient, so that backward is called.
-            held: is kept until backward.
-            buffers: gradients that the backward adds to.
-            tokens: of the row.
+        `anchor` requires a gradient, so that backward is called. It adds to `buffers`, and `held` is kept until then.
         """
         assert self.forward is not None
         if self.backward is not None:

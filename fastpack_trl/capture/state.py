@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from operator import itemgetter
 from typing import Any
 
@@ -30,11 +30,6 @@ class ModelState:
     def __init__(self, contents: ModelContents) -> None:
         self._contents = contents
         self._version: int | None = None
-        self._buffers: list[dict[str, Tensor | None]] = []
-        self._modes: list[dict[str, Any]] = []
-        self._adapters: list[BaseTunerLayer] = []
-        self._dropouts: list[nn.Dropout] = []
-        self._own: list[dict[str, Any]] = []
 
     def now(self, model: nn.Module) -> tuple[Any, ...]:
         """Return a value that equals an earlier one as long as nothing of the above has changed.
@@ -54,7 +49,7 @@ class ModelState:
             [(parameter.data_ptr(), parameter.requires_grad) for parameter in self._contents.parameters],
             # A weight that was edited since its dense copy was made is read itself from then on.
             [copied[0]._version for own in self._own if (copied := own.get("fastpack_copied_from")) is not None],
-            list(self._buffer_addresses()),
+            [0 if one is None else one.data_ptr() for buffers in self._buffers for one in buffers.values()],
             bytes(map(_training, self._modes)),
             [_adapter_state(layer) for layer in self._adapters],
             [module.p for module in self._dropouts],
@@ -67,11 +62,6 @@ class ModelState:
     def is_adapted(self) -> bool:
         """Whether adapters take part in a forward, as of the last `now`."""
         return any(not layer.disable_adapters and layer.active_adapters for layer in self._adapters)
-
-    def _buffer_addresses(self) -> Iterator[int]:
-        for buffers in self._buffers:
-            for buffer in buffers.values():
-                yield 0 if buffer is None else buffer.data_ptr()
 
 
 def _adapter_state(layer: BaseTunerLayer) -> tuple[Any, ...]:

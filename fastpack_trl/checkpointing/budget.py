@@ -9,12 +9,11 @@ from typing import Any
 import psutil
 import torch
 
+from fastpack_trl.checkpointing.streams import GIB
 from fastpack_trl.measure.device_memory import allocatable
 from fastpack_trl.model import sharded
 from fastpack_trl.model.facts import text_model
 from fastpack_trl.run import MERGED_ROW_TOKENS, Run
-
-_GIB = 2**30
 
 MARGIN = 0.9
 """Of the free memory; the allocator's gaps and what no pass counts need the rest: 60 predicted peaks were a median of
@@ -75,9 +74,9 @@ def budget_bytes(run: Run, asked: float | None, say: Callable[[str], None]) -> i
     """Return the bytes for activations in this process: `asked` GiB, at most the free memory."""
     margin = MARGIN if run.ranks.count == 1 and run.kind == "sft" else MARGIN_WITHOUT_RETRY
     there = max(0, int((free_bytes(run.device) - memory_to_come(run)) * margin))
-    if asked is not None and asked * _GIB > there:
-        say(f"activation_memory_gib={asked:g} is more than the {there / _GIB:.1f} GiB that are free: planned for those")
-    return int(there if asked is None else min(there, asked * _GIB))
+    if asked is not None and asked * GIB > there:
+        say(f"activation_memory_gib={asked:g} is more than the {there / GIB:.1f} GiB that are free: planned for those")
+    return int(there if asked is None else min(there, asked * GIB))
 
 
 def head_bytes(model: torch.nn.Module, tokens: int) -> int:

@@ -31,13 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from fastpack_trl.checkpointing.streams import GIB, Streams
-from fastpack_trl.model.checkpoint_seam import (
-    Nesting,
-    checkpoint_wrapped,
-    checkpointable_layers,
-    is_reentrant,
-    stock_checkpoint,
-)
+from fastpack_trl.model.checkpoint_seam import Nesting, checkpoint_wrapped, is_reentrant, stock_checkpoint
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
 logger = logging.getLogger(__name__)
@@ -48,11 +42,6 @@ MIN_BYTES = 2**20
 """Smaller inputs stay on the device: a copy of this size takes 20 us at 55 GB/s, about as long as its launch."""
 
 _ALIGNMENT = 16  # bytes; kernels choose their vector path, and with it the order of a sum, by it
-
-
-def checkpointed_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
-    """Return the decoder layers of `model` that are checkpointed in training, first to last."""
-    return [each for each in checkpointable_layers(model) if each.gradient_checkpointing and stock_checkpoint(each)]
 
 
 def why_not_offloadable(layers: Sequence[GradientCheckpointingLayer]) -> str:
@@ -104,16 +93,10 @@ class SavedInput:
 
 
 class _Copy(NamedTuple):
-    """An enqueued copy.
+    """An enqueued copy of the input that `saved` returns while it is alive; `done` is its event.
 
-    Attributes:
-        saved: returns the input that is copied, while it is alive.
-        memory: device memory that the copy reads or writes, without the graph: what autograd hands to a hook keeps the
-            layers before it alive.
-        streams: of the device.
-        compute: the stream that the memory belongs to.
-        done: event.
-        version: of the memory when the copy was enqueued.
+    `memory` of the device, in its `version` at that time, belongs to the stream `compute`. It is without the graph:
+    what autograd hands to a hook keeps the layers before it alive.
     """
 
     saved: Callable[[], SavedInput | None]
@@ -144,13 +127,9 @@ class Offload:
     """
 
     def __init__(
-        self,
-        mode: Mode,
-        *,
-        budget_bytes: int,
-        streams: Callable[[torch.device], Streams] = Streams,
-        tell: Callable[[str], object] = str,
-    ) -> None:
+        self, mode: Mode, *, budget_bytes: int, streams: Callable[[torch.device], Streams] = Streams,
+        tell: Callable[[str], object] = lambda _: None,
+    ) -> None:  # fmt: skip
         self.prefetch = mode == "double_buffer"
         self.fallbacks: list[str] = []
         self._budget, self._tell = budget_bytes, tell
@@ -186,11 +165,8 @@ class Offload:
             # Masks and positions are shared by all layers: a copy would free nothing.
             return self.pack(index, tensor, keep=keep) if _place(tensor) == place else tensor
 
-        def unpack(saved: Tensor | SavedInput) -> Tensor:
-            return self.unpack(saved) if isinstance(saved, SavedInput) else saved
-
         # The checkpoint hides the layer's own saved tensors behind hooks of its own; these see only its inputs.
-        with saved_tensors_hooks(pack, unpack):
+        with saved_tensors_hooks(pack, self.unpack):
             return inner(function, *args, **kwargs)
 
     def pack(self, index: int, tensor: Tensor, *, keep: bool) -> SavedInput:
@@ -214,12 +190,14 @@ class Offload:
                     self._write(saved, tensor)
             return saved
 
-    def unpack(self, saved: SavedInput) -> Tensor:
+    def unpack(self, saved: SavedInput | Tensor) -> Tensor:
         """Return the input, bit for bit; compute waits for its copy. The copy of the input before it begins.
 
         Raises:
             torch.OutOfMemoryError: not even one input fits.
         """
+        if isinstance(saved, Tensor):
+            return saved
         with self._lock:
             self._finish_write()
             tensor = self._take(saved) if saved.on_host else saved.source
@@ -277,11 +255,10 @@ class Offload:
     def _finish_write(self) -> None:
         """Let go of the input whose copy to the host was enqueued last."""
         copy, self._writing = self._writing, None
-        if copy is None:
-            return
-        copy.finish()
-        if copy.saved() is not None:
-            _check_unchanged(copy.memory, copy.version)
+        if copy is not None:
+            copy.finish()
+            if copy.saved() is not None:
+                _check_unchanged(copy.memory, copy.version)
 
     def _take(self, saved: SavedInput) -> Tensor:
         ahead = self._ahead
@@ -331,7 +308,7 @@ def offload_checkpoints(
     Args:
         layers: in the order of the forward pass; each is checkpointed without reentry (`why_not_offloadable`).
         mode: ``double_buffer`` fetches the next input while a layer is recomputed, ``single_buffer`` each when needed.
-        keep_last: number of final layers whose inputs stay on the device: backward needs them at once.
+        keep_last: number of final layers whose inputs stay on the device: backward needs them immediately.
         options: `budget_bytes`, `streams`, `tell` of `Offload`.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import groupby
@@ -69,23 +69,15 @@ def layer_functions(
 def layer_levels(
     layers: Sequence[GradientCheckpointingLayer], levels: Sequence[Level], mode: Mode = "double_buffer"
 ) -> Iterator[Offload | None]:
-    """Put every layer at its level while the context is open; yield the offload if a layer has that level.
-
-    Args:
-        layers: all decoder layers, first to last.
-        levels: one per layer.
-        mode: of the offload.
-    """
+    """Put all decoder layers, first to last, at their levels while the context is open; yield the offload, if any."""
     recompute = functools.partial(checkpoint, use_reentrant=False)
-    with layer_functions(layers, [None if level is Level.KEEP else recompute for level in levels]):
-        if Level.OFFLOAD not in levels:
-            yield None
-            return
-        recomputed = [layer for layer, level in zip(layers, levels, strict=True) if level is not Level.KEEP]
-        # The last recomputed layer keeps its input on the device: while it runs, the input before it is fetched.
-        keep_last = max(1, list(levels).count(Level.CHECKPOINT))
-        with offload_checkpoints(recomputed, mode, keep_last=keep_last) as offloaded:
-            yield offloaded
+    recomputed = [layer for layer, level in zip(layers, levels, strict=True) if level is not Level.KEEP]
+    # The last recomputed layer keeps its input on the device: while it runs, the input before it is fetched.
+    keep_last = max(1, list(levels).count(Level.CHECKPOINT))
+    offloads = Level.OFFLOAD in levels
+    offload = offload_checkpoints(recomputed, mode, keep_last=keep_last) if offloads else nullcontext()
+    with layer_functions(layers, [None if level is Level.KEEP else recompute for level in levels]), offload as made:
+        yield made
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,9 +29,7 @@ AMPLE = 2.0
 
 
 class ActivationMemory(TrainerCallback):
-    """A model's layers at the levels of a plan while training runs.
-
-    Made by counting what layers keep. Each fallback is reported.
+    """A model's layers at the levels of a plan, made by counting what they keep, while training runs.
 
     Args:
         run: whose trainer trains.

@@ -36,14 +36,9 @@ def probe_batches(model: nn.Module, device: torch.device | str = "cpu", document
 
 
 def layer_costs(
-    model: nn.Module,
-    layers: Sequence[GradientCheckpointingLayer],
-    batches: Sequence[PackedBatch],
-    *,
-    decoder: Any = None,
-    packs: bool = True,
-    stand_ins: Sequence[int] | None = None,
-) -> list[LayerCost]:
+    model: nn.Module, layers: Sequence[GradientCheckpointingLayer], batches: Sequence[PackedBatch], *,
+    decoder: Any = None, packs: bool = True, stand_ins: Sequence[int] | None = None,
+) -> list[LayerCost]:  # fmt: skip
     """Return what each layer keeps, from a pass over each batch, unseen by gradients, random states and hooks.
 
     Args:
@@ -74,7 +69,7 @@ def layer_costs(
         for index in range(len(layers))
     ]
     table = facts.token_table(model)
-    with isolated_run(model, training=True), head_sees_last(model, 1), layer_functions(layers, functions):
+    with isolated_run(model, training=True), head_sees_last(model), layer_functions(layers, functions):
         for batch in batches:
             device, tokens = batch.position_ids.device, batch.position_ids.shape[-1]
             ids = torch.arange(tokens, device=device)[None] % table.num_embeddings

@@ -9,9 +9,8 @@ import torch
 
 from fastpack_trl.capture.ddp import reducing_gradients, too_large
 from fastpack_trl.capture.decision import EAGER_STEPS, FEATURE
-from fastpack_trl.capture.device import CudaGraphs
+from fastpack_trl.capture.device import CudaGraphs, on_side_stream
 from fastpack_trl.capture.graphs import LOSS_METHODS, BackboneGraphs
-from fastpack_trl.capture.streams import on_side_stream
 from fastpack_trl.errors import first_reason
 from fastpack_trl.features.merge_accumulation import looks_inside
 from fastpack_trl.model.changes import callbacks_added, patch_attribute

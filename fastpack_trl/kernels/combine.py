@@ -14,14 +14,9 @@ from fastpack_trl.kernels._triton import runs_triton
 
 
 def combine(
-    rows_sh: Tensor,
-    inverse_tk: Tensor,
-    weights_tk: Tensor | None = None,
-    *,
-    bias_eh: Tensor | None = None,
-    ids_tk: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+    rows_sh: Tensor, inverse_tk: Tensor, weights_tk: Tensor | None = None, *,
+    bias_eh: Tensor | None = None, ids_tk: Tensor | None = None, dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """Return per token the sum over its k slots of ``weight * (row + bias)``, accumulated in fp32.
 
     Args:

@@ -35,14 +35,9 @@ def _combine_kernel(
 
 
 def combine_triton(
-    rows_sh: Tensor,
-    inverse_tk: Tensor,
-    weights_tk: Tensor | None = None,
-    *,
-    bias_eh: Tensor | None = None,
-    ids_tk: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+    rows_sh: Tensor, inverse_tk: Tensor, weights_tk: Tensor | None = None, *,
+    bias_eh: Tensor | None = None, ids_tk: Tensor | None = None, dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """Compute `combine` in one kernel."""
     tokens, top_k = inverse_tk.shape
     width = rows_sh.shape[1]

@@ -34,11 +34,6 @@ class Quantized(NamedTuple):
         """Return the matrix in fp32."""
         return self.values.float() * self.scales
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of values and scales."""
-        return self.values.nbytes + self.scales.nbytes
-
 
 def quantize_rows(x: Tensor, factor: Tensor | None = None) -> Quantized:
     """Quantize a matrix with a scale per row.
@@ -59,26 +54,11 @@ def quantize_rows(x: Tensor, factor: Tensor | None = None) -> Quantized:
 def quantize_rows_torch(x: Tensor, factor: Tensor | None = None) -> Quantized:
     """Compute `quantize_rows` in plain torch: in a graph, where a compiler joins it to what writes x."""
     wide = x.float() if factor is None else x.float() * factor
-    scales, inverse = scales_of(magnitudes(wide).amax(-1, keepdim=True))
-    return Quantized(cast(wide * inverse), scales)
-
-
-def magnitudes(x: Tensor) -> Tensor:
-    """Return absolute values, 0 in place of NaN."""
-    return torch.where(x.isnan(), 0.0, x.abs())
-
-
-def scales_of(largest: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scales for these largest magnitudes, and their inverses."""
+    largest = torch.where(wide.isnan(), 0.0, wide.abs()).amax(-1, keepdim=True)
     # Divide by a tensor: for a Python number CUDA multiplies by the inverse, which may differ in the last bit.
     scales = largest.clamp(min=LEAST) / largest.new_full((), LARGEST)
-    return scales, scales.reciprocal()
-
-
-def cast(x: Tensor) -> Tensor:
-    """Return scaled values in `FP8`."""
     # Clamp: a value that rounds to more than 448 becomes NaN on some devices.
-    return x.clamp(-LARGEST, LARGEST).to(FP8)
+    return Quantized((wide * scales.reciprocal()).clamp(-LARGEST, LARGEST).to(FP8), scales)
 
 
 def transposed(values: Tensor) -> Tensor:

@@ -46,11 +46,6 @@ class CastAdapter(NamedTuple):
         return self.made_from[2:] == (a._version, b._version, scaling)
 
 
-def cast_here(a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cast the adapter of one projection: for a layer that was not called through its backbone."""
-    return a.to(dtype), (b if scaling == 1 else b * scaling).to(dtype)
-
-
 def needs_cast(a: Tensor, scaling: float, dtype: torch.dtype) -> bool:
     return a.dtype != dtype or scaling != 1
 
@@ -61,11 +56,7 @@ def is_sharded(parameter: Any) -> bool:
 
 
 def cast_together(
-    modules: Sequence[Any],
-    adapters: Sequence[tuple[Tensor, Tensor, float]],
-    dtype: torch.dtype,
-    *,
-    adds_up: bool = False,
+    modules: Sequence[Any], adapters: Sequence[tuple[Tensor, Tensor, float]], dtype: torch.dtype, *, adds_up: bool
 ) -> None:
     """Set ``module.fastpack_cast`` of each module, until the next forward of the backbone.
 
@@ -73,9 +64,8 @@ def cast_together(
     under selective checkpointing must not cast if its forward did not.
 
     Args:
-        modules: modules whose projections read the adapters.
+        modules: of the projections that read the adapters.
         adapters: (A, B, scaling) of each; parameters of one device.
-        dtype: the compute dtype.
         adds_up: the backward pass adds to existing gradients, as `_add_up` does.
     """
     scalings = [scaling for _, _, scaling in adapters]

@@ -94,16 +94,9 @@ class Fp8Weight(NamedTuple):
 def from_4bit(weight: Any) -> BaseWeight:
     """Take the parts of a bitsandbytes `Params4bit`, by reference: shapes as in `BaseWeight`."""
     state = weight.quant_state
-    return BaseWeight(
-        weight.data,
-        *Scales.of(state),
-        nested_blocksize=state.state2.blocksize if state.nested else 0,
-        blocksize=state.blocksize,
-        quant_type=state.quant_type,
-        out_features=state.shape[0],
-        in_features=state.shape[1],
-        dtype=state.dtype,
-    )
+    nested = state.state2.blocksize if state.nested else 0
+    sizes = (nested, state.blocksize, state.quant_type, *state.shape, state.dtype)
+    return BaseWeight(weight.data, *Scales.of(state), *sizes)
 
 
 def loaded_weight(base: Any) -> BaseWeight:
@@ -160,10 +153,6 @@ class HasFrozenWeight(nn.Module):
     def _fastpack_drop_copy(self) -> None:
         self.__dict__.pop("fastpack_dense", None)
         self.__dict__.pop("fastpack_copied_from", None)
-
-    def _fastpack_copy_is_good(self, weight: Tensor, dtype: torch.dtype) -> bool:
-        copied = self.fastpack_dense
-        return copied is not None and copied.serves(dtype) and self._fastpack_is_source(weight)
 
     def _fastpack_is_source(self, weight: Tensor) -> bool:
         source, version, address = self.fastpack_copied_from

@@ -6,6 +6,7 @@ calls that the fast forward does not support run `super().forward`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cache
 from typing import Any, cast
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from fastpack_trl.errors import short_repr
-from fastpack_trl.lora.adapters import CastAdapter, CastHook, autocasts, cast_here, is_sharded, needs_cast
+from fastpack_trl.errors import first_reason, short_repr
+from fastpack_trl.lora.adapters import CastAdapter, CastHook, autocasts, is_sharded, needs_cast
 from fastpack_trl.lora.base_weight import BaseWeight, Fp8Weight, HasFrozenWeight, from_4bit
 from fastpack_trl.lora.projection import lora_projection
 from fastpack_trl.lora.report import LoraReport, declined, keep_copies
@@ -48,7 +49,7 @@ class FastLora(HasFrozenWeight):
         if cast_adapter is not None and cast_adapter.serves(a, b, scaling, dtype):
             a, b = cast_adapter.a, cast_adapter.b
         elif needs_cast(a, scaling, dtype):
-            a, b = cast_here(a, b, scaling, dtype)
+            a, b = a.to(dtype), (b if scaling == 1 else b * scaling).to(dtype)  # not called through its backbone
         rows = x if x.dtype == dtype else x.to(dtype)
         dropped = None if dropout is None else dropout(rows)
         kind = type(base).__name__
@@ -56,8 +57,9 @@ class FastLora(HasFrozenWeight):
             result: Tensor = base(x)  # int8: bitsandbytes' own function multiplies
             return result + F.linear(F.linear(rows if dropped is None else dropped, a), b).to(result.dtype)
         weight, bias = base._parameters["weight"], base._parameters["bias"]
-        if self._fastpack_copy_is_good(weight, dtype):
-            frozen: Any = self.fastpack_dense
+        copied: Any = self.fastpack_dense
+        if copied is not None and copied.serves(dtype) and self._fastpack_is_source(weight):
+            frozen = copied
         elif kind == "Linear4bit":
             frozen = from_4bit(weight)
         else:
@@ -79,14 +81,9 @@ class FastLora(HasFrozenWeight):
 
     def _fastpack_active_name(self) -> str | None:
         layer: Any = self
-        if layer.disable_adapters or layer.merged:
+        if layer.disable_adapters or layer.merged or len(active := layer.active_adapters) != 1:
             return None
-        name = layer.active_adapter
-        if not isinstance(name, str):
-            if len(name) != 1:
-                return None
-            name = name[0]
-        return name if name in layer._modules["lora_A"]._modules else None
+        return active[0] if active[0] in layer._modules["lora_A"]._modules else None
 
     def _fastpack_adapter(self, x: Tensor) -> tuple[Tensor, Tensor, float, Any, Any, torch.dtype] | None:
         """Return A, B, scaling, dropout (None if inactive), base, and the dtype to compute in.
@@ -218,7 +215,7 @@ def make_fast(model: nn.Module, compute_dtype: torch.dtype | None, *, copies: bo
                 report.already += 1
             elif hasattr(module, "parameter_name"):  # PEFT's ParamWrapper
                 report.on_parameters.append(name)
-            elif reason := _not_covered(module, compute_dtype):
+            elif reason := first_reason(_why_not(module, compute_dtype)):
                 report.handed_over.setdefault(reason, []).append(name)
             else:
                 stock: Any = type(module)
@@ -247,24 +244,21 @@ def _restore(layer: Any, stock: Any) -> None:
         layer.__dict__.pop("fastpack_hooked", None)
 
 
-def _not_covered(module: Any, compute_dtype: torch.dtype | None) -> str:
-    """Return why this LoRA layer runs PEFT's code, or ``""`` if the fast forward supports it."""
-    kind, base = type(module), module.base_layer
-    if kind is not LoraLinear and not (kind.__name__ in _QUANTIZED and kind.__module__.endswith("lora.bnb")):
-        return f"lora.{kind.__name__}"
-    base_kind = type(base)
-    if base_kind not in (nn.Linear, Conv1D) and base_kind.__name__ not in _QUANTIZED:
-        return f"base of type {base_kind.__name__}"
-    if module.lora_variant:
-        names = {type(variant).__name__.removesuffix("LinearVariant") for variant in module.lora_variant.values()}
-        return ", ".join(sorted(names)).replace("Dora", "DoRA")
-    if is_hooked(base):
-        return "hooks on the base layer"
+def _why_not(module: Any, compute_dtype: torch.dtype | None) -> Iterator[object]:
+    """Yield why this LoRA layer runs PEFT's code instead of the fast forward."""
+    kind, base, base_kind = type(module), module.base_layer, type(module.base_layer)
+    known = kind is LoraLinear or (kind.__name__ in _QUANTIZED and kind.__module__.endswith("lora.bnb"))
+    yield not known and f"lora.{kind.__name__}"
+    known = base_kind in (nn.Linear, Conv1D) or base_kind.__name__ in _QUANTIZED
+    yield not known and f"base of type {base_kind.__name__}"
+    variants = {type(variant).__name__.removesuffix("LinearVariant") for variant in module.lora_variant.values()}
+    yield ", ".join(sorted(variants)).replace("Dora", "DoRA")
+    yield is_hooked(base) and "hooks on the base layer"
     if base_kind.__name__ == "Linear4bit" and compute_dtype is not None:
         if compute_dtype is torch.bfloat16 and emulates_bf16(base.weight.device):
-            return "bf16 is emulated on this device, where bitsandbytes has kernels in fp16; fp16=True would be fast"
+            yield "bf16 is emulated on this device, where bitsandbytes has kernels in fp16; fp16=True would be fast"
         if base.compute_dtype not in (None, compute_dtype, torch.float32):
-            return f"bnb_4bit_compute_dtype={base.compute_dtype} in a run in {compute_dtype}; set it to that dtype"
-    if kind is LoraLinear and type(base.weight.data) not in (Tensor, FakeTensor) and not is_sharded(base.weight):
-        return f"weights of type {type(base.weight.data).__name__}"
-    return ""
+            yield f"bnb_4bit_compute_dtype={base.compute_dtype} in a run in {compute_dtype}; set it to that dtype"
+    of = type(base.weight.data)
+    other = kind is LoraLinear and of not in (Tensor, FakeTensor) and not is_sharded(base.weight)
+    yield other and f"weights of type {of.__name__}"

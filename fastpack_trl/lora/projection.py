@@ -42,10 +42,8 @@ def lora_projection(
     """Return ``x W^T + bias + (x A^T) B^T``; saves x, x A^T and the adapter for backward, nothing of the base.
 
     Args:
-        x: (..., in_features).
+        x, a, b: of the shapes above.
         base: the frozen weight, (out_features, in_features); in FP8 x is quantized for its product, and the gradient.
-        a: (rank, in_features).
-        b: (out_features, rank), times the scaling.
         bias: (out_features,) or None.
         dropped: input of the adapter in place of x, with dropout applied; shape of x.
 
@@ -116,9 +114,9 @@ class _Projection(torch.autograd.Function):
         grad_reduced = grad.mm(b)
         grad_x = grad_dropped = None
         if needs_x:
-            through_base = _grad_input_in_graph if ctx.in_graph else _grad_input_eagerly
+            through_base = _grad_input_in_graph if ctx.in_graph else lora_grad_input
             thin, factor = (None, None) if ctx.is_dropped else (grad_reduced, a)
-            grad_x = through_base(grad, thin, factor, base).view(source.shape)
+            grad_x = through_base(grad, thin, factor, *base).view(source.shape)
         if ctx.is_dropped and needs_dropped:
             grad_dropped = grad_reduced.mm(a).view(source.shape)
         grad_a = grad_reduced.t().mm(_rows(source)) if needs_a else None
@@ -162,11 +160,6 @@ def _add_thin_gradient(total: Tensor, grad_reduced: Tensor | None, a: Tensor | N
     return torch.addmm(total, grad_reduced, a, out=total)
 
 
-def _grad_input_eagerly(grad: Tensor, grad_reduced: Tensor | None, a: Tensor | None, base: tuple[Any, ...]) -> Tensor:
-    weight = Fp8Weight(*base) if _is_fp8(base) else BaseWeight(*base)
-    return _add_thin_gradient(grad_input(grad, weight), grad_reduced, a)
-
-
 def _product_in_graph(rows: Tensor, reduced: Tensor, b: Tensor, bias: Tensor | None, base: tuple[Any, ...]) -> Tensor:
     out: Tensor
     if _is_fp8(base):
@@ -179,7 +172,7 @@ def _product_in_graph(rows: Tensor, reduced: Tensor, b: Tensor, bias: Tensor | N
     return out
 
 
-def _grad_input_in_graph(grad: Tensor, grad_reduced: Tensor | None, a: Tensor | None, base: tuple[Any, ...]) -> Tensor:
+def _grad_input_in_graph(grad: Tensor, grad_reduced: Tensor | None, a: Tensor | None, *base: Any) -> Tensor:
     out: Tensor
     if _is_fp8(base):
         values, scales = Fp8Weight(*base).quantized_grad(grad, quantize_rows_torch)
@@ -202,7 +195,8 @@ def lora_product(rows: Tensor, reduced: Tensor, b: Tensor, bias: Tensor | None, 
 
 def lora_grad_input(grad: Tensor, grad_reduced: Tensor | None, a: Tensor | None, *base: Any) -> Tensor:
     """Return ``grad W + grad_reduced A``, the second product accumulated; without `grad_reduced`, the base's alone."""
-    return _add_thin_gradient(grad_input(grad, BaseWeight(*base)), grad_reduced, a)
+    weight = Fp8Weight(*base) if _is_fp8(base) else BaseWeight(*base)
+    return _add_thin_gradient(grad_input(grad, weight), grad_reduced, a)
 
 
 def fp8_product(

@@ -175,8 +175,9 @@ def restore_buffers(*models: nn.Module) -> Iterator[None]:
     before = {module: dict(module._buffers) for model in models for module in model.modules()}
     # The length for which the buffer of a rotary embedding was made.
     rotary = {module: dict(vars(module)) for module in before if hasattr(module, "rope_type")}
-    tensors = filter(_is_state, (tensor for buffers in before.values() for tensor in buffers.values()))
-    contents: list[Any] = [(tensor, local(tensor).clone()) for tensor in tensors]
+    tensors = (tensor for buffers in before.values() for tensor in buffers.values() if tensor is not None)
+    small = (one for one in tensors if one.numel() <= _LARGEST_STATE or (one.is_floating_point() and one.itemsize > 1))
+    contents: list[Any] = [(tensor, local(tensor).clone()) for tensor in small]
     try:
         yield
     finally:
@@ -191,9 +192,3 @@ def restore_buffers(*models: nn.Module) -> Iterator[None]:
                     tensor.resize_(content.shape)
                 # Through `data` autograd sees no write: a graph that has saved the buffer stays valid.
                 local(tensor).data.copy_(content)
-
-
-def _is_state(tensor: Tensor | None) -> bool:
-    if tensor is None:
-        return False
-    return tensor.numel() <= _LARGEST_STATE or (tensor.is_floating_point() and tensor.element_size() > 1)

@@ -25,7 +25,6 @@ CHECKPOINT = "_gradient_checkpointing_func"
 
 _STACK = "_fastpack_checkpoint"
 
-
 Wrapper = Callable[..., Any]
 """Called as ``wrapper(inner, function, *args, **kwargs)``, returns ``inner(function, *args, **kwargs)``.
 
@@ -48,7 +47,7 @@ def checkpoint_wrapped(layer: nn.Module, wrapper: Wrapper, nesting: Nesting) -> 
     Wrappers come and go in any order.
     """
     # Not traced: Dynamo of torch 2.11 resolves `layer.__dict__.get(CHECKPOINT)` to the property, without end.
-    read = property(torch.compiler.disable(_read), _write, _delete)
+    read = property(torch.compiler.disable(_read), _write, lambda layer: layer.__dict__.pop(CHECKPOINT))
     seam = partial(patch_attribute, type(layer), CHECKPOINT, read)
     with shared(type(layer), "_fastpack_seam", seam), shared(layer, _STACK, lambda: nullcontext(_Stack())) as stack:
         entry = (nesting, wrapper)
@@ -82,6 +81,11 @@ def checkpointable_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
             layers.append(module)
             inside.update(module.modules())
     return layers
+
+
+def checkpointed_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    """Return the decoder layers of `model` that are checkpointed in training, first to last."""
+    return [each for each in checkpointable_layers(model) if each.gradient_checkpointing and stock_checkpoint(each)]
 
 
 def checkpointing_modules(model: nn.Module) -> list[nn.Module]:
@@ -148,7 +152,3 @@ def _read(layer: nn.Module) -> Any:
 
 def _write(layer: nn.Module, function: Any) -> None:
     layer.__dict__[CHECKPOINT] = function.stock if isinstance(function, _Wrapped) else function
-
-
-def _delete(layer: nn.Module) -> None:
-    del layer.__dict__[CHECKPOINT]

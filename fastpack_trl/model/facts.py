@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from fastpack_trl.errors import first_reason
 from fastpack_trl.model.upstream import missing_reason
 
 # Causal attention under the names that configs use; "attention" is granitemoehybrid's.
@@ -43,9 +44,6 @@ No name contains "flash", "sdpa" or "flex_attention", on which transformers chec
 CONV = "causal_conv1d_fn"
 SCANS = {"torch_chunk_gated_delta_rule": "gated delta rule", "mamba2_chunk_scan": "Mamba-2"}
 """Functions that carry a state along the row, with the name of their layers."""
-FUSED = "mamba2_split_conv1d_scan_combined"
-"""Convolution, scan and output projection in one kernel of mamba_ssm, in training; None if it is not installed."""
-FUNCTIONS = (CONV, *SCANS, FUSED)
 SHORT_CONV = "short convolution"
 _OTHER_SCANS = {"mamba_selective_scan", "chunk_kimi_delta_attention"}
 """Functions next to the same convolution that carry a state and cannot be replaced: Mamba 1's, Kimi's delta rule."""
@@ -61,7 +59,7 @@ class Mixer(NamedTuple):
     """A kind of recurrent layer, e.g. ``"gated delta rule"``, whose functions can be replaced.
 
     Attributes:
-        home: the module of Python that has its `FUNCTIONS`.
+        home: the module of Python that has its functions.
         repeats: the forward repeats the heads of keys before it calls them, as transformers 5.17 does.
     """
 
@@ -310,7 +308,7 @@ def read_features(
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
     )
     try:
-        return replace(unread, **_attention_facts(base, config), gap=next(_gaps(model, base, config), ""))
+        return replace(unread, **_attention_facts(base, config), gap=first_reason(_gaps(model, base, config)))
     except UNREADABLE as error:
         return replace(unread, gap=f"{config.model_type}'s attention cannot be read ({type(error).__name__}: {error})")
 
@@ -368,28 +366,23 @@ def masks_by_kind(model: nn.Module) -> bool:
     return any(hasattr(cls, "create_masks_for_generate") for cls in classes)
 
 
-def _gaps(model: nn.Module, base: Any, config: Any) -> Iterator[str]:
+def _gaps(model: nn.Module, base: Any, config: Any) -> Iterator[object]:
     """Yield the reasons why the attention interface cannot keep documents of this model apart, most basic first."""
     family, attentions, known = config.model_type, attention_modules(base), mixers(base)
-    if missing := missing_reason("packed_attention"):
-        yield missing
-    if is_prompt_learning(model):
-        yield "prompt learning prepends virtual tokens to each row, not to each document"
-    if not attentions or not base._can_set_attn_implementation():
-        yield f"{family} does not call transformers' attention interface"
+    yield missing_reason("packed_attention")
+    yield is_prompt_learning(model) and "prompt learning prepends virtual tokens to each row, not to each document"
+    reached = attentions and base._can_set_attn_implementation()
+    yield not reached and f"{family} does not call transformers' attention interface"
     types = set(getattr(config, "layer_types", None) or ())
-    if other := sorted(types - _UNDERSTOOD_LAYERS - (_MIXER_LAYERS if known else set())):
-        yield f"{family} has {', '.join(other)} layers, which the attention interface cannot keep apart"
+    other = sorted(types - _UNDERSTOOD_LAYERS - (_MIXER_LAYERS if known else set()))
+    yield other and f"{family} has {', '.join(other)} layers, which the attention interface cannot keep apart"
     inside = {part for mixer in (*attentions, *known) for part in mixer.modules()}
     for module in state_modules(base):
-        if module not in inside and known.keys().isdisjoint(module.modules()):
-            yield f"{family} mixes tokens in {type(module).__name__}, outside of attention"
-    if known and getattr(base, "use_kernels", False):
-        yield f"{family} runs hub kernels in its recurrent layers (use_kernels=True)"
-    if family in _DROPS_KEYWORDS:
-        yield f"{family} drops keywords on the way to attention"
-    if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
-        yield f"{family} attends in both directions (is_causal=False)"
-    for module in attentions:
-        if not getattr(module, "is_causal", True):
-            yield f"{family} attends in both directions ({type(module).__name__}.is_causal=False)"
+        outside = module not in inside and known.keys().isdisjoint(module.modules())
+        yield outside and f"{family} mixes tokens in {type(module).__name__}, outside of attention"
+    hub = known and getattr(base, "use_kernels", False)
+    yield hub and f"{family} runs hub kernels in its recurrent layers (use_kernels=True)"
+    yield family in _DROPS_KEYWORDS and f"{family} drops keywords on the way to attention"
+    for part in (config, *attentions):
+        both = getattr(part, "use_bidirectional_attention", False) or not getattr(part, "is_causal", True)
+        yield both and f"{family} attends in both directions ({type(part).__name__}.is_causal=False)"

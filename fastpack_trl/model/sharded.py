@@ -180,8 +180,8 @@ def embeddings_put_in(model: nn.Module, leaf: Tensor) -> AbstractContextManager[
     return embedding.register_forward_hook(lambda _module, _args, out: leaf.to(out.device, out.dtype, copy=True))
 
 
-def head_sees_last(model: nn.Module, count: int) -> AbstractContextManager[Any]:
-    """Let the head of `model` compute logits of the last `count` tokens only, if it has one."""
+def head_sees_last(model: nn.Module) -> AbstractContextManager[Any]:
+    """Let the head of `model` compute logits of the last token only, if it has one."""
     # `logits_to_keep` would have gemma4 cut the queries of layers whose keys are those of the whole row.
     head: nn.Module | None = text_model(model).get_output_embeddings()
-    return nullcontext() if head is None else head.register_forward_pre_hook(lambda _, given: given[0][:, -count:])
+    return nullcontext() if head is None else head.register_forward_pre_hook(lambda _, given: given[0][:, -1:])

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from fastpack_trl.errors import first_reason
 from fastpack_trl.kernels.grouped import reads_offsets
 from fastpack_trl.model.changes import Patch, patch_attribute
 from fastpack_trl.moe.block import NAME, STOCK, ExpertsState, fastpack_experts
-from fastpack_trl.moe.layout import experts_modules, not_covered, read_gate
+from fastpack_trl.moe.layout import experts_modules, read_gate, why_not
 from fastpack_trl.moe.lora import expert_lora, router_adapters
 from fastpack_trl.moe.quantized import expert_dtypes
 
@@ -39,17 +41,11 @@ class MoeReport(contextlib.AbstractContextManager["MoeReport"]):
     adapters: list[LayerPath] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
-    _states: list[ExpertsState] = field(default_factory=list, repr=False)
 
     @property
     def active(self) -> int:
         """Return how many experts modules run on our path."""
         return sum(layer.path == NAME for layer in self.layers)
-
-    @property
-    def sorts(self) -> int:
-        """Return the number of routing plans since `apply_moe`: one per experts module and forward or recompute."""
-        return sum(state.sorts for state in self._states)
 
     def revert(self) -> None:
         """Restore the model as it was; a second call does nothing."""
@@ -60,12 +56,11 @@ class MoeReport(contextlib.AbstractContextManager["MoeReport"]):
 
     def summary(self) -> str:
         """Return the paths on one line, without module names: ``2 of 2 layers; LoRA on the experts of 2``."""
-        parts = [f"{self.active} of {len(self.layers)} layers"] * bool(self.active) + _paths(self.layers)
-        if self.adapters:
-            ours = sum(adapter.path == NAME for adapter in self.adapters)
-            parts += [f"LoRA on the experts of {ours}"] * bool(ours)
-            parts += [f"LoRA on experts: {other}" for other in _paths(self.adapters)]
-        return "; ".join([*parts, *self.warnings])
+        adapted = sum(adapter.path == NAME for adapter in self.adapters)
+        ours = f"{self.active} of {len(self.layers)} layers" if self.active else ""
+        of_lora = [f"LoRA on the experts of {adapted}" if adapted else ""]
+        of_lora += [f"LoRA on experts: {other}" for other in _paths(self.adapters)]
+        return "; ".join(filter(None, [ours, *_paths(self.layers), *of_lora, *self.warnings]))
 
     def __str__(self) -> str:
         """Return one line per path and reason, with the number of layers."""
@@ -114,12 +109,12 @@ def apply_moe(model: nn.Module, *, lora: bool = True, force: bool = False) -> Mo
     for name, module in modules.items():
         if hasattr(module, "_fastpack_moe"):
             report.layers.append(LayerPath(name, NAME, "applied before"))
-        elif reason := _reason_for_stock(module, force):
+        elif reason := first_reason(_reasons_for_stock(module, force)):
             report.layers.append(LayerPath(name, "stock", reason))
         else:
             states[module] = ExpertsState(read_gate(module))
-            own_gate = states[module].gate.kind == "model"
-            report.layers.append(LayerPath(name, NAME, "the model's own gate" * own_gate))
+            gate = "the model's own gate" if states[module].gate.kind == "model" else ""
+            report.layers.append(LayerPath(name, NAME, gate))
     with contextlib.ExitStack() as stack:
         if states:  # stays registered for copies of the model made during training
             from transformers.integrations.moe import ExpertsInterface
@@ -134,22 +129,19 @@ def apply_moe(model: nn.Module, *, lora: bool = True, force: bool = False) -> Mo
         for adapter in adapters:
             report.adapters.append(LayerPath(adapter.name, NAME if not adapter.reason else "peft", adapter.reason))
         report.warnings += router_adapters(model, modules)
-        report._states = list(states.values())
         report._stack = stack.pop_all()
-    held = Patch(report._stack)
     changed: list[Any] = [*states.values(), *adapters]
     for each in changed:
-        each.installed = held
+        each.installed = Patch(report._stack)
     return report
 
 
-def _reason_for_stock(module: Any, force: bool) -> str:
+def _reasons_for_stock(module: Any, force: bool) -> Iterator[object]:
     implementation = getattr(module.config, "_experts_implementation", "")
-    if implementation == "":
-        return "this transformers version has no choice of experts implementations"
-    if implementation not in (STOCK, NAME, None) and not force:
-        return f"experts_implementation={implementation!r} was chosen"
-    return not_covered(module)
+    yield implementation == "" and "this transformers version has no choice of experts implementations"
+    chosen = implementation not in (STOCK, NAME, None) and not force
+    yield chosen and f"experts_implementation={implementation!r} was chosen"
+    yield from why_not(module)
 
 
 def refuses_capture(model: nn.Module, device: torch.device) -> str:
@@ -157,8 +149,6 @@ def refuses_capture(model: nn.Module, device: torch.device) -> str:
     for dtype in expert_dtypes(model):
         if reads_offsets(dtype, device):
             capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-            return (
-                f"grouped matmuls in {str(dtype).removeprefix('torch.')} read their sizes on the host at compute "
-                f"capability {capability}"
-            )
+            matmuls = f"grouped matmuls in {str(dtype).removeprefix('torch.')}"
+            return f"{matmuls} read their sizes on the host at compute capability {capability}"
     return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,7 +14,8 @@ from fastpack_trl.kernels.gate_form import Gate
 from fastpack_trl.model.changes import Patch, hand_over
 from fastpack_trl.model.hooks import PartsHooked
 from fastpack_trl.moe.experts import Form, Stack, StackForm, experts
-from fastpack_trl.moe.quantized import STACKS, read_stack
+from fastpack_trl.moe.layout import STACKS
+from fastpack_trl.moe.quantized import read_stack
 from fastpack_trl.moe.routing import routing_plan
 
 NAME = "fastpack"
@@ -30,13 +32,11 @@ class ExpertsState:
 
     Attributes:
         gate: the activation between the projections.
-        sorts: number of routing plans made: one per forward, and one per recompute of a checkpointed layer.
         hooked: whether hooks need transformers' path, which calls the gate's activation as a module.
         installed: all other changes of the model.
     """
 
     gate: Gate
-    sorts: int = 0
     hooked: PartsHooked = field(default_factory=PartsHooked)
     installed: Patch | None = None
 
@@ -90,16 +90,11 @@ def fastpack_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_
 
         out: Tensor = ALL_EXPERTS_FUNCTIONS[name](self, hidden_states, top_k_index, top_k_weights)
         return out
-    return run_experts(self, hidden_states, top_k_index, top_k_weights)
+    return run_experts(self, hidden_states, top_k_index, top_k_weights, {})
 
 
 def run_experts(
-    module: Any,
-    hidden_th: Tensor,
-    ids_tk: Tensor,
-    weights_tk: Tensor,
-    gate_up: LowRank | None = None,
-    down: LowRank | None = None,
+    module: Any, hidden_th: Tensor, ids_tk: Tensor, weights_tk: Tensor, factors: Mapping[str, LowRank]
 ) -> Tensor:
     """Run our path for a supported module, with low-rank additions to its stacks.
 
@@ -107,17 +102,13 @@ def run_experts(
         module: the experts module.
         hidden_th: (T, H).
         ids_tk, weights_tk: (T, k) expert ids and routing weights.
-        gate_up, down: in the dtype of the stacks.
+        factors: by the name of a stack, in its dtype.
     """
     state: ExpertsState = module._fastpack_moe
     if weights_tk.shape != ids_tk.shape:  # (T, E) from some routers of earlier transformers
         weights_tk = weights_tk.gather(1, ids_tk.long())
-    if not torch.compiler.is_compiling():
-        state.sorts += 1
     plan = routing_plan(ids_tk, int(module.num_experts))
-    (first, up_form), (second, down_form) = (
-        _stack(module, name, low_rank or LowRank()) for name, low_rank in zip(STACKS, (gate_up, down), strict=True)
-    )
+    (first, up_form), (second, down_form) = (_stack(module, name, factors.get(name, LowRank())) for name in STACKS)
     form = Form(state.gate, bool(module.is_transposed), up_form, down_form)
     return experts(hidden_th, weights_tk, plan, first, second, form)
 

@@ -264,10 +264,6 @@ def _fake_backward(_grad: Any, _h: Any, _up: Any, _down: Any, needed: Sequence[b
     return [torch.empty_like(value, memory_format=torch.contiguous_format) for value in wanted]
 
 
-def _flops_forward(*arguments: Any, **_keywords: Any) -> int:
-    return _Call.of(arguments).flops()
-
-
 def _flops_backward(
     _grad: Any, _h: Any, _up: Any, _down: Any, needed: Sequence[bool], *arguments: Any, **_keywords: Any
 ) -> int:
@@ -286,8 +282,9 @@ _ARGUMENTS = (
 _RESULTS = "(Tensor, Tensor, Tensor, Tensor)"
 _GRADIENT = "Tensor grad, Tensor pre_activation, Tensor low_up, Tensor low_down, bool[] needed"
 _forward = operator(
-    experts_forward, fake=_fake_forward, flops=_flops_forward, signature=f"({_ARGUMENTS}) -> {_RESULTS}"
-)
+    experts_forward, fake=_fake_forward, flops=lambda *arguments, **_: _Call.of(arguments).flops(),
+    signature=f"({_ARGUMENTS}) -> {_RESULTS}",
+)  # fmt: skip
 _backward = operator(
     experts_backward, fake=_fake_backward, flops=_flops_backward, signature=f"({_GRADIENT}, {_ARGUMENTS}) -> Tensor[]"
 )

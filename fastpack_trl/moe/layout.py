@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from fastpack_trl.kernels.gate import gate_forward
 from fastpack_trl.kernels.gate_form import Gate, passes_at_bounds
 from fastpack_trl.model.hooks import users_hooks_off
 
+STACKS = ("gate_up_proj", "down_proj")
 _FLAGS = ("is_transposed", "has_bias", "has_gate", "num_experts", "config")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -24,31 +26,24 @@ def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def not_covered(module: Any) -> str:
-    """Return why this module keeps transformers' path, or ``""``. Older versions lack some flags."""
-    if not module.has_gate:
-        return "experts without a gate"
-    if getattr(module, "has_post_expert_norm", False):
-        return "a norm follows each expert"
-    if getattr(module, "_is_expert_parallel", False):
-        return "expert parallel"
+def why_not(module: Any) -> Iterator[object]:
+    """Yield why this module keeps transformers' path. Older versions lack some flags."""
+    yield not module.has_gate and "experts without a gate"
+    yield getattr(module, "has_post_expert_norm", False) and "a norm follows each expert"
+    yield getattr(module, "_is_expert_parallel", False) and "expert parallel"
     children = (child for child in module.children() if not isinstance(child, nn.ModuleDict))  # parametrized stacks
-    if any(True for child in children for _ in child.parameters()):
-        return "the gate has parameters of its own"
-    for name in ("gate_up_proj", "down_proj"):
+    yield any(True for child in children for _ in child.parameters()) and "the gate has parameters of its own"
+    for name in STACKS:
         if name in getattr(module, "parametrizations", ()):
             made_by = [type(step).__name__ for step in module.parametrizations[name]]
-            if made_by != ["Bnb4bitParametrization"]:
-                return f"{name} is parametrized by {', '.join(made_by)}"
+            yield made_by != ["Bnb4bitParametrization"] and f"{name} is parametrized by {', '.join(made_by)}"
             continue
         parameter = getattr(module, name, None)
         if parameter is None or parameter.ndim != 3:
-            return f"{name} is not a stack of matrices"
-        if parameter.dtype not in _DTYPES:
-            return f"{name} is in {str(parameter.dtype).removeprefix('torch.')}"
-        if type(parameter.data).__name__ == "DTensor":
-            return f"{name} is a DTensor"
-    return ""
+            yield f"{name} is not a stack of matrices"
+            return
+        yield parameter.dtype not in _DTYPES and f"{name} is in {str(parameter.dtype).removeprefix('torch.')}"
+        yield type(parameter.data).__name__ == "DTensor" and f"{name} is a DTensor"
 
 
 def read_gate(module: Any) -> Gate:

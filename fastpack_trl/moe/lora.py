@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from fastpack_trl.errors import first_reason
 from fastpack_trl.kernels.grouped import aligned_rank
 from fastpack_trl.model.changes import Patch, hand_over, patch_attribute
 from fastpack_trl.model.hooks import PartsHooked
 from fastpack_trl.moe.block import LowRank, gate_modules, is_decoding, run_experts, traceable
-from fastpack_trl.moe.quantized import STACKS, read_stack, stack_dtype
+from fastpack_trl.moe.layout import STACKS
+from fastpack_trl.moe.quantized import read_stack, stack_dtype
 
 logger = logging.get_logger(__name__)
 
@@ -59,7 +61,7 @@ def expert_lora(model: nn.Module) -> Iterator[list[ExpertLora]]:
     with contextlib.ExitStack() as stack:
         for adapter in adapters:
             outer = adapter.wrappers[0]
-            adapter.reason = _reason_for_peft(adapter)
+            adapter.reason = first_reason(_reasons_for_peft(adapter))
             if (before := vars(outer).get("forward")) is None:
                 # On the instance: the class and all that PEFT reads stay unchanged. A method, because a compiled graph
                 # compares its function, which is the same in every layer; other objects are compared by identity.
@@ -76,7 +78,7 @@ def _adapted(model: nn.Module) -> Iterator[ExpertLora]:
     for name, module in model.named_modules():
         chain: list[Any] = []
         base: Any = module
-        while _is_wrapper(base) and base not in inner:
+        while hasattr(base, "parameter_name") and base not in inner:  # PEFT's ParamWrapper
             chain.append(base)
             inner.add(base)
             base = base.base_layer
@@ -84,14 +86,12 @@ def _adapted(model: nn.Module) -> Iterator[ExpertLora]:
             yield ExpertLora(name, chain, base)
 
 
-def _is_wrapper(module: nn.Module) -> bool:
-    return type(module).__name__ == "ParamWrapper" and hasattr(module, "parameter_name")
-
-
 def forward(outer: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Run the forward of the outermost wrapper: ours, or PEFT's if adapters or hooks need it."""
     adapter: ExpertLora = outer._fastpack_expert_lora
-    reason = "called with keyword arguments" if kwargs or len(args) != 2 else _reason_for_peft(adapter)
+    reason = "called with keyword arguments"
+    if not kwargs and len(args) == 2:
+        reason = first_reason(_reasons_for_peft(adapter))
     if reason != adapter.reason and not torch.compiler.is_compiling():
         adapter.reason = reason
         if reason:
@@ -102,37 +102,28 @@ def forward(outer: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         out: Tensor = type(outer).forward(outer, hidden, *args, **kwargs)
         return out
     factors = {wrapper.parameter_name: low_rank(wrapper, adapter.module) for wrapper in adapter.wrappers}
-    ids, weights = args
-    gate_up, down = (factors.get(name) for name in STACKS)
-    return run_experts(adapter.module, hidden, ids, weights, gate_up, down)
+    return run_experts(adapter.module, hidden, *args, factors)
 
 
-def _reason_for_peft(adapter: ExpertLora) -> str:
+def _reasons_for_peft(adapter: ExpertLora) -> Iterator[object]:
     module = adapter.module
     for wrapper in adapter.wrappers:
-        if wrapper.parameter_name not in STACKS:
-            return f"{wrapper.parameter_name} is adapted too"
-        if wrapper.disable_adapters:
-            return "adapters are disabled"
-        if wrapper.merged:
-            return "adapters are merged"
+        yield wrapper.parameter_name not in STACKS and f"{wrapper.parameter_name} is adapted too"
+        yield wrapper.disable_adapters and "adapters are disabled"
+        yield wrapper.merged and "adapters are merged"
         active = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
-        if len(active) != 1:
-            return f"{len(active)} adapters are active"
-        if wrapper.num_experts == 1:
-            return "a single expert"
-        if active[0] in getattr(wrapper, "lora_variant", {}):
-            return f"{active[0]!r} is a LoRA variant"
+        yield len(active) != 1 and f"{len(active)} adapters are active"
+        yield wrapper.num_experts == 1 and "a single expert"
+        yield active[0] in getattr(wrapper, "lora_variant", {}) and f"{active[0]!r} is a LoRA variant"
         # Older PEFT always reads a stack as (experts, in, out), which swaps the factors.
-        if bool(getattr(wrapper, "_did_swap_in_out_features", False)) == bool(module.is_transposed):
-            return "this PEFT version stores the factors in the other order"
+        swapped = bool(getattr(wrapper, "_did_swap_in_out_features", False)) == bool(module.is_transposed)
+        yield swapped and "this PEFT version stores the factors in the other order"
     # PEFT's path would call these modules; ours does not.
     if adapter.hooked(module, *adapter.wrappers[1:], *gate_modules(module)):
-        if read_stack(module, STACKS[0])[1] is None:
-            return "hooks on the experts module, inside of it or on every module"
+        dense = read_stack(module, STACKS[0])[1] is None
+        yield dense and "hooks on the experts module, inside of it or on every module"
         # PEFT 0.21 fails from the second forward on if the stack is stored in 4 bits.
         logger.warning_once("expert LoRA: hooks on experts in 4 bits do not run: PEFT's own path cannot train them")
-    return ""
 
 
 def low_rank(wrapper: Any, module: Any) -> LowRank:

@@ -6,16 +6,13 @@ would hold until backward. The experts function takes the packed stack and dequa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from fastpack_trl.moe.layout import experts_modules
-
-STACKS = ("gate_up_proj", "down_proj")
+from fastpack_trl.moe.layout import STACKS, experts_modules
 
 
 def read_stack(module: Any, name: str) -> tuple[Any, Any]:
@@ -41,8 +38,7 @@ def expert_dtypes(model: nn.Module) -> set[torch.dtype]:
     return {stack_dtype(*stack) for stack in stacks if read_stack(*stack)[0] is not None}
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizedExperts:
+class QuantizedExperts(NamedTuple):
     """Result of `quantize_experts`: ``96 stacks, 56.62 -> 15.04 GiB (nf4)``."""
 
     stacks: int

@@ -46,17 +46,15 @@ def plan_batches(trainer: SFTTrainer, path: str, flattens: bool, unproven: str =
 
     `unproven`: why no check has shown that the model separates documents in such rows; empty before the check.
     """
-    stock = first_reason(_only_stock(trainer, path))
-    if stock:
+    if stock := first_reason(chain(_only_stock(trainer, path), [trainer.padding_free and unproven])):
         return BatchPlan("stock", stock)
-    if trainer.padding_free:
-        if unproven:
-            return BatchPlan("stock", unproven)
-        if path == PADDED_DOCUMENTS:
-            return BatchPlan("documents", "each document of a packed row is padded as a row of its own")
-        source = f"packing_strategy={trainer.args.packing_strategy!r}" if trainer.args.packing else "padding_free=True"
-        return BatchPlan("packed", source)
-    return _without_padding(unproven or first_reason(chain(_padded_in_sft(trainer), _padded(trainer, path, flattens))))
+    if not trainer.padding_free:
+        reasons = chain([unproven], _padded_in_sft(trainer), _padded(trainer, path, flattens))
+        return _without_padding(first_reason(reasons))
+    if path == PADDED_DOCUMENTS:
+        return BatchPlan("documents", "each document of a packed row is padded as a row of its own")
+    source = f"packing_strategy={trainer.args.packing_strategy!r}" if trainer.args.packing else "padding_free=True"
+    return BatchPlan("packed", source)
 
 
 def plan_prompt_groups(trainer: Any, path: str, flattens: bool, unproven: str = "") -> BatchPlan:
@@ -146,12 +144,9 @@ def packing_collator(trainer: SFTTrainer, *, share_prefixes: bool = False) -> Pa
     """Return our collator with the settings of the trainer's own."""
     stock = trainer.data_collator
     return PackingCollator(
-        pad_token_id=stock.pad_token_id,
-        pad_to_multiple_of=stock.pad_to_multiple_of,
-        vocab_size=vocabulary(trainer.model),
-        share_prefixes=share_prefixes,
-        whole_rows=not trainer.padding_free,
-    )
+        pad_token_id=stock.pad_token_id, pad_to_multiple_of=stock.pad_to_multiple_of,
+        vocab_size=vocabulary(trainer.model), share_prefixes=share_prefixes, whole_rows=not trainer.padding_free,
+    )  # fmt: skip
 
 
 def vocabulary(model: Any) -> int:

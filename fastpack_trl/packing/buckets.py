@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fastpack_trl.packing.packed_batch import PackedBatch, rounded_length
+from fastpack_trl.packing.packed_batch import PackedBatch, rounded_length, rounded_up
 
 MOST_BUCKETS = 12
 """In a run. Each costs a recording, and an eager row before it."""
 _KEPT_FOR_LARGER = 4
-"""Of these, buckets that only rows make that fit into no other."""
-_TOKEN_STEPS = 16
-"""Per power of two: tokens are rounded up by at most a sixteenth, from 1,024 on to whole tiles of matmuls."""
+"""Buckets that only rows make that fit into no other."""
 _LOOSE = 1.15
 """Cost of a bucket, as a multiple of the row's, above which the row makes a bucket of its own."""
 _MOST_PADDED = 3.0
@@ -52,6 +50,11 @@ class Bucket(NamedTuple):
         """The size with keys: each token's own if nothing is shared."""
         return self if self.keys else self._replace(keys=self.tokens, max_seqlen_k=self.max_seqlen)
 
+    def joined(self, other: Bucket) -> Bucket:
+        """Return the maxima of two sizes."""
+        pair = (self.with_keys, other.with_keys) if self.keys or other.keys else (self, other)
+        return Bucket(*map(max, *pair))
+
     @property
     def cost(self) -> float:
         """Cost in tokens, for comparisons."""
@@ -90,19 +93,13 @@ class Buckets:
         is_loose = bucket is not None and bucket.cost > _LOOSE * own.cost
         if (left > 0 and bucket is None) or (left > _KEPT_FOR_LARGER and is_loose):
             # Around the rows of an earlier bucket too if that costs little: packed rows soon have one for all of them.
-            wider = {_around(size, most): most for rows in self.made.values() for most in [_maxima(size, rows)]}
+            wider = {_around(size, most): most for most in map(size.joined, self.made.values())}
             fitting = (one for one in wider if one.holds(size) and one.cost <= _LOOSE * own.cost)
             found = max(fitting, key=lambda one: one.cost, default=own)
             if found.holds(size):  # else more keys are left over than the tail has tokens
                 self.made[found] = wider.get(found, size)
                 return found
-        return None if bucket is None or bucket.tokens > _MOST_PADDED * _rounded(size.tokens) else bucket
-
-
-def _maxima(size: Bucket, rows: Bucket) -> Bucket:
-    if size.keys or rows.keys:
-        size, rows = size.with_keys, rows.with_keys
-    return Bucket(*map(max, size, rows))
+        return None if bucket is None or bucket.tokens > _MOST_PADDED * _whole_tiles(size.tokens) else bucket
 
 
 def _around(size: Bucket, most: Bucket) -> Bucket:
@@ -111,7 +108,7 @@ def _around(size: Bucket, most: Bucket) -> Bucket:
         size = size.with_keys
     tail = 1 + bool(most.keys)  # keys left over need a tail that sees them
     bucket = most._replace(
-        tokens=_rounded(most.tokens + bool(most.keys)),
+        tokens=_whole_tiles(most.tokens + bool(most.keys)),
         max_seqlen=rounded_length(most.max_seqlen),
         max_seqlen_k=rounded_length(most.max_seqlen_k),
     )
@@ -119,15 +116,9 @@ def _around(size: Bucket, most: Bucket) -> Bucket:
         keys = max(one.keys + bucket.tokens - one.tokens for one in (size, most))
         bucket = bucket._replace(keys=-(-keys // 64) * 64)  # by little: each key left over is one of the tail's
     needed = max(one.segments + bucket.pieces_of(one) for one in (size, most)) + tail
-    return bucket._replace(segments=_next_capacity(needed))
+    return bucket._replace(segments=rounded_up(needed, 2, 1))  # 1, 2, 3, 4, 6, 8, 12, 16, ...
 
 
-def _rounded(value: int) -> int:
-    step = max(8, (1 << (value - 1).bit_length()) // (2 * _TOKEN_STEPS))
-    return -(-value // step) * step
-
-
-def _next_capacity(segments: int) -> int:
-    """Return 1, 2, 3, 4, 6, 8, 12, 16, ...: the next of two steps per power of two."""
-    step = max(1, 1 << max(0, (segments - 1).bit_length() - 2))
-    return -(-segments // step) * step
+def _whole_tiles(tokens: int) -> int:
+    """Round up by at most a sixteenth, from 1,024 tokens on to whole tiles of matmuls."""
+    return rounded_up(tokens, 16, 8)

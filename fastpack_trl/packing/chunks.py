@@ -82,11 +82,7 @@ def _build(batch: PackedBatch) -> Chunks:
     before = F.pad(ends[:-1], (1, 0), value=_NOBODY - 1)  # with which the chunk before ends: nothing, of the first
     causal = (documents[:, :, None] == documents[:, None, :]).tril()
     return Chunks(
-        positions=batch.position_ids[0],
-        causal=causal,
-        sums=causal.double(),
-        carry_in=documents == before[:, None],
-        to_end=documents == ends[:, None],
-        chain=(before[:, None] == ends[None, :]).tril(-1),
+        positions=batch.position_ids[0], causal=causal, sums=causal.double(), carry_in=documents == before[:, None],
+        to_end=documents == ends[:, None], chain=(before[:, None] == ends[None, :]).tril(-1),
         longest=batch.bucketed_max_seqlen,
-    )
+    )  # fmt: skip

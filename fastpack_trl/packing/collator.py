@@ -18,8 +18,6 @@ from fastpack_trl.packing.shared_keys import Documents, Ints
 
 __all__ = ["PackedInputs", "PackingCollator"]
 
-COLUMNS = ("input_ids", "labels", "seq_lengths")
-
 
 @dataclass
 class PackingCollator(DataCollatorForLanguageModeling):
@@ -32,13 +30,8 @@ class PackingCollator(DataCollatorForLanguageModeling):
     one document), each a NumPy array (the fast path: ``dataset.with_format("numpy")``), a list or a tensor, of
     integers. All rows of a batch become one. Documents of length 0 are skipped; other columns are ignored.
 
-    The result has TRL's keys and values, and ``packed_batch``:
-
-    - ``input_ids``, ``labels``, ``position_ids``: (1, total_tokens) int64; the label of each first token is -100.
-    - ``cu_seq_lens_q``, ``cu_seq_lens_k``: (num_segments + 1,) int32, in tokens.
-    - ``max_length_q``, ``max_length_k``: int, tokens of the longest segment.
-    - ``seq_idx``: (1, total_tokens) int32.
-    - ``packed_batch``: the `PackedBatch` of the same tensors, with the positions and labels that the loss counts.
+    The result has TRL's keys and values. ``input_ids`` and ``labels`` are (1, total_tokens) int64; the label of each
+    first token is -100. ``packed_batch`` is the `PackedBatch` of the other tensors, with what the loss counts.
 
     One difference is intended. The padding of `pad_to_multiple_of` is *one* further segment, with position ids that
     documents have too, and never a document (`PackedBatch.num_padding`), where TRL makes one of each padding token.
@@ -85,7 +78,7 @@ class PackingCollator(DataCollatorForLanguageModeling):
 
     def torch_call(self, examples: Sequence[Mapping[str, Any]]) -> PackedInputs:
         """Flatten the rows; the class describes input and output."""
-        columns = COLUMNS[1:2] if self.whole_rows else COLUMNS[1:]
+        columns = ("labels",) if self.whole_rows else ("labels", "seq_lengths")
         rows = [_read_row(index, example, columns) for index, example in enumerate(examples)]
         ids, lengths = [ids for ids, _, _ in rows], _flatten([lengths for _, _, lengths in rows])
         if not lengths.size:

@@ -19,11 +19,8 @@ from fastpack_trl.packing.shared_keys import Ints
 
 _ROWS_AT_A_TIME = 10_000
 _NEVER = 2**62
-_READ = (
-    "input_ids",
-    "labels",
-    "seq_lengths",
-)  # by TRL: the last with `padding_free` only, so truncation leaves it stale
+_READ = ("input_ids", "labels", "seq_lengths")
+"""Columns that TRL reads: the last with `padding_free` only, so that truncation leaves it stale."""
 
 Piece = Mapping[str, tuple[Ints, Any]]
 """Of each list column: its items per row, and the items of these rows as one Arrow array."""
@@ -37,11 +34,8 @@ def pieces(dataset: Dataset, *columns: str) -> Iterator[Piece]:
     for table in view.iter(batch_size=_ROWS_AT_A_TIME):
         # A filtered data set has a chunk per row.
         arrays = {name: c.chunk(0) if (c := table[name]).num_chunks == 1 else c.combine_chunks() for name in names}
-        yield {name: (_lengths(array), array.flatten()) for name, array in arrays.items()}
-
-
-def _lengths(array: Any) -> Ints:
-    return pc.fill_null(pc.list_value_length(array), 0).to_numpy().astype(np.int64)
+        counts = {name: pc.fill_null(pc.list_value_length(array), 0).to_numpy() for name, array in arrays.items()}
+        yield {name: (counts[name].astype(np.int64), array.flatten()) for name, array in arrays.items()}
 
 
 def column_lengths(dataset: Dataset, column: str) -> Ints:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import Tensor
@@ -48,10 +49,7 @@ def as_one_row(mask: Tensor, *padded: Tensor | None) -> list[Tensor | None]:
 
 
 def _documents(example: Mapping[str, Any]) -> list[dict[str, Any]]:
-    start, documents = 0, []
+    columns = {name: example[name] for name in ("input_ids", "labels") if example.get(name) is not None}
     lengths = example.get("seq_lengths")  # a list, or an array or tensor in the format of the data set
-    for length in [len(example["input_ids"])] if lengths is None else map(int, lengths):
-        columns = {name: example[name] for name in ("input_ids", "labels") if example.get(name) is not None}
-        documents += [{name: values[start : start + length] for name, values in columns.items()}] if length else []
-        start += length
-    return documents
+    ends = accumulate([len(columns["input_ids"])] if lengths is None else map(int, lengths), initial=0)
+    return [{name: values[a:b] for name, values in columns.items()} for a, b in pairwise(ends) if a < b]

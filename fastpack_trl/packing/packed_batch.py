@@ -129,14 +129,9 @@ class PackedBatch(TensorFields):
 
     @classmethod
     def from_lengths(
-        cls,
-        seq_lengths: Sequence[int] | Ints,
-        *,
-        num_padding: int = 0,
-        labels: Tensor | None = None,
-        prefixes: tuple[Ints, Ints] | None = None,
-        width: int = 0,
-    ) -> PackedBatch:
+        cls, seq_lengths: Sequence[int] | Ints, *, num_padding: int = 0, labels: Tensor | None = None,
+        prefixes: tuple[Ints, Ints] | None = None, width: int = 0,
+    ) -> PackedBatch:  # fmt: skip
         """Build the metadata of a row on the host.
 
         Args:
@@ -188,18 +183,12 @@ class PackedBatch(TensorFields):
         # Neither `places[None]`, whose first stride is 0, nor a view: torch may compile layers again for either.
         position_ids = torch.from_numpy(places.reshape(1, total))
         return cls(
-            seq_lengths=tuple(lengths.tolist()),
-            num_padding=num_padding,
-            cu_seqlens=torch.from_numpy(np.append(0, ends).astype(np.int32)),
-            position_ids=position_ids,
+            seq_lengths=tuple(lengths.tolist()), num_padding=num_padding, max_seqlen=int(segments.max()),
+            cu_seqlens=torch.from_numpy(np.append(0, ends).astype(np.int32)), position_ids=position_ids,
             seq_idx=torch.from_numpy(np.arange(len(segments), dtype=np.int32).repeat(segments).reshape(1, total)),
-            max_seqlen=int(segments.max()),
-            loss_positions=loss_positions,
-            loss_labels=loss_labels,
-            labels=TensorVersion.of(labels) if labels is not None else None,
-            positions=TensorVersion.of(position_ids),
-            shared=shared,
-        )
+            loss_positions=loss_positions, loss_labels=loss_labels, shared=shared,
+            labels=TensorVersion.of(labels) if labels is not None else None, positions=TensorVersion.of(position_ids),
+        )  # fmt: skip
 
     @property
     def total_tokens(self) -> int:
@@ -266,8 +255,13 @@ class PackedBatch(TensorFields):
 
 def rounded_length(tokens: int) -> int:
     """Round up to one of four steps per power of two, from 128 on; a rounded length stays as it is."""
-    step = max(128, 1 << max(0, (tokens - 1).bit_length() - 3))
-    return -(-tokens // step) * step
+    return rounded_up(tokens, 4, 128)
+
+
+def rounded_up(value: int, steps: int, least: int) -> int:
+    """Round up to one of `steps` per power of two (itself one), at least `least` apart."""
+    step = max(least, (1 << (value - 1).bit_length()) // (2 * steps))
+    return -(-value // step) * step
 
 
 def merge_batches(batches: Sequence[PackedBatch], labels: Tensor | None = None) -> PackedBatch:
@@ -327,15 +321,11 @@ def merge_batches(batches: Sequence[PackedBatch], labels: Tensor | None = None) 
             **_joined(of_documents),
         )
     return PackedBatch(
-        seq_lengths=tuple(lengths),
-        max_seqlen=max(lengths),
+        seq_lengths=tuple(lengths), max_seqlen=max(lengths), parts=tuple(parts), documents=documents,
         labels=TensorVersion.of(labels) if labels is not None else None,
         positions=TensorVersion.of(joined["position_ids"]),
-        parts=tuple(parts),
-        shared=SharedKeys(tuple(prefixes), max_seqlen_k=longest, **_joined(of_keys)) if shares else None,
-        documents=documents,
-        **joined,
-    )
+        shared=SharedKeys(tuple(prefixes), max_seqlen_k=longest, **_joined(of_keys)) if shares else None, **joined,
+    )  # fmt: skip
 
 
 def _joined(pieces: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:

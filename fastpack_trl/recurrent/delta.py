@@ -49,7 +49,7 @@ def like_value(query: Tensor, _key: Tensor, value: Tensor, *_: Any) -> Tensor:
 
 def delta_flops(query: Tensor, _key: Tensor, value: Tensor, *_: Any, **_keywords: Any) -> int:
     size, width = query.shape[-1], value.shape[-1]
-    return int(query.shape[0] * Scan("delta rule", query.shape[1], value.shape[1], size, width).flops(CHUNK))
+    return int(query.shape[0] * Scan("gated delta rule", query.shape[1], value.shape[1], size, width).flops(CHUNK))
 
 
 ROW = "Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, bool normalise, "

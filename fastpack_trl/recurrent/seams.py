@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fastpack_trl.errors import PackingError
 from fastpack_trl.model.changes import patch_attribute, shared
-from fastpack_trl.model.facts import CONV, FUNCTIONS, FUSED, mixers, text_model
+from fastpack_trl.model.facts import CONV, mixers, text_model
 from fastpack_trl.packing.chunks import Chunks
 from fastpack_trl.recurrent.conv import packed_conv
 from fastpack_trl.recurrent.delta import packed_delta
@@ -42,9 +42,9 @@ def recurrent_layers(model: nn.Module) -> Iterator[None]:
 def replaced(home: ModuleType) -> Iterator[None]:
     """Replace the functions of one family's file."""
     with contextlib.ExitStack() as stack:
-        for name in FUNCTIONS:
+        for name, ours in OURS.items():
             if (stock := vars(home).get(name)) is not None:
-                stack.enter_context(patch_attribute(home, name, _either(stock, OURS[name])))
+                stack.enter_context(patch_attribute(home, name, _either(stock, ours)))
         yield
 
 
@@ -93,7 +93,7 @@ def _mamba2(
 
 
 def _not_fused(_chunks: Chunks, *_args: Any, **_kwargs: Any) -> None:
-    """Return None, so that the layer calls the two functions above and its own `out_proj`, LoRA included."""
+    """Return None in place of mamba_ssm's one kernel: the layer calls the functions above, and `out_proj` with LoRA."""
 
 
 def _check(tokens: Tensor, chunks: Chunks, has_state: bool = False) -> None:
@@ -107,6 +107,7 @@ def _check(tokens: Tensor, chunks: Chunks, has_state: bool = False) -> None:
 
 
 OURS: dict[str, Callable[..., Any]] = {
-    CONV: _conv, "torch_chunk_gated_delta_rule": _delta_rule, "mamba2_chunk_scan": _mamba2, FUSED: _not_fused,
+    CONV: _conv, "torch_chunk_gated_delta_rule": _delta_rule, "mamba2_chunk_scan": _mamba2,
+    "mamba2_split_conv1d_scan_combined": _not_fused,
 }  # fmt: skip
-"""The replacements of `FUNCTIONS`, with the same arguments and results, except for the state."""
+"""Functions of the families -> ours, with the same arguments and results, except for the state."""

@@ -21,7 +21,6 @@ from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.attention import install
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.attention.per_document import PerDocument, PerDocumentLayer
 from fastpack_trl.attention.probe import SHARED_LENGTHS
@@ -67,7 +66,6 @@ def test_window_that_is_one_off_fails_the_check(
 
         with monkeypatch.context() as patch:  # for our path; stock makes its masks as before
             patch.setattr(facts, "window_of", wrong)
-            patch.setattr(install, "window_of", wrong)
             # 1,025 is past what is exercised; asked for by its lengths, it is all the same.
             proof = verify_packing(model, lengths=(9, window + 16, 6) if device == "cuda" else None)
         assert not proof.proven

@@ -36,10 +36,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.attention.dense import dense_mask
 from fastpack_trl.attention.install import packed_attention
-from fastpack_trl.attention.interface import AttentionCall, shared_refusal
+from fastpack_trl.attention.interface import AttentionCall, gather_keys, shared_refusal
 from fastpack_trl.attention.per_document import PerDocument
 from fastpack_trl.attention.reference import additive, band_mask, document_attention
-from fastpack_trl.attention.varlen_common import fold_sinks, gather_keys, sink_gradient
+from fastpack_trl.attention.varlen import fold_sinks, sink_gradient
 from fastpack_trl.errors import PackingError
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs

@@ -15,7 +15,7 @@ from fastpack_trl import FastSFTTrainer, ThroughputCallback
 from fastpack_trl.features.sync_free import why_stock_loss
 from fastpack_trl.testing import HostSyncs, count_host_syncs
 
-TWIN = ("fastpack_trl/attention/varlen_common.py",)
+TWIN = ("fastpack_trl/attention/row_operator.py",)
 """On the CPU the attention operator runs its twin, which reads lengths that the kernel reads on the device."""
 
 

@@ -19,7 +19,8 @@ from trainer_material import build, figures, train
 from trl import SFTTrainer
 
 from fastpack_trl import AsyncCheckpointCallback, FastSFTTrainer
-from fastpack_trl.checkpointing.offload import Offload, checkpointed_layers, why_not_offloadable
+from fastpack_trl.checkpointing.offload import Offload, why_not_offloadable
+from fastpack_trl.model.checkpoint_seam import checkpointed_layers
 from fastpack_trl.model.recompute import offload_conflict
 from fastpack_trl.testing import gradients, tiny_model
 

@@ -12,9 +12,8 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 from offload_material import LAYERS, assert_same, enable, loss_of, make, step
 
-from fastpack_trl.checkpointing.offload import checkpointed_layers
 from fastpack_trl.checkpointing.plan import WORKING_SHARE, LayerCost, Level, Plan, layer_levels
-from fastpack_trl.model.checkpoint_seam import checkpointable_layers
+from fastpack_trl.model.checkpoint_seam import checkpointable_layers, checkpointed_layers
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
 KEEP, CHECKPOINT, OFFLOAD = Level

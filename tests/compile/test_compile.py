@@ -22,8 +22,8 @@ from trainer_material import train
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention.install import packed_attention
-from fastpack_trl.checkpointing.offload import checkpointed_layers
 from fastpack_trl.compile.layers import compiled_layers, decoder_layers
+from fastpack_trl.model.checkpoint_seam import checkpointed_layers
 from fastpack_trl.moe.apply import apply_moe
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.testing import gradients

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastpack_trl.attention.interface import AttentionCall
-from fastpack_trl.attention.varlen_common import RowLayer
+from fastpack_trl.attention.row_backend import RowLayer
+from fastpack_trl.attention.varlen import Varlen
 from fastpack_trl.lora.base_weight import BaseWeight, from_4bit
 from fastpack_trl.lora.projection import lora_projection
 
@@ -42,7 +43,7 @@ def draw(*shapes: tuple[int, ...]) -> list[Tensor]:
 
 def attend(query: Tensor) -> Tensor:
     ends = torch.tensor([0, 4, 6], dtype=torch.int32)
-    layer = RowLayer("varlen", ends, 4, ends, 4)
+    layer = RowLayer(Varlen(), ends, 4, ends, 4)
     split = query.view(1, TOKENS, 4, WIDTH // 4).transpose(1, 2)
     return layer.attend(AttentionCall(split, split, split, 0.25)).reshape(TOKENS, WIDTH)
 

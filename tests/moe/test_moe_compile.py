@@ -15,7 +15,8 @@ from fastpack_trl.kernels.gate_form import Gate
 from fastpack_trl.moe.apply import apply_moe
 from fastpack_trl.moe.block import LowRank, _stack
 from fastpack_trl.moe.experts import Form, Stack, StackForm, _experts
-from fastpack_trl.moe.quantized import STACKS, quantize_experts
+from fastpack_trl.moe.layout import STACKS
+from fastpack_trl.moe.quantized import quantize_experts
 from fastpack_trl.moe.routing import routing_plan
 from fastpack_trl.testing import assert_gradients_close, gradients
 

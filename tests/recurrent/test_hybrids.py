@@ -19,8 +19,9 @@ from fastpack_trl.attention import install
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.attention.proof import verify_packing
 from fastpack_trl.errors import NonFiniteError, PackingError
-from fastpack_trl.model.facts import FUNCTIONS, read_features
+from fastpack_trl.model.facts import read_features
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
+from fastpack_trl.recurrent.seams import OURS
 from fastpack_trl.testing import count_host_syncs, gradients
 
 
@@ -108,10 +109,10 @@ def test_ordinary_batches_stay_bit_equal_to_stock(family: str, wrapped: bool, mo
     reached(family)
     model, (row, batch) = hybrid_model(family).eval(), long_row()
     home = sys.modules[type(model).__module__]
-    for name in FUNCTIONS if wrapped else ():
+    for name in OURS if wrapped else ():
         if callable(vars(home).get(name)):
             monkeypatch.setattr(home, name, Func(vars(home)[name]))
-    before = {name: vars(home).get(name) for name in FUNCTIONS}
+    before = {name: vars(home).get(name) for name in OURS}
     ids = torch.randint(3, 96, (3, 80), generator=torch.Generator().manual_seed(2))
     mask = torch.ones_like(ids)
     mask[0, :50], mask[1, :2] = 0, 0
@@ -129,7 +130,7 @@ def test_ordinary_batches_stay_bit_equal_to_stock(family: str, wrapped: bool, mo
             actual = outputs()
         again = outputs()
         assert abs(packed(model, row, batch).item() - loss) <= 1e-5
-    assert {name: vars(home).get(name) for name in FUNCTIONS} == before
+    assert {name: vars(home).get(name) for name in OURS} == before
     assert all(torch.equal(*pair) for pair in zip(actual + again, expected * 2, strict=True))
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastpack_trl.attention import flash_attention_4, varlen_common
+from fastpack_trl.attention import flash_attention_4, row_operator
 from fastpack_trl.attention.reference import band_mask, document_attention
 
 INTERFACE = "flash_attn.cute.interface"
@@ -68,7 +68,7 @@ def in_place_of_the_twin() -> Iterator[None]:
     """The operator runs what it runs on CUDA, over a loop in plain torch that takes the kernel's arguments."""
     with pytest.MonkeyPatch.context() as patch:
         put_in(patch, sys.modules[__name__])
-        patch.setattr(varlen_common, "_twin", flash_attention_4.flash4_attention)
-        patch.setattr(varlen_common, "_twin_backward", flash_attention_4.flash4_attention_backward)
+        patch.setattr(row_operator, "_twin", flash_attention_4.flash4_attention)
+        patch.setattr(row_operator, "_twin_backward", flash_attention_4.flash4_attention_backward)
         yield
     flash_attention_4._function.cache_clear()

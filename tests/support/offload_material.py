@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fastpack_trl.checkpointing import offload as module
-from fastpack_trl.checkpointing.offload import Offload, checkpointed_layers, offload_checkpoints
+from fastpack_trl.checkpointing.offload import Offload, offload_checkpoints
 from fastpack_trl.model.changes import patch_attribute
+from fastpack_trl.model.checkpoint_seam import checkpointed_layers
 from fastpack_trl.testing import gradients, tiny_model
 
 LAYERS = 4

@@ -1,0 +1,97 @@
+"""Backends whose flash kernel runs over a whole packed row: the segments that it reads, and what it cannot run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from fastpack_trl.attention.interface import AttentionCall, Backend, described, gather_keys
+from fastpack_trl.attention.reference import NO_SOFTCAP, NO_WINDOW
+from fastpack_trl.attention.row_operator import HEAD_ALIGNMENT, MAX_HEAD_DIM
+from fastpack_trl.model.facts import ModelFeatures
+from fastpack_trl.packing.packed_batch import PackedBatch, rounded_length
+
+
+class RowLayer(NamedTuple):
+    """Segments of a row for a kernel over the whole row; crosses a layer boundary."""
+
+    backend: RowBackend
+    cu_seqlens: Tensor
+    """(num_segments + 1,) int32 on the device, starting at 0."""
+    max_seqlen: int
+    cu_seqlens_k: Tensor
+    """Of the keys; the same tensor if no segment has a prefix."""
+    max_seqlen_k: int
+    key_index: Tensor | None = None
+    """(total_keys,) int64 on the device, tokens of the row that are its keys (`SharedKeys`); None: its own tokens."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Attend over the whole row.
+
+        Raises:
+            ValueError: dropout or a softcap, which the kernel does not support; names the fix.
+        """
+        if call.dropout or (call.softcap is not None and not self.backend.has_softcap):
+            what = "dropout" if call.dropout else "softcap"
+            raise ValueError(f"{self.backend.name} has no {what}: set packed_attention='per_document' or 'sdpa'")
+        width = -(-max(call.query.shape[-1], call.value.shape[-1]) // HEAD_ALIGNMENT) * HEAD_ALIGNMENT
+        tensors = [tensor[0].transpose(0, 1) for tensor in (call.query, call.key, call.value)]
+        # Zeros change no score, and no value before them.
+        padded = [F.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in tensors]
+        if torch.compiler.is_compiling():
+            # The kernel's results have the strides of its inputs, a graph expects rows one after the other. There the
+            # kernel that writes them (rotary embedding) writes them so; eager it would be a copy, and is not needed.
+            padded = [tensor.contiguous() for tensor in padded]
+        query, *keyed = padded
+        if self.key_index is not None:
+            keyed = [gather_keys(tensor, self.key_index) for tensor in keyed]
+        out, _ = self.backend.kernel(
+            query, *keyed, call.sinks, self.cu_seqlens, self.cu_seqlens_k, self.max_seqlen, self.max_seqlen_k,
+            call.scale, call.window or NO_WINDOW, call.softcap or NO_SOFTCAP,
+        )  # fmt: skip
+        return out[None, ..., : call.value.shape[-1]].contiguous()
+
+
+class RowBackend(Backend):
+    """A backend whose flash kernel runs over a whole row, with windows and sinks.
+
+    Attributes:
+        kernel: the operator, of `row_operator`.
+        library: its name in reports.
+        generations: major compute capabilities that it supports; `needs` says so in messages.
+    """
+
+    flattens = shares = True
+    has_softcap = False
+    kernel: Any
+    library: str
+    generations: range
+    needs: str
+
+    def why_not(self, features: ModelFeatures) -> Iterator[object]:
+        name, dtype, capability = self.name, str(features.compute_dtype), features.capability
+        device = ".".join(map(str, capability or ()))
+        yield features.device_type != "cuda" and f"{name} needs CUDA, the model is on {features.device_type}"
+        unsupported = capability is not None and capability[0] not in self.generations
+        yield unsupported and f"{name} needs compute capability {self.needs}, this device has {device}"
+        wide = features.compute_dtype not in (torch.bfloat16, torch.float16)
+        yield wide and f"{name} needs bf16 or fp16, this run computes in {dtype.removeprefix('torch.')} (bf16=False?)"
+        too_wide = features.head_dim > MAX_HEAD_DIM
+        yield too_wide and f"head_dim {features.head_dim} is over {name}'s limit of {MAX_HEAD_DIM}"
+        yield features.dropout and f"{name} does not support dropout (the model's is {features.dropout})"
+        yield features.softcap and not self.has_softcap and f"{name} has no softcap"
+
+    def reason(self, features: ModelFeatures) -> str:
+        capability, dtype = "".join(map(str, features.capability or ())), str(features.compute_dtype)
+        return f"{self.library}, {dtype.removeprefix('torch.')}, sm{capability}; {described(features)}"
+
+    def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> RowLayer:
+        ends, longest = batch.cu_seqlens.to(device), batch.bucketed_max_seqlen
+        if batch.shared is None:
+            return RowLayer(self, ends, longest, ends, longest)
+        keys = batch.shared.to(device)
+        return RowLayer(self, ends, longest, keys.cu_seqlens_k, rounded_length(keys.max_seqlen_k), keys.key_index)
