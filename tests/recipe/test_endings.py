@@ -17,9 +17,9 @@ import torch
 from sft_material import Material, settings, write_yaml
 from transformers import TrainerCallback
 
-from fastpack_trl.features import packed_attention as feature
 from fastpack_trl.cli.main import main
 from fastpack_trl.errors import TerminatedError
+from fastpack_trl.features import packed_attention as feature
 from fastpack_trl.model.preflight import checkpoint_fault
 from fastpack_trl.recipe.train import train
 

@@ -137,6 +137,7 @@ COUNTED = "fastpack_trl.checkpointing.planned.layer_costs"
 NO_COPIES = "no device memory to spare and no copy engine"
 
 
+@pytest.mark.usefixtures("reads_nothing")
 @pytest.mark.parametrize(
     ("field", "value", "broken", "said"),
     [
