@@ -132,10 +132,13 @@ _FIRST = (
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put long files first and short ones last; of the others, those of many tests come first."""
+    """Put long files first and short ones last; of the others, those of many tests come first. Skip what needs CUDA."""
     count = Counter(item.path for item in items)
     place = {name: index for index, name in enumerate(_FIRST)}
     items.sort(key=lambda item: (place.get(item.path.stem, len(_FIRST)), -count[item.path], item.path))
+    for item in items if not torch.cuda.is_available() else ():
+        if item.get_closest_marker("cuda"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

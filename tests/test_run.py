@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from trainer_material import build, figures, make_dataset, sentences, train
+from trainer_material import assert_line, build, figures, make_dataset, sentences, train
 from trl import SFTConfig
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
@@ -34,8 +34,7 @@ def test_a_feature_that_was_switched_off_before_a_second_run_is_off(tmp_path: Pa
     step = trainer.fastpack_run.sync_free
     trainer.args.sync_free = False
     trainer.train()
-    line = trainer.fastpack_report["sync_free"]
-    assert (line.status, line.reason) == ("off", "switched off")
+    assert_line(trainer, "sync_free", status="off", reason="switched off")
     assert not trainer.fastpack_run.loss_is_ours
     assert trainer.fastpack_run.sync_free is step
     trainer.args.sync_free = "auto"
@@ -60,8 +59,7 @@ def test_attention_is_chosen_again_where_its_setting_was_changed(
     for setting in ("auto", "off", "sdpa", "auto"):
         trainer.args.packed_attention = setting
         trainer.train()
-        line = trainer.fastpack_report["packed_attention"]
-        assert (line.status, line.path) == ("off" if setting == "off" else "on", paths[setting])
+        assert_line(trainer, "packed_attention", status="off" if setting == "off" else "on", path=paths[setting])
         assert (trainer.fastpack_report["batches"].status == "stock") == (setting == "off")
     assert "packed_attention: off (switched off)" in caplog.text
     caplog.clear()

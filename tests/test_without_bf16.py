@@ -137,9 +137,7 @@ def test_4_bit_layers_stay_peft_s_in_emulated_bf16_and_are_fast_in_fp16(monkeypa
     assert len(apply_lora(adapted("llama"), compute_dtype=torch.bfloat16).fast) == 14
 
 
-def test_adapters_in_bf16_become_fp32_where_the_scaler_has_no_kernel_for_them(
-    tmp_path: Path,
-) -> None:
+def test_adapters_in_bf16_become_fp32_where_the_scaler_has_no_kernel_for_them(tmp_path: Path) -> None:
     model = quantized("nf4", compute=torch.float16)
     trainer = build(FastSFTTrainer, tmp_path, model=model, fp16=True, eval_strategy="no")
     adapters = [p for p in trainer.model.parameters() if p.requires_grad]

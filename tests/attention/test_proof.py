@@ -16,7 +16,7 @@ from model_material import vision_model
 from odd_models import Bigrams, Noise, OneRow, Shift, Strict, Unigrams, capped_sdpa, model_with
 from side_by_side import assert_equal
 from torch import nn
-from trainer_material import assert_same_log, build, figures, train
+from trainer_material import assert_line, assert_same_log, build, figures, train
 from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -236,9 +236,7 @@ def test_weights_that_are_not_finite_are_named_and_nothing_falls_back(
 
     name, options = "model.layers.1.mlp.up_proj.weight", {"packing": True, "max_steps": 1, "eval_strategy": "no"}
     ours = train(FastSFTTrainer, tmp_path, model=spoilt(), **options)
-    line = ours.fastpack_report["verify_packing"]
-    assert (line.status, line.path) == ("off", "not run")
-    assert name in line.reason
+    assert_line(ours, "verify_packing", name, status="off", path="not run")
     assert ours.fastpack_report["packed_attention"].path == "per_document"
     assert name in caplog.text
     with pytest.raises(ValueError, match=f"verify_packing='on': parameter {name} has non-finite values: 1 of 1,536"):

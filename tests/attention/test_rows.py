@@ -48,10 +48,7 @@ from fastpack_trl.testing import tiny_model
 FAMILY = ((12, 5, 7, 1), (-1, 0, 0, 0))
 DEEP = ((3, 4, 2, 6, 1, 5, 9, 1), (-1, 0, 0, 1, 1, 2, -1, 6))
 """Segments that follow their parent and some that do not, three levels, a second document, prompts of one token."""
-ROWS: dict[str, tuple[Any, Any]] = {
-    "plain": ((1, 7, 20, 2), None),
-    "deep": DEEP,
-}
+ROWS: dict[str, tuple[Any, Any]] = {"plain": ((1, 7, 20, 2), None), "deep": DEEP}
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {}, "window": {"window": 4, "value_dim": 12}, "sinks": {"sinks": True, "value_dim": 4},
     "window-sinks": {"window": 4, "sinks": True}, "softcap": {"softcap": 2.0},

@@ -32,15 +32,7 @@ from fastpack_trl.bench.compare import (
 from fastpack_trl.bench.learner import learner_alone
 from fastpack_trl.bench.picture import draw
 from fastpack_trl.bench.sides import train_side
-from fastpack_trl.bench.watch import (
-    GRADIENT_NORM,
-    LOSS,
-    SideResult,
-    Watch,
-    covered,
-    run_side,
-    without_dropout,
-)
+from fastpack_trl.bench.watch import GRADIENT_NORM, LOSS, SideResult, Watch, covered, run_side, without_dropout
 from fastpack_trl.cli import main as cli
 from fastpack_trl.errors import UserError
 from fastpack_trl.measure.payback import LONG_RUN
@@ -318,7 +310,6 @@ def test_a_record_names_no_path_and_no_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_memory_kernels_and_idle_time_are_there(tmp_path: Path) -> None:
     build = _build(tmp_path, use_cpu=False, bf16=True)
     found = compare(build, timed=3, sides=("stock", "fastpack", "fastpack_plan"), progress=False)

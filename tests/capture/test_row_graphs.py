@@ -12,6 +12,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from preference_material import assert_same, build, trained
+from trainer_material import assert_line
 from transformers import TrainerCallback
 
 import fastpack_trl
@@ -88,6 +89,4 @@ def test_a_hook_of_the_user_ends_it_by_name(tmp_path: Path, devices: Any) -> Non
     seen: list[int] = []
     ours = run("DPO", tmp_path, devices, trainer={"callbacks": [Hooks()]})
     assert seen, "the hook runs for each forward"
-    line = ours.fastpack_report["cuda_graph"]
-    assert line.status == "off"
-    assert "does not run in a replay: remove it" in line.reason
+    assert_line(ours, "cuda_graph", "does not run in a replay: remove it", status="off")

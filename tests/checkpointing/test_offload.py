@@ -15,7 +15,7 @@ from model_material import vision_model
 from offload_material import LAYERS, StopsError, assert_same, enable, loss_of, make, offloaded, step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from trainer_material import build, figures, train
+from trainer_material import assert_line, build, figures, train
 from trl import SFTTrainer
 
 from fastpack_trl import AsyncCheckpointCallback, FastSFTTrainer
@@ -216,8 +216,7 @@ def test_after_an_exception_nothing_holds_memory_and_the_model_is_as_it_was(tmp_
     stop(trainer)
     assert trainer.callback_handler.callbacks == callbacks
     assert isinstance(model.model.layers[1]._gradient_checkpointing_func, functools.partial)
-    line = trainer.fastpack_report["checkpoint_offload"]
-    assert (line.status, line.path) == ("on", "double_buffer")
+    assert_line(trainer, "checkpoint_offload", status="on", path="double_buffer")
     assert "GiB used" in trainer.fastpack_report.facts["offload, host memory"]
 
 
@@ -257,8 +256,6 @@ def test_on_the_cpu_both_forms_are_off_with_the_reason(tmp_path: Path, caplog: p
     assert "no device memory to spare" in mine.reason
     assert sum("checkpoint_offload: off" in text for text in caplog.messages) == 1
     trainer = train(FastSFTTrainer, tmp_path / "fast", max_steps=1, fast={"checkpoint_offload": "double_buffer"})
-    line = trainer.fastpack_report["checkpoint_offload"]
-    assert (line.status, line.path) == ("off", "stock")
-    assert "no device memory to spare" in line.reason
+    assert_line(trainer, "checkpoint_offload", "no device memory to spare", status="off", path="stock")
     trainer.is_fsdp_enabled = True
     assert offload_conflict(trainer.args, trainer).startswith("FSDP version 1 is not tested with the offload")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from compile_material import Counting, compile_with
 from peft import LoraConfig
-from trainer_material import build, make_dataset
+from trainer_material import make_dataset, train
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
@@ -50,8 +50,7 @@ def trained(cls: type[SFTTrainer], folder: Path, fast: dict[str, Any], lora: boo
         given["peft_config"] = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     torch.manual_seed(0)
     ours = fast if cls is FastSFTTrainer else None
-    trainer = build(cls, folder, model=tiny_model("olmo2"), fast=ours, trainer=given, **options)
-    trainer.train()
+    trainer = train(cls, folder, model=tiny_model("olmo2"), fast=ours, trainer=given, **options)
     return watcher, trainer
 
 

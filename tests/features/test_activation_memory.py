@@ -16,7 +16,7 @@ from model_material import vision_model
 from offload_material import LAYERS
 from out_of_memory import too_large
 from torch import Tensor
-from trainer_material import build, callback, figures, make_dataset, train
+from trainer_material import assert_line, build, callback, figures, make_dataset, train
 from trl import SFTTrainer
 from trl.models.utils import unwrap_model_for_generation
 
@@ -157,9 +157,7 @@ def test_beside_a_tower_the_layers_of_the_decoder_are_planned(tmp_path: Path, fa
         trainer.add_callback(look())
         runs.append(trained(trainer))
     assert same(*runs)
-    line = trainer.fastpack_report["activation_memory"]
-    assert (line.status, line.path) == ("on", "keep" if level == "keep" else "offload"), line
-    assert "0-1" in line.reason
+    assert_line(trainer, "activation_memory", "0-1", status="on", path="keep" if level == "keep" else "offload")
     decoder = checkpointable_layers(trainer.model)
     assert seen == [len(flagged)] * 3 + [len(flagged) - len(decoder) * (level == "keep")] * 3
     assert all(layer.gradient_checkpointing and not hasattr(layer, "_fastpack_checkpoint") for layer in decoder)

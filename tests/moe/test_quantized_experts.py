@@ -130,7 +130,6 @@ def test_where_stocks_experts_would_run_four_bits_are_refused_before_the_first_s
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_on_cuda_one_dense_stack_is_there_at_a_time(tmp_path: Path) -> None:
     wide = {"num_experts": 64, "moe_intermediate_size": 512, "hidden_size": 256}
     torch.cuda.reset_peak_memory_stats()

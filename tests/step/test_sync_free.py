@@ -16,8 +16,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig
 from step_material import ONE_LOG, BetweenLogs
-from trainer_material import assert_same_log, both, build, figures, train
-from transformers import TrainerCallback
+from trainer_material import assert_line, assert_same_log, both, build, callback, figures, train
 from transformers.trainer_pt_utils import LabelSmoother
 from trl import SFTTrainer
 from trl.kernels import chunked_logprob
@@ -79,8 +78,9 @@ def test_log_equals_that_of_stock(options: dict[str, Any], tmp_path: Path) -> No
     model = tiny_model(fields["family"], **fields.pop("model", {}))
     ours, stock = both(tmp_path, **fields, model=model)
     assert_same_log(ours, stock)
-    line = ours.fastpack_report["sync_free"]
-    assert line.path == ("host work only" if options.get("fast", {}).get("packed_attention") == "off" else LOSS), line
+    assert_line(
+        ours, "sync_free", path="host work only" if options.get("fast", {}).get("packed_attention") == "off" else LOSS
+    )
 
 
 def test_without_positions_the_forward_is_trls() -> None:
@@ -151,9 +151,7 @@ def test_what_needs_stock_runs_as_stock_and_says_why(options: dict[str, Any], re
     else:
         ours, stock = both(tmp_path, **options)
         assert_same_log(ours, stock)
-    line = ours.fastpack_report["sync_free"]
-    assert line.path == "host work only"
-    assert reason in line.reason
+    assert_line(ours, "sync_free", reason, path="host work only")
 
 
 @pytest.mark.parametrize("name", ["compute_loss_func", "label_smoother"])
@@ -161,38 +159,27 @@ def test_a_loss_that_a_callback_sets_is_that_of_the_steps_after_it(name: str, tm
     def squared(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
         return outputs.logits.float().pow(2).mean()
 
-    class Sets(TrainerCallback):
-        trainer: Any = None
+    def change(state: Any, _model: Any) -> None:
+        if state.global_step == 2:
+            setattr(sides[-1], name, squared if name == "compute_loss_func" else LabelSmoother(epsilon=0.3))
 
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 2:
-                setattr(self.trainer, name, squared if name == "compute_loss_func" else LabelSmoother(epsilon=0.3))
-
-    sides = []
+    sides: list[Any] = []
     for cls in (FastSFTTrainer, SFTTrainer):
-        setter = Sets()
-        setter.trainer = build(
-            cls, tmp_path, packing=True, gradient_accumulation_steps=2, eval_strategy="no",
-            trainer={"callbacks": [setter]},
-        )  # fmt: skip
-        setter.trainer.train()
-        sides.append(setter.trainer)
+        given = {"callbacks": [callback("on_step_begin", change)()]}
+        sides.append(
+            build(cls, tmp_path, packing=True, gradient_accumulation_steps=2, eval_strategy="no", trainer=given)
+        )
+        sides[-1].train()
     assert_same_log(*sides)
     assert "on rows as collated: it was set in the middle" in sides[0].fastpack_report["sync_free"].reason
 
 
 def test_whoever_reads_the_metrics_between_two_logs_reads_those_of_stock(tmp_path: Path) -> None:
-    class Reads(TrainerCallback):
-        trainer: Any = None
+    def read(_state: Any, _model: Any) -> None:
+        metrics = trainer._metrics["train"]
+        seen[-1].append((trainer._total_train_tokens, len(metrics["entropy"]), list(metrics)))
 
-        def __init__(self) -> None:
-            self.seen: list[Any] = []
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            metrics = self.trainer._metrics["train"]
-            self.seen.append((self.trainer._total_train_tokens, len(metrics["entropy"]), list(metrics)))
-
-    seen = []
+    seen: list[Any] = []
     for cls in (FastSFTTrainer, SFTTrainer):
 
         class Subclass(cls):  # type: ignore[misc, valid-type]
@@ -201,11 +188,11 @@ def test_whoever_reads_the_metrics_between_two_logs_reads_those_of_stock(tmp_pat
                 self._metrics["train"]["squared"].append(self._metrics["train"]["mean_token_accuracy"][-1] ** 2)
                 return loss
 
-        reader, options = Reads(), {"packing": True, "logging_steps": 2, "eval_strategy": "no"}
-        reader.trainer = build(Subclass, tmp_path, trainer={"callbacks": [reader]}, **options)
-        reader.trainer.train()
-        assert "squared" in reader.trainer.state.log_history[0]
-        seen.append(reader.seen)
+        seen.append([])
+        options = {"packing": True, "logging_steps": 2, "eval_strategy": "no"}
+        trainer = build(Subclass, tmp_path, trainer={"callbacks": [callback("on_step_end", read)()]}, **options)
+        trainer.train()
+        assert "squared" in trainer.state.log_history[0]
     assert seen[0] == seen[1]
     assert seen[0][0][0] > 0
 
