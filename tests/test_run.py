@@ -51,9 +51,7 @@ def test_deepspeed_shards_in_stage_3_alone_and_what_it_has_not_cast_yet_is_autoc
         assert not trainer.fastpack_run.is_sharded
 
 
-def test_attention_is_chosen_again_where_its_setting_was_changed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_attention_is_chosen_again_if_its_setting_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = make(tmp_path)
     paths = {"auto": "per_document", "off": "stock", "sdpa": "sdpa"}
     for setting in ("auto", "off", "sdpa", "auto"):

@@ -331,9 +331,7 @@ def test_report_names_fill_truncation_and_proof(tmp_path: Path, capsys: pytest.C
     assert "packing_strategy" not in said["truncated tokens"]
 
 
-def test_a_failed_check_pads_documents_and_stops_an_explicit_choice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_check_pads_documents_and_stops_explicit_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare = PerDocument.prepare
 
     def leaking(self: Any, batch: PackedBatch, *where: Any) -> Any:
@@ -350,11 +348,9 @@ def test_a_failed_check_pads_documents_and_stops_an_explicit_choice(
         train(FastSFTTrainer, tmp_path, packing=True, fast={"packed_attention": "per_document"})
 
 
-def make_trainer(folder: Path, dataset: Dataset, **options: Any) -> FastSFTTrainer:
+def make_trainer(folder: Path, dataset: Dataset, **more: Any) -> FastSFTTrainer:
     given = {"train_dataset": dataset, "eval_dataset": None}
-    return build(
-        FastSFTTrainer, folder, data="tokens", trainer=given, eval_strategy="no", **{"packing": True} | options
-    )
+    return build(FastSFTTrainer, folder, data="tokens", trainer=given, eval_strategy="no", **{"packing": True} | more)
 
 
 def test_data_without_tokens_or_loss_is_named_and_data_of_stock_is_left_to_it(tmp_path: Path) -> None:

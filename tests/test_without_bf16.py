@@ -85,9 +85,7 @@ def assert_same_run(ours: Any, stock: Any, rtol: float, norm: float) -> None:
     ("kind", "more"),
     [("lora", UNPACKED), ("full", {"packing": True, "gradient_accumulation_steps": 2}), ("lora", SKIPPING)],
 )
-def test_a_run_under_the_loss_scaler_is_stock_s_with_a_step_that_overflows(
-    kind: str, more: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_run_under_the_loss_scaler_that_overflows_is_stocks(kind: str, more: dict[str, Any], tmp_path: Path) -> None:
     runs = run_both(tmp_path, kind, **more)
     assert_same_run(*runs, rtol=5e-4, norm=5e-3)
     report = runs[0][0].fastpack_report

@@ -226,9 +226,7 @@ def test_packing_under_stock_is_checked_and_a_leak_stops(tmp_path: Path) -> None
     assert strict.fastpack_report["verify_packing"].reason == "switched off"
 
 
-def test_weights_that_are_not_finite_are_named_and_nothing_falls_back(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_not_finite_are_named_and_nothing_falls_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def spoilt() -> Any:
         model = tiny_model("qwen3")
         model.get_parameter(name).data.view(-1)[3] = torch.inf
@@ -322,9 +320,7 @@ def test_rows_that_nobody_asked_to_pack_stay_padded_where_the_check_fails(tmp_pa
         (Bigrams, "failed its packing check"),
     ],
 )
-def test_packed_documents_are_padded_one_by_one_where_the_check_cannot_run_or_fails(
-    tmp_path: Path, backbone: Any, reason: str
-) -> None:
+def test_documents_are_padded_if_the_check_cannot_run_or_fails(tmp_path: Path, backbone: Any, reason: str) -> None:
     ours = trainer_of(FastSFTTrainer, tmp_path, model_with(backbone=backbone), packing=True)
     ours.train()
     assert ours.fastpack_report["batches"].path == "documents"

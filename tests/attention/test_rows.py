@@ -120,9 +120,7 @@ def test_output_and_gradients_in_float64_equal_dense_attention(
         ),
     ],
 )
-def test_error_is_within_twice_that_of_dense_attention(
-    name: str, device: str, dtype: torch.dtype, kind: str, row: str
-) -> None:
+def test_error_is_within_twice_that_of_dense(name: str, device: str, dtype: torch.dtype, kind: str, row: str) -> None:
     how = dict(KINDS[kind])
     window, softcap = how.pop("window", None), how.pop("softcap", None)
     if softcap and name == "varlen":

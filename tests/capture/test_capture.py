@@ -111,9 +111,7 @@ def test_gradients_are_as_in_stock_between_steps(tmp_path: Path, devices: Any) -
     assert torch.equal(model.unused, torch.ones(3))
 
 
-def test_smaller_buckets_are_recorded_in_the_memory_of_the_largest(
-    tmp_path: Path, devices: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_buckets_share_the_largest_ones_memory(tmp_path: Path, devices: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that comes later frees their graphs: they lie in its memory then."""
     alive: dict[slot.Slot, int] = {}
     orders: list[list[int]] = []

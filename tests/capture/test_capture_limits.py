@@ -10,7 +10,7 @@ import pytest
 import torch
 from captured_material import assert_same_run, build, train
 from old_device import forced_capability
-from transformers import TrainerCallback
+from trainer_material import assert_line, callback
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.capture import decision
@@ -36,8 +36,7 @@ def test_what_cannot_be_recorded_runs_eager_named_once(
     devices.options["fail"] = lambda number: error
     ours = train(tmp_path / "ours", devices, max_steps=14)
     assert "replay" not in devices.made[0].log
-    line = ours.fastpack_report["cuda_graph"]
-    assert (line.status, line.path, said in line.reason) == ("off", "eager", True), line
+    assert_line(ours, "cuda_graph", said, status="off", path="eager")
     assert sum("cuda_graph: eager from here on" in text for text in caplog.messages) == 1
     eager = train(tmp_path / "eager", devices, fast={"cuda_graph": "off"}, max_steps=14)
     assert_same_run(ours, eager)
@@ -112,8 +111,7 @@ def test_what_layers_do_decides_and_not_the_flags_of_the_run(
 ) -> None:
     """A recompute would draw dropout anew; layers that are kept run no backward pass of their own."""
     trainer = train(tmp_path, devices, lora={"lora_dropout": 0.1}, fast={"activation_memory": memory}, **options)
-    line = trainer.fastpack_report["cuda_graph"]
-    assert (line.path, said in line.reason) == ("eager" if said else "captured", True), line
+    assert_line(trainer, "cuda_graph", said, path="eager" if said else "captured")
 
 
 def test_a_loss_of_the_user_runs_eagerly(tmp_path: Path, devices: Any) -> None:
@@ -154,9 +152,7 @@ def test_off_with_the_reason(
     trainer = build(FastSFTTrainer, tmp_path, devices, fast={"cuda_graph": "auto"} | fast, max_steps=1, **options)
     with contextlib.suppress(*([Exception] if "off" in reason or "host" in reason else [])):
         trainer.train()  # some of it needs a device
-    line = trainer.fastpack_report["cuda_graph"]
-    assert (line.status, line.path) == ("off", "eager")
-    assert reason in line.reason
+    assert_line(trainer, "cuda_graph", reason, status="off", path="eager")
     assert not devices.made
 
 
@@ -176,15 +172,15 @@ def test_experts_are_captured_where_their_products_read_no_sizes(
 ) -> None:  # fmt: skip
     found: list[str] = []
 
-    class Asks(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            with forced_capability(capability), monkeypatch.context() as patch:
-                patch.setattr(Run, "device", torch.device("cuda", 0))
-                found.append(first_reason(cuda_graph.refusals(trainer.fastpack_run)))
+    def ask(*_: Any) -> None:
+        with forced_capability(capability), monkeypatch.context() as patch:
+            patch.setattr(Run, "device", torch.device("cuda", 0))
+            found.append(first_reason(cuda_graph.refusals(trainer.fastpack_run)))
 
     model = tiny_model("qwen3_moe")
     for module in experts_modules(model).values():
         module.to(dtype)
-    trainer = build(FastSFTTrainer, tmp_path, devices, model=model, max_steps=1, callbacks=[Asks()])
+    asks = callback("on_step_end", ask)()
+    trainer = build(FastSFTTrainer, tmp_path, devices, model=model, max_steps=1, callbacks=[asks])
     trainer.train()
     assert found == [said and f"grouped matmuls in {said}"]

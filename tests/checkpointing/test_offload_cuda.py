@@ -94,9 +94,7 @@ def poison() -> None:
 @pytest.mark.parametrize("streams", [Streams, SlowCopies, SlowCompute])
 @pytest.mark.parametrize("mode", ["double_buffer", "single_buffer"])
 @pytest.mark.parametrize(("keep", "dtype"), [(0, torch.float32), (1, torch.bfloat16)])
-def test_no_schedule_of_the_device_changes_a_bit(
-    streams: Callable[[Any], Any], mode: Any, keep: int, dtype: torch.dtype
-) -> None:
+def test_no_schedule_changes_a_bit(streams: Callable[[Any], Any], mode: Any, keep: int, dtype: torch.dtype) -> None:
     model = make(dtype)
     stock = step(model)
     with offloaded(model, mode, streams=streams, keep_last=keep) as offload:

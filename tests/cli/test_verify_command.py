@@ -41,9 +41,7 @@ def verify(folder: Path, family: str, *arguments: str) -> int:
     return cli.main(["verify", "--model", str(folder / family), *arguments])
 
 
-def test_stock_gpt_oss_leaks_and_auto_does_not(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gpt_oss_leaks_in_trl_but_not_in_auto(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "proof.json"
     assert verify(folder, "gpt_oss", "--attn", "off", "--json", str(file)) == 1
     captured = capsys.readouterr()

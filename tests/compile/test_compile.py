@@ -151,9 +151,7 @@ def scaled(module: Any, hidden: Tensor) -> Any:
     [("compiler", "no compiler here"), ("control flow", "Unsupported"), ("reentrant", "reentrant checkpointing"),
      ("limit", "ecompile")],
 )  # fmt: skip
-def test_a_layer_that_cannot_be_compiled_runs_eager_and_is_named_once(
-    what: str, said: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_uncompilable_layers_run_eager_named_once(what: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
     """Also from a graph on that is one too many: its row is run eagerly."""
     model, data = make("llama"), [row(seed) for seed in range(4)]
     if forward := {"control flow": data_dependent, "limit": scaled}.get(what):

@@ -16,6 +16,8 @@ from trl import SFTTrainer
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.testing import tiny_model
 
+BOTH = (FastSFTTrainer, SFTTrainer)
+
 
 class Freezes(TrainerCallback):
     """Freezes every second parameter as training begins, gives them back after a step, freezes them in the end."""
@@ -56,13 +58,9 @@ def trained(cls: type[SFTTrainer], folder: Path, fast: dict[str, Any], lora: boo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_a_callback_unfreezes_parameters_of_compiled_layers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: bool
-) -> None:
+def test_callback_unfreezes_compiled_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: bool) -> None:
     compile_with(Counting(differentiate=True), monkeypatch)
-    (ours, _), (stock, _) = (
-        trained(cls, tmp_path, {"layer_compile": "on"}, lora, 2) for cls in (FastSFTTrainer, SFTTrainer)
-    )
+    (ours, _), (stock, _) = (trained(cls, tmp_path, {"layer_compile": "on"}, lora, 2) for cls in BOTH)
     assert ours.names == stock.names
     assert ours.norms == pytest.approx(stock.norms, rel=1e-3)
 
@@ -79,9 +77,7 @@ def test_cuda_a_callback_unfreezes_parameters_of_compiled_and_captured_layers(
         "gradient_checkpointing": checkpointing, "use_cpu": False, "bf16": True, "data": make_dataset("text", 300),
         "max_steps": 14,
     }  # fmt: skip
-    (ours, trainer), (stock, _) = (
-        trained(cls, tmp_path, fast, lora, until, **options) for cls in (FastSFTTrainer, SFTTrainer)
-    )
+    (ours, trainer), (stock, _) = (trained(cls, tmp_path, fast, lora, until, **options) for cls in BOTH)
     assert ours.names == stock.names
     assert ours.norms == pytest.approx(stock.norms, rel=0.15)  # bf16
     paths = [trainer.fastpack_report[feature].path for feature in fast]

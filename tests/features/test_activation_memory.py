@@ -75,9 +75,7 @@ def test_a_row_takes_what_the_plan_says_of_its_size_with_the_layers_as_they_are(
     assert sizes[1] < sizes[0] / 2
 
 
-def test_more_stays_free_if_a_step_that_runs_out_of_memory_cannot_run_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_stays_free_if_a_step_out_of_memory_cannot_rerun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = fast(tmp_path)
     run = trainer.fastpack_run
     monkeypatch.setattr(budget, "free_bytes", lambda device: 10**12)
@@ -148,12 +146,8 @@ def test_beside_a_tower_the_layers_of_the_decoder_are_planned(tmp_path: Path, fa
     runs, seen = [], list[int]()
     for setting in ("off", level):
         trainer = fast(tmp_path, model=vision_model(family), activation_memory=setting, eval_strategy="no")
-        flagged = [
-            each for each in trainer.model.modules() if getattr(each, "gradient_checkpointing", None) is not None
-        ]
-        look = callback(
-            "on_substep_end", lambda *_, each=flagged: seen.append(sum(m.gradient_checkpointing for m in each))
-        )
+        flagged = [m for m in trainer.model.modules() if getattr(m, "gradient_checkpointing", None) is not None]
+        look = callback("on_substep_end", lambda *_, of=flagged: seen.append(sum(m.gradient_checkpointing for m in of)))
         trainer.add_callback(look())
         runs.append(trained(trainer))
     assert same(*runs)
@@ -202,9 +196,7 @@ def test_generation_between_steps_leaves_the_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_model_that_does_not_support_checkpointing_trains_or_stops_as_under_stock(
-    tmp_path: Path, checkpointing: bool
-) -> None:
+def test_model_without_checkpointing_trains_or_stops_as_stock(tmp_path: Path, checkpointing: bool) -> None:
     refused = pytest.raises(ValueError, match=r"does not support (activation|gradient) checkpointing")
     for cls, more in ((SFTTrainer, {}), (FastSFTTrainer, {"fast": {"activation_memory_gib": 0.001}})):
         model = tiny_model("qwen3")

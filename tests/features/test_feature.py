@@ -85,9 +85,7 @@ def test_a_fault_of_ours_is_shown_with_its_traceback_and_the_run_trains_as_trl_o
 
 
 @pytest.mark.parametrize("error", [AttributeError, torch.AcceleratorError, torch.OutOfMemoryError])
-def test_a_feature_by_name_and_an_error_of_the_device_stop(
-    error: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_feature_by_name_and_device_error_stop(error: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastpack_trl.features.moe.experts_modules", Mock(side_effect=error("gone")))
     by_name = error is AttributeError
     said = r"moe='on': Qwen3ForCausalLM cannot be read: .*; set moe='auto' to train" if by_name else "gone"

@@ -89,9 +89,7 @@ def test_reentrant_checkpointing_is_warned_about(tmp_path: Path) -> None:
         ("on", "batched_mm", "on", "2 of 2 layers"),
     ],
 )
-def test_switch_and_the_users_own_choice(
-    tmp_path: Path, setting: str, asked: str | None, status: str, said: str
-) -> None:
+def test_switch_and_the_users_choice(tmp_path: Path, setting: str, asked: str | None, status: str, said: str) -> None:
     model = moe_model("mixtral")
     if asked is not None:
         model.set_experts_implementation(asked)

@@ -42,9 +42,7 @@ def test_every_attention_is_proven(kind: str, shared: int, last: str, device: st
 
 @of_models
 @pytest.mark.parametrize("device", [CPU, CUDA])
-def test_every_attention_refuses_rows_that_are_cut_inside_of_a_model(
-    kind: str, shared: int, last: str, device: str
-) -> None:
+def test_every_attention_refuses_rows_cut_inside_of_a_model(kind: str, shared: int, last: str, device: str) -> None:
     """One cuts the queries of its layers with shared keys, as transformers' versions do; another, queries and keys."""
     model = gemma4(kind, shared, last)
 

@@ -10,11 +10,10 @@ import torch
 from model_material import gemma4
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from trainer_material import assert_same_log, train
+from trainer_material import assert_same_log, both
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
-from trl import SFTTrainer
 
-from fastpack_trl import FastSFTTrainer, verify_packing
+from fastpack_trl import verify_packing
 from fastpack_trl.measure.flops import model_flops
 from fastpack_trl.model.facts import asked_for, layer_values, learned_positions, read_features, token_table
 from fastpack_trl.testing import tiny_model
@@ -90,9 +89,6 @@ def test_embeddings_inside_of_peft_have_their_sizes_and_train_as_in_trl(field: s
         lora = sum(2 * p.numel() for name, p in model.named_parameters() if "lora_" in name and "embedding" not in name)
         assert flops.forward == model_flops(plain).forward + lora
     assert learned_positions(wrapped(max_position_embeddings=96)) is None, "tokens are no positions, if as many"
-    runs = [
-        train(cls, tmp_path, model=wrapped(), fast=fast, packing=True, optim="sgd")
-        for cls, fast in ((FastSFTTrainer, {"activation_memory": "checkpoint"}), (SFTTrainer, None))
-    ]
-    assert runs[0].fastpack_report["activation_memory"].path == "checkpoint"
-    assert_same_log(*runs)
+    ours, stock = both(tmp_path, model=wrapped(), fast={"activation_memory": "checkpoint"}, packing=True, optim="sgd")
+    assert ours.fastpack_report["activation_memory"].path == "checkpoint"
+    assert_same_log(ours, stock)

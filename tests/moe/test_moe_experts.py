@@ -233,9 +233,7 @@ def _device_case(family: str, device: str, dtype: torch.dtype, lora: bool) -> tu
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
-def test_sizes_that_products_would_read_are_read_once_in_forward_and_in_backward(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sizes_that_products_read_are_read_once_in_each_pass(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, block, (x, ids, weights, grad) = _device_case(family, "cpu", torch.float32, lora=True)
     reads: list[torch.dtype] = []
     sides = []

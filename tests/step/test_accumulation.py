@@ -71,9 +71,7 @@ def test_gradients_of_a_step_are_those_of_its_micro_batches_one_by_one(
     ("family", "data", "padding"),
     [("qwen3", "prompt_completion", None), ("qwen3_moe", "text", None), ("qwen3", "text", 32)],
 )
-def test_the_log_is_that_of_stock_with_evaluation_in_between(
-    tmp_path: Path, family: str, data: str, padding: int | None
-) -> None:
+def test_log_is_that_of_stock_with_evaluations(tmp_path: Path, family: str, data: str, padding: int | None) -> None:
     """Padding is dropped, and counted as TRL counts it."""
     # 22 rows or so: the last optimizer step of an epoch has fewer micro-batches.
     options = SMALL | {"max_steps": 9, "eval_steps": 3, "include_num_input_tokens_seen": "all"}
@@ -228,9 +226,7 @@ def test_out_of_memory_splits_the_rows_again_once_named(
     assert line.reason in named[0]
 
 
-def test_out_of_memory_in_a_later_group_keeps_the_gradients_of_the_earlier_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_in_later_groups_keeps_earlier_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merge_accumulation, "CPU_ROW_NUMBERS", 100 * 32)  # groups of two micro-batches
     rows: list[int] = []
 

@@ -178,9 +178,7 @@ class Walks(TrainerCallback):
 
 
 @pytest.mark.parametrize("norm", [1e-3, 0.0], ids=["clipped", "only logged"])
-def test_modes_gradients_and_operations_take_no_walk_over_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, norm: float
-) -> None:
+def test_modes_gradients_and_flops_walk_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, norm: float) -> None:
     counts, logs, flops = [], [], []
     for cls in BOTH:
         with monkeypatch.context() as patch:

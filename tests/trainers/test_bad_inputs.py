@@ -157,9 +157,7 @@ def test_a_run_resumes_where_stock_resumes(name: str, tmp_path: Path) -> None:
     ("name", "policy", "reference"),
     [("DPO", "qwen3", "granitemoehybrid"), ("DPO", "qwen3_next", "qwen3_next"), ("GRPO", "qwen3_next", "")],
 )
-def test_a_model_that_cannot_share_has_prompts_repeated_for_both(
-    name: str, policy: str, reference: str, tmp_path: Path
-) -> None:
+def test_models_that_cannot_share_repeat_prompts(name: str, policy: str, reference: str, tmp_path: Path) -> None:
     """Layers with a state would take a prompt's second completion for a continuation of the first."""
 
     def given() -> dict[str, Any]:
