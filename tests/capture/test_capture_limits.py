@@ -44,8 +44,7 @@ def test_what_cannot_be_recorded_runs_eager_named_once(
 
 def test_a_model_that_lacks_room_for_a_graph_runs_eager(tmp_path: Path, devices: Any) -> None:
     devices.options["room"] = "1.0 GiB are free, a graph plus an eager step takes 2.0"
-    trainer = train(tmp_path, devices)
-    assert trainer.fastpack_report["cuda_graph"].reason == devices.options["room"]
+    assert train(tmp_path, devices).fastpack_report["cuda_graph"].reason == devices.options["room"]
     assert "record" not in devices.made[0].log
 
 

@@ -27,8 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lora = get_peft_model(tiny_model("qwen3"), LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False))
     lora.save_pretrained(root / "lora")
     virtual = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, prompt_tuning_init="RANDOM")
-    prompt = get_peft_model(tiny_model("qwen3"), virtual)
-    prompt.save_pretrained(root / "prompt")
+    get_peft_model(tiny_model("qwen3"), virtual).save_pretrained(root / "prompt")
     return root
 
 

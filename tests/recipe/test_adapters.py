@@ -155,9 +155,7 @@ def test_rows_an_adapter_was_saved_without_are_called_new(tmp_path: Path, capsys
     assert merged.get_input_embeddings().weight is merged.get_output_embeddings().weight
 
 
-def test_no_merge_with_another_model_or_into_a_filled_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_merge_with_other_models_or_into_a_filled_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     adapter, _ = save_adapter(tmp_path, "qwen3", ROWS, {"target_modules": ["q_proj"]})
     deeper = tiny_model("qwen3", hidden_size=32, head_dim=16, vocab_size=ROWS, num_hidden_layers=3)
     deeper.save_pretrained(tmp_path / "deeper")
