@@ -174,7 +174,6 @@ def test_the_stock_trainer_with_the_callback_trains_bit_for_bit_the_same(tmp_pat
     stock = run(tmp_path / "stock", **copy.deepcopy(keywords))
     mine = AsyncCheckpointCallback()
     ours = run(tmp_path / "ours", mine, **copy.deepcopy(keywords))
-    assert mine.use is not None
     assert mine.use.most_held >= (LAYERS - 1) * BYTES
     assert mine.use.held == 0
     assert figures(ours) == figures(stock)
@@ -203,7 +202,6 @@ def test_after_an_exception_nothing_holds_memory_and_the_model_is_as_it_was(tmp_
     mine, model = AsyncCheckpointCallback(), tiny_model("llama", num_hidden_layers=LAYERS)
     trainer = build(SFTTrainer, tmp_path, model=model, eval_strategy="no", trainer={"callbacks": [mine]})
     stop(trainer)  # transformers sends no event: the callback is still there
-    assert mine.offload is not None
     assert mine.offload.use.held == 0
     trainer.train()  # and is installed anew
     with mine:

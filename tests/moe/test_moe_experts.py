@@ -33,8 +33,6 @@ def _run(module: Any, function: Any, x: Tensor, ids: Tensor, weights: Tensor, gr
     module.zero_grad()
     out = function(x, ids, weights)
     out.backward(grad)
-    assert x.grad is not None
-    assert weights.grad is not None
     return {"out": out.detach(), "dx": x.grad, "dweights": weights.grad, **gradients(module)}
 
 
@@ -135,7 +133,6 @@ def test_nan_of_a_token_stays_in_that_token_through_the_router_too(family: str) 
         out = block(x)
         out = out[0] if isinstance(out, tuple) else out
         out.sum().backward()
-    assert x.grad is not None
     for value in (out, x.grad):
         assert value[0].isnan().any(1).nonzero().tolist() == [[7]]
 

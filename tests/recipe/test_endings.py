@@ -35,7 +35,6 @@ def test_signal_leaves_a_checkpoint_that_resumes(material: Material, number: sig
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job of a shell ignores it
     )  # fmt: skip
-    assert process.stdout is not None
     for _ in range(5):
         while "'loss'" not in process.stdout.readline():
             assert process.poll() is None
