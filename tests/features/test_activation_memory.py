@@ -54,9 +54,8 @@ def test_an_unchanged_sft_config_is_planned_as_ours_with_its_defaults(tmp_path: 
     assert plans[0][0] == 4 * 4 * 48  # the row that `merge_accumulation` may make of four micro-batches of four
     assert plans[0] == plans[1]
     data = make_dataset("tokens")
-    trainer = build(
-        FastSFTTrainer, tmp_path, model=llama(), data=data, **options | {"packing": False, "max_length": 90}
-    )
+    options |= {"packing": False, "max_length": 90}
+    trainer = build(FastSFTTrainer, tmp_path, model=llama(), data=data, **options)
     longest = max(map(len, data["input_ids"]))
     assert largest_row(trainer.fastpack_run, merges=True) == (4 * 4 * longest, longest)
 

@@ -236,5 +236,6 @@ def test_devices_without_fp8_products_are_refused(tmp_path: Path, monkeypatch: p
 
 def test_sharded_parameters_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Run, "is_sharded", True)
-    reasons = list(filter(None, frozen_base.why_not(made(tmp_path).fastpack_run)))
+    trainer = made(tmp_path)
+    reasons = list(filter(None, frozen_base.why_not(trainer.fastpack_run)))
     assert "parameters are sharded while the step runs: train with DDP" in reasons

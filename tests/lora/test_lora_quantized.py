@@ -60,9 +60,8 @@ def test_a_4_bit_weight_is_dequantized_once_per_use_and_never_saved(monkeypatch:
     for name in ("stock", "fast", "cached"):
         model = quantized("nf4", dtype=torch.bfloat16)
         if name != "stock":
-            monkeypatch.setattr(
-                lora_report, "copy_budget", lambda device, name=name: 2**40 if name == "cached" else None
-            )
+            budget = 2**40 if name == "cached" else None
+            monkeypatch.setattr(lora_report, "copy_budget", lambda device, budget=budget: budget)
             apply_lora(model)
         kept[name] = saved_bytes(model, any_ids(48))
         with Counted(lambda name, _args: name == "dequantize_4bit") as counted:

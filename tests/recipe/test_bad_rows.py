@@ -118,10 +118,10 @@ COLUMNS: list[tuple[str, dict[str, Any], str]] = [
     ("SFT", {"instruction": "a", "output": "b"}, "dataset_format: alpaca"),
     ("SFT", {"messages": [TURN]}, "'messages', in the format of ShareGPT: set dataset_format: sharegpt, or rename"),
     ("SFT", {"prompt": [TURN], "completion": [TURN]}, "in the format of ShareGPT: rename them to role and content"),
-    ("DPO", {"question": "a"}, "dpo needs chosen and rejected: rename them"),
+    ("DPO", {"question": "a", "good": "b"}, "columns question, good: dpo needs chosen and rejected: rename them"),
     ("DPO", {"prompt": [TURN], "chosen": [TURN], "rejected": [TURN]}, "value in 'chosen', in the format of ShareGPT"),
     ("KTO", {"prompt": "a", "completion": "b"}, "kto needs prompt and completion and label"),
-    ("Reward", {"text": "a"}, "or chosen_ids and rejected_ids: rename them; or use `fastpack-trl sft`"),
+    ("Reward", {"text": "a"}, "reward needs chosen and rejected, or chosen_ids and rejected_ids: rename them; or use"),
     ("GRPO", {"question": "a"}, "grpo needs prompt: rename them"),
 ]
 

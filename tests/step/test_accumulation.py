@@ -116,7 +116,6 @@ class _OwnStep(FastSFTTrainer):
 @pytest.mark.parametrize(
     ("reason", "fast", "options"),
     [
-        ("gradient_accumulation_steps is 1", MERGED, {"gradient_accumulation_steps": 1}),
         ("need sync_free", {"packed_attention": "off"}, {}),
         ("dense mask of sdpa", {"packed_attention": "sdpa"}, {}),
         ("NEFTune", {}, {"neftune_noise_alpha": 5.0}),

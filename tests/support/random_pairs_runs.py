@@ -1,7 +1,7 @@
 """Whole runs of DPO, GRPO and RLOO in random settings, with TRL's: ``python tests/support/random_pairs_runs.py``.
 
 Each number is a setting of DPO and one of GRPO or RLOO, with a rotation and the length at which it changes. Both
-trainers begin with the same weights; logs and weights are compared. `test_random_pairs_runs.py` has a sample.
+trainers begin with the same weights; logs and weights are compared. `test_random_runs.py` has a sample.
 """
 
 from __future__ import annotations
