@@ -29,9 +29,7 @@ ROOT = Path(__file__).parents[1]
         ("activation_memory_gib", "many", r"activation_memory_gib='many' must be a number above 0"),
     ],
 )
-def test_a_wrong_value_is_refused_also_if_it_was_set_on_a_config(
-    kind: Any, field: str, wrong: object, message: str
-) -> None:
+def test_a_wrong_value_is_refused_also_if_set_on_a_config(kind: Any, field: str, wrong: object, message: str) -> None:
     config = kind(use_cpu=True)
     setattr(config, field, wrong)
     with pytest.raises(ValueError, match=message):
@@ -73,9 +71,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("message", CONTRADICTIONS)
-def test_contradictory_fields_stop_config_and_training_but_no_evaluation_and_no_stock(
-    message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_contradictory_fields_stop_config_and_training_alone(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, other = CONTRADICTIONS[message]
     make_config = partial(FastSFTConfig, use_cpu=True, bf16=False, **other)
     with pytest.raises(ValueError, match=message) as error:

@@ -18,7 +18,7 @@ from ranks import BASE, fsdp2, two_ranks
 from replayed_graphs import TapeDevice
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from trainer_material import assert_same_log, build, callback
+from trainer_material import assert_line, assert_same_log, build, callback
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
@@ -220,8 +220,7 @@ def stepped_down(patch: pytest.MonkeyPatch) -> None:
 
     mlp.forward = fail_once
     assert_same_log(trained(ours), trained(stock), rtol=1e-5, atol=1e-6)
-    line = ours.fastpack_report["activation_memory"]
-    assert (line.path, "the kernel failed" in line.reason) == ("stock", True), line
+    assert_line(ours, "activation_memory", "the kernel failed", path="stock")
 
 
 def engines(patch: pytest.MonkeyPatch) -> None:

@@ -53,13 +53,9 @@ def assert_restored(model: Any, implementation: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("calls", "options"),
-    [((), {}), (ALL, {}), (ALL, {"gradient_accumulation_steps": 2})],
-    ids=str,
+    ("calls", "options"), [((), {}), (ALL, {}), (ALL, {"gradient_accumulation_steps": 2})], ids=str
 )
-def test_a_trainer_made_in_a_callback_of_another_logs_as_stocks_do(
-    tmp_path: Path, calls: tuple[str, ...], options: dict[str, Any]
-) -> None:
+def test_trainers_in_callbacks_log_as_stocks(tmp_path: Path, calls: tuple[str, ...], options: dict[str, Any]) -> None:
     *_, expected = nested(SFTTrainer, SFTTrainer, tmp_path / "stock", calls, **options)
     pairs = [(FastSFTTrainer, FastSFTTrainer)]
     if calls == ALL and not options:

@@ -45,9 +45,7 @@ def test_no_warning_of_the_renamed_property_in_a_run_or_a_command(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["SFT", "KTO"])
-def test_an_adapter_that_cannot_be_saved_is_refused_before_the_first_step(
-    name: str, tmp_path: Path, folders: tuple[Path, Path]
-) -> None:
+def test_adapters_that_cannot_be_saved_are_refused_first(name: str, tmp_path: Path, folders: tuple[Path, Path]) -> None:
     saving: dict[str, Any] = {"save_steps": 1, "save_strategy": "steps"}
     try:
         model = AutoModelForCausalLM.from_pretrained(folders[1])

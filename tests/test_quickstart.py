@@ -33,9 +33,7 @@ def tokenizer(text: list[tuple[str, str]]) -> Any:
     return train_tokenizer((answer for _, answer in text))
 
 
-def test_the_text_is_large_has_each_docstring_once_and_is_the_same_in_another_process(
-    tmp_path: Path, text: list[tuple[str, str]]
-) -> None:
+def test_text_is_large_has_docstrings_once_and_is_always_the_same(tmp_path: Path, text: list[tuple[str, str]]) -> None:
     questions, answers = zip(*text, strict=True)
     assert len(answers) > 5_000
     assert all(len(answer) in quickstart.LENGTHS for answer in answers)
@@ -55,9 +53,7 @@ def test_the_text_is_large_has_each_docstring_once_and_is_the_same_in_another_pr
     assert json.loads(file.read_text(encoding="utf-8")) == [list(pair) for pair in text]
 
 
-def test_files_that_do_not_parse_tests_and_repeated_texts_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_files_tests_and_repeated_texts_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="only 0 docstrings"):
         collect(tmp_path)
     monkeypatch.setattr(quickstart, "LEAST", 1)

@@ -19,9 +19,7 @@ from fastpack_trl.report import FeatureReport
 from fastpack_trl.testing import tiny_model
 
 
-def test_the_banner_has_80_columns_on_first_and_what_is_off_by_name_and_the_whole_report_every_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_banner_has_80_columns_and_the_whole_report_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FASTPACK_VERBOSE", raising=False)
     report = FeatureReport()
     report.add("layer_compile", "off", "eager", "compiling takes longer than most runs; layer_compile='on' compiles")

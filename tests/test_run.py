@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from trainer_material import build, figures, make_dataset, sentences, train
+from trainer_material import assert_line, build, figures, make_dataset, sentences, train
 from trl import SFTConfig
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
@@ -34,8 +34,7 @@ def test_a_feature_that_was_switched_off_before_a_second_run_is_off(tmp_path: Pa
     step = trainer.fastpack_run.sync_free
     trainer.args.sync_free = False
     trainer.train()
-    line = trainer.fastpack_report["sync_free"]
-    assert (line.status, line.reason) == ("off", "switched off")
+    assert_line(trainer, "sync_free", status="off", reason="switched off")
     assert not trainer.fastpack_run.loss_is_ours
     assert trainer.fastpack_run.sync_free is step
     trainer.args.sync_free = "auto"
@@ -52,16 +51,13 @@ def test_deepspeed_shards_in_stage_3_alone_and_what_it_has_not_cast_yet_is_autoc
         assert not trainer.fastpack_run.is_sharded
 
 
-def test_attention_is_chosen_again_where_its_setting_was_changed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_attention_is_chosen_again_if_its_setting_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = make(tmp_path)
     paths = {"auto": "per_document", "off": "stock", "sdpa": "sdpa"}
     for setting in ("auto", "off", "sdpa", "auto"):
         trainer.args.packed_attention = setting
         trainer.train()
-        line = trainer.fastpack_report["packed_attention"]
-        assert (line.status, line.path) == ("off" if setting == "off" else "on", paths[setting])
+        assert_line(trainer, "packed_attention", status="off" if setting == "off" else "on", path=paths[setting])
         assert (trainer.fastpack_report["batches"].status == "stock") == (setting == "off")
     assert "packed_attention: off (switched off)" in caplog.text
     caplog.clear()
@@ -83,7 +79,6 @@ def test_a_feature_that_is_off_misses_no_name(
             FastSFTTrainer, tmp_path, family="qwen3_moe", packing=True, fast=dict.fromkeys(SWITCHED, "off"),
             trainer={"peft_config": LoraConfig(r=4, target_modules=["q_proj"])},
         )  # fmt: skip
-    assert isinstance(ours, FastSFTTrainer)
     states = {line.feature: line.status for line in ours.fastpack_report if line.feature in SWITCHED}
     assert states == dict.fromkeys(SWITCHED, "off")
     assert "nowhere" not in caplog.text

@@ -29,7 +29,7 @@ from fastpack_trl.testing import tiny_model
 
 Options = dict[str, Any]
 
-LENGTHS = Dataset.from_dict({"input_ids": [list(range(3, 43))] * 8, "seq_lengths": [[20, 20]] * 8})
+LENGTHS = Dataset.from_dict({"input_ids": [list(range(3, 43))] * 16, "seq_lengths": [[20, 20]] * 16})
 """Without packing, TRL takes an example as one document, whatever a column `seq_lengths` says."""
 ONE_BY_ONE: Options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
 WHOLE: Options = {"max_steps": -1, "num_train_epochs": 1}
@@ -53,6 +53,7 @@ UNPACKED: list[Options] = [
     {"data": "prompt_completion", "label_smoothing_factor": 0.1},
     {"trainer": {"formatting_func": lambda row: f"w1 {row['text']} w2"}, "max_length": 16},
     {"data": LENGTHS, "eval_strategy": "no"},
+    {"data": LENGTHS.to_iterable_dataset(), "eval_strategy": "no"},
     ONE_BY_ONE,
     {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3},
     ONE_BY_ONE | {"data": "prompt_completion", "completion_only_loss": True},
@@ -246,15 +247,6 @@ def test_kept_loader_workers_do_not_outlive_what_decides_their_batches(tmp_path:
     assert shapes[0] == shapes[1]
 
 
-def test_streamed_rows_are_one_document_without_packing_whatever_their_lengths_say(tmp_path: Path) -> None:
-    ids = make_dataset("tokens")["input_ids"]
-    data = Dataset.from_dict({"input_ids": ids, "seq_lengths": [[1, len(each) - 1] for each in ids]})
-    given = {"data": data.to_iterable_dataset(), "packing": False, "eval_strategy": "no"}
-    ours, stock = (train(cls, tmp_path, **given) for cls in (FastSFTTrainer, SFTTrainer))
-    assert ours.fastpack_report["batches"].path == "padding-free"
-    assert_same_log(ours, stock, rtol=1e-4)
-
-
 def test_compute_metrics_and_predict_get_the_padded_batches_of_stock(tmp_path: Path) -> None:
     runs, shapes = [], []
     for cls in (FastSFTTrainer, SFTTrainer):
@@ -339,9 +331,7 @@ def test_report_names_fill_truncation_and_proof(tmp_path: Path, capsys: pytest.C
     assert "packing_strategy" not in said["truncated tokens"]
 
 
-def test_a_failed_check_pads_documents_and_stops_an_explicit_choice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_check_pads_documents_and_stops_explicit_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare = PerDocument.prepare
 
     def leaking(self: Any, batch: PackedBatch, *where: Any) -> Any:
@@ -358,11 +348,9 @@ def test_a_failed_check_pads_documents_and_stops_an_explicit_choice(
         train(FastSFTTrainer, tmp_path, packing=True, fast={"packed_attention": "per_document"})
 
 
-def make_trainer(folder: Path, dataset: Dataset, **options: Any) -> FastSFTTrainer:
+def make_trainer(folder: Path, dataset: Dataset, **more: Any) -> FastSFTTrainer:
     given = {"train_dataset": dataset, "eval_dataset": None}
-    return build(
-        FastSFTTrainer, folder, data="tokens", trainer=given, eval_strategy="no", **{"packing": True} | options
-    )
+    return build(FastSFTTrainer, folder, data="tokens", trainer=given, eval_strategy="no", **{"packing": True} | more)
 
 
 def test_data_without_tokens_or_loss_is_named_and_data_of_stock_is_left_to_it(tmp_path: Path) -> None:

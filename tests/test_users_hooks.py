@@ -77,9 +77,7 @@ class Hooks(TrainerCallback):
 
     def add(self, key: Any, modules: list[nn.Module]) -> None:
         kinds = REGISTER.items()
-        self.handles[key] = [
-            register(one, partial(self.seen, kind, True)) for one in modules for kind, register in kinds
-        ]
+        self.handles[key] = [add(one, partial(self.seen, kind, True)) for one in modules for kind, add in kinds]
 
     def remove(self, key: Any) -> None:
         for handle in self.handles.pop(key, []):
@@ -146,9 +144,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Any]
     ("kind", "where", "compiled"),
     [*((kind, "modules", "on") for kind in MODELS), ("dense", "global", "on"), ("moe", "global", "off")],
 )
-def test_hooks_run_as_in_stock_whenever_they_come_and_go(
-    kind: str, where: str, compiled: str, tmp_path: Path, stock: Any
-) -> None:
+def test_hooks_come_and_go_as_in_stock(kind: str, where: str, compiled: str, tmp_path: Path, stock: Any) -> None:
     theirs, expected, calls = stock(kind, where)
     hooks = Hooks(plan_of(kind, where))
     fast = {"layer_compile": compiled, "verify_packing": "off", "merge_accumulation": "on"}
@@ -190,9 +186,7 @@ def test_what_a_hook_raises_ends_the_run_as_in_stock(error: Any, step: int, tmp_
 
 
 @pytest.mark.parametrize("kind", REGISTER)
-def test_a_hook_on_a_module_that_layers_share_reaches_each_of_them_and_is_named_once(
-    kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_hook_on_a_shared_module_reaches_each_layer_named_once(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     seen: list[int] = []
     backend = Counting()
     model = make("llama", num_hidden_layers=3)

@@ -85,9 +85,7 @@ def assert_same_run(ours: Any, stock: Any, rtol: float, norm: float) -> None:
     ("kind", "more"),
     [("lora", UNPACKED), ("full", {"packing": True, "gradient_accumulation_steps": 2}), ("lora", SKIPPING)],
 )
-def test_a_run_under_the_loss_scaler_is_stock_s_with_a_step_that_overflows(
-    kind: str, more: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_run_under_the_loss_scaler_that_overflows_is_stocks(kind: str, more: dict[str, Any], tmp_path: Path) -> None:
     runs = run_both(tmp_path, kind, **more)
     assert_same_run(*runs, rtol=5e-4, norm=5e-3)
     report = runs[0][0].fastpack_report
@@ -137,9 +135,7 @@ def test_4_bit_layers_stay_peft_s_in_emulated_bf16_and_are_fast_in_fp16(monkeypa
     assert len(apply_lora(adapted("llama"), compute_dtype=torch.bfloat16).fast) == 14
 
 
-def test_adapters_in_bf16_become_fp32_where_the_scaler_has_no_kernel_for_them(
-    tmp_path: Path,
-) -> None:
+def test_adapters_in_bf16_become_fp32_where_the_scaler_has_no_kernel_for_them(tmp_path: Path) -> None:
     model = quantized("nf4", compute=torch.float16)
     trainer = build(FastSFTTrainer, tmp_path, model=model, fp16=True, eval_strategy="no")
     adapters = [p for p in trainer.model.parameters() if p.requires_grad]

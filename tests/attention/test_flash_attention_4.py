@@ -67,9 +67,7 @@ WRONG, RIGHT_SIZES = (4, 16, 36, 40, 48, 72, 80, 112), (24, 32, 56, 60, 64, 96, 
         *(({"capability": (10, 0), "head_dim": size}, NAME, "") for size in (8, 16, 80, 128, 256)),
     ],
 )
-def test_auto_takes_it_if_it_is_right_and_names_what_it_lacks(
-    installed: None, changes: dict[str, Any], path: str, reason: str
-) -> None:
+def test_auto_takes_it_or_names_what_it_lacks(installed: None, changes: dict[str, Any], path: str, reason: str) -> None:
     features = replace(HOPPER, **changes)
     choice = choose("auto", features)
     assert (choice.path, reason in choice.reason) == (path, True), choice.reason
@@ -109,9 +107,7 @@ def test_missing_package_is_said_where_the_device_could_run_it(monkeypatch: pyte
 @pytest.mark.cuda
 @pytest.mark.parametrize(("window", "sinks"), [(None, False), (4, True), (4, False), (None, True)])
 @pytest.mark.parametrize("head_dim", [24, 128])
-def test_on_the_device_within_twice_the_error_of_dense_attention(
-    window: int | None, sinks: bool, head_dim: int
-) -> None:
+def test_on_a_device_within_twice_the_error_of_dense_attention(window: int | None, sinks: bool, head_dim: int) -> None:
     windows, capability = frozenset({window} if window else ()), torch.cuda.get_device_capability()
     features = replace(HOPPER, windows=windows, sinks=sinks, head_dim=head_dim, capability=capability)
     if reason := FlashAttention4().refuses(features):

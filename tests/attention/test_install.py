@@ -158,9 +158,7 @@ def test_attention_dropout_acts_in_stocks_function_with_dense_masks() -> None:
 
 
 @pytest.mark.parametrize(("packing", "path"), [(True, "documents"), (False, "stock")])
-def test_a_model_whose_layers_add_to_the_mask_trains_in_bf16_as_under_stock(
-    tmp_path: Path, packing: bool, path: str
-) -> None:
+def test_model_whose_layers_add_to_the_mask_trains_in_bf16_as_stock(tmp_path: Path, packing: bool, path: str) -> None:
     """Doge's learned mask moves hidden states by less than what bf16 does to those of other models."""
     fields = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("doge", vocab_size=96, **fields))
@@ -169,5 +167,4 @@ def test_a_model_whose_layers_add_to_the_mask_trains_in_bf16_as_under_stock(
     assert ours.fastpack_report["batches"].path == path
     assert "makes an attention mask of its own" in str(ours.fastpack_report)
     assert_same_log(ours, stock, rtol=2e-2)
-    for mine, theirs in zip(ours.model.parameters(), stock.model.parameters(), strict=True):
-        assert_close(mine, theirs, rtol=0, atol=5e-3)
+    assert_close(ours.model.state_dict(), stock.model.state_dict(), rtol=0, atol=5e-3)

@@ -16,7 +16,7 @@ from model_material import vision_model
 from odd_models import Bigrams, Noise, OneRow, Shift, Strict, Unigrams, capped_sdpa, model_with
 from side_by_side import assert_equal
 from torch import nn
-from trainer_material import assert_same_log, build, figures, train
+from trainer_material import assert_line, assert_same_log, build, figures, train
 from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -224,9 +224,7 @@ def test_packing_under_stock_is_checked_and_a_leak_stops(tmp_path: Path) -> None
     assert strict.fastpack_report["verify_packing"].reason == "switched off"
 
 
-def test_weights_that_are_not_finite_are_named_and_nothing_falls_back(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_not_finite_are_named_and_nothing_falls_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def spoilt() -> Any:
         model = tiny_model("qwen3")
         model.get_parameter(name).data.view(-1)[3] = torch.inf
@@ -234,9 +232,7 @@ def test_weights_that_are_not_finite_are_named_and_nothing_falls_back(
 
     name, options = "model.layers.1.mlp.up_proj.weight", {"packing": True, "max_steps": 1, "eval_strategy": "no"}
     ours = train(FastSFTTrainer, tmp_path, model=spoilt(), **options)
-    line = ours.fastpack_report["verify_packing"]
-    assert (line.status, line.path) == ("off", "not run")
-    assert name in line.reason
+    assert_line(ours, "verify_packing", name, status="off", path="not run")
     assert ours.fastpack_report["packed_attention"].path == "per_document"
     assert name in caplog.text
     with pytest.raises(ValueError, match=f"verify_packing='on': parameter {name} has non-finite values: 1 of 1,536"):
@@ -322,9 +318,7 @@ def test_rows_that_nobody_asked_to_pack_stay_padded_where_the_check_fails(tmp_pa
         (Bigrams, "failed its packing check"),
     ],
 )
-def test_packed_documents_are_padded_one_by_one_where_the_check_cannot_run_or_fails(
-    tmp_path: Path, backbone: Any, reason: str
-) -> None:
+def test_documents_are_padded_if_the_check_cannot_run_or_fails(tmp_path: Path, backbone: Any, reason: str) -> None:
     ours = trainer_of(FastSFTTrainer, tmp_path, model_with(backbone=backbone), packing=True)
     ours.train()
     assert ours.fastpack_report["batches"].path == "documents"

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 from attention_material import assert_packed_equals_separate
-from trainer_material import assert_same_log, both
+from trainer_material import assert_line, assert_same_log, both
 
 from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.attention.install import packed_attention
@@ -45,8 +45,6 @@ def test_one_training_step_equals_that_on_separate_documents(family: str, needs:
 
 def test_trainer_takes_it_by_name_checks_it_and_logs_what_stock_logs(tmp_path: Path) -> None:
     ours, stock = both(tmp_path, packing=True, fast={"packed_attention": "toy"})
-    line = ours.fastpack_report["packed_attention"]
-    assert (line.status, line.path, line.reason) == ("on", "toy", "asked for; plain torch; plain causal")
-    assert ours.fastpack_proof is not None
+    assert_line(ours, "packed_attention", status="on", path="toy", reason="asked for; plain torch; plain causal")
     assert ours.fastpack_proof.proven
     assert_same_log(ours, stock)

@@ -86,9 +86,7 @@ def test_every_tensor_is_restored_bit_by_bit_also_after_an_exception() -> None:
         ("sums", True, "documents"),
     ],
 )
-def test_rows_are_stocks_unless_padding_separates_documents(
-    kind: str, packing: bool, rows: str, tmp_path: Path
-) -> None:
+def test_rows_are_trls_unless_padding_separates_documents(kind: str, packing: bool, rows: str, tmp_path: Path) -> None:
     ours = train(FastSFTTrainer, tmp_path, model=MIXING[kind](), packing=packing, **STEEP)
     report = ours.fastpack_report
     assert report["batches"].path == rows

@@ -270,9 +270,7 @@ def test_quartiles_are_between_the_values_and_streams_that_overlap_count_once() 
 
 
 @pytest.mark.slow
-def test_a_yaml_is_measured_in_processes_with_its_overrides(
-    material: Material, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_yaml_is_measured_in_processes_with_overrides(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     file, picture = material.folder / "out.json", material.folder / "out.png"
     words = ["bench", "--config", str(material.yaml(eval_on_start=True))]
@@ -310,7 +308,6 @@ def test_a_record_names_no_path_and_no_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_memory_kernels_and_idle_time_are_there(tmp_path: Path) -> None:
     build = _build(tmp_path, use_cpu=False, bf16=True)
     found = compare(build, timed=3, sides=("stock", "fastpack", "fastpack_plan"), progress=False)

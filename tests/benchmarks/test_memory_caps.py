@@ -32,9 +32,7 @@ def test_the_row_that_is_found_fits_and_an_eighth_more_does_not(limit: int, most
     assert max(tried) <= most
 
 
-def test_tries_end_by_memory_and_other_failures_are_raised(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_memory_ends_tries(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     reasons = {192: "OutOfMemoryError: CUDA out of memory", 256: "torch.OutOfMemoryError"}
 
     def process(function: str, options: Mapping[str, Any], timeout: float) -> Any:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from captured_material import STEPS, assert_same_run, both, build
-from trainer_material import make_dataset
+from captured_material import STEPS, assert_same_run, both, build, train
+from trainer_material import assert_line, make_dataset
 from transformers import TrainerCallback
 
 from fastpack_trl import FastSFTTrainer
@@ -43,9 +43,7 @@ def test_a_captured_run_trains_as_an_eager_one(tmp_path: Path, devices: Any, nam
     assert device.log[-1] == "forget"
     assert device.log.count("reset") == device.log.count("record") >= 2
     assert_same_run(ours, eager)
-    line = ours.fastpack_report["cuda_graph"]
-    assert (line.status, line.path) == ("on", "captured")
-    assert "3.00 GiB" in line.reason
+    assert_line(ours, "cuda_graph", "3.00 GiB", status="on", path="captured")
 
 
 @pytest.mark.parametrize("options", [{"lora": {"task_type": "CAUSAL_LM"}}, {"family": "gpt_oss"}], ids=["lora", "moe"])
@@ -107,16 +105,13 @@ def test_gradients_are_as_in_stock_between_steps(tmp_path: Path, devices: Any) -
 
     model = tiny_model("qwen3")
     model.unused = torch.nn.Parameter(torch.ones(3))
-    trainer = build(FastSFTTrainer, tmp_path, devices, callbacks=[Looks()], model=model, weight_decay=0.1)
-    trainer.train()
+    train(tmp_path, devices, callbacks=[Looks()], model=model, weight_decay=0.1)
     assert devices.made[0].log.count("replay") >= 2
     assert seen == [(True, True)] * STEPS
     assert torch.equal(model.unused, torch.ones(3))
 
 
-def test_smaller_buckets_are_recorded_in_the_memory_of_the_largest(
-    tmp_path: Path, devices: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_buckets_share_the_largest_ones_memory(tmp_path: Path, devices: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that comes later frees their graphs: they lie in its memory then."""
     alive: dict[slot.Slot, int] = {}
     orders: list[list[int]] = []

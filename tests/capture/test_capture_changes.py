@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from captured_material import CHANGES, At, assert_same_run, both, build
+from captured_material import CHANGES, At, assert_same_run, both, build, train
 from datasets import Dataset
 from edited_batches import in_a_loader
+from trainer_material import assert_line
 from transformers import TrainerCallback
 
 from fastpack_trl import FastSFTTrainer
@@ -69,11 +70,8 @@ def test_what_is_frozen_gets_no_gradient_in_rows_that_fit_no_bucket(tmp_path: Pa
 
 def test_a_model_that_changes_again_and_again_runs_eager(tmp_path: Path, devices: Any) -> None:
     swaps = [At(step, "swap data") for step in range(8, 60, 4)]
-    trainer = build(FastSFTTrainer, tmp_path, devices, callbacks=swaps, max_steps=60)
-    trainer.train()
-    line = trainer.fastpack_report["cuda_graph"]
-    assert (line.status, line.path) == ("off", "eager")
-    assert "again and again" in line.reason
+    trainer = train(tmp_path, devices, callbacks=swaps, max_steps=60)
+    assert_line(trainer, "cuda_graph", "again and again", status="off", path="eager")
     assert devices.made[0].log.count("record") > graphs.MAX_RERECORDINGS
 
 
@@ -83,8 +81,7 @@ def test_hooks_that_came_end_it_and_see_every_row(tmp_path: Path, devices: Any) 
     def hooked(model: Any, **_: Any) -> None:
         model.get_decoder().layers[0].register_forward_hook(lambda *_: seen.append(1))
 
-    trainer = build(FastSFTTrainer, tmp_path, devices, callbacks=[At(6, hooked)], max_steps=9)
-    trainer.train()
+    trainer = train(tmp_path, devices, callbacks=[At(6, hooked)], max_steps=9)
     assert len(seen) == 3
     reason = trainer.fastpack_report["cuda_graph"].reason
     assert "forward hook" in reason

@@ -15,7 +15,7 @@ from datasets import Dataset
 from lora_material import quantized
 from peft import LoraConfig
 from shared_material import prefixed
-from trainer_material import build, make_dataset
+from trainer_material import assert_line, build, callback, make_dataset
 from transformers import TrainerCallback
 
 from fastpack_trl import FastSFTTrainer
@@ -23,7 +23,7 @@ from fastpack_trl.capture import graphs
 from fastpack_trl.capture.device import CudaGraphs
 from fastpack_trl.testing import count_host_syncs, tiny_model
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.cuda
 
 STEPS = 30
 FAMILIES = ("llama", "qwen3", "gemma3_text", "qwen3_moe", "gpt_oss")
@@ -41,17 +41,14 @@ class Gradients(TrainerCallback):
             self.kept = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def made(folder: Path, *, fast: dict[str, Any] | None = None, trainer: Any = None, **more: Any) -> FastSFTTrainer:
+def made(folder: Path, *, fast: dict[str, Any] | None = None, trainer: Any = None, **more: Any) -> Any:
     """A trainer in bf16 on the device, with the graph asked for by name."""
     options = {
         "data": make_dataset("text", 300), "packing": True, "eval_strategy": "no", "use_cpu": False, "bf16": True,
         "max_steps": STEPS, **more,
     }  # fmt: skip
     given = {"eval_dataset": make_dataset("text", 8, seed=7)} | (trainer or {})
-    found: FastSFTTrainer = build(
-        FastSFTTrainer, folder, fast={"cuda_graph": "on"} | (fast or {}), trainer=given, **options
-    )
-    return found
+    return build(FastSFTTrainer, folder, fast={"cuda_graph": "on"} | (fast or {}), trainer=given, **options)
 
 
 def waiting_norm(then: Callable[[Any], None] = lambda hidden: None) -> Any:
@@ -182,20 +179,15 @@ def test_a_failed_recording_leaves_the_allocator_usable(tmp_path: Path) -> None:
     """The cache is emptied after it, and a step that runs out of memory runs again."""
     lacked: list[int] = []
 
-    class Empties(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            torch.cuda.empty_cache()
-
     def lack(hidden: torch.Tensor) -> None:
         if trainer.state.global_step == 15 and not lacked:
             lacked.append(1)
             torch.empty(1 << 50, dtype=torch.uint8, device=hidden.device)
 
-    fast = {"layer_compile": "off"}
-    trainer = made(tmp_path, model=waiting_norm(lack), fast=fast, max_steps=18, trainer={"callbacks": [Empties()]})
+    given = {"callbacks": [callback("on_step_end", lambda *_: torch.cuda.empty_cache())()]}
+    trainer = made(tmp_path, model=waiting_norm(lack), fast={"layer_compile": "off"}, max_steps=18, trainer=given)
     trainer.train()
-    line = trainer.fastpack_report["cuda_graph"]
-    assert (line.status, line.path, "cannot be recorded" in line.reason) == ("off", "eager", True), line
+    assert_line(trainer, "cuda_graph", "cannot be recorded", status="off", path="eager")
     assert lacked
     assert trainer.state.global_step == 18
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from captured_material import assert_same_run, build
+from captured_material import assert_same_run, build, train
 from old_device import forced_capability
-from transformers import TrainerCallback
+from trainer_material import assert_line, callback
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.capture import decision
@@ -34,22 +34,17 @@ def test_what_cannot_be_recorded_runs_eager_named_once(
     tmp_path: Path, devices: Any, error: Exception, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     devices.options["fail"] = lambda number: error
-    ours = build(FastSFTTrainer, tmp_path / "ours", devices, max_steps=14)
-    ours.train()
+    ours = train(tmp_path / "ours", devices, max_steps=14)
     assert "replay" not in devices.made[0].log
-    line = ours.fastpack_report["cuda_graph"]
-    assert (line.status, line.path, said in line.reason) == ("off", "eager", True), line
+    assert_line(ours, "cuda_graph", said, status="off", path="eager")
     assert sum("cuda_graph: eager from here on" in text for text in caplog.messages) == 1
-    eager = build(FastSFTTrainer, tmp_path / "eager", devices, fast={"cuda_graph": "off"}, max_steps=14)
-    eager.train()
+    eager = train(tmp_path / "eager", devices, fast={"cuda_graph": "off"}, max_steps=14)
     assert_same_run(ours, eager)
 
 
 def test_a_model_that_lacks_room_for_a_graph_runs_eager(tmp_path: Path, devices: Any) -> None:
     devices.options["room"] = "1.0 GiB are free, a graph plus an eager step takes 2.0"
-    trainer = build(FastSFTTrainer, tmp_path, devices)
-    trainer.train()
-    assert trainer.fastpack_report["cuda_graph"].reason == devices.options["room"]
+    assert train(tmp_path, devices).fastpack_report["cuda_graph"].reason == devices.options["room"]
     assert "record" not in devices.made[0].log
 
 
@@ -86,8 +81,7 @@ def test_auto_captures_if_the_device_waits_for_the_host_and_steps_are_left(
 ) -> None:
     """Of three steps whose mean is 23% only one was interrupted: more steps are watched, and most of them decide."""
     devices.options["idle"] = idle
-    trainer = build(FastSFTTrainer, tmp_path, devices, fast={"cuda_graph": "auto"}, max_steps=steps)
-    trainer.train()
+    trainer = train(tmp_path, devices, fast={"cuda_graph": "auto"}, max_steps=steps)
     line, log = trainer.fastpack_report["cuda_graph"], devices.made[0].log
     assert said in line.reason, line
     assert log.count("watch") == watched
@@ -97,8 +91,7 @@ def test_auto_captures_if_the_device_waits_for_the_host_and_steps_are_left(
 
 
 def test_two_steps_are_over_before_anything_is_recorded(tmp_path: Path, devices: Any) -> None:
-    trainer = build(FastSFTTrainer, tmp_path, devices, max_steps=2)
-    trainer.train()
+    train(tmp_path, devices, max_steps=2)
     assert [entry for entry in devices.made[0].log if entry != "forget"] == ["apart", "together"]
 
 
@@ -116,12 +109,8 @@ def test_what_layers_do_decides_and_not_the_flags_of_the_run(
     tmp_path: Path, devices: Any, memory: str, options: dict[str, Any], said: str
 ) -> None:
     """A recompute would draw dropout anew; layers that are kept run no backward pass of their own."""
-    trainer = build(
-        FastSFTTrainer, tmp_path, devices, lora={"lora_dropout": 0.1}, fast={"activation_memory": memory}, **options
-    )
-    trainer.train()
-    line = trainer.fastpack_report["cuda_graph"]
-    assert (line.path, said in line.reason) == ("eager" if said else "captured", True), line
+    trainer = train(tmp_path, devices, lora={"lora_dropout": 0.1}, fast={"activation_memory": memory}, **options)
+    assert_line(trainer, "cuda_graph", said, path="eager" if said else "captured")
 
 
 def test_a_loss_of_the_user_runs_eagerly(tmp_path: Path, devices: Any) -> None:
@@ -162,9 +151,7 @@ def test_off_with_the_reason(
     trainer = build(FastSFTTrainer, tmp_path, devices, fast={"cuda_graph": "auto"} | fast, max_steps=1, **options)
     with contextlib.suppress(*([Exception] if "off" in reason or "host" in reason else [])):
         trainer.train()  # some of it needs a device
-    line = trainer.fastpack_report["cuda_graph"]
-    assert (line.status, line.path) == ("off", "eager")
-    assert reason in line.reason
+    assert_line(trainer, "cuda_graph", reason, status="off", path="eager")
     assert not devices.made
 
 
@@ -184,15 +171,15 @@ def test_experts_are_captured_where_their_products_read_no_sizes(
 ) -> None:  # fmt: skip
     found: list[str] = []
 
-    class Asks(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            with forced_capability(capability), monkeypatch.context() as patch:
-                patch.setattr(Run, "device", torch.device("cuda", 0))
-                found.append(first_reason(cuda_graph.refusals(trainer.fastpack_run)))
+    def ask(*_: Any) -> None:
+        with forced_capability(capability), monkeypatch.context() as patch:
+            patch.setattr(Run, "device", torch.device("cuda", 0))
+            found.append(first_reason(cuda_graph.refusals(trainer.fastpack_run)))
 
     model = tiny_model("qwen3_moe")
     for module in experts_modules(model).values():
         module.to(dtype)
-    trainer = build(FastSFTTrainer, tmp_path, devices, model=model, max_steps=1, callbacks=[Asks()])
+    asks = callback("on_step_end", ask)()
+    trainer = build(FastSFTTrainer, tmp_path, devices, model=model, max_steps=1, callbacks=[asks])
     trainer.train()
     assert found == [said and f"grouped matmuls in {said}"]

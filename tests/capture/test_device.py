@@ -40,9 +40,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(("slow", "least", "most"), [(0.0, 0.05, 0.5), (0.02, 0.7, 1.0)], ids=["even", "by time"])
-def test_a_watch_samples_until_it_is_stopped(
-    slow: float, least: float, most: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_watch_samples_until_stopped(slow: float, least: float, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sample counts for the time that it took: few come through while the host prepares launches."""
     answers = cycle((True, False, False, False))
     enough = threading.Event()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from captured_material import build
+from captured_material import build, train
 from out_of_memory import too_large
 from transformers import TrainerCallback
 
@@ -71,8 +71,7 @@ def test_nothing_waits_between_two_logs(tmp_path: Path, devices: Any, lora: bool
 
 def test_reasons_are_found_without_asking_the_device(tmp_path: Path, devices: Any) -> None:
     """A reason that formats a tensor reads it: each text is made only where its condition holds."""
-    trainer = build(FastSFTTrainer, tmp_path, devices, max_steps=1)
-    trainer.train()
+    trainer = train(tmp_path, devices, max_steps=1)
     with count_host_syncs(device="cpu") as syncs:
         assert why_stock_loss(trainer.fastpack_run) == ""
     assert syncs.total == 0, syncs

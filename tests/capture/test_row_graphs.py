@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from preference_material import assert_same, build, trained
-from transformers import TrainerCallback
+from trainer_material import assert_line, callback
 
 import fastpack_trl
 
@@ -79,15 +79,12 @@ def test_captured_runs_equal_eager_ones(case: str, tmp_path: Path, devices: Any)
 
 
 def test_a_hook_of_the_user_ends_it_by_name(tmp_path: Path, devices: Any) -> None:
-    class Hooks(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 5:
-                layers = kwargs["model"].get_base_model().model.layers
-                layers[0].mlp.register_forward_hook(lambda *_: seen.append(state.global_step))
+    def hook(state: Any, model: Any) -> None:
+        if state.global_step == 5:
+            mlp = model.get_base_model().model.layers[0].mlp
+            mlp.register_forward_hook(lambda *_: seen.append(state.global_step))
 
     seen: list[int] = []
-    ours = run("DPO", tmp_path, devices, trainer={"callbacks": [Hooks()]})
+    ours = run("DPO", tmp_path, devices, trainer={"callbacks": [callback("on_step_begin", hook)()]})
     assert seen, "the hook runs for each forward"
-    line = ours.fastpack_report["cuda_graph"]
-    assert line.status == "off"
-    assert "does not run in a replay: remove it" in line.reason
+    assert_line(ours, "cuda_graph", "does not run in a replay: remove it", status="off")

@@ -61,7 +61,6 @@ def test_the_input_of_the_last_recomputed_layer_stays_on_the_device(kept: int) -
     levels = [OFFLOAD] * (LAYERS - kept) + [KEEP] * kept
     with layer_levels(checkpointable_layers(model), levels) as offload:
         step(model)
-        assert offload is not None
         assert offload.use.most_held == (LAYERS - kept - 1) * 2 * 12 * 32 * 4
 
 

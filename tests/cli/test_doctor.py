@@ -53,17 +53,13 @@ def test_it_names_versions_device_names_and_what_can_be_installed(
 
 def test_the_extras_are_those_of_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = {
-        name: " ".join(lines) for name, lines in project["optional-dependencies"].items() if name not in ("dev", "docs")
-    }
+    extras = {k: " ".join(v) for k, v in project["optional-dependencies"].items() if k not in ("dev", "docs")}
     assert extras.keys() == doctor.EXTRAS.keys()
     for extra, (module, _) in doctor.EXTRAS.items():
         assert module.partition(".")[0].replace("_", "-") in extras[extra]
 
 
-def test_a_config_shows_the_report_of_the_trainer_it_would_make(
-    material: Material, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_config_shows_the_report_of_its_trainer(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
     file = material.folder / "doctor.json"
     assert run("--config", material.yaml(packed_attention="sdpa"), "--json", file) == 0
     features = json.loads(file.read_text())["config"]["features"]
@@ -76,9 +72,7 @@ def test_a_config_shows_the_report_of_the_trainer_it_would_make(
     assert not material.out.exists()
 
 
-def test_a_config_that_cannot_be_used_is_one_line_and_loses_nothing(
-    material: Material, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unusable_config_is_one_line_and_loses_nothing(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
     file = material.folder / "doctor.json"
     config = material.yaml(model_name_or_path="./nowhere")
     assert run("--config", config, "--json", file) == cli.EXIT_USER_ERROR

@@ -22,9 +22,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_configs_are_listed_and_a_file_is_replaced_only_by_force(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_configs_are_listed_and_files_replaced_only_by_force(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init"]) == 0
     out = capsys.readouterr().out
     assert all(f"{name} " in out for name in shipped())
@@ -38,9 +36,7 @@ def test_configs_are_listed_and_a_file_is_replaced_only_by_force(
 
 
 @pytest.mark.parametrize("name", shipped())
-def test_a_config_is_written_with_its_own_name_and_says_what_comes_next(
-    here: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_a_config_names_itself_and_what_is_next(here: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     (here / "quickstart-output" / "model").mkdir(parents=True)
     (here / "quickstart-output" / "data").mkdir()
     assert main(["init", name]) == 0

@@ -130,8 +130,6 @@ WRONG: list[tuple[str, Mapping[str, object], Mapping[str, Any], str]] = [
     ("sft", PAIR, {}, "or use `fastpack-trl dpo`, which they fit"),
     ("sft", {"prompt": "a"}, {}, "use `fastpack-trl grpo`"),
     ("dpo", ROWS["kto"], {}, "use `fastpack-trl kto`"),
-    ("dpo", {"question": "a", "good": "b"}, {}, "columns question, good: dpo needs chosen and rejected: rename them"),
-    ("reward", {"other": "a"}, {}, "reward needs chosen and rejected, or chosen_ids and rejected_ids"),
     ("dpo", PAIR | {"chosen": 5}, {}, "it holds {'chosen': 5"),
     ("kto", ROWS["kto"] | {"label": "no"}, {}, "row 0 of the train data set"),
     ("grpo", GRPO, {"reward_funcs": ...}, "no reward: set reward_funcs to some of accuracy_reward"),

@@ -17,7 +17,8 @@ import torch
 from datasets import Dataset, DatasetDict
 from ranks import torchrun
 from sft_material import TEXT_ROWS, Material, write_jsonl
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trainer_material import callback
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DatasetMixtureConfig, ScriptArguments
 
 from fastpack_trl.cli.main import main
@@ -51,10 +52,8 @@ def test_a_run_ends_with_its_speed_the_report_and_commands_that_run(
     last, report = capsys.readouterr().out.splitlines()[-1], material.out / "fastpack_report.json"
     wanted = rf"loss [\d.]+ -> [\d.]+; [\d,]+ tokens/s.*; nothing fell back to TRL; report: {report}"
     assert re.fullmatch(wanted, last), last
-    path = str(
-        material.yaml(use_peft=True, lora_r=4, output_dir="my out", save_report="off", packing_strategy="wrapped")
-    )
-    assert main(["sft", "--config", path]) == 0
+    path = material.yaml(use_peft=True, lora_r=4, output_dir="my out", save_report="off", packing_strategy="wrapped")
+    assert main(["sft", "--config", str(path)]) == 0
     end, said = capsys.readouterr().out.splitlines()[-2:]
     assert re.search(r"; run by TRL: .*batches", end), end
     assert "report" not in end
@@ -162,14 +161,12 @@ def test_spellings_of_values(material: Material, text: str, field: str, value: o
 
 
 def test_env_is_set_and_launch_options_are_split_off(material: Material, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FASTPACK_TEST_VARIABLE", "before")
-    text = (
-        "env: {FASTPACK_TEST_VARIABLE: 7}\nnum_processes: 2\nmulti_gpu: true\nquiet: false\naccelerate_config: zero2\n"
-    )
+    monkeypatch.setenv("FASTPACK_TEST_NAME", "before")
+    text = "env: {FASTPACK_TEST_NAME: 7}\nnum_processes: 2\nmulti_gpu: true\nquiet: false\naccelerate_config: zero2\n"
     path = str(material.yaml(text=text))
     flags = "--mixed_precision=no --main_process_port 29511 --multi_gpu --packing --accelerate-config zero3"
     arguments = parse([f"--config={path}", *flags.split()])
-    assert os.environ["FASTPACK_TEST_VARIABLE"] == "7"
+    assert os.environ["FASTPACK_TEST_NAME"] == "7"
     files = [Path(word.partition("=")[2]).name for word in arguments.launch if word.startswith("--config_file=")]
     assert files == ["zero2.yaml", "zero3.yaml"], "accelerate takes the last: the flag wins"
     assert [word for word in arguments.launch if not word.startswith("--config_file=")] == [
@@ -179,12 +176,11 @@ def test_env_is_set_and_launch_options_are_split_off(material: Material, monkeyp
 
 
 def test_an_error_of_a_step_keeps_its_traceback(material: Material) -> None:
-    class Fails(TrainerCallback):
-        def on_step_end(self, *args: object, **kwargs: object) -> None:
-            raise ValueError("raised by a step")
+    def fail(*_: Any) -> None:
+        raise ValueError("raised by a step")
 
     with pytest.raises(ValueError, match="raised by a step") as caught:
-        train.train(["--config", str(material.yaml())], callbacks=[Fails()])
+        train.train(["--config", str(material.yaml())], callbacks=[callback("on_step_end", fail)()])
     assert not isinstance(caught.value, UserError)
 
 

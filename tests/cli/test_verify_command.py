@@ -27,8 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lora = get_peft_model(tiny_model("qwen3"), LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False))
     lora.save_pretrained(root / "lora")
     virtual = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, prompt_tuning_init="RANDOM")
-    prompt = get_peft_model(tiny_model("qwen3"), virtual)
-    prompt.save_pretrained(root / "prompt")
+    get_peft_model(tiny_model("qwen3"), virtual).save_pretrained(root / "prompt")
     return root
 
 
@@ -41,9 +40,7 @@ def verify(folder: Path, family: str, *arguments: str) -> int:
     return cli.main(["verify", "--model", str(folder / family), *arguments])
 
 
-def test_stock_gpt_oss_leaks_and_auto_does_not(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gpt_oss_leaks_in_trl_but_not_in_auto(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "proof.json"
     assert verify(folder, "gpt_oss", "--attn", "off", "--json", str(file)) == 1
     captured = capsys.readouterr()

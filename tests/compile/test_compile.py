@@ -18,7 +18,7 @@ from captured_material import STEPS, build, capturing
 from compile_material import Counting, cast_adapters, checkpoint, compile_with, compiled, make, one_step, row, stop
 from offload_material import offloaded
 from torch import Tensor, nn
-from trainer_material import train
+from trainer_material import assert_line, train
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention.install import packed_attention
@@ -151,9 +151,7 @@ def scaled(module: Any, hidden: Tensor) -> Any:
     [("compiler", "no compiler here"), ("control flow", "Unsupported"), ("reentrant", "reentrant checkpointing"),
      ("limit", "ecompile")],
 )  # fmt: skip
-def test_a_layer_that_cannot_be_compiled_runs_eager_and_is_named_once(
-    what: str, said: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_uncompilable_layers_run_eager_named_once(what: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
     """Also from a graph on that is one too many: its row is run eagerly."""
     model, data = make("llama"), [row(seed) for seed in range(4)]
     if forward := {"control flow": data_dependent, "limit": scaled}.get(what):
@@ -287,15 +285,9 @@ def test_checkpointed_layers_are_compiled_whoever_wraps_them_first(family: str, 
     assert [dict(module.__dict__) for module in model.modules()] == before
 
 
-@pytest.mark.parametrize(
-    ("fast", "why"),
-    [({"layer_compile": "off"}, "switched off"), ({"packed_attention": "off"}, "no packed metadata")],
-)
-def test_the_report_says_why_nothing_is_compiled(tmp_path: Path, fast: dict[str, Any], why: str) -> None:
-    trainer = train(FastSFTTrainer, tmp_path, packing=True, max_steps=1, eval_strategy="no", fast=fast)
-    line = trainer.fastpack_report["layer_compile"]
-    assert line.status == "off"
-    assert why in line.reason
+def test_without_packed_attention_nothing_is_compiled(tmp_path: Path) -> None:
+    trainer = train(FastSFTTrainer, tmp_path, packing=True, max_steps=1, fast={"packed_attention": "off"})
+    assert_line(trainer, "layer_compile", "no packed metadata", status="off")
 
 
 @pytest.mark.cuda

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from compile_material import adapters, compare, make
-from trainer_material import figures, train
+from trainer_material import assert_line, figures, train
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.compile.layers import decoder_layers
@@ -40,12 +40,9 @@ def test_the_trainer_compiles_on_request_and_trains_the_same(tmp_path: Path, ind
         )  # fmt: skip
 
     off = run("off", "auto")
-    assert off.fastpack_report["layer_compile"].status == "off"
-    assert "cpu" in off.fastpack_report["layer_compile"].reason
+    assert_line(off, "layer_compile", "cpu", status="off")
     on = run("on", "on")
-    line = on.fastpack_report["layer_compile"]
-    assert (line.status, line.path) == ("on", "inductor"), line
-    assert "LlamaDecoderLayer x 2 compiled in" in line.reason
+    assert_line(on, "layer_compile", "LlamaDecoderLayer x 2 compiled in", status="on", path="inductor")
     for mine, plain in zip(figures(on), figures(off), strict=True):
         assert mine == pytest.approx(plain, rel=1e-5, abs=2e-6)
     assert all(layer._compiled_call_impl is None for layer in decoder_layers(on.model))

@@ -22,9 +22,7 @@ OPTIONS: dict[str, Any] = {"family": "llama", "packing": True, "gradient_checkpo
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["launches", "matmuls"])
-def test_a_long_run_is_compiled_and_a_short_one_told_from_when_on_it_would_pay(
-    wide: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_runs_are_compiled_short_ones_told_when_it_would_pay(wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a step count; so does the size of a layer, where its matmuls take longer than their launches."""
     if wide:
         monkeypatch.setattr(kinds, "FLOPS_PER_SECOND", 1e8)
@@ -53,9 +51,7 @@ def test_a_long_run_is_compiled_and_a_short_one_told_from_when_on_it_would_pay(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_weights_in_4_bits_count_as_the_values_that_they_stand_for(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_in_4_bits_count_as_the_values_they_stand_for(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a linear layer; stacks of experts count in neither form."""
     pytest.importorskip("bitsandbytes")
     monkeypatch.setattr(kinds, "FLOPS_PER_SECOND", 1e8)
@@ -109,9 +105,7 @@ def test_steps_left_are_those_of_this_run_and_rows_those_that_run(tmp_path: Path
     assert {found.rows for found in noted(tmp_path, merge_accumulation="on", max_steps=1, **four).left} == {1}
 
 
-def test_auto_weighs_in_the_second_step_and_on_compiles_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_weighs_in_the_second_step_on_compiles_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device where `auto` compiles at all; the report says what is to come, also of a run that ends before."""
     backend = Counting(differentiate=True)
     without_reasons(monkeypatch, "layer_compile")

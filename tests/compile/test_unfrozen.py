@@ -9,12 +9,14 @@ import pytest
 import torch
 from compile_material import Counting, compile_with
 from peft import LoraConfig
-from trainer_material import build, make_dataset
+from trainer_material import make_dataset, train
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.testing import tiny_model
+
+BOTH = (FastSFTTrainer, SFTTrainer)
 
 
 class Freezes(TrainerCallback):
@@ -50,20 +52,15 @@ def trained(cls: type[SFTTrainer], folder: Path, fast: dict[str, Any], lora: boo
         given["peft_config"] = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     torch.manual_seed(0)
     ours = fast if cls is FastSFTTrainer else None
-    trainer = build(cls, folder, model=tiny_model("olmo2"), fast=ours, trainer=given, **options)
-    trainer.train()
+    trainer = train(cls, folder, model=tiny_model("olmo2"), fast=ours, trainer=given, **options)
     return watcher, trainer
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_a_callback_unfreezes_parameters_of_compiled_layers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: bool
-) -> None:
+def test_callback_unfreezes_compiled_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: bool) -> None:
     compile_with(Counting(differentiate=True), monkeypatch)
-    (ours, _), (stock, _) = (
-        trained(cls, tmp_path, {"layer_compile": "on"}, lora, 2) for cls in (FastSFTTrainer, SFTTrainer)
-    )
+    (ours, _), (stock, _) = (trained(cls, tmp_path, {"layer_compile": "on"}, lora, 2) for cls in BOTH)
     assert ours.names == stock.names
     assert ours.norms == pytest.approx(stock.norms, rel=1e-3)
 
@@ -80,9 +77,7 @@ def test_cuda_a_callback_unfreezes_parameters_of_compiled_and_captured_layers(
         "gradient_checkpointing": checkpointing, "use_cpu": False, "bf16": True, "data": make_dataset("text", 300),
         "max_steps": 14,
     }  # fmt: skip
-    (ours, trainer), (stock, _) = (
-        trained(cls, tmp_path, fast, lora, until, **options) for cls in (FastSFTTrainer, SFTTrainer)
-    )
+    (ours, trainer), (stock, _) = (trained(cls, tmp_path, fast, lora, until, **options) for cls in BOTH)
     assert ours.names == stock.names
     assert ours.norms == pytest.approx(stock.norms, rel=0.15)  # bf16
     paths = [trainer.fastpack_report[feature].path for feature in fast]

@@ -1,16 +1,10 @@
-"""What needs a device, on the CPU: FP8 by the reference, and copies of frozen weights."""
+"""What needs a device, on the CPU."""
 
 from __future__ import annotations
 
 import pytest
 
-from fastpack_trl.features import frozen_base
 from fastpack_trl.lora import report
-
-
-@pytest.fixture
-def on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frozen_base, "_refused_by_device", lambda run: "")
 
 
 @pytest.fixture

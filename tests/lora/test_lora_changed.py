@@ -13,8 +13,7 @@ import torch
 from lora_material import adapted, any_ids, functions_for_every_size, joint_error, quantized, step  # noqa: F401
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
-from trainer_material import assert_same_log, build, callback, train
-from trl import SFTTrainer
+from trainer_material import assert_same_log, both, build, callback, train
 
 from fastpack_trl import FastSFTTrainer, apply_lora
 from fastpack_trl.moe.layout import experts_modules
@@ -111,9 +110,7 @@ def test_adapters_in_a_dtype_that_no_input_has_are_pefts_from_the_start(kind: st
 
 
 @pytest.mark.parametrize("kind", ["lora", "expert LoRA", "experts"])
-def test_what_is_handed_over_in_the_middle_is_in_the_report_at_once(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_later_handovers_are_reported_at_once(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     seen: list[str] = []
     if kind == "lora":
         feature, text, model = "lora", "peft (hooks on a part", adapted("llama")
@@ -196,20 +193,9 @@ def user_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> T
 
 def test_trl_may_run_the_model_again_without_gradients_before_the_backward_pass(tmp_path: Path) -> None:
     """As beside `compute_loss_func`: what a checkpoint recomputes still reads the casts of its forward."""
-    runs = [
-        train(
-            cls,
-            tmp_path,
-            model=adapted("llama", lora_alpha=8, alpha_pattern={"q_proj": 16, "down_proj": 4}),
-            fast=fast,
-            packing=True,
-            trainer={"compute_loss_func": user_loss},
-            eval_strategy="no",
-            gradient_accumulation_steps=2,
-        )
-        for cls, fast in ((FastSFTTrainer, {"activation_memory": "checkpoint"}), (SFTTrainer, None))
-    ]
-    assert_same_log(*runs)
+    model = adapted("llama", lora_alpha=8, alpha_pattern={"q_proj": 16, "down_proj": 4})
+    options = SHORT | {"max_steps": 4, "gradient_accumulation_steps": 2, "trainer": {"compute_loss_func": user_loss}}
+    assert_same_log(*both(tmp_path, model=model, fast={"activation_memory": "checkpoint"}, **options))
 
 
 def test_a_forward_without_gradients_reads_no_cast_of_before_the_step() -> None:

@@ -18,7 +18,7 @@ from lora_material import (
     joint_error,
     weights,
 )
-from trainer_material import figures, make_dataset, make_tokenizer, settings
+from trainer_material import assert_line, figures, make_dataset, make_tokenizer, settings
 
 from benchmarks.models import quantize
 from fastpack_trl import FastSFTConfig, FastSFTTrainer, apply_lora
@@ -29,7 +29,7 @@ from fastpack_trl.lora.fp8_base import put_in_fp8
 from fastpack_trl.lora.projection import lora_projection
 from fastpack_trl.testing import gradients, tiny_model
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.cuda
 IN_FP8 = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
     reason="needs a CUDA device that multiplies in FP8",
@@ -163,7 +163,6 @@ def test_a_run_learns_as_one_over_the_loaded_base_and_leaves_it(tmp_path: Path, 
         after = [weight.cpu() for weight in weights(trainer.model)]
         assert all(torch.equal(one.cpu(), other) for one, other in zip(before, after, strict=True))
         if base == "fp8":
-            line = trainer.fastpack_report["frozen_base"]
-            assert line.path == "fp8", str(trainer.fastpack_report)
+            assert_line(trainer, "frozen_base", path="fp8")
     assert losses["fp8"] == pytest.approx(losses["as_loaded"], rel=0.01)
     assert losses["fp8"] != losses["as_loaded"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from model_material import STEPS, gemma4
 from peft import LoraConfig
-from trainer_material import assert_same_log, both, build, make_tokenizer
+from trainer_material import assert_same_log, both, make_tokenizer, train
 
 from fastpack_trl import FastSFTTrainer, PackedBatch, packed_attention, verify_packing
 from fastpack_trl.attention.backends import BACKENDS
@@ -42,9 +42,7 @@ def test_every_attention_is_proven(kind: str, shared: int, last: str, device: st
 
 @of_models
 @pytest.mark.parametrize("device", [CPU, CUDA])
-def test_every_attention_refuses_rows_that_are_cut_inside_of_a_model(
-    kind: str, shared: int, last: str, device: str
-) -> None:
+def test_every_attention_refuses_rows_cut_inside_of_a_model(kind: str, shared: int, last: str, device: str) -> None:
     """One cuts the queries of its layers with shared keys, as transformers' versions do; another, queries and keys."""
     model = gemma4(kind, shared, last)
 
@@ -108,8 +106,7 @@ def test_preferences_are_as_under_stock(kind: str, shared: int, last: str, name:
 @of_few
 def test_stock_is_proven_and_so_is_a_saved_model(kind: str, shared: int, last: str, tmp_path: Path) -> None:
     off = {"packed_attention": "off"}
-    run = build(FastSFTTrainer, tmp_path, model=gemma4(kind, shared, last), fast=off, packing=True, **STEPS)
-    run.train()
+    run = train(FastSFTTrainer, tmp_path, model=gemma4(kind, shared, last), fast=off, packing=True, **STEPS)
     assert run.fastpack_report["verify_packing"].path == "proof of stock"
     gemma4(kind, shared, last).save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")

@@ -98,9 +98,7 @@ def answers() -> Answers:
 
 
 @pytest.mark.parametrize("group", GROUPS, ids="-".join)
-def test_names_that_upstream_moved_cost_their_feature_and_nothing_else(
-    answers: Answers, group: tuple[str, ...]
-) -> None:
+def test_names_that_upstream_moved_cost_their_feature_alone(answers: Answers, group: tuple[str, ...]) -> None:
     assert {part for parts in GROUPS for part in parts} == NEEDS.keys() - {"frozen_base"}
     (expected, whole), (losses, report) = answers[()], answers[group]
     assert len(expected) == 2, whole

@@ -65,8 +65,7 @@ def test_an_incomplete_checkpoint_is_refused_and_true_takes_the_newest_complete_
     assert f"taking {complete}, the newest one" in caplog.text
     stock = trainer(SFTTrainer, material.model, material.folder / "stock", 3)
     stock.train(resume_from_checkpoint=str(complete))
-    for ours, theirs in zip(resumed.model.parameters(), stock.model.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(resumed.model.state_dict(), stock.model.state_dict(), rtol=1e-4, atol=1e-6)
     for state in output.glob("*/trainer_state.json"):
         cut(state, 0)
     with pytest.raises(ValueError, match="train from the start"):

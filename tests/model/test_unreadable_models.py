@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
-from feature_material import without_reasons
 from model_material import gemma4
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from trainer_material import assert_same_log, train
+from trainer_material import assert_same_log, both
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
-from trl import SFTTrainer
 
-from fastpack_trl import FastSFTTrainer, verify_packing
-from fastpack_trl.lora.linear import FastLora
+from fastpack_trl import verify_packing
 from fastpack_trl.measure.flops import model_flops
 from fastpack_trl.model.facts import asked_for, layer_values, learned_positions, read_features, token_table
 from fastpack_trl.testing import tiny_model
@@ -55,62 +50,6 @@ def test_only_a_choice_of_the_user_counts_as_asked_for() -> None:
     assert asked_for(tiny_model("gpt_oss")) is None, "gpt_oss has no sdpa: eager is its default"
     assert asked_for(tiny_model("qwen3"), "sdpa") == "sdpa"
     assert asked_for(tiny_model("qwen3", attn_implementation="eager"), {"": "eager"}) == "eager"
-
-
-READERS = {
-    "features.lora.has_lora": "lora",
-    "lora.linear.backbones": "lora",
-    "features.moe.experts_modules": "moe",
-    "features.sync_free.head_of": "sync_free",
-    "features.merge_accumulation.position_use": "merge_accumulation",
-    "features.activation_memory.checkpointable_layers": "activation_memory",
-    "compile.layers.decoder_layers": "layer_compile",
-    "model.facts._gaps": "packed_attention",
-}
-
-
-OPTIONS: dict[str, Any] = {"packing": True, "max_steps": 3, "gradient_accumulation_steps": 2}
-OPTIONS["trainer"] = {"peft_config": LoraConfig(r=4, target_modules=["q_proj"])}
-
-
-@pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return train(SFTTrainer, tmp_path_factory.mktemp("stock"), **OPTIONS)
-
-
-@pytest.mark.parametrize("reader", READERS)
-def test_a_part_that_cannot_be_read_is_the_librarys_and_named(
-    reader: str, stock: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(f"fastpack_trl.{reader}", Mock(side_effect=AttributeError("no such field")))
-    feature = READERS[reader]
-    # On the CPU nothing is compiled unless it is asked for by name, and then an error is one.
-    if feature == "layer_compile":
-        without_reasons(monkeypatch, "layer_compile")
-    with caplog.at_level(logging.DEBUG, logger="fastpack_trl.features.feature"):
-        fast = {"moe": "auto", "activation_memory_gib": 1.0}
-        ours: Any = train(FastSFTTrainer, tmp_path, fast=fast, **OPTIONS)
-    assert_same_log(ours, stock, rtol=2e-5, atol=1e-5)
-    line = ours.fastpack_report[feature]
-    assert "cannot be read" in line.reason
-    assert "AttributeError: no such field" in line.reason
-    if feature == "packed_attention":
-        assert ours.fastpack_report["batches"].path == "documents"
-    else:
-        assert (line.status, line.path) == ("stock", "stock")
-        assert "Traceback" in caplog.text
-    assert not any(isinstance(module, FastLora) for module in ours.model.modules())
-
-
-@pytest.mark.parametrize("error", [AttributeError, torch.AcceleratorError, torch.OutOfMemoryError])
-def test_a_feature_by_name_and_an_error_of_the_device_stop(
-    error: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fastpack_trl.features.moe.experts_modules", Mock(side_effect=error("gone")))
-    by_name = error is AttributeError
-    said = r"moe='on': Qwen3ForCausalLM cannot be read: .*; set moe='auto' to train" if by_name else "gone"
-    with pytest.raises(ValueError if by_name else error, match=said):
-        train(FastSFTTrainer, tmp_path, packing=True, fast={"moe": "on" if by_name else "auto"})
 
 
 def test_fields_that_differ_from_layer_to_layer_are_read_per_layer() -> None:
@@ -150,9 +89,6 @@ def test_embeddings_inside_of_peft_have_their_sizes_and_train_as_in_trl(field: s
         lora = sum(2 * p.numel() for name, p in model.named_parameters() if "lora_" in name and "embedding" not in name)
         assert flops.forward == model_flops(plain).forward + lora
     assert learned_positions(wrapped(max_position_embeddings=96)) is None, "tokens are no positions, if as many"
-    runs = [
-        train(cls, tmp_path, model=wrapped(), fast=fast, packing=True, optim="sgd")
-        for cls, fast in ((FastSFTTrainer, {"activation_memory": "checkpoint"}), (SFTTrainer, None))
-    ]
-    assert runs[0].fastpack_report["activation_memory"].path == "checkpoint"
-    assert_same_log(*runs)
+    ours, stock = both(tmp_path, model=wrapped(), fast={"activation_memory": "checkpoint"}, packing=True, optim="sgd")
+    assert ours.fastpack_report["activation_memory"].path == "checkpoint"
+    assert_same_log(ours, stock)

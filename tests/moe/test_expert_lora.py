@@ -73,8 +73,6 @@ def test_bf16_experts_with_fp32_adapters_are_as_exact_as_peft(family: str) -> No
         inputs = [value.bfloat16().to(dtype).clone().requires_grad_() for value in (x, weights)]
         out = wrapper(inputs[0], ids, inputs[1])
         out.backward(grad.to(dtype))
-        assert inputs[0].grad is not None
-        assert inputs[1].grad is not None
         return {"out": out.detach(), "dx": inputs[0].grad, "dw": inputs[1].grad, **gradients(wrapper)}
 
     peft = run(torch.bfloat16)

@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from recording_streams import RecordingStreams
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
-from trainer_material import build, callback
+from trainer_material import callback, train
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from fastpack_trl import AsyncCheckpointCallback, FastSFTTrainer
@@ -56,13 +56,12 @@ def test_one_step_of_the_trainer_equals_separate_documents_under_stock_eager(
         offload._options = {"streams": lambda device: RecordingStreams()}
     callbacks = [callback("on_pre_optimizer_step", lambda _, model: caught.append(gradients(model)))()]
     callbacks += [offload] if how in ("offloaded", "cuda") else []
-    trainer = build(
+    trainer = train(
         FastSFTTrainer, tmp_path, model=_model(), data=Dataset.from_dict({"input_ids": DOCUMENTS}), packing=True,
         max_length=sum(LENGTHS), max_steps=1, per_device_train_batch_size=1, eval_strategy="no", max_grad_norm=0.0,
         router_aux_loss_coef=COEFFICIENT, use_cpu=how != "cuda", trainer={"callbacks": callbacks},
         fast={"activation_memory": "keep" if how == "keep" else "off"},
     )  # fmt: skip
-    trainer.train()
     report = trainer.fastpack_report
     assert report["packed_attention"].path == "per_document"
     assert "sinks" in report["packed_attention"].reason

@@ -49,9 +49,7 @@ def _step(block: Any, module: Any) -> tuple[Tensor, dict[str, Tensor]]:
         ("qwen3_moe", False, "gelu"),
     ],
 )
-def test_a_layers_experts_compile_without_a_graph_break_and_a_gate_of_the_models_own_is_left_to_stock(
-    family: str, lora: bool, act: str
-) -> None:
+def test_experts_compile_without_graph_breaks_and_own_gates_are_stocks(family: str, lora: bool, act: str) -> None:
     model = adapted(family) if lora else moe_model(family, **{"hidden_act": act} if act else {})
     layers = model.base_model.model.model.layers if lora else model.model.layers
     mlp = layers[0].mlp

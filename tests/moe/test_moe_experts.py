@@ -33,8 +33,6 @@ def _run(module: Any, function: Any, x: Tensor, ids: Tensor, weights: Tensor, gr
     module.zero_grad()
     out = function(x, ids, weights)
     out.backward(grad)
-    assert x.grad is not None
-    assert weights.grad is not None
     return {"out": out.detach(), "dx": x.grad, "dweights": weights.grad, **gradients(module)}
 
 
@@ -116,8 +114,6 @@ def _stock(module: Any, *args: Tensor) -> Tensor:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
 def test_no_token_gives_an_empty_output_and_zero_gradients(family: str, device: str) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs CUDA")
     module, values = _case(family, torch.float32, tokens=0)
     module = module.to(device)
     ours = _run(module, module, *(value.to(device) for value in values))
@@ -137,7 +133,6 @@ def test_nan_of_a_token_stays_in_that_token_through_the_router_too(family: str) 
         out = block(x)
         out = out[0] if isinstance(out, tuple) else out
         out.sum().backward()
-    assert x.grad is not None
     for value in (out, x.grad):
         assert value[0].isnan().any(1).nonzero().tolist() == [[7]]
 
@@ -234,9 +229,7 @@ def _device_case(family: str, device: str, dtype: torch.dtype, lora: bool) -> tu
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
-def test_sizes_that_products_would_read_are_read_once_in_forward_and_in_backward(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sizes_that_products_read_are_read_once_in_each_pass(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, block, (x, ids, weights, grad) = _device_case(family, "cpu", torch.float32, lora=True)
     reads: list[torch.dtype] = []
     sides = []
@@ -285,7 +278,6 @@ def test_nothing_of_a_block_is_on_another_device_or_needs_a_value(family: str, l
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "expert-lora"])
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -299,7 +291,6 @@ def test_host_waits_on_cuda_only_to_read_sizes_once_in_each_pass(family: str, lo
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize(
     ("family", "skew"),
     [(family, "uniform") for family in MOE_FAMILIES] + [("qwen3_moe", "empty"), ("qwen3_moe", "hot")],

@@ -22,9 +22,7 @@ from fastpack_trl.testing import assert_gradients_close, gradients
 
 @settings(max_examples=60, deadline=None)
 @given(tokens=st.integers(0, 40), experts=st.integers(1, 9), top_k=st.integers(1, 4), seed=st.integers(0, 99))
-def test_plan_groups_slots_by_expert_keeps_their_order_and_inverts(
-    tokens: int, experts: int, top_k: int, seed: int
-) -> None:
+def test_plan_groups_slots_by_expert_keeps_order_and_inverts(tokens: int, experts: int, top_k: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, experts, (tokens, top_k), generator=generator)  # more slots than experts included
     plan = routing_plan(ids, experts)
@@ -55,9 +53,7 @@ def train_on_two_batches(model: Any, order: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "expert-lora"])
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "non-reentrant", "reentrant"])
 @pytest.mark.parametrize("order", ["ffbb", "ffBB", "fbfb"])
-def test_tokens_are_sorted_once_per_layer_and_forward_and_once_more_by_a_recompute(
-    order: str, reentrant: bool | None, lora: bool
-) -> None:
+def test_tokens_are_sorted_once_per_layer_in_each_forward(order: str, reentrant: bool | None, lora: bool) -> None:
     model = adapted("gpt_oss") if lora else moe_model("qwen3_moe")
     model.enable_input_require_grads()
     expected = train_on_two_batches(model, order)

@@ -15,7 +15,7 @@ from peft import LoraConfig
 from shared_material import prefixed
 from step_material import ONE_LOG, BetweenLogs
 from torch import Tensor
-from trainer_material import assert_same_log, build, make_dataset
+from trainer_material import assert_same_log, build, make_dataset, train
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer, PackingCollator, packed_attention
@@ -94,9 +94,7 @@ def run(cls: type[SFTTrainer], folder: Path, *, trainer: Any = None, fast: Any =
     trainer = {"eval_dataset": make_dataset("tokens", 6, seed=7)} | (trainer or {})
     fast = {"verify_packing": "off"} | (fast or {}) if issubclass(cls, FastSFTTrainer) else None
     torch.manual_seed(0)
-    runner = build(cls, folder, fast=fast, trainer=trainer, **given | options)
-    runner.train()
-    return runner
+    return train(cls, folder, fast=fast, trainer=trainer, **given | options)
 
 
 OTHER = [edit for edit in EDITS if edit not in ("labels", "labels in place", "no position_ids", "doubled")]
@@ -125,9 +123,7 @@ def test_edits_count_as_in_stock_and_are_reported(rows: str, edit: str, place: P
         options |= {"eval_strategy": "no", "max_steps": 4}
     ours, stock = (run(place(cls, change), tmp_path, **options) for cls in BOTH)
     assert_same_log(ours, stock, rtol=2e-5, atol=5e-6)
-    expected = stock.model.state_dict()
-    for name, weight in ours.model.state_dict().items():
-        torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(ours.model.state_dict(), stock.model.state_dict(), rtol=1e-4, atol=1e-6)
     report = ours.fastpack_report
     text = str(report.to_dict())
     assert reason or MOVED not in text

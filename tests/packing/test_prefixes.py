@@ -59,9 +59,7 @@ def counted(inputs: Any) -> Counter[tuple[int, ...]]:
 
 @settings(max_examples=60, deadline=None)
 @given(documents, st.sampled_from([None, 8]), st.data())
-def test_a_collated_row_counts_what_the_plain_row_counts(
-    drawn: list[list[int]], multiple: int | None, data: st.DataObject
-) -> None:
+def test_collated_rows_count_as_plain_rows(drawn: list[list[int]], multiple: int | None, data: st.DataObject) -> None:
     ids = [*chain(*drawn)]
     # Half of the labels are their own tokens; the others are ignored or another token.
     kinds = data.draw(st.lists(st.sampled_from([None, None, IGNORE_INDEX, 7]), min_size=len(ids), max_size=len(ids)))

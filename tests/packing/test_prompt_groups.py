@@ -70,9 +70,7 @@ def test_scored_tokens_are_predicted_from_what_precedes_them_in_their_padded_row
     ],
 )
 def test_the_reason_without_a_row(mask: list[int], scored: list[int], reason: str) -> None:
-    assert reason in group_completions(
-        torch.ones(1, 3, dtype=torch.int64), torch.tensor([mask]), torch.tensor([scored])
-    )
+    assert reason in group_completions(torch.ones(1, 3, dtype=torch.long), torch.tensor([mask]), torch.tensor([scored]))
 
 
 @both_ways

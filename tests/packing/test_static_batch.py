@@ -120,8 +120,7 @@ def test_keys_that_are_left_over_need_a_tail_that_sees_them() -> None:
 @pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
 def test_on_cuda_a_copy_asks_nothing_and_writes_the_tensors_that_are_there(shared: bool) -> None:
     first, second = (make_inputs([5, 9, 9], seed=seed, shared=shared).to("cuda") for seed in (0, 1))
-    bucket = Bucket(64, 20, 20, 200 * shared, 90 * shared)
-    static = to_static(first, bucket)
+    static = to_static(first, Bucket(64, 20, 20, 200 * shared, 90 * shared))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -146,9 +146,7 @@ def test_template_of_another_model_adds_tokens_and_the_run_is_merged(material: M
     assert main(["generate", "--config", str(path), "--prompt", "the quick"]) == (2 if tied else 0)
 
 
-def test_rows_that_an_adapter_was_saved_without_are_said_to_be_new(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_an_adapter_was_saved_without_are_called_new(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     adapter, _ = save_adapter(tmp_path, "qwen3 tied", 320, ALL, save_embedding_layers=False)
     assert main(["merge", str(adapter)]) == 0
     assert "; rows from 304 on are newly initialized, because the adapter was saved" in capsys.readouterr().out
@@ -157,9 +155,7 @@ def test_rows_that_an_adapter_was_saved_without_are_said_to_be_new(
     assert merged.get_input_embeddings().weight is merged.get_output_embeddings().weight
 
 
-def test_another_model_is_not_merged_with_nor_a_folder_with_files_merged_into(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_merge_with_other_models_or_into_a_filled_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     adapter, _ = save_adapter(tmp_path, "qwen3", ROWS, {"target_modules": ["q_proj"]})
     deeper = tiny_model("qwen3", hidden_size=32, head_dim=16, vocab_size=ROWS, num_hidden_layers=3)
     deeper.save_pretrained(tmp_path / "deeper")
@@ -215,9 +211,7 @@ def test_after_qlora_it_is_merged_into_the_base_that_was_trained_on(
     assert (found - expected).abs().mean() < 0.2 * (found - unquantized).abs().mean()
 
 
-def test_a_run_is_merged_and_its_answers_stand_beside_those_of_the_base(
-    material: Material, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_merged_and_answers_beside_its_base(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
     path, merged, record = trained(material), material.folder / "merged", material.folder / "answers.json"
     assert main(["merge", str(material.out), "--output", str(merged)]) == 0
     assert (
@@ -244,9 +238,7 @@ def test_a_run_is_merged_and_its_answers_stand_beside_those_of_the_base(
     assert [row["model"] for row in answers(material.model)] == [row["base"] for row in rows]
 
 
-def test_a_base_that_was_not_trained_on_is_not_merged_into(
-    material: Material, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_base_not_trained_on_is_not_merged_into(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
     own = shutil.copytree(material.model, material.folder / "own")
     path = trained(material, model_name_or_path=str(own))
     path.write_text(path.read_text(encoding="utf-8").replace(str(own), str(material.model)), encoding="utf-8")

@@ -23,9 +23,7 @@ CONFIGS: dict[bytes, list[str]] = {
 
 
 @pytest.mark.parametrize("content", CONFIGS, ids=lambda content: repr(content[:20]))
-def test_config_file_that_cannot_be_read(
-    material: Material, capsys: pytest.CaptureFixture[str], content: bytes
-) -> None:
+def test_config_that_cannot_be_read(material: Material, capsys: pytest.CaptureFixture[str], content: bytes) -> None:
     path = material.folder / "sft.yaml"
     path.write_bytes(content)
     line = refused(material, capsys, "--config", path)

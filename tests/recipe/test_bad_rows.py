@@ -47,9 +47,7 @@ def train(trainer_class: type[SFTTrainer], material: Material, dataset: Any) -> 
 
 
 @pytest.mark.parametrize(("rows", "parts"), [row[1:] for row in BAD], ids=IDS)
-def test_bad_row_is_a_value_error_in_python_and_stock_cannot_train_either(
-    material: Material, rows: Rows, parts: list[str]
-) -> None:
+def test_bad_rows_are_value_errors_and_fail_in_stock(material: Material, rows: Rows, parts: list[str]) -> None:
     dataset = read(write_jsonl(material.folder / "rows.jsonl", rows))
     with pytest.raises(ValueError, match=r"row \d|the train data set") as caught:
         train(FastSFTTrainer, material, dataset)
@@ -73,9 +71,7 @@ def test_what_stock_trains_on_is_not_refused(material: Material, trainer_class: 
 
 
 @pytest.mark.parametrize("kind", ["text", "messages"])
-def test_bytes_that_are_not_utf8_name_their_row(
-    material: Material, capsys: pytest.CaptureFixture[str], kind: str
-) -> None:
+def test_bytes_not_in_utf8_name_their_row(material: Material, capsys: pytest.CaptureFixture[str], kind: str) -> None:
     texts = ("a b", "a b", "café", "a b")
     rows: Rows = [{"text": text} if kind == "text" else {kind: [{**TURNS[0], "content": text}]} for text in texts]
     data = material.folder / "rows.jsonl"
@@ -122,10 +118,10 @@ COLUMNS: list[tuple[str, dict[str, Any], str]] = [
     ("SFT", {"instruction": "a", "output": "b"}, "dataset_format: alpaca"),
     ("SFT", {"messages": [TURN]}, "'messages', in the format of ShareGPT: set dataset_format: sharegpt, or rename"),
     ("SFT", {"prompt": [TURN], "completion": [TURN]}, "in the format of ShareGPT: rename them to role and content"),
-    ("DPO", {"question": "a"}, "dpo needs chosen and rejected: rename them"),
+    ("DPO", {"question": "a", "good": "b"}, "columns question, good: dpo needs chosen and rejected: rename them"),
     ("DPO", {"prompt": [TURN], "chosen": [TURN], "rejected": [TURN]}, "value in 'chosen', in the format of ShareGPT"),
     ("KTO", {"prompt": "a", "completion": "b"}, "kto needs prompt and completion and label"),
-    ("Reward", {"text": "a"}, "or chosen_ids and rejected_ids: rename them; or use `fastpack-trl sft`"),
+    ("Reward", {"text": "a"}, "reward needs chosen and rejected, or chosen_ids and rejected_ids: rename them; or use"),
     ("GRPO", {"question": "a"}, "grpo needs prompt: rename them"),
 ]
 

@@ -206,7 +206,6 @@ def check_report(trainer: FastSFTTrainer, config: dict[str, Any]) -> None:
     paths |= {"share_prefixes": "prompts once"} if "share_prefixes" in config else {}
     paths |= {"moe": "fastpack"} if experts else {}
     assert {name: report[name].path for name in paths} == paths, report
-    assert trainer.fastpack_proof is not None
     assert trainer.fastpack_proof.proven
     assert ("lora" in report, "moe" in report) == (peft, bool([*experts_modules(trainer.model)]))
     assert not experts or "; LoRA on the experts of" in report["moe"].reason

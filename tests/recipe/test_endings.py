@@ -35,7 +35,6 @@ def test_signal_leaves_a_checkpoint_that_resumes(material: Material, number: sig
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job of a shell ignores it
     )  # fmt: skip
-    assert process.stdout is not None
     for _ in range(5):
         while "'loss'" not in process.stdout.readline():
             assert process.poll() is None
@@ -103,9 +102,7 @@ def arguments(folder: Path, sft_folder: Path, **more: object) -> list[str]:
     rows = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_length": 40}
     often = {"save_steps": 4, "eval_steps": 2, "save_strategy": "steps", "eval_strategy": "steps", "max_steps": STEPS}
     other = {"model_init_kwargs": {"attention_dropout": 0.1}, "dataset_test_split": "train"}
-    values = settings(
-        sft_folder / "model", sft_folder / "train.jsonl", folder / "out", **rows, **(often | other | more)
-    )
+    values = settings(sft_folder / "model", sft_folder / "train.jsonl", folder / "out", **rows, **often | other | more)
     return ["--config", str(write_yaml(folder / "sft.yaml", values))]
 
 
@@ -183,9 +180,7 @@ train(sys.argv[3:], callbacks=[type("Hangs", (TrainerCallback,), {sys.argv[1]: h
         ("on_step_begin", "15 2", -signal.SIGINT),
     ],
 )
-def test_a_second_signal_ends_a_hanging_run(
-    event: str, signals: str, code: int, sft_folder: Path, tmp_path: Path
-) -> None:
+def test_second_signal_ends_hanging_run(event: str, signals: str, code: int, sft_folder: Path, tmp_path: Path) -> None:
     began = time.monotonic()
     command = [forks.python(), "-c", HANGS, event, signals, *arguments(tmp_path, sft_folder, save_steps=2)]
     assert subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True).returncode == code

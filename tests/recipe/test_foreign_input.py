@@ -178,16 +178,13 @@ def test_what_runs_code_or_sends_data_needs_the_user(tool: str, key: str, value:
 
 
 WRONG = [5, 1.5, True, "a, b", [4], [[1]], {"a": 1}, [{}], date(2024, 1, 2), b"x", {1, 2}, "\n\x00", float("nan")]
-OTHERS = (
-    "datasets rl num_epochs evals_per_epoch saves_per_epoch train_on_inputs learning_rate load_in_4bit plugins lora"
-)
-OTHERS += " report_to dataset dataset_dir stage max_samples lora_alpha special_tokens training lr_scheduler_kwargs seed"
+OTHERS = "datasets rl num_epochs evals_per_epoch saves_per_epoch train_on_inputs learning_rate load_in_4bit plugins"
+OTHERS += " lora report_to dataset dataset_dir stage max_samples lora_alpha special_tokens training lr_scheduler_kwargs"
+OTHERS += " seed"
 
 
 @pytest.mark.parametrize("tool", _TOOLS)
-def test_a_value_of_a_wrong_type_is_one_line_or_one_that_the_parser_takes(
-    tool: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_value_of_wrong_type_is_one_line_or_one_the_parser_takes(tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments, "make_parser", cache(arguments.make_parser))
     monkeypatch.setattr(arguments, "_launch_parser", cache(arguments._launch_parser))
     refused = 0

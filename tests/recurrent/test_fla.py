@@ -87,9 +87,7 @@ def test_chunks_begin_with_each_document(lengths: tuple[int, ...], num_padding: 
     assert metadata.cu_seqlens is batch.cu_seqlens
 
 
-def test_every_layer_reads_the_same_tensors_and_the_run_is_that_of_plain_torch(
-    installed: Any, varlen_on_the_cpu: None
-) -> None:
+def test_layers_read_the_same_tensors_and_the_run_is_that_of_torch(installed: Any, varlen_on_the_cpu: None) -> None:
     layers = ["linear_attention", "linear_attention", "full_attention"]
     model, (ids, batch) = hybrid_model("qwen3_5_text", num_hidden_layers=3, layer_types=layers).bfloat16(), long_row()
     runs = []
@@ -140,9 +138,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("reason", BROKEN)
-def test_a_broken_package_is_named_and_plain_torch_runs(
-    installed: Any, reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_broken_package_is_named_and_torch_runs(installed: Any, reason: str, caplog: pytest.LogCaptureFixture) -> None:
     installed(BROKEN[reason])
     model, (ids, batch) = hybrid_model("qwen3_5_text").bfloat16(), long_row()
     with packed_attention(model) as attention:

@@ -78,9 +78,7 @@ def test_packed_loss_and_gradients_equal_separate_documents_and_are_proven(famil
 def test_the_proof_finds_a_state_that_is_kept_across_documents(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only from chunk to chunk: a probe of a few dozen tokens would not see it. And a dropped keyword."""
     model, right = hybrid_model(family), install.chunks_of
-    monkeypatch.setattr(
-        install, "chunks_of", lambda batch: right(batch)._replace(carry_in=right(batch).carry_in | True)
-    )
+    monkeypatch.setattr(install, "chunks_of", lambda row: right(row)._replace(carry_in=right(row).carry_in | True))
     assert verify_packing(model).leaks
     monkeypatch.setattr(install, "chunks_of", right)
     mixer = next(module for module in model.modules() if hasattr(module, "conv1d"))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from side_by_side import assert_equal
 from torch import nn
-from trainer_material import figures, train
+from trainer_material import build, callback, figures, train
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from trl import SFTTrainer
 
@@ -86,28 +86,23 @@ def test_what_is_installed_for_a_run_is_gone_after_an_exception(tmp_path: Path) 
     hooks = (modules._global_parameter_registration_hooks, modules._global_module_registration_hooks)
     before, during = list(map(dict, hooks)), []
 
-    class Fails(TrainerCallback):
-        def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
-            during.append(sum(map(len, hooks)) - sum(map(len, before)))
-            raise KeyboardInterrupt
-
-    seen: list[Any] = []
+    def fail(*_: Any) -> None:
+        during.append(sum(map(len, hooks)) - sum(map(len, before)))
+        raise KeyboardInterrupt
 
     class Keeps(FastSFTTrainer):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            seen.append(self)
-
         def _track_num_input_tokens(self, inputs: Any) -> None:
             assert self.args.logging_nan_inf_filter is True
 
+    given = {"callbacks": [callback("on_substep_end", fail)()]}
+    trainer = build(Keeps, tmp_path, packing=True, gradient_accumulation_steps=2, trainer=given)
     with pytest.raises(KeyboardInterrupt):
-        train(Keeps, tmp_path, packing=True, gradient_accumulation_steps=2, trainer={"callbacks": [Fails()]})
+        trainer.train()
     assert during == [2]
     assert list(map(dict, hooks)) == before
-    assert seen[0].args.logging_nan_inf_filter is True
-    assert not seen[0].fastpack_run.sync_free.host.active
-    assert not {"train", "zero_grad"} & set(vars(seen[0].model))
+    assert trainer.args.logging_nan_inf_filter is True
+    assert not trainer.fastpack_run.sync_free.host.active
+    assert not {"train", "zero_grad"} & set(vars(trainer.model))
 
 
 def test_a_subclass_that_looks_at_the_loss_sees_it_as_it_is(tmp_path: Path) -> None:
@@ -153,13 +148,13 @@ class Modes(TrainerCallback):
 
 
 def test_modes_that_somebody_changed_are_set_again(tmp_path: Path) -> None:
-    callback = Modes()
+    modes = Modes()
     train(
         FastSFTTrainer, tmp_path, model=tiny_model("qwen3").eval(), packing=True, max_steps=6, eval_strategy="no",
-        gradient_accumulation_steps=2, trainer={"callbacks": [callback]}, fast=APART,
+        gradient_accumulation_steps=2, trainer={"callbacks": [modes]}, fast=APART,
     )  # fmt: skip
-    assert len(callback.in_step) >= 10
-    assert all(callback.in_step)
+    assert len(modes.in_step) >= 10
+    assert all(modes.in_step)
 
 
 class Walks(TrainerCallback):
@@ -183,9 +178,7 @@ class Walks(TrainerCallback):
 
 
 @pytest.mark.parametrize("norm", [1e-3, 0.0], ids=["clipped", "only logged"])
-def test_modes_gradients_and_operations_take_no_walk_over_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, norm: float
-) -> None:
+def test_modes_gradients_and_flops_walk_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, norm: float) -> None:
     counts, logs, flops = [], [], []
     for cls in BOTH:
         with monkeypatch.context() as patch:
@@ -276,13 +269,13 @@ def test_a_model_that_a_callback_changes_trains_as_in_stock(change: str, tmp_pat
 
     logs = []
     for cls in BOTH:
-        callback, model = Changes(), tiny_model("qwen3", tie_word_embeddings=False)
+        changes, model = Changes(), tiny_model("qwen3", tie_word_embeddings=False)
         model.base_model.embed_tokens.weight.requires_grad_(change != "an unfrozen parameter")
         trainer = train(
             cls, tmp_path, model=model, packing=True, eval_strategy="no", optim="sgd", max_grad_norm=1e-2,
-            trainer={"callbacks": [callback]}, fast={"verify_packing": "off", "packed_attention": "per_document"},
+            trainer={"callbacks": [changes]}, fast={"verify_packing": "off", "packed_attention": "per_document"},
         )  # fmt: skip
-        assert not callback.left
-        assert all(callback.beside)
+        assert not changes.left
+        assert all(changes.beside)
         logs.append(figures(trainer))
     assert_equal(*logs, nan_ok=True)

@@ -26,9 +26,7 @@ def _labelled(lengths: list[int], num_padding: int, seed: int) -> tuple[PackedBa
     st.lists(st.tuples(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(0, 3)), min_size=1, max_size=5)
 )
 def test_a_merged_row_is_the_row_of_all_its_documents(rows: list[tuple[list[int], int]]) -> None:
-    batches, labels = zip(
-        *(_labelled(lengths, padding, seed) for seed, (lengths, padding) in enumerate(rows)), strict=True
-    )
+    batches, labels = zip(*(_labelled(*row, seed) for seed, row in enumerate(rows)), strict=True)
     with count_host_syncs(device="cpu") as syncs:
         merged = merge_batches(batches)
     assert syncs.total == 0, syncs

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from model_material import vision_model
-from trainer_material import build
+from trainer_material import train
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.step.metrics import DeferredMetrics, counted_ranks
@@ -35,8 +35,7 @@ def test_tokens_of_positions_with_several_sections_are_counted(tmp_path: Path) -
     logs = []
     for cls in (FastSFTTrainer, Sections):
         model = vision_model("qwen3_vl")
-        trainer = build(cls, tmp_path, model=model, fast={}, packing=True, max_steps=2, eval_strategy="no")
-        trainer.train()
+        trainer = train(cls, tmp_path, model=model, fast={}, packing=True, max_steps=2, eval_strategy="no")
         assert trainer.fastpack_report["batches"].path == "packed"
         logs.append([(entry["num_tokens"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry])
     assert logs[1] == [(tokens, pytest.approx(loss, rel=1e-5)) for tokens, loss in logs[0]]

@@ -16,8 +16,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig
 from step_material import ONE_LOG, BetweenLogs
-from trainer_material import assert_same_log, both, build, figures, train
-from transformers import TrainerCallback
+from trainer_material import assert_line, assert_same_log, both, build, callback, figures, train
 from transformers.trainer_pt_utils import LabelSmoother
 from trl import SFTTrainer
 from trl.kernels import chunked_logprob
@@ -79,8 +78,7 @@ def test_log_equals_that_of_stock(options: dict[str, Any], tmp_path: Path) -> No
     model = tiny_model(fields["family"], **fields.pop("model", {}))
     ours, stock = both(tmp_path, **fields, model=model)
     assert_same_log(ours, stock)
-    line = ours.fastpack_report["sync_free"]
-    assert line.path == ("host work only" if options.get("fast", {}).get("packed_attention") == "off" else LOSS), line
+    assert_line(ours, "sync_free", path="host work only" if "fast" in options else LOSS)
 
 
 def test_without_positions_the_forward_is_trls() -> None:
@@ -151,9 +149,7 @@ def test_what_needs_stock_runs_as_stock_and_says_why(options: dict[str, Any], re
     else:
         ours, stock = both(tmp_path, **options)
         assert_same_log(ours, stock)
-    line = ours.fastpack_report["sync_free"]
-    assert line.path == "host work only"
-    assert reason in line.reason
+    assert_line(ours, "sync_free", reason, path="host work only")
 
 
 @pytest.mark.parametrize("name", ["compute_loss_func", "label_smoother"])
@@ -161,38 +157,25 @@ def test_a_loss_that_a_callback_sets_is_that_of_the_steps_after_it(name: str, tm
     def squared(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
         return outputs.logits.float().pow(2).mean()
 
-    class Sets(TrainerCallback):
-        trainer: Any = None
+    def change(state: Any, _model: Any) -> None:
+        if state.global_step == 2:
+            setattr(sides[-1], name, squared if name == "compute_loss_func" else LabelSmoother(epsilon=0.3))
 
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 2:
-                setattr(self.trainer, name, squared if name == "compute_loss_func" else LabelSmoother(epsilon=0.3))
-
-    sides = []
+    sides: list[Any] = []
     for cls in (FastSFTTrainer, SFTTrainer):
-        setter = Sets()
-        setter.trainer = build(
-            cls, tmp_path, packing=True, gradient_accumulation_steps=2, eval_strategy="no",
-            trainer={"callbacks": [setter]},
-        )  # fmt: skip
-        setter.trainer.train()
-        sides.append(setter.trainer)
+        own = {"callbacks": [callback("on_step_begin", change)()]}
+        sides.append(build(cls, tmp_path, packing=True, gradient_accumulation_steps=2, eval_strategy="no", trainer=own))
+        sides[-1].train()
     assert_same_log(*sides)
     assert "on rows as collated: it was set in the middle" in sides[0].fastpack_report["sync_free"].reason
 
 
 def test_whoever_reads_the_metrics_between_two_logs_reads_those_of_stock(tmp_path: Path) -> None:
-    class Reads(TrainerCallback):
-        trainer: Any = None
+    def read(_state: Any, _model: Any) -> None:
+        metrics = trainer._metrics["train"]
+        seen[-1].append((trainer._total_train_tokens, len(metrics["entropy"]), list(metrics)))
 
-        def __init__(self) -> None:
-            self.seen: list[Any] = []
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            metrics = self.trainer._metrics["train"]
-            self.seen.append((self.trainer._total_train_tokens, len(metrics["entropy"]), list(metrics)))
-
-    seen = []
+    seen: list[Any] = []
     for cls in (FastSFTTrainer, SFTTrainer):
 
         class Subclass(cls):  # type: ignore[misc, valid-type]
@@ -201,11 +184,11 @@ def test_whoever_reads_the_metrics_between_two_logs_reads_those_of_stock(tmp_pat
                 self._metrics["train"]["squared"].append(self._metrics["train"]["mean_token_accuracy"][-1] ** 2)
                 return loss
 
-        reader, options = Reads(), {"packing": True, "logging_steps": 2, "eval_strategy": "no"}
-        reader.trainer = build(Subclass, tmp_path, trainer={"callbacks": [reader]}, **options)
-        reader.trainer.train()
-        assert "squared" in reader.trainer.state.log_history[0]
-        seen.append(reader.seen)
+        seen.append([])
+        options = {"packing": True, "logging_steps": 2, "eval_strategy": "no"}
+        trainer = build(Subclass, tmp_path, trainer={"callbacks": [callback("on_step_end", read)()]}, **options)
+        trainer.train()
+        assert "squared" in trainer.state.log_history[0]
     assert seen[0] == seen[1]
     assert seen[0][0][0] > 0
 
@@ -243,9 +226,7 @@ def test_fp16_scales_its_loss_as_in_stock_and_says_that_it_asks(tmp_path: Path) 
 @pytest.mark.parametrize("method", [FULL, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("layers", [2, 8])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_on_cuda_no_step_waits(
-    family: str, layers: int, method: dict[str, Any], accumulation: int, tmp_path: Path
-) -> None:
+def test_cuda_never_waits(family: str, layers: int, method: dict[str, Any], accumulation: int, tmp_path: Path) -> None:
     model = tiny_model(family, num_hidden_layers=layers)
     if family == "qwen3_moe":
         model = model.to(torch.bfloat16)  # torch's grouped products in fp32 wait for the sizes of the groups
@@ -281,9 +262,7 @@ def of_stock(cls: type[SFTTrainer], what: str) -> Any:
         ("mask", "TRL's loss and metrics for rows with an attention mask or without position_ids"),
     ],
 )
-def test_what_only_trls_loss_takes_is_named_once(
-    what: str, text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_trls_loss_takes_is_named(what: str, text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options: dict[str, Any] = {"packing": False, "padding_free": True, "max_length": None, "eval_strategy": "no"}
     ours, stock = (
         train(of_stock(cls, what), tmp_path / cls.__name__, per_device_train_batch_size=1, **options)
@@ -294,9 +273,7 @@ def test_what_only_trls_loss_takes_is_named_once(
     assert caplog.text.count(text) == 1
 
 
-def test_what_still_asks_the_device_and_evaluation_with_predictions_are_named_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_asks_the_device_and_predictions_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     metrics = {"compute_metrics": lambda prediction: {"rows": len(prediction.predictions)}}
     ours, stock = both(tmp_path, packing=True, include_num_input_tokens_seen="all", trainer=metrics)
     assert_same_log(ours, stock)
@@ -315,9 +292,7 @@ def test_what_still_asks_the_device_and_evaluation_with_predictions_are_named_on
     assert "compute_metrics" not in reason
 
 
-def test_where_trl_has_other_tiles_its_own_loss_runs_and_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_if_trl_has_other_tiles_its_loss_runs_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = chunked_logprob._backward_tile
     monkeypatch.setattr(chunked_logprob, "_backward_tile", lambda *args, **kwargs: known(*args, **kwargs))
     ours, stock = both(tmp_path, packing=True, trainer=LORA)

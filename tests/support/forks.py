@@ -96,9 +96,12 @@ def _parent(folder: str) -> NoReturn:
     import importlib
     from select import select
 
+    import own_faults
+
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
     for name in MODULES:
         importlib.import_module(name)
+    own_faults.FEATURES.addFilter(own_faults.raise_fault)
     gc.collect()
     gc.freeze()  # a collection in each training would copy all of it
     Path(folder, "socket").unlink(missing_ok=True)  # of a parent that somebody killed

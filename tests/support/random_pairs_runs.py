@@ -1,7 +1,7 @@
 """Whole runs of DPO, GRPO and RLOO in random settings, with TRL's: ``python tests/support/random_pairs_runs.py``.
 
 Each number is a setting of DPO and one of GRPO or RLOO, with a rotation and the length at which it changes. Both
-trainers begin with the same weights; logs and weights are compared. `test_random_pairs_runs.py` has a sample.
+trainers begin with the same weights; logs and weights are compared. `test_random_runs.py` has a sample.
 """
 
 from __future__ import annotations
@@ -109,9 +109,7 @@ def compare(number: int) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             ours, stock = (run(fast, Path(folder) / str(fast), chosen) for fast in (True, False))
         chosen["batches"] = str(ours.fastpack_report["batches"])
-        found.append(
-            side_by_side.difference(figures(ours), figures(stock), random_runs.RTOL, random_runs.ATOL, own_error)
-        )
+        found += [side_by_side.difference(figures(ours), figures(stock), random_runs.RTOL, random_runs.ATOL, own_error)]
         weights = zip(ours.model.named_parameters(), stock.model.parameters(), strict=True)
         apart = {name: float((mine - theirs).detach().abs().max()) for (name, mine), theirs in weights}
         found += [f"{name}: {most:.1e} apart" for name, most in apart.items() if most > 10 * random_runs.ATOL]

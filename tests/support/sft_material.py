@@ -15,9 +15,7 @@ from fastpack_trl.cli.main import main
 
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}<eos>{% endfor %}"
 SENTENCES = ["the quick brown fox", "jumps over the lazy dog", "pack my box with five dozen jugs", "a b c d e f g"]
-TEXT_ROWS: list[Mapping[str, object]] = [
-    {"text": f"{sentence} {number}"} for number in range(8) for sentence in SENTENCES
-]
+TEXT_ROWS: list[Mapping[str, object]] = [{"text": f"{text} {number}"} for number in range(8) for text in SENTENCES]
 
 
 def make_tokenizer(**tokens: str) -> Any:

@@ -31,7 +31,6 @@ class BetweenLogs(TrainerCallback):
 
     @property
     def per_micro_batch(self) -> float:
-        assert self.syncs is not None
         assert self.micro_batches
         return self.syncs.total / self.micro_batches
 

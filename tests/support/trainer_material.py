@@ -30,6 +30,14 @@ def callback(event: str, act: Callable[[Any, Any], object], name: str = "Calls")
     return type(name, (TrainerCallback,), {event: method})
 
 
+def halve(state: Any, model: Any) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+Halves = callback("on_substep_end", halve, "Halves")
+"""Halves the gradients so far after each micro-batch but the last of a step."""
 WORDS = [f"w{index}" for index in range(90)]
 TEMPLATE = (
     "{% for m in messages %}{{ m.role + ' ' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + ' <eos> ' }}"
@@ -163,9 +171,15 @@ def assert_same_log(ours: SFTTrainer, stock: SFTTrainer, rtol: float = 1e-5, ato
     assert_equal(mine, theirs, rtol, atol)
 
 
+def assert_line(trainer: Any, feature: str, *said: str, **fields: str) -> None:
+    """The report's line of a feature has these `fields`, as ``status="off"``, and all that is `said` in its reason."""
+    line = trainer.fastpack_report[feature]
+    assert {name: getattr(line, name) for name in fields} == fields, line
+    assert all(text in line.reason for text in said), line
+
+
 def both(folder: Path, **options: Any) -> tuple[FastSFTTrainer, SFTTrainer]:
     """Ours and stock, from the same weights on the same data."""
     fast, model = options.pop("fast", None), copy.deepcopy(options.get("model"))
     ours = train(FastSFTTrainer, folder / "ours", fast=fast, **options | {"model": model})
-    assert isinstance(ours, FastSFTTrainer)
     return ours, train(SFTTrainer, folder / "stock", **options)

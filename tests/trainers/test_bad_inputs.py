@@ -11,6 +11,7 @@ import trl
 from accelerate import Accelerator
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
 from preference_material import assert_same, both, build, trained
+from trainer_material import assert_line
 
 import fastpack_trl
 from fastpack_trl.testing import tiny_model
@@ -61,10 +62,7 @@ def test_dropout_is_not_shared_but_packed_and_evaluation_shares(tmp_path: Path) 
     adapter = LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
     ours = build("GRPO", tmp_path, fast=True, trainer={"peft_config": adapter}, **SHORT)
     ours.train()
-    line = ours.fastpack_report["share_prefixes"]
-    assert line.status == "off"
-    assert "lora_dropout 0.1" in line.reason
-    assert "set it to 0" in line.reason
+    assert_line(ours, "share_prefixes", "lora_dropout 0.1", "set it to 0", status="off")
     assert on_rows(ours)
 
 
@@ -159,15 +157,14 @@ def test_a_run_resumes_where_stock_resumes(name: str, tmp_path: Path) -> None:
     ("name", "policy", "reference"),
     [("DPO", "qwen3", "granitemoehybrid"), ("DPO", "qwen3_next", "qwen3_next"), ("GRPO", "qwen3_next", "")],
 )
-def test_a_model_that_cannot_share_has_prompts_repeated_for_both(
-    name: str, policy: str, reference: str, tmp_path: Path
-) -> None:
+def test_models_that_cannot_share_repeat_prompts(name: str, policy: str, reference: str, tmp_path: Path) -> None:
     """Layers with a state would take a prompt's second completion for a continuation of the first."""
 
     def given() -> dict[str, Any]:
         return {"trainer": {"ref_model": tiny_model(reference, seed=1)} if reference else {}}
 
     ours, stock = both(name, tmp_path, given, family=policy, lora=False, **SHORT)
-    line = ours.fastpack_report["share_prefixes"]
-    assert (line.status, line.reason) == ("off", "layers with a recurrent state cannot branch after a prompt")
+    assert_line(
+        ours, "share_prefixes", status="off", reason="layers with a recurrent state cannot branch after a prompt"
+    )
     assert_same(ours, stock, atol=2e-5)

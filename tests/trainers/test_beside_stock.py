@@ -42,9 +42,7 @@ def test_weights_change_as_under_stock(name: str, family: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("name", "options"), [("DPO", {}), ("GRPO", {"cast_lm_head_to_fp32": True, "bf16": True})])
-def test_a_head_with_a_bias_and_one_in_fp32_beside_autocast_score_as_stocks(
-    name: str, options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_head_with_a_bias_and_one_in_fp32_score_as_stocks(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Its hidden states are equal to the bit: the layers add nothing."""
 
     def sharp() -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from preference_material import assert_same, both, build, trained
-from trainer_material import callback
+from trainer_material import assert_line, callback, halve
 
 from fastpack_trl.testing import count_host_syncs
 from fastpack_trl.trainers import online
@@ -60,16 +60,8 @@ def test_a_step_is_one_forward_and_one_backward_and_its_gradients_are_stocks(nam
 )
 def test_what_is_not_merged_is_said_and_stocks(options: dict[str, Any], why: str, tmp_path: Path) -> None:
     ours, stock = both("GRPO", tmp_path, **STEP | options)
-    line = ours.fastpack_report["merge_accumulation"]
-    assert line.status == "off"
-    assert why in line.reason
+    assert_line(ours, "merge_accumulation", why, status="off")
     assert_same(ours, stock, **CLOSE)
-
-
-def halve(state: Any, model: Any) -> None:
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.mul_(0.5)
 
 
 def clamp(state: Any, model: Any) -> None:

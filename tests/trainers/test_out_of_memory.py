@@ -12,8 +12,7 @@ import torch
 from captured_material import CAPTURED, capturing
 from out_of_memory import InBackward
 from torch import Tensor, nn
-from trainer_material import assert_same_log, build, figures, make_dataset
-from transformers import TrainerCallback
+from trainer_material import Halves, assert_same_log, build, callback, figures, make_dataset, train
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
@@ -57,30 +56,22 @@ def model_that_fills(full: Full, place: str) -> nn.Module:
     return model
 
 
-class RandomStates(TrainerCallback):
-    """Notes the random state at the end of each step."""
-
-    def __init__(self) -> None:
-        self.states: list[list[int]] = []
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.states.append(torch.get_rng_state().tolist())
+Run = tuple[Any, list[list[int]]]
+"""A trainer after `train`, and the random state at the end of each step."""
 
 
-def run(cls: type[SFTTrainer], folder: Path, full: Full, place: str, **more: Any) -> tuple[Any, RandomStates]:
-    noted = RandomStates()
-    fast = {"verify_packing": "off", "packed_attention": "off", **more.pop("fast", {})}
-    callbacks = [noted, *more.pop("callbacks", ())]
-    trainer = build(
-        cls, folder, model=model_that_fills(full, place), fast=fast if issubclass(cls, FastSFTTrainer) else None,
-        trainer={"callbacks": callbacks}, **OPTIONS | more,
-    )  # fmt: skip
-    trainer.train()
-    return trainer, noted
+def noting(states: list[list[int]]) -> dict[str, Any]:
+    return {"callbacks": [callback("on_step_end", lambda *_: states.append(torch.get_rng_state().tolist()))()]}
+
+
+def run(cls: type[SFTTrainer], folder: Path, full: Full, place: str) -> Run:
+    states: list[list[int]] = []
+    fast = {"verify_packing": "off", "packed_attention": "off"} if issubclass(cls, FastSFTTrainer) else None
+    return train(cls, folder, model=model_that_fills(full, place), fast=fast, trainer=noting(states), **OPTIONS), states
 
 
 @pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, RandomStates]:
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run(SFTTrainer, tmp_path_factory.mktemp("stock"), Full(), "forward")
 
 
@@ -93,14 +84,13 @@ def test_a_run_goes_on_with_the_figures_of_stock(
 ) -> None:
     full = Full(number)
     with caplog.at_level(logging.WARNING):
-        ours, noted = run(FastSFTTrainer, tmp_path, full, place)
+        ours, states = run(FastSFTTrainer, tmp_path, full, place)
     assert full.raised == 1
-    expected, states = stock
+    expected = stock[0]
     assert_same_log(ours, expected)
-    assert noted.states == states.states
+    assert states == stock[1]
     assert sum("ran out of memory" in text for text in caplog.messages) == 1
-    for mine, theirs in zip(ours.model.parameters(), expected.model.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs)
+    torch.testing.assert_close(ours.model.state_dict(), expected.model.state_dict())
 
 
 CAPTURES = OPTIONS | {"max_steps": 8, "eval_strategy": "no"}
@@ -108,11 +98,10 @@ CAPTURES = OPTIONS | {"max_steps": 8, "eval_strategy": "no"}
 
 
 @pytest.fixture(scope="module")
-def uncaptured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, RandomStates]:
-    noted, folder = RandomStates(), tmp_path_factory.mktemp("uncaptured")
-    trainer = build(SFTTrainer, folder, model=tiny_model("qwen3"), trainer={"callbacks": [noted]}, **CAPTURES)
-    trainer.train()
-    return trainer, noted
+def uncaptured(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    states: list[list[int]] = []
+    folder, model = tmp_path_factory.mktemp("uncaptured"), tiny_model("qwen3")
+    return train(SFTTrainer, folder, model=model, trainer=noting(states), **CAPTURES), states
 
 
 @pytest.mark.parametrize(
@@ -123,7 +112,7 @@ def uncaptured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, RandomSta
 def test_a_captured_run_goes_on_without_graphs_and_with_the_figures_of_stock(
     place: str, number: int, uncaptured: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    full, noted = Full(number), RandomStates()
+    full, states = Full(number), list[list[int]]()
     fast = CAPTURED | {"merge_accumulation": "off", "verify_packing": "off"}
     with capturing() as devices, caplog.at_level(logging.WARNING):
         if place == "recording":
@@ -132,17 +121,14 @@ def test_a_captured_run_goes_on_without_graphs_and_with_the_figures_of_stock(
         else:
             devices.options["after_replay"] = full
         model = devices.options["model"] = tiny_model("qwen3")
-        callbacks = {"callbacks": [noted]}
-        ours = build(FastSFTTrainer, tmp_path, model=model, fast=fast, trainer=callbacks, **CAPTURES)
-        ours.train()
+        ours = train(FastSFTTrainer, tmp_path, model=model, fast=fast, trainer=noting(states), **CAPTURES)
     (device,) = devices.made
     assert device.log.count("replay") == (number if place == "replay" else 0)
     assert full.raised == (place == "replay")
-    expected, states = uncaptured
+    expected = uncaptured[0]
     assert_same_log(ours, expected, rtol=2e-5, atol=2e-5)
-    assert noted.states == states.states
-    for mine, theirs in zip(ours.model.parameters(), expected.model.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=2e-4)
+    assert states == uncaptured[1]
+    torch.testing.assert_close(ours.model.state_dict(), expected.model.state_dict(), rtol=1e-3, atol=2e-4)
     line = ours.fastpack_report["cuda_graph"]
     assert (line.status, line.path) == ("off", "eager"), line
     assert ("no memory for a graph" if place == "recording" else "a step ran out of memory") in line.reason
@@ -150,14 +136,11 @@ def test_a_captured_run_goes_on_without_graphs_and_with_the_figures_of_stock(
 
 
 @pytest.mark.parametrize("number", [1, 5])
-def test_rows_of_ours_run_again_with_their_metrics(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_our_rows_run_again_with_their_metrics(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The head runs out of memory, in the first micro-batch and in the middle of a step; metrics are deferred."""
     options = OPTIONS | {"logging_steps": 2}
     fast = {"merge_accumulation": "off"}
-    expected = build(FastSFTTrainer, tmp_path / "a", model=tiny_model("qwen3"), fast=fast, **options)
-    expected.train()
+    expected = train(FastSFTTrainer, tmp_path / "a", model=tiny_model("qwen3"), fast=fast, **options)
     full, head = Full(number), losses.head_loss
 
     def filling(*args: Any, **kwargs: Any) -> Any:
@@ -166,15 +149,12 @@ def test_rows_of_ours_run_again_with_their_metrics(
         return head(*args, **kwargs)
 
     monkeypatch.setattr(losses, "head_loss", filling)
-    ours = build(FastSFTTrainer, tmp_path / "b", model=tiny_model("qwen3"), fast=fast, **options)
-    ours.train()
+    ours = train(FastSFTTrainer, tmp_path / "b", model=tiny_model("qwen3"), fast=fast, **options)
     assert full.raised == 1
     assert figures(ours) == figures(expected)
 
 
-def test_a_smaller_batch_of_auto_find_batch_size_has_its_own_second_try(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_smaller_auto_find_batch_size_has_its_own_second_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first batch size fails twice in a step, the next one once."""
     numbers, sizes, head = count(1), [], losses.head_loss
 
@@ -191,8 +171,7 @@ def test_a_smaller_batch_of_auto_find_batch_size_has_its_own_second_try(
     monkeypatch.setattr(losses, "head_loss", filling)
     options = {"packing": True, "max_steps": 2, "gradient_accumulation_steps": 2, "eval_strategy": "no"}
     fast = {"merge_accumulation": "off"}
-    trainer = build(Sizes, tmp_path, model=tiny_model("qwen3"), fast=fast, auto_find_batch_size=True, **options)
-    trainer.train()
+    trainer = train(Sizes, tmp_path, model=tiny_model("qwen3"), fast=fast, auto_find_batch_size=True, **options)
     assert (sizes, trainer.state.global_step) == ([4, 3], 2)
 
 
@@ -229,15 +208,6 @@ def test_an_optimizer_step_is_not_applied_twice(tmp_path: Path) -> None:
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
         trainer.train()
     assert len(applied) == 2
-
-
-class Halves(TrainerCallback):
-    """Changes the gradients between micro-batches."""
-
-    def on_substep_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(0.5)
 
 
 def test_without_end_the_error_is_the_devices(tmp_path: Path) -> None:

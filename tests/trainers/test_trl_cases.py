@@ -222,10 +222,7 @@ CASES: dict[str, dict[str, Case]] = {
         "head in fp32": grpo(cast_lm_head_to_fp32=True, lora=False),
         "auxiliary loss": grpo(family="qwen3_moe", router_aux_loss_coef=0.1),
     },
-    "RLOO": {
-        **online("RLOO"),
-        "clipped rewards": grpo(reward_clip_range=(-1.0, 1.0)),
-    },
+    "RLOO": {**online("RLOO"), "clipped rewards": grpo(reward_clip_range=(-1.0, 1.0))},
 }
 
 

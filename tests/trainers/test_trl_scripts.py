@@ -35,7 +35,7 @@ ONLINE = {"num_generations": 4, "max_completion_length": 8, "reward_funcs": "thi
 TIMES = ("runtime", "per_second", "total_flos", "step_time")
 
 
-def log_of(name: str, folder: Path, model: Path, *, fast: bool, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def log_of(name: str, folder: Path, model: Path, *, fast: bool, patch: pytest.MonkeyPatch) -> list[Any]:
     """Run a script as a program and return the log in its last checkpoint."""
     source = (SCRIPTS / f"{name.lower()}.py").read_text(encoding="utf-8")
     stock, whole = f"{name}Trainer", "    from trl import "
@@ -52,7 +52,7 @@ def log_of(name: str, folder: Path, model: Path, *, fast: bool, monkeypatch: pyt
     DATA[name]().to_json(data / "train.jsonl")
     flags = {**FLAGS, "output_dir": folder / "out", "model_name_or_path": model, "dataset_name": data}
     flags |= ONLINE if name in ("GRPO", "RLOO") else {"max_length": 128}
-    monkeypatch.setattr(sys, "argv", [str(script), *(f"--{key}={value}" for key, value in flags.items())])
+    patch.setattr(sys, "argv", [str(script), *(f"--{key}={value}" for key, value in flags.items())])
     runpy.run_path(str(script), run_name="__main__")
     state = json.loads((folder / "out" / "checkpoint-3" / "trainer_state.json").read_text(encoding="utf-8"))
     assert (folder / "out" / "fastpack_report.json").exists() == fast
@@ -60,13 +60,9 @@ def log_of(name: str, folder: Path, model: Path, *, fast: bool, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("name", DATA)
-def test_a_script_with_one_import_changed_logs_the_same(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_script_with_changed_import_logs_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hasattr(fastpack_trl, f"Fast{name}Trainer")
     model = save_model(tmp_path / "model")
-    ours, stock = (
-        log_of(name, tmp_path / str(fast), model, fast=fast, monkeypatch=monkeypatch) for fast in (True, False)
-    )
+    ours, stock = (log_of(name, tmp_path / str(fast), model, fast=fast, patch=monkeypatch) for fast in (True, False))
     assert len(ours) == len(stock) == 3
     assert_equal(ours, stock, atol=3e-5)

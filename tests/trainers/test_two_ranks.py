@@ -13,6 +13,7 @@ from accelerate import PartialState
 from datasets import Dataset
 from preference_material import DATA, NAMES, assert_changed_alike, assert_same
 from ranks import fsdp2, two_ranks
+from trainer_material import assert_line
 
 pytestmark = pytest.mark.slow
 
@@ -40,8 +41,7 @@ def test_two_ranks_under_ddp_log_and_learn_what_stock_does(name: str) -> None:
         ours, stock = both(name, **options)
         assert_changed_alike(ours, stock)
     if name == "GRPO":
-        line = ours.fastpack_report["merge_accumulation"]
-        assert "each process" in line.reason, line
+        assert_line(ours, "merge_accumulation", "each process")
 
 
 @two_ranks
@@ -62,5 +62,4 @@ def test_two_ranks_compute_the_reference_before() -> None:
 def test_two_ranks_under_fsdp2_log_what_stock_logs(name: str) -> None:
     ours, _ = both(name, around=fsdp2, eval_strategy="no", gradient_checkpointing=False)
     assert type(ours.model).__name__.startswith("FSDP"), type(ours.model)
-    line = ours.fastpack_report["verify_packing"]
-    assert (line.status, line.path) == ("on", "proof"), line
+    assert_line(ours, "verify_packing", status="on", path="proof")

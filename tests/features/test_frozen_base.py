@@ -35,8 +35,12 @@ from fastpack_trl.lora.base_weight import Fp8Weight, from_4bit
 from fastpack_trl.run import Run
 from fastpack_trl.testing import tiny_model
 
-pytestmark = pytest.mark.usefixtures("on_any_device")
 BY_DEVICE = frozen_base._refused_by_device
+
+
+@pytest.fixture(autouse=True)
+def _on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frozen_base, "_refused_by_device", lambda run: "")
 
 
 def in_fp8(model: Any) -> int:

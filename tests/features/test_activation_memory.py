@@ -16,7 +16,7 @@ from model_material import vision_model
 from offload_material import LAYERS
 from out_of_memory import too_large
 from torch import Tensor
-from trainer_material import build, callback, figures, make_dataset, train
+from trainer_material import assert_line, build, callback, figures, make_dataset, train
 from trl import SFTTrainer
 from trl.models.utils import unwrap_model_for_generation
 
@@ -54,9 +54,8 @@ def test_an_unchanged_sft_config_is_planned_as_ours_with_its_defaults(tmp_path: 
     assert plans[0][0] == 4 * 4 * 48  # the row that `merge_accumulation` may make of four micro-batches of four
     assert plans[0] == plans[1]
     data = make_dataset("tokens")
-    trainer = build(
-        FastSFTTrainer, tmp_path, model=llama(), data=data, **options | {"packing": False, "max_length": 90}
-    )
+    options |= {"packing": False, "max_length": 90}
+    trainer = build(FastSFTTrainer, tmp_path, model=llama(), data=data, **options)
     longest = max(map(len, data["input_ids"]))
     assert largest_row(trainer.fastpack_run, merges=True) == (4 * 4 * longest, longest)
 
@@ -75,9 +74,7 @@ def test_a_row_takes_what_the_plan_says_of_its_size_with_the_layers_as_they_are(
     assert sizes[1] < sizes[0] / 2
 
 
-def test_more_stays_free_if_a_step_that_runs_out_of_memory_cannot_run_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_stays_free_if_a_step_out_of_memory_cannot_rerun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = fast(tmp_path)
     run = trainer.fastpack_run
     monkeypatch.setattr(budget, "free_bytes", lambda device: 10**12)
@@ -148,18 +145,12 @@ def test_beside_a_tower_the_layers_of_the_decoder_are_planned(tmp_path: Path, fa
     runs, seen = [], list[int]()
     for setting in ("off", level):
         trainer = fast(tmp_path, model=vision_model(family), activation_memory=setting, eval_strategy="no")
-        flagged = [
-            each for each in trainer.model.modules() if getattr(each, "gradient_checkpointing", None) is not None
-        ]
-        look = callback(
-            "on_substep_end", lambda *_, each=flagged: seen.append(sum(m.gradient_checkpointing for m in each))
-        )
+        flagged = [m for m in trainer.model.modules() if getattr(m, "gradient_checkpointing", None) is not None]
+        look = callback("on_substep_end", lambda *_, of=flagged: seen.append(sum(m.gradient_checkpointing for m in of)))
         trainer.add_callback(look())
         runs.append(trained(trainer))
     assert same(*runs)
-    line = trainer.fastpack_report["activation_memory"]
-    assert (line.status, line.path) == ("on", "keep" if level == "keep" else "offload"), line
-    assert "0-1" in line.reason
+    assert_line(trainer, "activation_memory", "0-1", status="on", path="keep" if level == "keep" else "offload")
     decoder = checkpointable_layers(trainer.model)
     assert seen == [len(flagged)] * 3 + [len(flagged) - len(decoder) * (level == "keep")] * 3
     assert all(layer.gradient_checkpointing and not hasattr(layer, "_fastpack_checkpoint") for layer in decoder)
@@ -204,9 +195,7 @@ def test_generation_between_steps_leaves_the_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_model_that_does_not_support_checkpointing_trains_or_stops_as_under_stock(
-    tmp_path: Path, checkpointing: bool
-) -> None:
+def test_model_without_checkpointing_trains_or_stops_as_stock(tmp_path: Path, checkpointing: bool) -> None:
     refused = pytest.raises(ValueError, match=r"does not support (activation|gradient) checkpointing")
     for cls, more in ((SFTTrainer, {}), (FastSFTTrainer, {"fast": {"activation_memory_gib": 0.001}})):
         model = tiny_model("qwen3")

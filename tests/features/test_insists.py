@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from trainer_material import build, callback, make_dataset
+from trainer_material import assert_line, build, callback, make_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from fastpack_trl import FastSFTTrainer
@@ -129,14 +129,14 @@ def test_what_is_given_by_name_stops_train_and_nothing_else(field: str, value: s
 def test_where_there_is_nothing_to_do_nothing_stops(field: str, value: str, tmp_path: Path) -> None:
     trainer = make(tmp_path, HOLD[field, value], **{field: value})
     trainer.train()
-    line = trainer.fastpack_report[field]
-    assert (line.status, HOLD[field, value].reason in line.reason) == ("off", True), line
+    assert_line(trainer, field, HOLD[field, value].reason, status="off")
 
 
 COUNTED = "fastpack_trl.checkpointing.planned.layer_costs"
 NO_COPIES = "no device memory to spare and no copy engine"
 
 
+@pytest.mark.usefixtures("reads_nothing")
 @pytest.mark.parametrize(
     ("field", "value", "broken", "said"),
     [

@@ -21,12 +21,6 @@ from fastpack_trl.step.load_balancing import load_balancing_losses
 NO_NUM_EXPERTS = ("deepseek_v3", "glm4_moe", "granitemoe")
 
 
-def fast_trained(folder: Path, **options: Any) -> FastSFTTrainer:
-    trainer = train(FastSFTTrainer, folder, **options)
-    assert isinstance(trainer, FastSFTTrainer)
-    return trainer
-
-
 ONE_STEP: dict[str, Any] = {"packing": True, "max_steps": 1, "eval_strategy": "no"}
 
 
@@ -59,7 +53,7 @@ def test_auxiliary_loss_works_where_stock_raises(family: str, tmp_path: Path) ->
     options["trainer"] = {"compute_metrics": lambda _: {"one": 1.0}}
     with pytest.raises(AttributeError, match="num_experts"):
         train(SFTTrainer, tmp_path / "stock", model=moe_model(family, vocab_size=96), **options)
-    ours = fast_trained(tmp_path / "ours", model=moe_model(family, vocab_size=96), **options)
+    ours = train(FastSFTTrainer, tmp_path / "ours", model=moe_model(family, vocab_size=96), **options)
     losses = [row["aux_loss"] for row in ours.state.log_history if "aux_loss" in row]
     assert len(losses) == 2
     assert all(1 < loss < 4 for loss in losses)  # top-k of balanced routing is k = 2
@@ -74,7 +68,7 @@ def _router_logits(model: Any) -> Any:
 
 
 def test_reentrant_checkpointing_is_warned_about(tmp_path: Path) -> None:
-    ours = fast_trained(
+    ours = train(FastSFTTrainer,
         tmp_path, family="qwen3_moe", packing=True, gradient_checkpointing=True, max_steps=1,
         eval_strategy="no", gradient_checkpointing_kwargs={"use_reentrant": True},
     )  # fmt: skip
@@ -89,13 +83,13 @@ def test_reentrant_checkpointing_is_warned_about(tmp_path: Path) -> None:
         ("on", "batched_mm", "on", "2 of 2 layers"),
     ],
 )
-def test_switch_and_the_users_own_choice(
-    tmp_path: Path, setting: str, asked: str | None, status: str, said: str
-) -> None:
+def test_switch_and_the_users_choice(tmp_path: Path, setting: str, asked: str | None, status: str, said: str) -> None:
     model = moe_model("mixtral")
     if asked is not None:
         model.set_experts_implementation(asked)
-    ours = fast_trained(tmp_path, model=model, packing=True, max_steps=1, eval_strategy="no", fast={"moe": setting})
+    ours = train(
+        FastSFTTrainer, tmp_path, model=model, packing=True, max_steps=1, eval_strategy="no", fast={"moe": setting}
+    )
     line = ours.fastpack_report["moe"]
     assert line.status == status
     assert said in line.reason
@@ -106,7 +100,9 @@ def test_switch_and_the_users_own_choice(
 def test_experts_without_a_gate_train_and_evaluate_as_stock(tmp_path: Path, setting: str, peft: bool) -> None:
     trainer = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "up_proj"])} if peft else None
     stock = train(SFTTrainer, tmp_path / "stock", model=hybrid_model("nemotron_h"), trainer=trainer)
-    ours = fast_trained(tmp_path / "ours", model=hybrid_model("nemotron_h"), trainer=trainer, fast={"moe": setting})
+    ours = train(
+        FastSFTTrainer, tmp_path / "ours", model=hybrid_model("nemotron_h"), trainer=trainer, fast={"moe": setting}
+    )
     assert_same_log(ours, stock)
     assert ours.evaluate()["eval_loss"] == pytest.approx(stock.evaluate()["eval_loss"], rel=1e-5)
     assert ("lora" in ours.fastpack_report) == peft
@@ -128,7 +124,9 @@ def test_experts_implementation_given_for_a_model_by_name_is_respected(tmp_path:
     moe_model("mixtral").save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
     chosen = {"experts_implementation": "grouped_mm", "dtype": "float32"}
-    trainer = fast_trained(tmp_path / "run", model=str(tmp_path / "model"), model_init_kwargs=chosen, **ONE_STEP)
+    trainer = train(
+        FastSFTTrainer, tmp_path / "run", model=str(tmp_path / "model"), model_init_kwargs=chosen, **ONE_STEP
+    )
     assert trainer.fastpack_report["moe"].reason == "experts_implementation='grouped_mm' was chosen"
 
 
@@ -138,9 +136,7 @@ def _logits(dtype: torch.dtype, layers: int = 3) -> list[Tensor]:
 
 
 def _losses(logits: list[Tensor], parts: list[int] | Tensor, top_k: int = 2) -> Tensor:
-    found = load_balancing_losses(tuple(logits), top_k, parts)
-    assert found is not None
-    return found
+    return load_balancing_losses(tuple(logits), top_k, parts)
 
 
 @pytest.mark.parametrize("counted", [20, 13], ids=["all", "padded"])
@@ -197,6 +193,6 @@ def test_somebody_elses_balancing_loss_is_called(tmp_path: Path, monkeypatch: py
         return loss
 
     monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", own)
-    ours = fast_trained(tmp_path, family="qwen3_moe", **ONE_STEP)
+    ours = train(FastSFTTrainer, tmp_path, family="qwen3_moe", **ONE_STEP)
     assert ours.state.log_history[0]["aux_loss"] == 3.0
     assert f"load_balancing_loss_func was replaced by {__name__}" in ours.fastpack_report["sync_free"].reason

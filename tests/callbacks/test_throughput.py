@@ -15,7 +15,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
-from trainer_material import build, train
+from trainer_material import build, callback, train
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
@@ -48,9 +48,7 @@ def run(cls: type[SFTTrainer], folder: Path, *callbacks: TrainerCallback, **more
 
 
 @BOTH
-def test_every_reporter_gets_every_figure_nothing_of_trl_changes_and_nothing_waits(
-    cls: type[SFTTrainer], tmp_path: Path
-) -> None:
+def test_reporters_get_every_figure_nothing_of_trl_changes_nor_waits(cls: type[SFTTrainer], tmp_path: Path) -> None:
     logs = []
     for callbacks in ([], [ThroughputCallback(PEAK)]):
         with count_host_syncs(device="cpu") as syncs:
@@ -72,9 +70,7 @@ def test_every_reporter_gets_every_figure_nothing_of_trl_changes_and_nothing_wai
 
 @BOTH
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
-def test_rates_are_differences_of_what_trl_counts_and_mfu_is_what_they_need(
-    cls: type[SFTTrainer], packing: bool, tmp_path: Path
-) -> None:
+def test_rates_and_mfu_follow_what_trl_counts(cls: type[SFTTrainer], packing: bool, tmp_path: Path) -> None:
     rate, late = ThroughputCallback(PEAK), torch.zeros(2)
     trainer, reporter = run(cls, tmp_path, rate, packing=packing, logging_steps=2, max_steps=6)
     flops, before = model_flops(trainer.model), 0.0
@@ -107,25 +103,21 @@ def test_evaluation_takes_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """By a clock that a batch of the evaluation moves on by 100 s, and a look at it by 1 ms."""
     clock = count(step=0.001)
 
-    class SlowEvaluation(TrainerCallback):
-        def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
-            list(islice(clock, 100_000))
-
+    slow = callback("on_prediction_step", lambda *_: list(islice(clock, 100_000)))()
     monkeypatch.setattr("fastpack_trl.callbacks.throughput.time", SimpleNamespace(perf_counter=clock.__next__))
-    _, reporter = run(SFTTrainer, tmp_path, ThroughputCallback(PEAK), SlowEvaluation(), eval_steps=1, logging_steps=2)
+    _, reporter = run(SFTTrainer, tmp_path, ThroughputCallback(PEAK), slow, eval_steps=1, logging_steps=2)
     assert next(clock) > 4 * 3 * 100.0  # three batches in each evaluation
     assert [row["step_time_ms"] < 100.0 for row in reporter.steps] == [True, True]
 
 
 def test_a_callback_added_while_training_runs_starts_with_the_next_step(tmp_path: Path) -> None:
-    class Adding(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 1:
-                trainer.add_callback(ThroughputCallback(PEAK))
-            for _ in range(2 * (state.global_step == 4)):
-                trainer.log({"loss": 1.0})  # the second time after no step
+    def add(state: Any, _model: Any) -> None:
+        if state.global_step == 1:
+            trainer.add_callback(ThroughputCallback(PEAK))
+        for _ in range(2 * (state.global_step == 4)):
+            trainer.log({"loss": 1.0})  # the second time after no step
 
-    trainer = build(SFTTrainer, tmp_path, trainer={"callbacks": [Adding()]}, eval_strategy="no")
+    trainer = build(SFTTrainer, tmp_path, trainer={"callbacks": [callback("on_step_end", add)()]}, eval_strategy="no")
     trainer.train()
     rows = [row for row in trainer.state.log_history if "loss" in row]
     assert ["step_time_ms" in row for row in rows] == [False, True, True, True, False]
@@ -138,15 +130,11 @@ def test_an_unknown_peak_is_said_once_and_memory_is_what_a_card_must_have(
     """As on a device: a step that allocates 42 GiB beside graphs of 20."""
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: 42 * 2**30)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda *_: 63 * 2**30)
-    callback = ThroughputCallback()
-
-    class OnDevice(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            callback._cuda = torch.device("cuda")
-
+    rate = ThroughputCallback()
+    on_device = callback("on_step_end", lambda *_: setattr(rate, "_cuda", torch.device("cuda")))()
     with caplog.at_level(logging.WARNING, "fastpack_trl.callbacks.throughput"):
         for _ in range(2):
-            _, reporter = run(SFTTrainer, tmp_path, callback, OnDevice(), max_steps=1, eval_strategy="no")
+            _, reporter = run(SFTTrainer, tmp_path, rate, on_device, max_steps=1, eval_strategy="no")
     assert sum("no peak is known for cpu" in record.message for record in caplog.records) == 1
     (row,) = reporter.steps
     assert "mfu" not in row
