@@ -78,6 +78,7 @@ def test_the_trainer_of_the_guide_trains_as_its_stock_class_and_on_rows_inside_o
     assert batches.path == ("padding-free" if is_ours else "stock")
     assert is_ours or batches.reason == "_compute_loss of FastSimPOTrainer may expect the rows that TRL makes"
     assert not is_ours or ours.fastpack_report["share_prefixes"].path == "prompts once"
+    assert bool(ours._fastpack_rows.ran) == is_ours, "the model was called on rows"
 
 
 def test_every_file_in_a_figure_exists() -> None:
