@@ -1,4 +1,4 @@
-"""Draw the pictures of `docs/concepts.md`: ``python docs/figures/draw.py`` writes them into this folder."""
+"""Draw the pictures of `docs/concepts.md` and `docs/architecture.md`: ``python docs/figures/draw.py``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,14 @@ from matplotlib.patches import Rectangle
 HERE = Path(__file__).parent
 COLORS = ("#4C72B0", "#DD8452", "#55A868")
 GRAY = "#B8B8B8"
+DARK = """@media (prefers-color-scheme: dark) {
+text:not([style*="fill: #"]), text[style*="fill: #444444"], text[style*="fill: #777777"] {fill: #d0d4dc !important}
+[style*="stroke: #444444"], [style*="stroke: #000000"] {stroke: #d0d4dc !important}
+path[style*="fill: #444444"] {fill: #d0d4dc !important}
+path[style*="stroke: #ffffff"] {stroke: #1e2129 !important}
+path[style*="fill: #ffffff"] {fill: none !important}
+}"""
+"""Colors on a dark page, of what is black, gray or white on a light one."""
 plt.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "fastpack", "font.family": "sans-serif", "font.size": 11}
 
 Token = tuple[int, int]
@@ -113,14 +121,109 @@ def _steps(layers: int, full: float, held: float) -> list[float]:
     return values
 
 
+Step = tuple[str, str, str]
+"""What runs, what it does, and the files that do it."""
+
+HOST: Sequence[Step] = (
+    ("data set", "TRL tokenizes, truncates and packs", "packing/dataset.py"),
+    ("data loader", "rows as NumPy arrays, not as Python lists", "packing/batching.py"),
+    ("PackingCollator", "one row, its labels and its PackedBatch", "packing/collator.py  packing/packed_batch.py"),
+    ("copy to the device", "each tensor once, from pinned memory", "packing/packed_inputs.py"),
+    ("get_batch_samples", "the rows of an optimizer step are planned", "trainers/sft.py  step/merging.py"),
+    ("training_step", "gradients of several processes, NaN filter", "trainers/sft.py  capture/ddp.py"),
+    ("OptimizerStep.run", "merged rows; again if out of memory", "trainers/sft_step.py"),
+)
+"""Of one packed micro-batch, until TRL's training step is called."""
+DEVICE: Sequence[Step] = (
+    ("compute_loss", "calls the model, normalizes its loss", "step/sync_free.py  step/loss.py"),
+    ("decoder", "a pre-hook prepares the row; or graphs replay", "attention/install.py  capture/graphs.py"),
+    ("each layer", "attention; LoRA; experts", "attention/varlen.py  lora/linear.py  moe/block.py"),
+    ("head and loss", "at the positions with a loss only", "step/loss.py  step/head.py"),
+    ("metrics", "stay on the device until the log reads them", "step/metrics.py"),
+    ("backward", "layers are recomputed, inputs fetched", "checkpointing/plan.py  checkpointing/offload.py"),
+    ("optimizer step", "clipping, counting, zero_grad over lists", "step/hostwork.py"),
+)
+"""What follows."""
+
+
+def draw_step(axes: Axes, corner: tuple[float, float], step: Step, color: str, width: float = 4.6) -> None:
+    """Draw one step as a box of height 0.8."""
+    (left, bottom), (title, text, files) = corner, step
+    axes.add_patch(Rectangle(corner, width, 0.8, facecolor="none", edgecolor=color, linewidth=1))
+    axes.add_patch(Rectangle(corner, 0.08, 0.8, facecolor=color, edgecolor=color, linewidth=1))
+    axes.text(left + 0.2, bottom + 0.61, title, va="center", weight="bold", fontsize=10)
+    axes.text(left + 0.2, bottom + 0.39, text, va="center", fontsize=9, color="#444444")
+    axes.text(left + 0.2, bottom + 0.16, files, va="center", fontsize=8, family="monospace", color="#444444")
+
+
+def draw_arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], bend: float = 0.0) -> None:
+    """Draw an arrow between two points."""
+    style = {"arrowstyle": "->", "color": "#444444", "connectionstyle": f"arc3,rad={bend}"}
+    axes.annotate("", end, start, arrowprops=style)
+
+
+def canvas(width: float, height: float) -> tuple[plt.Figure, Axes]:
+    """Return an empty figure, in inches."""
+    figure, axes = plt.subplots(figsize=(width, height))
+    axes.set(xlim=(0, width), ylim=(0, height))
+    axes.axis("off")
+    return figure, axes
+
+
+def micro_batch() -> None:
+    """The walk of one packed micro-batch, from the data set to the optimizer step."""
+    figure, axes = canvas(10, 7.8)
+    for left, color, heading, steps in (
+        (0.1, COLORS[0], "on the host, once per batch", HOST),
+        (5.3, COLORS[1], "on the device, without a synchronization", DEVICE),
+    ):
+        axes.text(left, 7.6, heading, va="center", color=color, weight="bold")
+        for index, step in enumerate(steps):
+            bottom = 6.5 - 1.05 * index
+            draw_step(axes, (left, bottom), step, color)
+            if index:
+                draw_arrow(axes, (left + 2.3, bottom + 1.05), (left + 2.3, bottom + 0.8))
+    axes.plot([4.7, 5.0, 5.0], [0.6, 0.6, 6.9], color="#444444", linewidth=1)
+    draw_arrow(axes, (5.0, 6.9), (5.3, 6.9))
+    save(figure, "micro-batch")
+
+
+def option() -> None:
+    """The walk of one option, from its field to its line in the report."""
+    figure, axes = canvas(10, 3.1)
+    steps = (
+        ("field of the config", "checked and normalized", "config.py"),
+        ("Run", "decisions of one trainer", "run.py"),
+        ("FEATURES", "entered in order around train()", "features/__init__.py"),
+        ("report", "one line: status, path, reason", "report.py"),
+        ("why_not, install", "reasons; a context that restores", "features/lora.py"),
+        ("Feature.enter", "off? a reason, in any process?", "features/feature.py"),
+    )
+    for index, step in enumerate(steps):
+        color = COLORS[2] if index == 4 else COLORS[0]
+        draw_step(axes, (0.1 + 3.4 * (index % 3), 2.1 - 1.3 * (index // 3)), step, color, width=2.9)
+    for start, end in ((3.0, 3.5), (6.4, 6.9)):
+        draw_arrow(axes, (start, 2.5), (end, 2.5))
+        draw_arrow(axes, (end, 1.2), (start, 1.2))
+    draw_arrow(axes, (8.35, 2.1), (8.35, 1.6))
+    draw_arrow(axes, (8.35, 0.8), (1.55, 0.8), bend=-0.12)
+    axes.text(5.0, 0.22, "off, or a reason against it", ha="center", va="center", fontsize=9, color="#444444")
+    save(figure, "option")
+
+
 def save(figure: plt.Figure, name: str) -> None:
-    """Write a picture without its date, so that drawing again changes nothing."""
+    """Write a picture for light and dark pages, without its date, so that drawing again changes nothing."""
     figure.tight_layout()
-    figure.savefig(HERE / f"{name}.svg", metadata={"Date": None})
+    file = HERE / f"{name}.svg"
+    figure.savefig(file, metadata={"Date": None}, transparent=True)
     plt.close(figure)
+    text = file.read_text(encoding="utf-8").replace('<style type="text/css">', f'<style type="text/css">{DARK}', 1)
+    file.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
     packed_row()
     shared_prefix()
     memory_levels()
+    micro_batch()
+    option()
