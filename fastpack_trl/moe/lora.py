@@ -102,7 +102,7 @@ def forward(outer: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         out: Tensor = type(outer).forward(outer, hidden, *args, **kwargs)
         return out
     factors = {wrapper.parameter_name: low_rank(wrapper, adapter.module) for wrapper in adapter.wrappers}
-    return run_experts(adapter.module, hidden, *args, factors)
+    return run_experts(adapter.module, hidden, args[0], args[1], factors)
 
 
 def _reasons_for_peft(adapter: ExpertLora) -> Iterator[object]:

@@ -16,8 +16,6 @@ from fastpack_trl.packing.packed_inputs import PackedInputs
 from fastpack_trl.packing.prefixes import score, share
 from fastpack_trl.packing.shared_keys import Documents, Ints
 
-__all__ = ["PackedInputs", "PackingCollator"]
-
 
 @dataclass
 class PackingCollator(DataCollatorForLanguageModeling):
