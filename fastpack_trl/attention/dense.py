@@ -63,8 +63,7 @@ class Dense(Backend):
 
 
 def dense_mask(batch: PackedBatch, window: int | None, device: torch.device) -> Tensor:
-    """Return (1, 1, total_tokens, total_tokens) bool: causal over segments and their prefixes, and within `window` if
-    given.
+    """Return (1, 1, total_tokens, total_tokens) bool: causal over segments and their prefixes, within any `window`.
 
     Every token sees itself, so no row is all False. Nothing is read back from a device.
     """

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.utils.rnn import pad_sequence
 
 from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.attention.dense import stock_error
@@ -72,7 +71,7 @@ class Probe:
         self.rows, self.mask = self.ids, torch.ones_like(self.ids)
         if attention.path == PADDED_DOCUMENTS:
             both = (row[0].split(self.lengths) for row in (self.rows, self.mask))
-            self.rows, self.mask = (pad_sequence(documents, batch_first=True) for documents in both)
+            self.rows, self.mask = (nn.utils.rnn.pad_sequence(documents, batch_first=True) for documents in both)
             self.packed_keywords = {"attention_mask": self.mask}
 
     def of_tokens(self, values: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, get_args
 
 from transformers import Trainer, TrainerCallback
@@ -17,7 +17,7 @@ from fastpack_trl.model.recompute import offload_conflict, offload_unavailable
 logger = logging.getLogger(__name__)
 
 
-class AsyncCheckpointCallback(TrainerCallback):
+class AsyncCheckpointCallback(TrainerCallback, AbstractContextManager["AsyncCheckpointCallback"]):
     """Keep inputs of checkpointed layers in host memory, fetched ahead in backward; also for TRL's own `SFTTrainer`.
 
     ``SFTTrainer(..., callbacks=[AsyncCheckpointCallback()])``. Frees ``layers x tokens x hidden x itemsize`` bytes of
@@ -71,9 +71,6 @@ class AsyncCheckpointCallback(TrainerCallback):
         self._stack.close()
         if self.offload is not None:
             self.use, self.offload = self.offload.use, None
-
-    def __enter__(self) -> AsyncCheckpointCallback:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()

@@ -60,7 +60,8 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pools: dict[str, Any] = {}
-        self._held = 0
+        self.held = 0
+        """Bytes by which the pools have grown."""
 
     def prepare(self) -> None:
         """Give back what torch has cached: the pool of the graphs takes as much again."""
@@ -97,7 +98,7 @@ class CudaGraphs:
             graph.reset()
             self._leave_pool(index, self._pools[pool])
             raise
-        self._held += max(0, torch.cuda.memory_reserved(self.device) - before)
+        self.held += max(0, torch.cuda.memory_reserved(self.device) - before)
         return graph, result
 
     def _leave_pool(self, index: int, pool: Any) -> None:
@@ -152,13 +153,9 @@ class CudaGraphs:
         """Begin to sample whether the device has anything to do."""
         return IdleWatch(self.device)
 
-    def bytes_held(self) -> int:
-        """Return by how many bytes the pools have grown."""
-        return self._held
-
     def lacks_room(self) -> str:
         """Return why a first graph would leave too little memory: it takes that of a step, and eager ones go on."""
-        if self._held:
+        if self.held:
             return ""  # graphs of a kind are in one pool
         taken = torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
         free = allocatable(self.device)
@@ -168,10 +165,10 @@ class CudaGraphs:
 
     def forget(self) -> None:
         """Give the pool up, and its memory back: torch may refuse a pool whose last graph is gone."""
-        if self._held:
+        if self.held:
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
-        self._pools, self._held = {}, 0
+        self._pools, self.held = {}, 0
 
 
 @contextlib.contextmanager

@@ -256,7 +256,7 @@ class BackboneGraphs(TrainerCallback):
 
     def _tell(self) -> None:
         """Report what there is."""
-        memory = f"{self.graphs} graph{'s' * (self.graphs != 1)} of {self._device.bytes_held() / 2**30:.2f} GiB"
+        memory = f"{self.graphs} graph{'s' * (self.graphs != 1)} of {self._device.held / 2**30:.2f} GiB"
         self._run.set_status(FEATURE, "on", "captured", "; ".join(filter(None, (self._rule.note, memory))))
 
     def drop(self) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from fastpack_trl.kernels.fp8 import failure_of_products
-from fastpack_trl.lora.base_weight import HasFrozenWeight
-from fastpack_trl.lora.fp8_base import put_in_fp8, reasons_against
+from fastpack_trl.lora.base_weight import HasFrozenWeight, put_in_fp8, reasons_against
 from fastpack_trl.lora.report import LoraReport, has_lora, shown_bytes
 from fastpack_trl.model.upstream import missing_reason
 from fastpack_trl.run import DEEPSPEED, SHARDED, Run

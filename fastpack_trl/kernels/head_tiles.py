@@ -23,8 +23,7 @@ class TorchTiles:
         self._scale, self._softcap = logit_scale, softcap
 
     def fold(self, tile: Tensor, targets: Tensor, log_probs: Tensor, entropy: Tensor, is_top1: Tensor) -> Any:
-        """Write the log-probabilities, entropies and top-1 flags of rows of logits; return the input of
-        `differentiate`.
+        """Write the log-probabilities, entropies and top-1 flags of rows of logits; return what `differentiate` takes.
 
         Args:
             tile: (n, V) products; overwritten.

@@ -46,10 +46,6 @@ class CastAdapter(NamedTuple):
         return self.made_from[2:] == (a._version, b._version, scaling)
 
 
-def needs_cast(a: Tensor, scaling: float, dtype: torch.dtype) -> bool:
-    return a.dtype != dtype or scaling != 1
-
-
 def is_sharded(parameter: Any) -> bool:
     """Return whether a parameter is a DTensor: under FSDP 2, while its module is not gathered."""
     return hasattr(parameter, "full_tensor")
@@ -184,7 +180,7 @@ class CastHook:
             a, _, scaling = pair
             device = a.device.type
             dtype = torch.get_autocast_dtype(device) if autocasts(device) else a.dtype
-            if not needs_cast(a, scaling, dtype):
+            if a.dtype == dtype and scaling == 1:
                 continue
             modules, adapters = todo.setdefault((a.device, dtype), ([], []))
             modules.append(module)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from fastpack_trl.errors import first_reason, short_repr
-from fastpack_trl.lora.adapters import CastAdapter, CastHook, autocasts, is_sharded, needs_cast
+from fastpack_trl.lora.adapters import CastAdapter, CastHook, autocasts, is_sharded
 from fastpack_trl.lora.base_weight import BaseWeight, Fp8Weight, HasFrozenWeight, from_4bit
 from fastpack_trl.lora.projection import lora_projection
 from fastpack_trl.lora.report import LoraReport, declined, keep_copies
@@ -48,7 +48,7 @@ class FastLora(HasFrozenWeight):
         cast_adapter = self.fastpack_cast
         if cast_adapter is not None and cast_adapter.serves(a, b, scaling, dtype):
             a, b = cast_adapter.a, cast_adapter.b
-        elif needs_cast(a, scaling, dtype):
+        elif a.dtype != dtype or scaling != 1:
             a, b = a.to(dtype), (b if scaling == 1 else b * scaling).to(dtype)  # not called through its backbone
         rows = x if x.dtype == dtype else x.to(dtype)
         dropped = None if dropout is None else dropout(rows)

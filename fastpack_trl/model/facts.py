@@ -300,13 +300,11 @@ def read_features(
     base = text_model(model)
     device = device or next(iter(base.parameters())).device
     config = base.config.get_text_config()
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     unread = ModelFeatures(
-        model_type=str(config.model_type),
-        implementation=stock_implementation(config),
-        device_type=device.type,
-        compute_dtype=compute_dtype or base.dtype,
-        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
-    )
+        model_type=str(config.model_type), implementation=stock_implementation(config), device_type=device.type,
+        compute_dtype=compute_dtype or base.dtype, capability=capability,
+    )  # fmt: skip
     try:
         return replace(unread, **_attention_facts(base, config), gap=first_reason(_gaps(model, base, config)))
     except UNREADABLE as error:

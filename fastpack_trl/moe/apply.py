@@ -149,6 +149,6 @@ def refuses_capture(model: nn.Module, device: torch.device) -> str:
     for dtype in expert_dtypes(model):
         if reads_offsets(dtype, device):
             capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-            matmuls = f"grouped matmuls in {str(dtype).removeprefix('torch.')}"
-            return f"{matmuls} read their sizes on the host at compute capability {capability}"
+            kind = str(dtype).removeprefix("torch.")
+            return f"grouped matmuls in {kind} read their sizes on the host at compute capability {capability}"
     return ""

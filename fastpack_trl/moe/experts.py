@@ -189,8 +189,7 @@ class _Call(NamedTuple):
 
 
 def experts_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the output (T, H) in the dtype of the input, and the tensors that backward needs in addition to the
-    inputs.
+    """Return the output (T, H) in the dtype of the input, and what backward needs in addition to the inputs.
 
     These are the pre-activation (S, 2I) without bias, and the low-rank activations (S, r) of both projections, empty
     without LoRA.

@@ -16,8 +16,6 @@ from fastpack_trl.packing.packed_inputs import PackedInputs
 from fastpack_trl.packing.prefixes import score, share
 from fastpack_trl.packing.shared_keys import Documents, Ints
 
-__all__ = ["PackedInputs", "PackingCollator"]
-
 
 @dataclass
 class PackingCollator(DataCollatorForLanguageModeling):
@@ -99,14 +97,12 @@ class PackingCollator(DataCollatorForLanguageModeling):
             batch = PackedBatch.from_lengths(lengths, num_padding=num_padding, labels=targets)
         else:
             loss_positions, loss_labels, weights = score(row, ids[0], labels)
+            copies = np.bincount(row.token_of, minlength=tokens + num_padding).astype(np.float32)
             documents = Documents(
-                lengths=tuple(lengths.tolist()),
-                token_of=torch.from_numpy(row.token_of),
-                loss_weights=torch.from_numpy(weights),
-                copies=torch.from_numpy(np.bincount(row.token_of, minlength=tokens + num_padding).astype(np.float32)),
-                loss_tokens=int(weights.sum(dtype=np.int64)),
-                capacity=len(labels) + -len(labels) % multiple,
-            )
+                lengths=tuple(lengths.tolist()), token_of=torch.from_numpy(row.token_of),
+                loss_weights=torch.from_numpy(weights), copies=torch.from_numpy(copies),
+                loss_tokens=int(weights.sum(dtype=np.int64)), capacity=len(labels) + -len(labels) % multiple,
+            )  # fmt: skip
             prefixes = row.first_positions, row.key_index
             batch = replace(
                 PackedBatch.from_lengths(row.lengths, num_padding=num_padding, prefixes=prefixes),

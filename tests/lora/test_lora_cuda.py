@@ -24,8 +24,7 @@ from benchmarks.models import quantize
 from fastpack_trl import FastSFTConfig, FastSFTTrainer, apply_lora
 from fastpack_trl.kernels.fp8 import quantize_rows, scaled_product
 from fastpack_trl.lora import report as lora_report
-from fastpack_trl.lora.base_weight import Fp8Weight
-from fastpack_trl.lora.fp8_base import put_in_fp8
+from fastpack_trl.lora.base_weight import Fp8Weight, put_in_fp8
 from fastpack_trl.lora.projection import lora_projection
 from fastpack_trl.testing import gradients, tiny_model
 

@@ -117,9 +117,6 @@ class TapeDevice:
         self.log.append("watch")
         return Idle(self.idle[(self.log.count("watch") - 1) % len(self.idle)])
 
-    def bytes_held(self) -> int:
-        return self.held
-
     def lacks_room(self) -> str:
         return self.room
 
