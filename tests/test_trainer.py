@@ -12,7 +12,17 @@ import pytest
 from datasets import Dataset, Features, List, Value
 from peft import LoraConfig
 from torch.testing import assert_close
-from trainer_material import assert_same_log, both, build, callback, figures, make_dataset, make_tokenizer, train
+from trainer_material import (
+    assert_line,
+    assert_same_log,
+    both,
+    build,
+    callback,
+    figures,
+    make_dataset,
+    make_tokenizer,
+    train,
+)
 from transformers import DataCollatorForSeq2Seq
 from trl import SFTTrainer
 
@@ -143,8 +153,7 @@ def test_other_random_draws_of_a_merged_row_are_named(family: str, field: str, r
     model = tiny_model(family)
     setattr(model.config, field, 0.1)
     ours = train(FastSFTTrainer, tmp_path, model=model, **ONE_BY_ONE, max_steps=1, eval_strategy="no")
-    line = ours.fastpack_report["merge_accumulation"]
-    assert (line.status, reason in line.reason) == ("off" if reason == field else "on", True), line
+    assert_line(ours, "merge_accumulation", reason, status="off" if reason == field else "on")
 
 
 @pytest.mark.parametrize(
@@ -157,9 +166,7 @@ def test_other_random_draws_of_a_merged_row_are_named(family: str, field: str, r
     ],
 )
 def test_batches_stay_stock_where_their_padding_counts(options: Options, reason: str, tmp_path: Path) -> None:
-    line = build(FastSFTTrainer, tmp_path, data="tokens", **options).fastpack_report["batches"]
-    assert line.path == "stock"
-    assert reason in line.reason
+    assert_line(build(FastSFTTrainer, tmp_path, data="tokens", **options), "batches", reason, path="stock")
 
 
 def test_weights_files_and_checkpoints_are_those_of_stock(tmp_path: Path) -> None:

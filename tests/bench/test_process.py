@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 
 from fastpack_trl.bench.process import OwnProcess
@@ -33,10 +34,14 @@ def answering(row: dict[str, Any], side: str, *, says: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
+    """The functions of this file, in forked processes."""
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{Path(forks.__file__).parent}", prepend=":")
+    monkeypatch.setattr(sys, "executable", forks.python())
+    monkeypatch.setenv("PYTHON_EXEC", forks.python())  # of torchrun
 
 
 def _run(side: str, **changes: Any) -> dict[str, Any]:
+    changes = {"command": [sys.executable], **changes}
     return OwnProcess("test_process:answering", options={"says": "done"}, **changes)({"tokens": 24}, side)
 
 
@@ -48,7 +53,7 @@ def test_a_process_of_its_own_answers_or_says_why_not() -> None:
     assert _run("dies")["failed"] == "its process ended: killed by hand"
     with pytest.raises(UserError, match=r"^misses: no such model$"):
         _run("misses")
-    assert _run("hangs", timeout=4.0)["failed"] == "not done within 4 s"
+    assert _run("hangs", timeout=1.0)["failed"] == "not done within 1 s"
 
 
 def test_of_several_processes_the_first_answers() -> None:

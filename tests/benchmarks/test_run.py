@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,12 @@ def test_windows_on_a_gpu(steps: int, window: int, warmup: int, monkeypatch: pyt
 
 
 def test_texts_of_a_command_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = [*islice(models.definitions(), 40)]
+    monkeypatch.setattr(models, "definitions", lambda: iter(few))
     monkeypatch.setenv(models.TEXTS, str(tmp_path))
-    made, texts = models.source_text.__wrapped__(500, 512, 64)
+    made, texts = models.source_text.__wrapped__(500, 400, 64)
     monkeypatch.delattr(models, "_encoded")
-    read, same = models.source_text.__wrapped__(500, 512, 64)
+    read, same = models.source_text.__wrapped__(500, 400, 64)
     assert same["input_ids"] == texts["input_ids"]
     assert read("def f(x):")["input_ids"] == made("def f(x):")["input_ids"]
     assert read.pad_token_id == made.pad_token_id == models.PAD

@@ -10,8 +10,7 @@ import pytest
 from captured_material import CHANGES, At, assert_same_run, both, build, train
 from datasets import Dataset
 from edited_batches import in_a_loader
-from trainer_material import assert_line
-from transformers import TrainerCallback
+from trainer_material import assert_line, callback
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.capture import graphs
@@ -50,17 +49,17 @@ def test_what_is_frozen_gets_no_gradient_in_rows_that_fit_no_bucket(tmp_path: Pa
     """To an optimizer zeros are not None: it would apply momentum and decay to a frozen weight."""
     seen: list[int] = []
 
-    class Looks(TrainerCallback):
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
-            weight = model.get_decoder().layers[0].mlp.up_proj.weight
-            if not weight.requires_grad and weight.grad is not None:
-                seen.append(state.global_step)
+    def look(state: Any, model: Any) -> None:
+        weight = model.get_decoder().layers[0].mlp.up_proj.weight
+        if not weight.requires_grad and weight.grad is not None:
+            seen.append(state.global_step)
 
     words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
     texts = [" ".join(words[(i + k) % 10] for k in range(3 if i in (12, 13, 14) else 20)) for i in range(60)]
+    looks = callback("on_pre_optimizer_step", look)
     ours, eager = both(
         tmp_path, devices, packing=False, max_steps=20, data=Dataset.from_dict({"text": texts}), weight_decay=0.1,
-        callbacks=[Looks(), At(12, "freeze")], per_device_train_batch_size=1, shuffle_dataset=False,
+        callbacks=[looks(), At(12, "freeze")], per_device_train_batch_size=1, shuffle_dataset=False,
         train_sampling_strategy="sequential",
     )  # fmt: skip
     assert devices.made[0].log.count("replay") >= 4

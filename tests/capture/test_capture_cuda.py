@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from captured_material import At
+from captured_material import At, distance, keeping
 from datasets import Dataset
 from lora_material import quantized
 from peft import LoraConfig
@@ -28,17 +28,6 @@ pytestmark = pytest.mark.cuda
 STEPS = 30
 FAMILIES = ("llama", "qwen3", "gemma3_text", "qwen3_moe", "gpt_oss")
 KINDS = [(family, kind) for family in FAMILIES for kind in ("full", "lora")] + [("llama", "nf4")]
-
-
-class Gradients(TrainerCallback):
-    """Keeps the gradients of the last step."""
-
-    def __init__(self) -> None:
-        self.kept: dict[str, torch.Tensor] = {}
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
-        if state.global_step == args.max_steps - 1:
-            self.kept = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def made(folder: Path, *, fast: dict[str, Any] | None = None, trainer: Any = None, **more: Any) -> Any:
@@ -76,20 +65,13 @@ def run(
     model = quantized("nf4", nested=True).cuda() if kind == "nf4" else tiny_model(family)
     if family in ("qwen3_moe", "gpt_oss"):
         model = model.to(torch.bfloat16)  # as their checkpoints; torch's grouped product of fp32 waits for its sizes
-    seen = Gradients()
+    gradients: dict[str, torch.Tensor] = {}
     adapters = LoraConfig(r=4, target_modules="all-linear", **(lora or {})) if kind == "lora" else None
-    given = {"peft_config": adapters, "callbacks": [seen, *callbacks]}
+    given = {"peft_config": adapters, "callbacks": [keeping(gradients), *callbacks]}
     trainer = made(folder, model=model, data=data or make_dataset("text", 300), fast=fast, trainer=given, **more)
     trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    return losses, seen.kept, trainer.fastpack_report["cuda_graph"]
-
-
-def distance(one: Any, other: Any) -> tuple[float, float]:
-    """Largest difference of two runs: of the losses, and of the last gradients relative to the largest."""
-    losses = max(abs(a - b) for a, b in zip(one[0], other[0], strict=True))
-    scale = max(float(g.abs().max()) for g in other[1].values())
-    return losses, max(float((one[1][name] - g).abs().max()) for name, g in other[1].items()) / scale
+    return losses, gradients, trainer.fastpack_report["cuda_graph"]
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])

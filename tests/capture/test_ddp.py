@@ -14,11 +14,11 @@ import torch.distributed as dist
 import trainer_material
 from accelerate import PartialState
 from accelerate.utils import DDPCommunicationHookType
-from captured_material import At, assert_same_run, build, capturing, weights
+from captured_material import At, assert_same_run, build, capturing, distance, keeping, weights
 from peft import LoraConfig
 from ranks import BASE, command_of, free_port, run_ranks, two_ranks
 from torch.nn.parallel import DistributedDataParallel
-from trainer_material import callback, make_dataset
+from trainer_material import make_dataset
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.capture import ddp, graphs
@@ -229,16 +229,12 @@ def refused() -> None:
 def _on_device(folder: str, setting: str) -> tuple[Any, list[float], dict[str, torch.Tensor]]:
     """Train in bf16 on the device of this rank; the trainer, its losses and the gradients of its last step."""
     gradients: dict[str, torch.Tensor] = {}
-
-    def look(state: Any, model: Any) -> None:
-        gradients.update((name, p.grad.clone()) for name, p in model.named_parameters() if p.grad is not None)
-
     torch.manual_seed(0)
     options = BASE | {"use_cpu": False, "bf16": True, "max_steps": 30, "per_device_train_batch_size": 2}
-    last, adapters = callback("on_pre_optimizer_step", look)(), LoraConfig(r=4, target_modules="all-linear", **LORA)
+    adapters = LoraConfig(r=4, target_modules="all-linear", **LORA)
     trainer = trainer_material.build(
         FastSFTTrainer, Path(folder), data=make_dataset("text", 400), fast={"cuda_graph": setting},
-        gradient_accumulation_steps=2, trainer={"peft_config": adapters, "callbacks": [last]}, **options,
+        gradient_accumulation_steps=2, trainer={"peft_config": adapters, "callbacks": [keeping(gradients)]}, **options,
     )  # fmt: skip
     trainer.train()
     return trainer, [row["loss"] for row in trainer.state.log_history if "loss" in row], gradients
@@ -253,14 +249,9 @@ def on_devices() -> None:
         patch.setattr(graphs, "WARM_ROWS", 10**9)  # nothing is recorded
         first, second = (_on_device(name, "on") for name in ("first", "second"))
     by_ddp = _on_device("ddp", "off")
-
-    def apart(one: Any, other: Any) -> tuple[float, float]:
-        losses = max(abs(a - b) for a, b in zip(one[1], other[1], strict=True))
-        scale = max(float(gradient.abs().max()) for gradient in other[2].values())
-        return losses, max(float((one[2][name] - own).abs().max()) for name, own in other[2].items()) / scale
-
     assert captured[2].keys() == first[2].keys() == by_ddp[2].keys()
-    found, budget, stock = apart(captured, first), apart(first, second), apart(captured, by_ddp)
+    pairs = ((captured, first), (first, second), (captured, by_ddp))
+    found, budget, stock = (distance(one[1:], other[1:]) for one, other in pairs)
     assert found[0] <= 2 * budget[0] + 2e-3, (found, budget)
     assert found[1] <= 2 * budget[1] + 2e-2, (found, budget)
     assert stock[0] <= 2e-2, stock

@@ -2,54 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from captured_material import build, train
 from out_of_memory import too_large
-from transformers import TrainerCallback
+from step_material import BetweenLogs
 
 from fastpack_trl import FastSFTTrainer, ThroughputCallback
 from fastpack_trl.features.sync_free import why_stock_loss
-from fastpack_trl.testing import HostSyncs, count_host_syncs
+from fastpack_trl.testing import count_host_syncs
 
 TWIN = ("fastpack_trl/attention/row_operator.py",)
 """On the CPU the attention operator runs its twin, which reads lengths that the kernel reads on the device."""
 
 
-class BetweenLogs(TrainerCallback):
-    """Counts in every step from the second on, but from the end of one that logs, evaluates or saves to the next."""
-
-    def __init__(self) -> None:
-        self.stack, self.steps = contextlib.ExitStack(), 0
-        self.active = False
-        self.found: list[HostSyncs] = []
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step and not self.active:
-            self.found.append(self.stack.enter_context(count_host_syncs(device="cpu", host=TWIN)))
-            self.active = True
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.steps += self.active
-        if control.should_log or control.should_evaluate or control.should_save or control.should_training_stop:
-            self.stack.close()
-            self.active = False
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.stack.close()
-
-
-def figures(counter: BetweenLogs) -> str:
-    return "\n".join(str(found) for found in counter.found if found.total)
-
-
 @pytest.mark.parametrize(("lora", "accumulation"), [(False, 3), (True, 1)])
 def test_nothing_waits_between_two_logs(tmp_path: Path, devices: Any, lora: bool, accumulation: int) -> None:
     """Plan, a step out of memory, merged rows, recordings, replays, callbacks, an evaluation in the middle."""
-    counter = BetweenLogs()
+    counter = BetweenLogs(device="cpu", host=TWIN)
     trainer = build(
         FastSFTTrainer, tmp_path, devices, family="qwen3", lora=lora, callbacks=[counter, ThroughputCallback()],
         fast={"cuda_graph": "auto", "activation_memory_gib": 0.5, "merge_accumulation": "on"},
@@ -66,7 +38,7 @@ def test_nothing_waits_between_two_logs(tmp_path: Path, devices: Any, lora: bool
     assert "the device was idle for 50% of 3 eager steps" in report["cuda_graph"].reason
     assert log.count("replay") >= 10
     assert counter.steps >= 55
-    assert not any(found.total for found in counter.found), figures(counter)
+    assert counter.per_micro_batch == 0, counter.syncs
 
 
 def test_reasons_are_found_without_asking_the_device(tmp_path: Path, devices: Any) -> None:

@@ -11,7 +11,7 @@ from model_material import hybrid_model
 from moe_material import STACKS, moe_model, norm_of_difference
 from peft import LoraConfig
 from torch import Tensor
-from trainer_material import assert_same_log, both, build, make_tokenizer, train
+from trainer_material import assert_line, assert_same_log, both, build, make_tokenizer, train
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trl import SFTTrainer
 
@@ -90,9 +90,7 @@ def test_switch_and_the_users_choice(tmp_path: Path, setting: str, asked: str | 
     ours = train(
         FastSFTTrainer, tmp_path, model=model, packing=True, max_steps=1, eval_strategy="no", fast={"moe": setting}
     )
-    line = ours.fastpack_report["moe"]
-    assert line.status == status
-    assert said in line.reason
+    assert_line(ours, "moe", said, status=status)
     assert ours.model.config._experts_implementation == (asked or "grouped_mm")
 
 

@@ -13,7 +13,7 @@ import torch
 import trainer_material
 from peft import LoraConfig
 from replayed_graphs import TapeDevice
-from trainer_material import assert_same_log, make_dataset
+from trainer_material import assert_same_log, callback, make_dataset
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
@@ -82,6 +82,22 @@ def weights(trainer: Any) -> dict[str, torch.Tensor]:
 def assert_same_run(ours: Any, eager: Any, rtol: float = 2e-5, atol: float = 2e-5) -> None:
     assert_same_log(ours, eager, rtol=rtol, atol=atol)
     torch.testing.assert_close(weights(ours), weights(eager), rtol=1e-3, atol=2e-4)
+
+
+def keeping(gradients: dict[str, torch.Tensor]) -> TrainerCallback:
+    """A callback that leaves the gradients of the last step in a dict."""
+
+    def keep(state: Any, model: Any) -> None:
+        gradients.update((name, p.grad.clone()) for name, p in model.named_parameters() if p.grad is not None)
+
+    return callback("on_pre_optimizer_step", keep)()
+
+
+def distance(one: Any, other: Any) -> tuple[float, float]:
+    """Largest difference of two runs: of the losses, and of the last gradients relative to the largest."""
+    losses = max(abs(a - b) for a, b in zip(one[0], other[0], strict=True))
+    scale = max(float(g.abs().max()) for g in other[1].values())
+    return losses, max(float((one[1][name] - g).abs().max()) for name, g in other[1].items()) / scale
 
 
 class At(TrainerCallback):

@@ -153,6 +153,7 @@ def _become(argv: list[str], environment: dict[str, str], folder: str, files: li
         import datasets
 
         datasets.config.HF_DATASETS_CACHE = Path(environment["HF_DATASETS_CACHE"])
+    argv = argv[argv[0] == "-u" :]  # torchrun's; output has lines anyway
     first, *rest = argv
     paths = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     start = {"-c": "", "-m": folder}.get(first, str(Path(first).parent))

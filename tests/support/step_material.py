@@ -11,28 +11,38 @@ from fastpack_trl.testing import HostSyncs, count_host_syncs
 
 
 class BetweenLogs(TrainerCallback):
-    """Counts host syncs from the second step to the last one before the log, and the micro-batches in between."""
+    """Counts in every step from the second on, but from the end of one that logs, evaluates or saves to the next.
 
-    def __init__(self, error: bool = False) -> None:
-        self.stack = contextlib.ExitStack()
-        self.syncs: HostSyncs | None = None
-        self.error = error
-        self.micro_batches = 0
+    `how` are arguments of `count_host_syncs`.
+    """
+
+    def __init__(self, **how: Any) -> None:
+        self.how, self.stack, self.active = how, contextlib.ExitStack(), False
+        self.found: list[HostSyncs] = []
+        self.steps = self.micro_batches = 0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 1:
-            self.syncs = self.stack.enter_context(count_host_syncs(error=self.error))
+        if state.global_step and not self.active:
+            self.found.append(self.stack.enter_context(count_host_syncs(**self.how)))
+            self.active = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.syncs is not None:
-            self.micro_batches += args.gradient_accumulation_steps
-        if state.global_step == args.max_steps - 1:
-            self.stack.close()
+        self.steps += self.active
+        self.micro_batches += self.active * args.gradient_accumulation_steps
+        if control.should_log or control.should_evaluate or control.should_save or control.should_training_stop:
+            self.on_train_end()
+
+    def on_train_end(self, *_: Any, **kwargs: Any) -> None:
+        self.stack.close()
+        self.active = False
+
+    @property
+    def syncs(self) -> str:
+        return "\n".join(str(found) for found in self.found if found.total)
 
     @property
     def per_micro_batch(self) -> float:
-        assert self.micro_batches
-        return self.syncs.total / self.micro_batches
+        return sum(found.total for found in self.found) / self.micro_batches
 
 
 # Nothing is logged but the end of the run, nothing is evaluated.
