@@ -31,27 +31,27 @@ TABLE = re.findall(r"^\| *(\d*) *\| `(\w+)` \|", ARCHITECTURE, re.MULTILINE)
 """Rooms and files of the package from the highest floor to the lowest: each imports from floors below its own."""
 
 BUDGETS = {
-    "attention": 1850,
-    "bench": 1050,
+    "attention": 1750,
+    "bench": 1000,
     "callbacks": 300,
-    "capture": 1050,
-    "checkpointing": 1050,
-    "cli": 1050,
+    "capture": 1000,
+    "checkpointing": 1000,
+    "cli": 1000,
     "compile": 750,
     "features": 1500,
     "kernels": 1150,
-    "lora": 1150,
-    "measure": 700,
+    "lora": 1050,
+    "measure": 650,
     "model": 1550,
-    "moe": 1050,
-    "packing": 2050,
-    "recipe": 2000,
+    "moe": 1000,
+    "packing": 2000,
+    "recipe": 1900,
     "recurrent": 800,
-    "step": 1650,
-    "trainers": 1250,
+    "step": 1700,
+    "trainers": 1150,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 22850, "benchmarks": 3050, "tests": 26900}
+TOTALS = {"fastpack_trl": 22150, "benchmarks": 3050, "tests": 26600}
 
 
 @cache

@@ -22,13 +22,9 @@ logger = get_logger(__name__)
 class Stock(str):
     """A reason with which TRL's implementation runs what the option is about: its status is ``stock``, not ``off``."""
 
-    __slots__ = ()
-
 
 class Met(str):
     """A reason with which nothing is left to do: a run that asks for the option by name does not stop."""
-
-    __slots__ = ()
 
 
 def _always(run: Run) -> bool:

@@ -58,14 +58,11 @@ def _row_tokens(run: Run) -> int:
 
 def why_not(run: Run) -> Iterator[object]:
     """Yield why micro-batches run one by one in this run."""
-    one = run.args.gradient_accumulation_steps == 1
-    yield one and Met("gradient_accumulation_steps is 1")
-    yield from _of_documents(run) if run.kind == "sft" else map(_met, _of_completions(run))
-
-
-def _met(reason: object) -> object:
-    """Return a reason that does not stop a run: before the first step it is not known what TRL generates."""
-    return reason and Met(reason)
+    yield run.args.gradient_accumulation_steps == 1 and Met("gradient_accumulation_steps is 1")
+    if run.kind == "sft":
+        yield from _of_documents(run)
+    # No reason stops a run: what TRL generates is not known before its first step.
+    yield from (why and Met(why) for why in (_of_completions(run) if run.kind == "online" else ()))
 
 
 def _of_completions(run: Run) -> Iterator[object]:
