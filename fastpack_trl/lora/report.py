@@ -37,8 +37,8 @@ def keep_copies(modules: Sequence[Any], compute_dtype: torch.dtype | None) -> st
         return ""
     nbytes = sum(module.in_features * module.out_features * dtype.itemsize for module, dtype in wanted)
     if nbytes > budget:
-        needed = f"copies need {shown_bytes(nbytes)}, an eighth of the free memory is {shown_bytes(budget)}"
-        return f"frozen weights are converted per use: {needed}"
+        size, free = shown_bytes(nbytes), shown_bytes(budget)
+        return f"frozen weights are converted per use: copies need {size}, an eighth of the free memory is {free}"
     for module, dtype in wanted:
         module._fastpack_keep_copy(BaseWeight(loaded_weight(module.base_layer).dense(dtype)))
     return f"{shown_bytes(nbytes)} of frozen weights kept in the compute dtype"
