@@ -162,10 +162,12 @@ def costs_of_layers(of: Model, run: Any) -> list[LayerCost]:
     autocast = torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32)
     # torch's fake kernel takes bf16 only; this one saves the same tensors.
     grouped = patch_attribute(nn.functional, "grouped_mm", lambda a, b, **_: a @ b[0])
-    with ExitStack() as stack, installed, long_rows, grouped, of.mode, autocast:
-        for name in ("moe", "lora"):
+    with ExitStack() as stack, installed, long_rows, grouped:
+        for name in ("moe", "lora"):  # outside of the mode: gates are read from values
             if run.on.get(name) == "on":
                 feature(name).enter(run, stack)
+        stack.enter_context(of.mode)
+        stack.enter_context(autocast)
         layers = checkpointable_layers(model)
         last = {_kind_of(layer): index for index, layer in enumerate(layers)}
         return layer_costs(model, layers, batches, stand_ins=[last[_kind_of(layer)] for layer in layers])
