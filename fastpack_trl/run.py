@@ -92,10 +92,6 @@ class StepServices:
             self._waiting.remove(waits)
 
 
-def _refuses_static(bucket: Bucket) -> str:
-    return "TRL's attention reads the documents of each row again"
-
-
 @dataclass(eq=False, repr=False)
 class Decisions:
     """Decisions of the features, each made in one place when the trainer is built or a run begins.
@@ -121,7 +117,7 @@ class Decisions:
     training: bool = False
     loss_is_ours: bool = False
     shares_prefixes: bool = False
-    refuses_static: Callable[[Bucket], str] = _refuses_static
+    refuses_static: Callable[[Bucket], str] = "TRL's attention reads the documents of each row again".format
     _are_fixed = False  # while steps run
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -22,9 +22,8 @@ from fastpack_trl.model.precision import four_bit_layout
 FEATURES: tuple[Feature, ...] = (
     Feature("four_bit_layout", four_bit_layout, falls_back=False),
     # It also restores after the packing check and the plan.
-    Feature(
-        "side_stream", cuda_graph.side_stream, concerns=cuda_graph.needs_side_stream, kinds=("sft",), falls_back=False
-    ),
+    Feature("side_stream", cuda_graph.side_stream, concerns=cuda_graph.needs_side_stream, kinds=("sft",),
+            falls_back=False),
     # On four-bit experts PEFT's own forward would fail in the packing check.
     Feature("moe", moe.install, moe.why_not, moe.concerns, has_off=False),
     Feature("packed_attention", packed_attention.install, has_off=False, falls_back=False),
@@ -34,26 +33,20 @@ FEATURES: tuple[Feature, ...] = (
     Feature("frozen_base", frozen_base.install, frozen_base.why_not, frozen_base.concerns, in_training=True),
     Feature("sync_free", sync_free.install, sync_free.why_not, kinds=("sft",)),
     # Needs the loss of `sync_free`, and the attention.
-    Feature(
-        "share_prefixes", share_prefixes.install, share_prefixes.why_not, share_prefixes.concerns, instead="not shared"
-    ),
+    Feature("share_prefixes", share_prefixes.install, share_prefixes.why_not, share_prefixes.concerns,
+            instead="not shared"),
     Feature("activation_memory", activation_memory.install, activation_memory.why_not, in_training=True),
     # Unless that plan offloads.
     Feature("checkpoint_offload", checkpoint_offload.install, checkpoint_offload.why_not, in_training=True),
     # Needs the loss of `sync_free`.
-    Feature(
-        "merge_accumulation",
-        merge_accumulation.install,
-        merge_accumulation.why_not,
-        kinds=("sft", "online"),
-        in_training=True,
-    ),
+    Feature("merge_accumulation", merge_accumulation.install, merge_accumulation.why_not, kinds=("sft", "online"),
+            in_training=True),
     # Compiles the forwards that the others have installed.
     Feature("layer_compile", layer_compile.install, layer_compile.why_not, in_training=True, instead="eager"),
     # Records what all the others run.
     Feature("cuda_graph", cuda_graph.install, cuda_graph.why_not, in_training=True, instead="eager"),
     Feature("save_report", save_report.install, concerns=save_report.concerns, in_training=True, falls_back=False),
-)
+)  # fmt: skip
 """Entered in this order when `train`, `evaluate` or `predict` begins, and left in reverse order."""
 
 

@@ -30,7 +30,7 @@ def needs_side_stream(run: Run) -> bool:
     Autograd's nodes that add to gradients belong to the stream that they were made on, and DDP keeps those that it
     finds or makes; one of another stream ends a recording in backward (cudaErrorStreamCaptureIsolation).
     """
-    alone = not _is_several(run) or run.is_sharded or run.is_deepspeed
+    alone = run.trainer.accelerator.num_processes == 1 or run.is_sharded or run.is_deepspeed
     off = run.settings.cuda_graph == "off" or unavailable(run.device) or too_large(run)
     return run.training and not alone and not off
 
@@ -85,18 +85,15 @@ def install(run: Run) -> Iterator[None]:
         graphs.finish()
 
 
-def _is_several(run: Run) -> bool:
-    return bool(run.trainer.accelerator.num_processes > 1)
-
-
 def _reasons_of_trainer(run: Run) -> Iterator[object]:
     """Yield why a trainer's calls of its backbone are not recorded."""
     trainer = run.trainer
+    is_several = trainer.accelerator.num_processes > 1
     if run.kind == "sft":
         yield not run.loss_is_ours and "a loss over all logits reads sizes on the host (sync_free)"
-        yield _is_several(run) and too_large(run)
+        yield is_several and too_large(run)
     else:
-        yield _is_several(run) and "several processes reduce their gradients inside of the micro-step"
+        yield is_several and "several processes reduce their gradients inside of the micro-step"
         yield not run.packs and "TRL's batches have no packed metadata"
     replaced = replaced_methods(trainer, LOSS_METHODS)
     yield replaced and f"{replaced} may look into the micro-step"

@@ -27,12 +27,9 @@ class Met(str):
     """A reason with which nothing is left to do: a run that asks for the option by name does not stop."""
 
 
-def _always(run: Run) -> bool:
-    return True
-
-
-def _nothing(run: Run) -> Iterator[object]:
-    return iter(())
+_MARKS: dict[type[str], str] = {Stock: "\x01", Met: "\x02"}
+"""What the reason of another process, a text, begins with for its class."""
+_NONE = "nothing here is what it is about"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +39,8 @@ class Feature:
     Attributes:
         name: of its field in the config, and of its line in the report.
         install: returns the context that installs it on a run's model and trainer and restores them; sets its line.
-        why_not: yields the reasons against it, false ones included; the first one decides, for all processes.
+        why_not: yields the reasons against it, false ones included; the first decides for all processes. None: each one
+            decides by `concerns`.
         concerns: returns whether the run has anything that the option is about; else it has no line.
         kinds: of trainers (`Run.kind`).
         in_training: it is entered by `train` only, not by `evaluate` or `predict`.
@@ -53,8 +51,8 @@ class Feature:
 
     name: str
     install: Callable[[Run], AbstractContextManager[Any]]
-    why_not: Callable[[Run], Iterator[object]] = _nothing
-    concerns: Callable[[Run], bool] = _always
+    why_not: Callable[[Run], Iterator[object]] | None = None
+    concerns: Callable[[Run], bool] = lambda run: True
     kinds: tuple[Kind, ...] = KINDS
     in_training: bool = False
     has_off: bool = True
@@ -70,14 +68,10 @@ class Feature:
         """
         if run.kind not in self.kinds or (self.in_training and not run.training):
             return
-        looks = self.falls_back and self.name not in PARTLY and run.settings.get(self.name) != "off"
-        if looks and (missing := missing_reason(self.name)):
-            self._to_stock(run, missing)
-            return
         try:
-            if not self.concerns(run):
+            if (why := self.why_off(run)) == _NONE:
                 return
-            if why := self.why_off(run):
+            if why:
                 status: Status = "stock" if isinstance(why, Stock) else "off"
                 run.set_status(self.name, status, self.instead, str(why), holds=isinstance(why, Met))
             else:
@@ -88,17 +82,28 @@ class Feature:
             if not self.falls_back:
                 raise
             model = type(text_model(run.model)).__name__
-            # The fault may be ours, not the model's.
-            self._to_stock(run, f"{model} cannot be read: {type(error).__name__}: {error}", shows_traceback=True)
+            reason = f"{model} cannot be read: {type(error).__name__}: {error}"
+            logger.warning(f"{self.name}: stock ({reason})", exc_info=True)  # the fault may be ours, not the model's
+            run.set_status(self.name, "stock", "stock", reason)
 
     def why_off(self, run: Run) -> str:
         """Return the first reason against it, or ``""``; jointly: processes would wait for one that leaves it out."""
-        return run.ranks.first_reason(lambda: first_reason(self._against(run)))
+        if self.why_not is None:
+            return "" if self.concerns(run) else _NONE
+
+        def own() -> str:
+            why = first_reason(self._against(run))
+            return _MARKS.get(type(why), "") + why
+
+        why = run.ranks.first_reason(own)
+        return next((kind(why.replace(mark, "")) for kind, mark in _MARKS.items() if mark in why), why)
 
     def _against(self, run: Run) -> Iterator[object]:
+        looks = self.falls_back and self.name not in PARTLY and run.settings.get(self.name) != "off"
+        if looks and (missing := missing_reason(self.name)):
+            logger.warning(f"{self.name}: stock ({missing})")
+            yield Stock(missing)
+        yield not self.concerns(run) and _NONE
         yield self.has_off and run.settings.get(self.name) == "off" and "switched off"
+        assert self.why_not is not None
         yield from self.why_not(run)
-
-    def _to_stock(self, run: Run, reason: str, *, shows_traceback: bool = False) -> None:
-        logger.warning(f"{self.name}: stock ({reason})", exc_info=shows_traceback)
-        run.set_status(self.name, "stock", "stock", reason)

@@ -28,6 +28,7 @@ _SAMPLE = 64  # micro-batches
 
 def concerns(run: Run) -> bool:
     """Return whether rows may be shared: those of documents in training, those of completions always."""
+    run.report.facts.pop(FACT, None)  # of an earlier run
     return run.training or run.kind != "sft"
 
 
@@ -47,7 +48,6 @@ def _for_completions(run: Run) -> Iterator[object]:
 
 
 def _in_rows_of_documents(run: Run) -> Iterator[object]:
-    run.report.facts.pop(FACT, None)
     computed = run.shared_rows_compute = computed_share(run.trainer)
     little = f"{computed:.0%} of the tokens would still be computed" if (computed or 0) > MOST_COMPUTED else ""
     if why := first_reason(_reasons(run, little)):

@@ -131,7 +131,7 @@ def train_parsed(arguments: Arguments, callbacks: Sequence[TrainerCallback] | No
 
 def how_to_resume(arguments: Arguments, step: int) -> str:
     """Return what a run that was interrupted after `step` has saved, and the command that resumes it."""
-    if not step:
+    if not step and not arguments.training.resume_from_checkpoint:
         return "before the end of its first step: nothing was saved"
     training = arguments.training
     checkpoint = newest_checkpoint(training.output_dir)

@@ -15,6 +15,7 @@ from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer, apply_lora, verify_packing
 from fastpack_trl.attention.small_copy import small_copy
+from fastpack_trl.errors import PackingError
 from fastpack_trl.model.changes import zeros_perturbed
 from fastpack_trl.testing import tiny_model
 
@@ -98,3 +99,8 @@ def test_rows_are_trls_unless_padding_separates_documents(kind: str, packing: bo
         assert_same_log(ours, train(SFTTrainer, tmp_path, model=MIXING[kind](), packing=packing, **STEEP))
         ours.train()  # TRL's rows are not checked: none are better
         assert ours.fastpack_run.plan.kind == "stock"
+    if rows == "stock" and packing:
+        ours.args.verify_packing = "on"
+        for _ in range(2):
+            with pytest.raises(PackingError, match="LEAK"):
+                ours.train()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,7 +17,7 @@ from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.features import FEATURES
-from fastpack_trl.features.feature import Feature
+from fastpack_trl.features.feature import Feature, Met, Stock
 from fastpack_trl.lora.linear import FastLora
 
 pytestmark = pytest.mark.usefixtures("reads_nothing")
@@ -91,3 +93,21 @@ def test_feature_by_name_and_device_error_stop(error: Any, tmp_path: Path, monke
     said = r"moe='on': Qwen3ForCausalLM cannot be read: .*; set moe='auto' to train" if by_name else "gone"
     with pytest.raises(ValueError if by_name else error, match=said):
         train(FastSFTTrainer, tmp_path, packing=True, fast={"moe": "on" if by_name else "auto"})
+
+
+@pytest.mark.parametrize("kind", [str, Met, Stock])
+def test_processes_decide_together_and_a_reason_of_another_keeps_its_kind(kind: type[str]) -> None:
+    """A process that the option does not concern takes part too: a call that it left out would be another's answer."""
+    sent: list[str] = []
+
+    def run(told: str = "") -> Any:
+        ranks = SimpleNamespace(first_reason=lambda own: sent.append(own()) or sent[-1] or told)
+        return SimpleNamespace(ranks=ranks, settings=SimpleNamespace(get=lambda name: "auto"))
+
+    why_not = lambda _: iter([kind("done")])  # noqa: E731
+    here = Feature("batched", nullcontext, why_not).why_off(run())
+    there = Feature("batched", nullcontext, why_not, concerns=lambda _: False).why_off(run())
+    assert (type(here), here, len(sent)) == (kind, "done", 2)
+    other = Feature("batched", nullcontext, lambda _: iter(())).why_off(run(f"rank 1: {sent[0]}"))
+    assert (type(other), other) == (kind, "rank 1: done")
+    assert there == sent[1] != ""
