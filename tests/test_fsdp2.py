@@ -23,6 +23,7 @@ from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention.varlen import Varlen
+from fastpack_trl.callbacks import async_checkpoint
 from fastpack_trl.checkpointing import offload
 from fastpack_trl.config import Settings
 from fastpack_trl.errors import PackingError
@@ -132,7 +133,8 @@ def memory(patch: pytest.MonkeyPatch) -> None:
     assert "weights gathered once a step" in looked[0].fastpack_report["activation_memory"].reason
     assert_same_log(looked[0], looked[1], rtol=1e-6, atol=1e-7)
     both(gradient_checkpointing=True, max_grad_norm=0.05, fast={"activation_memory_gib": 1.0})
-    patch.setattr(feature, "offload_unavailable", lambda device: "")
+    for place in (feature, async_checkpoint):
+        patch.setattr(place, "offload_unavailable", lambda device: "")
     patch.setattr(offload, "MIN_BYTES", 1)
     ours = both(gradient_checkpointing=True, fast={"checkpoint_offload": "double_buffer"})
     assert ours.fastpack_report["checkpoint_offload"].status == "on"
@@ -226,9 +228,8 @@ def stepped_down(patch: pytest.MonkeyPatch) -> None:
 def engines(patch: pytest.MonkeyPatch) -> None:
     """The table in docs/several-gpus.md: the features that are entered under each engine."""
     page = (Path(__file__).parents[1] / "docs/several-gpus.md").read_text(encoding="utf-8")
-    head, *rows = (
-        [cell.strip(" `") for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"
-    )
+    lines = [line for line in page.partition("\n| feature")[2].splitlines() if "|" in line]
+    head, *rows = ([cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines)
     table = {row[0].partition("`")[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows[1:]}
     patch.setattr(feature, "offload_unavailable", lambda device: "")
     patch.setattr(Settings, "is_explicit", lambda *_: False)  # what an engine lacks is said, and stops nothing
