@@ -58,7 +58,7 @@ def test_the_family_of_the_guide_packs_and_trains_as_stock(parallel: Any, tmp_pa
     report = ours.fastpack_report
     assert [report[name].path for name in ("batches", "packed_attention")] == ["packed", "per_document"]
     assert report["verify_packing"].status == report["sync_free"].status == "on"
-    assert not [line for line in report.lines if "cannot be read" in line.reason]
+    assert not [line for line in report if "cannot be read" in line.reason]
 
 
 @pytest.mark.parametrize("home", ["fastpack_trl.trainers.simpo", "my_simpo"])

@@ -285,7 +285,7 @@ def test_where_ours_does_not_run_the_figures_are_those_of_stock(
     entered: list[Any] = []
     if why == "disabled":
         monkeypatch.setenv("FASTPACK_DISABLE", "1")
-        monkeypatch.setattr(seam, "read_features", entered.append)
+        monkeypatch.setattr(attention_feature, "read_features", entered.append)
     elif why == "moved":
         monkeypatch.setitem(NEEDS, "batches", (*NEEDS["batches"], "trl.SFTTrainer._renamed_upstream"))
     ours, stock = both(tmp_path, packing=True, fast={"packed_attention": "off"} if why == "off" else None)
