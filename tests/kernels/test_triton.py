@@ -17,11 +17,12 @@ HOW = [
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("cases", ["triton_cases.py", "fused_cases.py"])
 @pytest.mark.parametrize("interpret", HOW)
-def test_kernels_equal_their_twins(interpret: bool) -> None:
+def test_kernels_equal_their_twins(interpret: bool, cases: str) -> None:
     # In a process of its own: Triton reads the variable when it is imported, and all that it decorates stays so.
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-rA", str(Path(__file__).with_name("triton_cases.py"))],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-rA", str(Path(__file__).with_name(cases))],
         capture_output=True, text=True, check=False, env={**os.environ, "TRITON_INTERPRET": str(int(interpret))},
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-3000:]

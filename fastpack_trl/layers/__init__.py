@@ -1,0 +1,1 @@
+"""Fused layers: which norms, rotations and gates of a model are found, proven equal to a kernel, and replaced."""

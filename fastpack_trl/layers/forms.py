@@ -1,0 +1,240 @@
+"""The fused forms that a class may equal, their proof, and the call that replaces its forward."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fastpack_trl.kernels.fused_form import GatedForm, NormForm, RotaryForm
+from fastpack_trl.kernels.gated import gated
+from fastpack_trl.kernels.norm import norm
+from fastpack_trl.kernels.rotary import rotary
+from fastpack_trl.layers.find import Kind, hooked_inside, linears
+from fastpack_trl.layers.proof import SCALES, Case, prove
+
+Call = Callable[..., Any]
+"""What runs in place of a forward: ``call(module, own_forward, *args, **kwargs)``."""
+_WIDTH, _INNER = 16, 512
+"""Widths of an MLP in its proof; the kernels for the inner one are those of a step."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The numbers of a run: its dtype, whether autocast makes it, and the device."""
+
+    dtype: torch.dtype
+    autocast: bool
+    device: torch.device
+
+    def context(self) -> AbstractContextManager[Any]:
+        """Return the context of a step."""
+        return torch.autocast(self.device.type, self.dtype) if self.autocast else nullcontext()
+
+    def dtypes(self, *more: torch.dtype) -> list[torch.dtype]:
+        """Return the dtypes that tensors of a step may have: the strictest first."""
+        return sorted({torch.float32, self.dtype, *more}, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def accept(kind: Kind, precision: Precision) -> tuple[Call | None, str]:
+    """Return the call that replaces the forward of a kind, or None and the reason."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(_cuda(precision)):
+        torch.manual_seed(0)
+        return {"norm": _norm, "gate": _gate, "rotary": _rotary}[kind.part](kind, precision)
+
+
+def _cuda(precision: Precision) -> list[torch.device]:
+    return [precision.device] if precision.device.type == "cuda" else []
+
+
+def _draw(precision: Precision, dtype: torch.dtype, *shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape) * scale).to(precision.device, dtype)
+
+
+def _norm(kind: Kind, precision: Precision) -> tuple[Call | None, str]:
+    module = kind.modules[0]
+    parameters = {name: p for name, p in module._parameters.items() if p is not None}
+    names = sorted(parameters, key=lambda name: "bias" in name or "beta" in name)
+    width = max([*map(len, parameters.values()), *getattr(module, "normalized_shape", ())] or [_INNER])
+    if len(names) > 2 or any(len(p) != width for p in parameters.values()):
+        return None, "its parameters are not a weight and a bias of one width"
+    pair = (*names, None, None)[:2]
+    dtypes = precision.dtypes(*(p.dtype for p in parameters.values()))
+    cases = [
+        Case([_draw(precision, x, 2, 16, width, scale=scale), *(_draw(precision, w, width) for _ in names)], [],
+             precision.context)
+        for (x, w), scale in itertools.product(itertools.product(dtypes, dtypes if names else dtypes[:1]), SCALES)
+    ]  # fmt: skip
+    probe = copy.deepcopy(module, {id(p): p for p in parameters.values()})
+
+    def own(x: Tensor, *values: Tensor) -> Any:
+        return functional_call(probe, dict(zip(names, values, strict=True)), (x,))
+
+    def fused(form: NormForm) -> Callable[..., Tensor]:
+        return lambda x, weight=None, bias=None: norm(x, weight, bias, form)
+
+    form, reason, cases = prove(own, _norm_forms(module, bool(names)), fused, cases)
+    proven = frozenset(tuple(t.dtype for t in case.tensors) for case in cases)
+    if form is None:
+        return None, reason
+
+    def call(self: Any, forward: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
+        weight, bias = (self._parameters.get(name) for name in pair)
+        given = [x] if weight is None else [x, weight] if bias is None else [x, weight, bias]
+        if (
+            args or kwargs or not isinstance(x, Tensor) or tuple(t.dtype for t in given) not in proven
+            or any(t.shape != x.shape[-1:] for t in given[1:])
+        ):  # fmt: skip
+            return forward(self, *(() if x is None else (x,)), *args, **kwargs)
+        return norm(x, weight, bias, form)
+
+    return call, ""
+
+
+def _norm_forms(module: Any, has_weight: bool) -> Iterator[list[NormForm]]:
+    known = [v for v in vars(module).values() if isinstance(v, float) and 0 < v < 0.1]
+    epsilons = dict.fromkeys([*known, 1e-6, 1e-5])
+    casts = ((True, True), (False, False), (False, True)) if has_weight else ((False, False),)
+    for form in itertools.product(epsilons, (False, True), (0, 1) if has_weight else (0,)):
+        yield [NormForm(*form, *cast) for cast in casts]
+
+
+class _Projection(nn.Module):
+    """Stands for a projection of an MLP in its proof: each output is one input times a number."""
+
+    def __init__(self, inputs: int, outputs: int, precision: Precision) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, device=precision.device))
+        self.index, self.precision = torch.arange(outputs, device=precision.device) % inputs, precision
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x[..., self.index] * self.weight.to(x.dtype)
+        return out.to(self.precision.dtype) if torch.is_autocast_enabled(x.device.type) else out
+
+
+def _gate(kind: Kind, precision: Precision) -> tuple[Call | None, str]:
+    module = kind.modules[0]
+    *inward, down = linears(module)
+    both = len(inward) == 1
+    stubs = {name: _Projection(_WIDTH, _INNER * (1 + both), precision) for name in inward}
+    stubs[down] = _Projection(_INNER, _WIDTH, precision)
+    others = [value for value in vars(module).values() if hasattr(value, "to_dict")]  # configs
+    probe = copy.deepcopy(module, {id(module._modules[n]): s for n, s in stubs.items()} | {id(c): c for c in others})
+    weights = [f"{name}.weight" for name in stubs]
+    cases = [
+        Case([_draw(precision, dtype, 2, 16, _WIDTH, scale=scale)],
+             [_draw(precision, torch.float32, len(stub.weight)) for stub in stubs.values()], precision.context)
+        for dtype, scale in itertools.product(precision.dtypes(), SCALES)
+    ]  # fmt: skip
+
+    def own(x: Tensor, *values: Tensor) -> Any:
+        return functional_call(probe, dict(zip(weights, values, strict=True)), (x,))
+
+    def fused(found: tuple[list[str], GatedForm]) -> Callable[..., Tensor]:
+        names, form = found
+
+        def run(x: Tensor, *values: Tensor) -> Tensor:
+            named = dict(zip(stubs, values, strict=True))
+            project = {n: lambda x, n=n: functional_call(stubs[n], {"weight": named[n]}, (x,)) for n in stubs}
+            return project[down](gated(project[names[0]](x), None if both else project[names[1]](x), form))
+
+        return run
+
+    found, reason, cases = prove(own, _gate_forms(inward), fused, cases)
+    if found is None:
+        return None, reason
+    (first, *second), form = found
+    proven = frozenset(precision.dtypes()) if not precision.autocast else frozenset({precision.dtype})
+
+    def call(self: Any, forward: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or not isinstance(x, Tensor) or hooked_inside(self):
+            return forward(self, *(() if x is None else (x,)), *args, **kwargs)
+        parts = self._modules
+        values = {name: parts[name](x) for name in inward}  # in the order of the model
+        gate, up = values[first], values[second[0]] if second else None
+        if gate.dtype not in proven or (up is not None and up.dtype != gate.dtype):
+            return forward(self, x)
+        return parts[down](gated(gate, up, form))
+
+    return call, ""
+
+
+def _gate_forms(inward: list[str]) -> Iterator[list[tuple[list[str], GatedForm]]]:
+    forms = [GatedForm("silu"), *(GatedForm(act) for act in ("gelu_tanh", "gelu", "relu2", "relu"))]
+    for form in (*forms, GatedForm("silu", 1.702)):
+        if len(inward) == 2:
+            yield from ([(inward, form)], [(inward[::-1], form)])
+        else:
+            yield from ([(inward, form)], [(inward, replace(form, up_first=True))])
+
+
+active = threading.local()
+"""Rotations of the attention layer that runs on this thread, by name: ``active.turns[name](own, q, k, cos, sin)``."""
+
+
+def _rotary(kind: Kind, precision: Precision) -> tuple[Call | None, str]:
+    turns, width = {}, getattr(kind.modules[0], "head_dim", None)
+    for home, name in kind.rotary:
+        turns[name], reason = _turn(vars(home)[name], precision, width if isinstance(width, int) else 64)
+        if reason:
+            return None, f"{name}: {reason}"
+
+    def call(self: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        before, active.turns = getattr(active, "turns", {}), turns
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            active.turns = before
+
+    return call, ""
+
+
+def _turn(own: Any, precision: Precision, width: int) -> tuple[Any, str]:
+    dtypes, reasons = precision.dtypes(), list[str]()
+    pairs = list(itertools.product(dtypes, dtypes))
+
+    def draw(q: torch.dtype, c: torch.dtype, columns: int, scale: float) -> Case:
+        tensors = [_draw(precision, q, 2, 5, heads, width, scale=scale).transpose(1, 2) for heads in (16, 8)]
+        return Case(tensors, [_draw(precision, c, 2, 5, columns) for _ in range(2)], precision.context)
+
+    def fused(form: RotaryForm) -> Callable[..., Any]:
+        return lambda q, k, cos, sin: rotary(q, k, cos, sin, form)
+
+    forms = {}
+    for columns in (width, width // 2):  # the second: partial rotation, or half of the columns
+        cases = [draw(q, c, columns, scale) for (q, c), scale in itertools.product(pairs, SCALES)]
+        forms[columns], reason, _ = prove(own, _rotary_forms(narrow=columns < width), fused, cases)
+        reasons.append(reason)
+    if not any(forms.values()):
+        return None, reasons[0]
+
+    def turn(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        if not all(isinstance(t, Tensor) for t in (q, k, cos, sin)) or (q.dim(), k.dim(), cos.dim()) != (4, 4, 3):
+            return own(q, k, cos, sin)
+        form = forms[width if cos.shape[-1] == q.shape[-1] else width // 2]
+        if (
+            form is None or (q.dtype, cos.dtype) not in pairs or cos.shape != sin.shape or cos.requires_grad
+            or (q.dtype, q.shape[-1], cos.dtype) != (k.dtype, k.shape[-1], sin.dtype)
+            or not q.shape[2] == k.shape[2] == cos.shape[1] or cos.shape[0] not in (1, q.shape[0])
+            or q.shape[0] != k.shape[0] or (form.narrow and 2 * cos.shape[-1] != q.shape[-1])
+        ):  # fmt: skip
+            return own(q, k, cos, sin)
+        return rotary(q, k, cos, sin, form)
+
+    return turn, ""
+
+
+def _rotary_forms(*, narrow: bool) -> Iterator[list[RotaryForm]]:
+    styles: list[tuple[Any, Any]] = [("half", "half"), ("pairs", "pairs"), ("pairs", "half")]
+    kinds = [(columns, False) for columns in ("half", "pairs", "first")] + [("first", True)] * narrow
+    flags = list(itertools.product((True, False), (False, True)))
+    for (reads, writes), (columns, is_narrow), (promotes, dense) in itertools.product(styles, kinds, flags):
+        yield [RotaryForm(reads, writes, columns, is_narrow, promotes, dense)]  # type: ignore[arg-type]

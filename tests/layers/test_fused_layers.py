@@ -1,0 +1,218 @@
+"""Fused layers: which classes are accepted, that the others run their own code, and that results stay."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from fastpack_trl.kernels import gated as gated_module
+from fastpack_trl.kernels import norm as norm_module
+from fastpack_trl.kernels import rotary as rotary_module
+from fastpack_trl.layers.replace import FusedLayers, fused_layers
+from fastpack_trl.testing import FAMILIES, assert_gradients_close, gradients, tiny_model
+
+MORE = (
+    "arcee", "bitnet", "ctrl", "ernie4_5", "gemma", "glm", "gpt2", "gpt_neox", "helium", "hunyuan_v1_dense",
+    "lfm2", "minimax", "ministral", "mpt", "nanochat", "olmo", "persimmon", "phi", "smollm3", "vaultgemma", "xglm",
+)  # fmt: skip
+OWN = {
+    "llama4_text": "Llama4TextAttention: apply_rotary_emb: its forward raises TypeError",
+    "nanochat": "NanoChatAttention: apply_rotary_pos_emb: no fused form equals its forward",
+    "qwen3_next": "Qwen3NextRMSNormGated: its forward raises TypeError",
+}
+"""What runs its own code: rotations with other arguments or direction, norms with a gate."""
+
+
+def fused(model: nn.Module, dtype: torch.dtype = torch.float32, *, autocast: bool = False) -> Any:
+    return fused_layers(model, dtype=dtype, autocast=autocast)
+
+
+def report_of(model: nn.Module, dtype: torch.dtype = torch.float32, *, autocast: bool = False) -> FusedLayers:
+    with fused(model, dtype, autocast=autocast) as report:
+        return report
+
+
+def family(name: str) -> Any:
+    if name in FAMILIES:
+        return tiny_model(name)
+    fields = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0}
+    config = AutoConfig.for_model(name, **fields, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).float().eval()
+
+
+def step(model: Any) -> dict[str, Tensor]:
+    model.zero_grad()
+    ids = torch.randint(3, 96, (2, 9), generator=torch.Generator().manual_seed(0))
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    return {"loss": loss.detach(), **gradients(model)}
+
+
+@pytest.mark.parametrize("name", FAMILIES + MORE)
+def test_families_are_fused_or_named_and_their_gradients_stay(name: str) -> None:
+    model = family(name)
+    expected = step(model)
+    with fused(model) as report:
+        assert_gradients_close(step(model), expected, rtol=1e-4, atol_of_all=1e-6)
+    own = OWN.get(name, "")
+    assert own in str(report)
+    assert bool(own) == bool(report.reasons) == (report.fused != report.found)
+    low = model.to(torch.bfloat16)
+    assert report_of(low, torch.bfloat16).fused == report.fused
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_dtypes_of_a_run(dtype: torch.dtype, autocast: bool) -> None:
+    if autocast and dtype == torch.float64:
+        pytest.skip("autocast has no float64")
+    model = tiny_model("qwen3") if autocast else tiny_model("qwen3").to(dtype)
+    assert str(report_of(model, dtype, autocast=autocast)) == "norm 9 of 9, rotary 2 of 2, gate 2 of 2"
+
+
+class OtherFormula(LlamaRMSNorm):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states) * 1.001
+
+
+class NoFormulaInHalf(LlamaRMSNorm):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        out = super().forward(hidden_states)
+        return out if hidden_states.dtype == torch.float32 else out * 1.012
+
+
+class Biased(LlamaRMSNorm):
+    def __init__(self, width: int, eps: float = 1e-6) -> None:
+        super().__init__(width, eps)
+        self.bias = nn.Parameter(torch.ones(width))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states) + self.bias.exp()
+
+
+def hook(model: Any) -> None:
+    model.model.norm.register_forward_hook(lambda _module, _inputs, out: out * 2)
+
+
+def own_forward(model: Any) -> None:
+    norm = model.model.norm
+    norm.forward = lambda x: LlamaRMSNorm.forward(norm, x) * 3
+
+
+def becomes(cls: type) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        model.model.norm.__class__ = cls
+        if cls is Biased:
+            model.model.norm.bias = nn.Parameter(torch.randn(32))
+
+    return change
+
+
+def compiled(model: Any) -> None:
+    model.model.norm.compile()
+
+
+BAD = {
+    "subclass": (becomes(OtherFormula), "OtherFormula: no fused form equals"),
+    "bias": (becomes(Biased), "Biased: no fused form"),
+    "half": (becomes(NoFormulaInHalf), "NoFormulaInHalf: the nearest fused form is .* in bfloat16"),
+    "hook": (hook, "LlamaRMSNorm: it has hooks or a replaced forward"),
+    "forward": (own_forward, "LlamaRMSNorm: it has hooks or a replaced forward"),
+    "compiled": (compiled, "LlamaRMSNorm: it is compiled"),
+    "activation": (lambda m: m.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: None), "LlamaMLP: .* hooks"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_differs_runs_its_own_code_and_is_named(name: str) -> None:
+    change, reason = BAD[name]
+    model = tiny_model("llama")
+    change(model)
+    if name != "compiled":
+        expected = step(model)
+    with fused(model, torch.bfloat16, autocast=True) as report:
+        assert sum(report.found.values()) == sum(report.fused.values()) + 1
+        assert re.search(rf"\((?:{reason})", str(report)), report
+        if name != "compiled":
+            assert_gradients_close(step(model), expected, rtol=1e-4, atol_of_all=1e-6)
+
+
+def test_a_triton_that_cannot_compile_is_named_and_the_library_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (gated_module, norm_module, rotary_module):
+        monkeypatch.setattr(module, "runs_triton", lambda *_: True)  # no driver takes tensors of the CPU
+    model = tiny_model("llama")
+    expected = step(model)
+    with fused(model) as report:
+        assert not report.fused
+        assert len(report.reasons) == 3
+        assert all("the fused form raises" in why for why in report.reasons.values())
+        assert_gradients_close(step(model), expected, rtol=0)
+
+
+def test_peft_layers_and_weights_that_change_in_mid_run() -> None:
+    config = LoraConfig(target_modules=["q_proj", "gate_proj", "down_proj"], modules_to_save=["model.norm"], r=4)
+    model = get_peft_model(tiny_model("llama"), config)
+    expected = step(model)
+    with fused(model) as report:
+        assert str(report) == "norm 4 of 5, rotary 2 of 2, gate 2 of 2 (LlamaRMSNorm: PEFT wraps it)"
+        assert_gradients_close(step(model), expected, rtol=1e-4, atol_of_all=1e-6)
+        norm = model.base_model.model.model.layers[0].input_layernorm
+        assert norm.weight.grad is None
+        norm.weight.requires_grad_(True)
+        step(model)
+        assert norm.weight.grad is not None
+        norm.weight.data[3] = torch.nan
+        assert step(model)["loss"].isnan()
+
+
+def test_exit_restores_and_copies_run_the_librarys_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    run = norm_module.norm_forward
+    monkeypatch.setattr(norm_module, "norm_forward", lambda *args: calls.append(1) or run(*args))
+    before = LlamaRMSNorm.forward, LlamaMLP.forward, modeling_llama.apply_rotary_pos_emb
+    model, other = tiny_model("llama"), tiny_model("llama", seed=1)
+    state = set(model.state_dict())
+    with pytest.raises(ZeroDivisionError), fused(model), fused(other):
+        assert set(model.state_dict()) == state
+        copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model)), tiny_model("llama", seed=2)
+        calls.clear()
+        for each in copies:
+            step(each)
+        assert not calls
+        thread = threading.Thread(target=step, args=(other,))
+        thread.start()
+        thread.join()
+        assert len(calls) == 5
+        raise ZeroDivisionError
+    assert before == (LlamaRMSNorm.forward, LlamaMLP.forward, modeling_llama.apply_rotary_pos_emb)
+    calls.clear()
+    step(model)
+    assert not calls
+    assert not [name for m in model.modules() for name in vars(m) if name.startswith("_fastpack")]
+
+
+def test_a_recompute_runs_what_the_forward_ran_and_double_backward_raises() -> None:
+    model = tiny_model("qwen3")
+    expected = step(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with fused(model):
+        assert_gradients_close(step(model), expected, rtol=1e-4, atol_of_all=1e-6)
+        x = torch.randn(1, 4, 32, requires_grad=True)
+        out = checkpoint(model.model.layers[0].mlp, x, use_reentrant=False)
+        (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.sum().backward()
