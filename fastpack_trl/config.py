@@ -96,6 +96,12 @@ class ModelSettings:
         "auto (replaces grouped_mm), on (replaces any experts_implementation) or off. The routing plan takes 12 "
         "bytes per token and chosen expert.",
     )
+    fused_layers: Switch = choice(
+        "auto",
+        "Norms, rotations of queries and keys, and gated activations in one kernel each, forward and backward, in "
+        "every module whose class proves equal: auto (on CUDA from Ampere on), on (any device; torch's operators on a "
+        "CPU) or off. Keeps their inputs and one number per row for backward.",
+    )
     layer_compile: Switch = choice(
         "auto",
         "Compile the decoder layers, one graph per kind of layer: auto (on CUDA, if it pays off over the remaining "

@@ -7,6 +7,7 @@ from fastpack_trl.features import (
     checkpoint_offload,
     cuda_graph,
     frozen_base,
+    fused_layers,
     layer_compile,
     lora,
     merge_accumulation,
@@ -31,6 +32,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature("lora", lora.install, lora.why_not, lora.concerns, in_training=True, instead="PEFT"),
     # Of the layers of `lora`; changes the memory that is left to plan.
     Feature("frozen_base", frozen_base.install, frozen_base.why_not, frozen_base.concerns, in_training=True),
+    # Around the layers of `lora`; changes what a layer keeps, which the plan counts.
+    Feature("fused_layers", fused_layers.install, fused_layers.why_not, in_training=True),
     Feature("sync_free", sync_free.install, sync_free.why_not, kinds=("sft",)),
     # Needs the loss of `sync_free`, and the attention.
     Feature("share_prefixes", share_prefixes.install, share_prefixes.why_not, share_prefixes.concerns,

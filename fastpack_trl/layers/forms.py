@@ -29,11 +29,12 @@ _WIDTH, _INNER = 16, 512
 
 @dataclass(frozen=True)
 class Precision:
-    """The numbers of a run: its dtype, whether autocast makes it, and the device."""
+    """The numbers of a run: its dtype, whether autocast makes it, the device, and whether fp32 is among its dtypes."""
 
     dtype: torch.dtype
     autocast: bool
     device: torch.device
+    is_mixed: bool = True
 
     def context(self) -> AbstractContextManager[Any]:
         """Return the context of a step."""
@@ -41,22 +42,32 @@ class Precision:
 
     def dtypes(self, *more: torch.dtype) -> list[torch.dtype]:
         """Return the dtypes that tensors of a step may have: the strictest first."""
-        return sorted({torch.float32, self.dtype, *more}, key=lambda dtype: torch.finfo(dtype).eps)
+        mixed = (torch.float32,) if self.is_mixed else ()
+        return sorted({*mixed, self.dtype, *more}, key=lambda dtype: torch.finfo(dtype).eps)
+
+    def draw(self, dtype: torch.dtype, *shape: int, scale: float = 1.0) -> Tensor:
+        """Return random numbers, the same on every device."""
+        return (torch.randn(*shape) * scale).to(self.device, dtype)
 
 
 def accept(kind: Kind, precision: Precision) -> tuple[Call | None, str]:
     """Return the call that replaces the forward of a kind, or None and the reason."""
-    with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(_cuda(precision)):
+    devices = [precision.device] if precision.device.type == "cuda" else []
+    with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices):
         torch.manual_seed(0)
         return {"norm": _norm, "gate": _gate, "rotary": _rotary}[kind.part](kind, precision)
 
 
-def _cuda(precision: Precision) -> list[torch.device]:
-    return [precision.device] if precision.device.type == "cuda" else []
+def _prove(trial: Callable[..., Any], forms: Any, precision: Precision) -> tuple[Any, str, list[Case]]:
+    """Find the form by the twins on the CPU, in fp32 too, and prove its kernel on the device, in the run's dtypes.
 
-
-def _draw(precision: Precision, dtype: torch.dtype, *shape: int, scale: float = 1.0) -> Tensor:
-    return (torch.randn(*shape) * scale).to(precision.device, dtype)
+    Only what a step runs is compiled for the device.
+    """
+    cpu = replace(precision, device=torch.device("cpu"), is_mixed=True)
+    form, reason, cases = trial(cpu, forms)
+    if form is not None and precision.device.type != "cpu":
+        form, reason, cases = trial(precision, [[form]])
+    return form, reason, cases
 
 
 def _norm(kind: Kind, precision: Precision) -> tuple[Call | None, str]:
@@ -67,12 +78,6 @@ def _norm(kind: Kind, precision: Precision) -> tuple[Call | None, str]:
     if len(names) > 2 or any(len(p) != width for p in parameters.values()):
         return None, "its parameters are not a weight and a bias of one width"
     pair = (*names, None, None)[:2]
-    dtypes = precision.dtypes(*(p.dtype for p in parameters.values()))
-    cases = [
-        Case([_draw(precision, x, 2, 16, width, scale=scale), *(_draw(precision, w, width) for _ in names)], [],
-             precision.context)
-        for (x, w), scale in itertools.product(itertools.product(dtypes, dtypes if names else dtypes[:1]), SCALES)
-    ]  # fmt: skip
     probe = copy.deepcopy(module, {id(p): p for p in parameters.values()})
 
     def own(x: Tensor, *values: Tensor) -> Any:
@@ -81,7 +86,20 @@ def _norm(kind: Kind, precision: Precision) -> tuple[Call | None, str]:
     def fused(form: NormForm) -> Callable[..., Tensor]:
         return lambda x, weight=None, bias=None: norm(x, weight, bias, form)
 
-    form, reason, cases = prove(own, _norm_forms(module, bool(names)), fused, cases)
+    def trial(where: Precision, forms: Any) -> tuple[NormForm | None, str, list[Case]]:
+        of_weights = {p.dtype for p in parameters.values()}
+        dtypes = where.dtypes(*of_weights)
+        # Sharded weights may be stored in fp32 and gathered in the dtype of the run.
+        stored = (
+            (where.dtypes() if where.is_mixed else sorted({*of_weights, where.dtype}, key=str)) if names else [None]
+        )
+        cases = [
+            Case([where.draw(x, 2, 16, width, scale=scale), *(where.draw(w, width) for _ in names)], [], where.context)
+            for x, w, scale in itertools.product(dtypes, stored, SCALES)
+        ]
+        return prove(own, forms, fused, cases)
+
+    form, reason, cases = _prove(trial, _norm_forms(module, bool(names)), precision)
     proven = frozenset(tuple(t.dtype for t in case.tensors) for case in cases)
     if form is None:
         return None, reason
@@ -110,30 +128,25 @@ def _norm_forms(module: Any, has_weight: bool) -> Iterator[list[NormForm]]:
 class _Projection(nn.Module):
     """Stands for a projection of an MLP in its proof: each output is one input times a number."""
 
-    def __init__(self, inputs: int, outputs: int, precision: Precision) -> None:
+    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(outputs, device=precision.device))
-        self.index, self.precision = torch.arange(outputs, device=precision.device) % inputs, precision
+        self.weight = nn.Parameter(torch.randn(outputs))
+        self.index, self.dtype = [i % inputs for i in range(outputs)], dtype
 
     def forward(self, x: Tensor) -> Tensor:
         out = x[..., self.index] * self.weight.to(x.dtype)
-        return out.to(self.precision.dtype) if torch.is_autocast_enabled(x.device.type) else out
+        return out.to(self.dtype) if torch.is_autocast_enabled(x.device.type) else out
 
 
 def _gate(kind: Kind, precision: Precision) -> tuple[Call | None, str]:
     module = kind.modules[0]
     *inward, down = linears(module)
     both = len(inward) == 1
-    stubs = {name: _Projection(_WIDTH, _INNER * (1 + both), precision) for name in inward}
-    stubs[down] = _Projection(_INNER, _WIDTH, precision)
+    stubs = {name: _Projection(_WIDTH, _INNER * (1 + both), precision.dtype) for name in inward}
+    stubs[down] = _Projection(_INNER, _WIDTH, precision.dtype)
     others = [value for value in vars(module).values() if hasattr(value, "to_dict")]  # configs
     probe = copy.deepcopy(module, {id(module._modules[n]): s for n, s in stubs.items()} | {id(c): c for c in others})
     weights = [f"{name}.weight" for name in stubs]
-    cases = [
-        Case([_draw(precision, dtype, 2, 16, _WIDTH, scale=scale)],
-             [_draw(precision, torch.float32, len(stub.weight)) for stub in stubs.values()], precision.context)
-        for dtype, scale in itertools.product(precision.dtypes(), SCALES)
-    ]  # fmt: skip
 
     def own(x: Tensor, *values: Tensor) -> Any:
         return functional_call(probe, dict(zip(weights, values, strict=True)), (x,))
@@ -148,11 +161,19 @@ def _gate(kind: Kind, precision: Precision) -> tuple[Call | None, str]:
 
         return run
 
-    found, reason, cases = prove(own, _gate_forms(inward), fused, cases)
+    def trial(where: Precision, forms: Any) -> tuple[Any, str, list[Case]]:
+        cases = [
+            Case([where.draw(dtype, 2, 16, _WIDTH, scale=scale)],
+                 [where.draw(torch.float32, len(stub.weight)) for stub in stubs.values()], where.context)
+            for dtype, scale in itertools.product(where.dtypes(), SCALES)
+        ]  # fmt: skip
+        return prove(own, forms, fused, cases)
+
+    found, reason, _ = _prove(trial, _gate_forms(inward), precision)
     if found is None:
         return None, reason
     (first, *second), form = found
-    proven = frozenset(precision.dtypes()) if not precision.autocast else frozenset({precision.dtype})
+    proven = frozenset({precision.dtype} if precision.autocast else precision.dtypes())
 
     def call(self: Any, forward: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs or not isinstance(x, Tensor) or hooked_inside(self):
@@ -198,20 +219,22 @@ def _rotary(kind: Kind, precision: Precision) -> tuple[Call | None, str]:
 
 
 def _turn(own: Any, precision: Precision, width: int) -> tuple[Any, str]:
-    dtypes, reasons = precision.dtypes(), list[str]()
-    pairs = list(itertools.product(dtypes, dtypes))
-
-    def draw(q: torch.dtype, c: torch.dtype, columns: int, scale: float) -> Case:
-        tensors = [_draw(precision, q, 2, 5, heads, width, scale=scale).transpose(1, 2) for heads in (16, 8)]
-        return Case(tensors, [_draw(precision, c, 2, 5, columns) for _ in range(2)], precision.context)
+    reasons, forms = list[str](), {}
+    pairs = list(itertools.product(precision.dtypes(), precision.dtypes()))
 
     def fused(form: RotaryForm) -> Callable[..., Any]:
         return lambda q, k, cos, sin: rotary(q, k, cos, sin, form)
 
-    forms = {}
+    def trial(where: Precision, candidates: Any) -> tuple[RotaryForm | None, str, list[Case]]:
+        cases = [
+            Case([where.draw(q, 2, 5, heads, width, scale=scale).transpose(1, 2) for heads in (16, 8)],
+                 [where.draw(c, 2, 5, columns) for _ in range(2)], where.context)
+            for q, c, scale in itertools.product(where.dtypes(), where.dtypes(), SCALES)
+        ]  # fmt: skip
+        return prove(own, candidates, fused, cases)
+
     for columns in (width, width // 2):  # the second: partial rotation, or half of the columns
-        cases = [draw(q, c, columns, scale) for (q, c), scale in itertools.product(pairs, SCALES)]
-        forms[columns], reason, _ = prove(own, _rotary_forms(narrow=columns < width), fused, cases)
+        forms[columns], reason, _ = _prove(trial, _rotary_forms(narrow=columns < width), precision)
         reasons.append(reason)
     if not any(forms.values()):
         return None, reasons[0]

@@ -56,7 +56,8 @@ def fused_layers(
         autocast: the dtype is that of autocast, else that of the weights.
         device: where it will run. Default: that of its parameters.
     """
-    precision = Precision(dtype, autocast, device or next(model.parameters()).device)
+    floats = {p.dtype for p in model.parameters() if p.is_floating_point() and p.itemsize > 1}
+    precision = Precision(dtype, autocast, device or next(model.parameters()).device, autocast or floats != {dtype})
     report = FusedLayers()
     kinds, refused = kinds_of(model)
     for part, name, reason in refused:

@@ -122,7 +122,7 @@ def draw(number: int) -> dict[str, Any]:
     shared = pick(["auto", "on", "off"]) if packing or "padding_free" in stock else pick(["auto", "off"])
     fast = {
         "merge_accumulation": merged, "activation_memory": memory, "packed_attention": attention,
-        "share_prefixes": shared,
+        "share_prefixes": shared, "fused_layers": "on",
     }  # fmt: skip
     return chosen_run | {"fast": fast}
 

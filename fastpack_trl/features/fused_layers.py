@@ -1,0 +1,34 @@
+"""The option `fused_layers`: norms, rotations and gated activations of the layers in one kernel each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fastpack_trl.kernels._triton import LEAST_CAPABILITY, has_triton, is_supported
+from fastpack_trl.layers.replace import fused_layers
+from fastpack_trl.model.facts import text_model
+from fastpack_trl.run import SHARDED, Run
+
+FEATURE = "fused_layers"
+
+
+def why_not(run: Run) -> Iterator[object]:
+    """Yield why the library's code runs in all layers."""
+    yield run.args.torch_compile and "torch_compile=True compiles the whole model"
+    yield run.is_sharded and not run.is_fsdp2 and SHARDED
+    if run.settings.fused_layers == "auto":
+        yield run.device.type != "cuda" and f"on {run.device.type} torch's own operators are as fast"
+        least = ".".join(map(str, LEAST_CAPABILITY))
+        yield not is_supported(run.device) and f"its kernels need compute capability {least}"
+        yield not has_triton() and "Triton is not installed"
+
+
+@contextmanager
+def install(run: Run) -> Iterator[None]:
+    """Run fused forwards in the modules whose classes prove equal; before the plan, which counts what they keep."""
+    dtype = run.compute_dtype or text_model(run.model).dtype
+    with fused_layers(run.model, dtype=dtype, autocast=run.compute_dtype is not None, device=run.device) as report:
+        fuses = bool(report.fused)
+        run.set_status(FEATURE, "on" if fuses else "stock", "fused" if fuses else "stock", str(report))
+        yield
