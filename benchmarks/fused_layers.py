@@ -150,7 +150,8 @@ def model_part():
     torch.manual_seed(0)
     m = Qwen3ForCausalLM(c).to(DEV, BF).requires_grad_(False)
     e = torch.randn(1, T, 1024, device=DEV).to(BF).requires_grad_()
-    def step(): return torch.autograd.grad(m.model(inputs_embeds=e, use_cache=False).last_hidden_state.float().square().mean(), e)[0]
+    up = torch.randn(1, T, 1024, device=DEV)
+    def step(): return torch.autograd.grad((m.model(inputs_embeds=e, use_cache=False).last_hidden_state.float() * up).mean(), e)[0]
     def wall(n=10):
         step(); torch.cuda.synchronize(); t = time.perf_counter()
         for _ in range(n): step()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +18,9 @@ from fastpack_trl.kernels.gated import gated
 from fastpack_trl.kernels.norm import norm
 from fastpack_trl.kernels.rotary import rotary
 from fastpack_trl.layers.find import Kind, hooked_inside, linears
+from fastpack_trl.layers.pending import Pending, active, running, tensor_of
 from fastpack_trl.layers.proof import SCALES, Case, prove
+from fastpack_trl.model.hooks import PartsHooked
 
 Call = Callable[..., Any]
 """What runs in place of a forward: ``call(module, own_forward, *args, **kwargs)``."""
@@ -100,21 +101,40 @@ def _norm(kind: Kind, precision: Precision) -> tuple[Call | None, str]:
         return prove(own, forms, fused, cases)
 
     form, reason, cases = _prove(trial, _norm_forms(module, bool(names)), precision)
-    proven = frozenset(tuple(t.dtype for t in case.tensors) for case in cases)
     if form is None:
         return None, reason
+    return NormCall(form, pair, frozenset(tuple(t.dtype for t in case.tensors) for case in cases)), ""
 
-    def call(self: Any, forward: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
-        weight, bias = (self._parameters.get(name) for name in pair)
+
+@dataclass(frozen=True, slots=True)
+class NormCall:
+    """Runs the norm of a module, or puts it off if it is of heads and the attention that runs rotates them.
+
+    Attributes:
+        names: of weight and bias; None for one that the class does not have.
+        proven: dtypes of the input, of the weight and of the bias.
+    """
+
+    form: NormForm
+    names: tuple[str | None, str | None]
+    proven: frozenset[tuple[torch.dtype, ...]]
+
+    def __call__(self, module: Any, forward: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
+        weight, bias = (module._parameters.get(name) for name in self.names)
         given = [x] if weight is None else [x, weight] if bias is None else [x, weight, bias]
         if (
-            args or kwargs or not isinstance(x, Tensor) or tuple(t.dtype for t in given) not in proven
+            args or kwargs or not isinstance(x, Tensor) or tuple(t.dtype for t in given) not in self.proven
             or any(t.shape != x.shape[-1:] for t in given[1:])
         ):  # fmt: skip
-            return forward(self, *(() if x is None else (x,)), *args, **kwargs)
-        return norm(x, weight, bias, form)
+            return forward(module, *(() if x is None else (x,)), *args, **kwargs)
+        if module in active.norms and x.dim() == 4 and self.form.out_dtype(x, weight) == x.dtype:
+            return Pending(x, weight, self.form)
+        return norm(x, weight, bias, self.form)
 
-    return call, ""
+    def is_of_heads(self, module: Any) -> bool:
+        """Return whether a rotation can take it over."""
+        weight = module._parameters.get(self.names[0])
+        return weight is not None and self.names[1] is None and not self.form.centers
 
 
 def _norm_forms(module: Any, has_weight: bool) -> Iterator[list[NormForm]]:
@@ -197,8 +217,18 @@ def _gate_forms(inward: list[str]) -> Iterator[list[tuple[list[str], GatedForm]]
             yield from ([(inward, form)], [(inward, replace(form, up_first=True))])
 
 
-active = threading.local()
-"""Rotations of the attention layer that runs on this thread, by name: ``active.turns[name](own, q, k, cos, sin)``."""
+@dataclass(frozen=True, slots=True)
+class RotaryCall:
+    """Runs an attention layer, whose rotations by name are fused and may take over `norms` of its heads."""
+
+    turns: dict[str, Callable[..., Any]]
+    norms: tuple[nn.Module, ...] = ()
+    hooked: PartsHooked = field(default_factory=PartsHooked)
+    """Whether a hook on a norm needs its tensor."""
+
+    def __call__(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        with running(self.turns, () if self.hooked(*self.norms) else self.norms):
+            return forward(module, *args, **kwargs)
 
 
 def _rotary(kind: Kind, precision: Precision) -> tuple[Call | None, str]:
@@ -207,15 +237,7 @@ def _rotary(kind: Kind, precision: Precision) -> tuple[Call | None, str]:
         turns[name], reason = _turn(vars(home)[name], precision, width if isinstance(width, int) else 64)
         if reason:
             return None, f"{name}: {reason}"
-
-    def call(self: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        before, active.turns = getattr(active, "turns", {}), turns
-        try:
-            return forward(self, *args, **kwargs)
-        finally:
-            active.turns = before
-
-    return call, ""
+    return RotaryCall(turns), ""
 
 
 def _turn(own: Any, precision: Precision, width: int) -> tuple[Any, str]:
@@ -240,17 +262,20 @@ def _turn(own: Any, precision: Precision, width: int) -> tuple[Any, str]:
         return None, reasons[0]
 
     def turn(q: Any, k: Any, cos: Any, sin: Any) -> Any:
-        if not all(isinstance(t, Tensor) for t in (q, k, cos, sin)) or (q.dim(), k.dim(), cos.dim()) != (4, 4, 3):
-            return own(q, k, cos, sin)
-        form = forms[width if cos.shape[-1] == q.shape[-1] else width // 2]
+        norms = [each for each in (q, k) if isinstance(each, Pending)]
         if (
-            form is None or (q.dtype, cos.dtype) not in pairs or cos.shape != sin.shape or cos.requires_grad
+            not all(isinstance(t, Tensor | Pending) for t in (q, k, cos, sin))
+            or (q.dim(), k.dim(), cos.dim()) != (4, 4, 3)
+            or (form := forms[width if cos.shape[-1] == q.shape[-1] else width // 2]) is None
+            or (q.dtype, cos.dtype) not in pairs or cos.shape != sin.shape or cos.requires_grad
             or (q.dtype, q.shape[-1], cos.dtype) != (k.dtype, k.shape[-1], sin.dtype)
             or not q.shape[2] == k.shape[2] == cos.shape[1] or cos.shape[0] not in (1, q.shape[0])
             or q.shape[0] != k.shape[0] or (form.narrow and 2 * cos.shape[-1] != q.shape[-1])
         ):  # fmt: skip
-            return own(q, k, cos, sin)
-        return rotary(q, k, cos, sin, form)
+            return own(tensor_of(q), tensor_of(k), cos, sin)
+        if len(norms) == 2 and q.form == k.form:
+            return rotary(q.x, k.x, cos, sin, form, q.form, q.weight, k.weight)
+        return rotary(tensor_of(q), tensor_of(k), cos, sin, form)
 
     return turn, ""
 

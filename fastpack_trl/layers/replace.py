@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from fastpack_trl.layers.find import kinds_of
-from fastpack_trl.layers.forms import Precision, accept, active
+from fastpack_trl.layers.forms import NormCall, Precision, RotaryCall, accept
+from fastpack_trl.layers.pending import active
 from fastpack_trl.model.changes import Patch, patch_attribute, shared
 
 PARTS = ("norm", "rotary", "gate")
@@ -63,6 +64,7 @@ def fused_layers(
     for part, name, reason in refused:
         report.found[part] += 1
         report.reasons.setdefault(name, reason)
+    calls = dict[nn.Module, Any]()
     with ExitStack() as stack:
         for kind in kinds.values():
             report.found[kind.part] += len(kind.modules)
@@ -76,10 +78,18 @@ def fused_layers(
                 stack.enter_context(shared(home, f"_fastpack_{name}", install))
             install = partial(patch_attribute, kind.owner, "forward", _marked(kind.owner, vars(kind.owner)["forward"]))
             stack.enter_context(shared(kind.owner, "_fastpack_forward", install))
-            mark = Patch((kind.owner, call))
-            for module in kind.modules:
-                stack.enter_context(patch_attribute(module, _MARK, mark))
+            calls.update((module, (kind.owner, call)) for module in kind.modules)
+        for module, (owner, call) in calls.items():
+            if isinstance(call, RotaryCall):
+                norms = tuple(each for each in module.children() if _is_of_heads(each, calls))
+                call = RotaryCall(call.turns, norms)
+            stack.enter_context(patch_attribute(module, _MARK, Patch((owner, call))))
         yield report
+
+
+def _is_of_heads(module: nn.Module, calls: dict[nn.Module, Any]) -> bool:
+    _, call = calls.get(module, (None, None))
+    return isinstance(call, NormCall) and call.is_of_heads(module)
 
 
 def _marked(owner: type, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,7 +107,7 @@ def _marked(owner: type, forward: Callable[..., Any]) -> Callable[..., Any]:
 def _turning(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def turning(*args: Any, **kwargs: Any) -> Any:
-        turn = None if torch.compiler.is_compiling() else getattr(active, "turns", {}).get(name)
+        turn = None if torch.compiler.is_compiling() else active.turns.get(name)
         return own(*args, **kwargs) if turn is None or len(args) != 4 or kwargs else turn(*args)
 
     return turning
