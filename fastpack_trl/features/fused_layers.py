@@ -28,7 +28,7 @@ def why_not(run: Run) -> Iterator[object]:
 def install(run: Run) -> Iterator[None]:
     """Run fused forwards in the modules whose classes prove equal; before the plan, which counts what they keep."""
     dtype = run.compute_dtype or text_model(run.model).dtype
-    with fused_layers(run.model, dtype=dtype, autocast=run.compute_dtype is not None, device=run.device) as report:
+    with fused_layers(run.model, dtype=dtype, autocast=run.compute_dtype is not None) as report:
         fuses = bool(report.fused)
         run.set_status(FEATURE, "on" if fuses else "stock", "fused" if fuses else "stock", str(report))
         yield

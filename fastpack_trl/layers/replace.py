@@ -47,18 +47,15 @@ class FusedLayers:
 
 
 @contextmanager
-def fused_layers(
-    model: nn.Module, *, dtype: torch.dtype, autocast: bool, device: torch.device | None = None
-) -> Iterator[FusedLayers]:
-    """Run fused norms, rotations and gates in the layers of `model` whose classes prove equal.
+def fused_layers(model: nn.Module, *, dtype: torch.dtype, autocast: bool) -> Iterator[FusedLayers]:
+    """Run fused norms, rotations and gates in the layers of `model` whose classes prove equal on its device.
 
     Args:
         dtype: that the run computes in.
         autocast: the dtype is that of autocast, else that of the weights.
-        device: where it will run. Default: that of its parameters.
     """
     floats = {p.dtype for p in model.parameters() if p.is_floating_point() and p.itemsize > 1}
-    precision = Precision(dtype, autocast, device or next(model.parameters()).device, autocast or floats != {dtype})
+    precision = Precision(dtype, autocast, next(model.parameters()).device, autocast or floats != {dtype})
     report = FusedLayers()
     kinds, refused = kinds_of(model)
     for part, name, reason in refused:

@@ -163,7 +163,7 @@ def costs_of_layers(of: Model, run: Any) -> list[LayerCost]:
     # torch's fake kernel takes bf16 only; this one saves the same tensors.
     grouped = patch_attribute(nn.functional, "grouped_mm", lambda a, b, **_: a @ b[0])
     with ExitStack() as stack, installed, long_rows, grouped:
-        for name in ("moe", "lora"):  # outside of the mode: gates are read from values
+        for name in ("moe", "lora", "fused_layers"):  # outside of the mode: gates are read from values
             if run.on.get(name) == "on":
                 feature(name).enter(run, stack)
         stack.enter_context(of.mode)
@@ -273,7 +273,7 @@ def predict(arguments: Arguments, gpu: Gpu, seen: dict[Any, Any] | None = None) 
         # Gathered weights have the dtype of matmuls: layers keep no casts of them.
         model = seen["cast"] = seen.get("cast") or model_of(arguments, run.compute_dtype)
         run = stand_in(arguments, model.module, gpu)
-    if (key := (model.module.dtype, run.choice.path, run.on.get("lora"), run.on.get("moe"))) not in seen:
+    if (key := (model.module.dtype, run.choice.path, *map(run.on.get, ("lora", "moe", "fused_layers")))) not in seen:
         try:
             with as_if_on(gpu.capability):
                 seen[key] = costs_of_layers(model, run), ""
@@ -348,9 +348,9 @@ def stand_in(arguments: Arguments, model: Any, gpu: Gpu) -> Any:
         with ExitStack() as stack:
             for name in ("moe", "lora"):
                 feature(name).enter(run, stack)
-            for name in ("layer_compile", "cuda_graph"):
-                why = feature(name).why_off(run)
-                on[name] = f"off: {why}" if why else "on, if it pays off"
+            for name in ("fused_layers", "layer_compile", "cuda_graph"):
+                why, weighed = feature(name).why_off(run), "" if name == "fused_layers" else ", if it pays off"
+                on[name] = f"off: {why}" if why else f"on{weighed}"
         if gpu.shards:
             on["cuda_graph"] = "off: FSDP 2 gathers weights in a step"
         if args.bf16 and emulates_bf16(run.device):

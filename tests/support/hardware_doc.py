@@ -107,7 +107,7 @@ def paths_table(folder: Path) -> str:
         rows |= {"the same, windows and sinks (gpt-oss)": experts["packed_attention"]}
         rows |= {f"`{name}`": dense[name] for name in ("flash_attention_4", "lora")}
         rows |= {"`lora` over 4 bits": four_bits["lora"], "`moe`": experts["moe"]}
-        rows |= {f"`{name}`": dense[name] for name in ("layer_compile", "cuda_graph")}
+        rows |= {f"`{name}`": dense[name] for name in ("fused_layers", "layer_compile", "cuda_graph")}
         rows |= {"`cuda_graph`, experts": experts["cuda_graph"]}
         cells.append(rows.values())
     return grid(" | ".join(columns), list(zip(rows, *cells, strict=True)))
