@@ -38,8 +38,9 @@ BUDGETS = {
     "checkpointing": 1000,
     "cli": 1000,
     "compile": 750,
-    "features": 1500,
-    "kernels": 1150,
+    "features": 1550,
+    "kernels": 2050,
+    "layers": 800,
     "lora": 1050,
     "measure": 650,
     "model": 1550,
@@ -51,7 +52,7 @@ BUDGETS = {
     "trainers": 1150,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 22150, "benchmarks": 3050, "tests": 26650}
+TOTALS = {"fastpack_trl": 23800, "benchmarks": 3050, "tests": 26650}
 
 
 @cache

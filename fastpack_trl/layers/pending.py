@@ -36,6 +36,10 @@ def running(turns: dict[str, Callable[..., Any]], norms: tuple[nn.Module, ...]) 
         active.turns, active.norms = before
 
 
+def _of_tensor(name: str) -> Any:
+    return lambda self, *args: getattr(self.tensor, name)(*args)
+
+
 class Pending:
     """Stands for ``norm(x, weight)`` between the norm's module and what reads it.
 
@@ -83,6 +87,11 @@ class Pending:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tensor, name)
 
+    # Operators are looked up in the class.
+    __add__, __sub__, __mul__, __truediv__, __matmul__, __neg__, __getitem__ = map(
+        _of_tensor, ("__add__", "__sub__", "__mul__", "__truediv__", "__matmul__", "__neg__", "__getitem__")
+    )
+
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map_only(Pending, lambda pending: pending.tensor, (args, kwargs or {}))
@@ -92,11 +101,3 @@ class Pending:
 def tensor_of(x: Any) -> Any:
     """Return the tensor of a pending norm, other values as they are."""
     return x.tensor if isinstance(x, Pending) else x
-
-
-def _of_tensor(name: str) -> Any:
-    return lambda self, *args: getattr(self.tensor, name)(*args)
-
-
-for _name in ("add", "sub", "mul", "truediv", "matmul", "radd", "rsub", "rmul", "neg", "getitem", "len"):
-    setattr(Pending, f"__{_name}__", _of_tensor(f"__{_name}__"))

@@ -64,6 +64,9 @@ CASES: dict[tuple[str, str], Case] = {
     ("lora", "on"): Case("the model has no LoRA layers"),
     ("frozen_base", "fp8"): Case("the model has no LoRA layers"),
     ("moe", "on"): Case("the model has no experts"),
+    ("fused_layers", "on"): Case(
+        "torch_compile=True", late=lambda trainer: setattr(trainer.args, "torch_compile", True)
+    ),
     ("layer_compile", "on"): Case("per_document launches one kernel per document"),
     ("cuda_graph", "on"): Case("the model is on cpu"),
     ("moe_quantize_experts", "on"): Case("has no expert stacks", refused=True),
