@@ -8,7 +8,8 @@ into B, and their gradients are cast back together.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -94,6 +95,7 @@ class _CastTogether(torch.autograd.Function):
         scaled = torch._foreach_mul(parameters[1::2], scalings)
         sources = [tensor for pair in zip(parameters[::2], scaled, strict=True) for tensor in pair]
         casts = [torch.empty_like(tensor, dtype=dtype) for tensor in sources]
+        casts[::2] = _below_each_other(casts[::2])
         torch._foreach_copy_(casts, sources)
         return tuple(casts)
 
@@ -114,6 +116,14 @@ class _CastTogether(torch.autograd.Function):
         if ctx.adds_to:
             _add_up(ctx.adds_to, results)
         return (None, None, None, None, *[results.get(index) for index in range(len(grads))])
+
+
+def _below_each_other(matrices: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield empty matrices like `matrices`; neighbors of one width lie in one buffer, for `joint.stacked`."""
+    for width, group in groupby(matrices, key=lambda each: each.shape[1]):
+        rows, likes = zip(*((each.shape[0], each) for each in group), strict=True)
+        # `unsafe`: without the tracking of views, which would replace the node of each by that of the buffer.
+        yield from likes[0].new_empty(sum(rows), width).unsafe_split_with_sizes(rows)
 
 
 def _add_up(parameters: Sequence[Tensor], gradients: dict[int, Tensor]) -> None:
@@ -152,14 +162,15 @@ class CastHook:
     Args:
         modules: LoRA layers with the fast forward.
         backbone: module with the hook.
+        begin: called first, in every forward of the backbone with gradients.
 
     Attributes:
         adds_up: whether backward passes add to existing gradients themselves, which requires that nothing else reads
             gradients or their accumulation (`torch.autograd.grad`, DDP).
     """
 
-    def __init__(self, modules: list[Any], backbone: nn.Module) -> None:
-        self.modules, self.adds_up = modules, False
+    def __init__(self, modules: list[Any], backbone: nn.Module, begin: Callable[[], None]) -> None:
+        self.modules, self.adds_up, self.begin = modules, False, begin
         self._checkpointing = checkpointing_modules(backbone)
 
     def __call__(self, backbone: nn.Module, _args: Any) -> None:
@@ -169,6 +180,7 @@ class CastHook:
             return  # a replica of `nn.DataParallel`, whose layers are not in this list
         if not torch.is_grad_enabled():
             return  # keep the casts: an earlier forward may wait for its backward and for a recompute in it
+        self.begin()
         if any(map(checkpoints_reentrantly, self._checkpointing)):
             clear(self.modules)
             return

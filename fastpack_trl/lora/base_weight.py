@@ -109,19 +109,21 @@ def loaded_weight(base: Any) -> BaseWeight:
     return BaseWeight(base.weight.data.t() if isinstance(base, Conv1D) else base.weight.data)
 
 
-def add_product(low: Tensor, rows: Tensor, base: BaseWeight | Fp8Weight) -> Tensor:
+def add_product(low: Tensor, rows: Tensor, base: BaseWeight | Fp8Weight, quantized: Quantized | None = None) -> Tensor:
     """Add in place: ``low += rows W^T``. Shapes: low (tokens, out_features), rows (tokens, in_features)."""
     if isinstance(base, Fp8Weight):
-        return low.add_(base.product(quantize_rows(rows), rows.dtype))
+        return low.add_(base.product(quantized or quantize_rows(rows), rows.dtype))
     # With `out=`, not `addmm_`, because FLOP counters only know `addmm`.
     return torch.addmm(low, rows, base.dense(rows.dtype).t(), out=low)
 
 
-def grad_input(grad: Tensor, base: BaseWeight | Fp8Weight) -> Tensor:
-    """Return ``grad W``, (tokens, in_features), for a gradient of shape (tokens, out_features)."""
+def grad_input(grad: Tensor, base: BaseWeight | Fp8Weight, total: Tensor | None = None) -> Tensor:
+    """Return ``grad W``, (tokens, in_features), for a gradient of shape (tokens, out_features); added to `total`."""
     if isinstance(base, Fp8Weight):
-        return base.grad_input(base.quantized_grad(grad), grad.dtype)
-    return grad.mm(base.dense(grad.dtype))
+        out = base.grad_input(base.quantized_grad(grad), grad.dtype)
+        return out if total is None else total.add_(out)
+    weight = base.dense(grad.dtype)
+    return grad.mm(weight) if total is None else torch.addmm(total, grad, weight, out=total)
 
 
 class HasFrozenWeight(nn.Module):

@@ -18,6 +18,7 @@ from torch.nn import functional as F  # noqa: N812
 from fastpack_trl.errors import first_reason, short_repr
 from fastpack_trl.lora.adapters import CastAdapter, CastHook, autocasts, is_sharded
 from fastpack_trl.lora.base_weight import BaseWeight, Fp8Weight, HasFrozenWeight, from_4bit
+from fastpack_trl.lora.joint import Kept, Part, Siblings, find_siblings
 from fastpack_trl.lora.projection import lora_projection
 from fastpack_trl.lora.report import LoraReport, declined, keep_copies
 from fastpack_trl.model.changes import hand_over
@@ -39,23 +40,39 @@ class FastLora(HasFrozenWeight):
     fastpack_hooked: PartsHooked
     """Whether hooks need PEFT's forward, which calls the parts of the layer as modules."""
 
+    fastpack_siblings: Siblings | None = None
+    """Layers of the same parent that may read the same input."""
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        supported = None if args or kwargs else self._fastpack_adapter(x)
-        if supported is None:
+        if not (torch.compiler.is_compiling() or args or kwargs) and (siblings := self.fastpack_siblings) is not None:
+            joint = siblings.output(self, x) if torch.is_grad_enabled() else None
+            if joint is not None:
+                return joint
+        part = None if args or kwargs else self.fastpack_part(x)
+        if part is None:
             out: Tensor = super().forward(x, *args, **kwargs)  # PEFT's own
             return out
+        rows = x if x.dtype == part.dtype else x.to(part.dtype)
+        dropped = None if part.dropout is None else part.dropout(rows)
+        if part.frozen is None:
+            result: Tensor = self._modules["base_layer"](x)  # type: ignore[misc]
+            return result + F.linear(F.linear(rows if dropped is None else dropped, part.a), part.b).to(result.dtype)
+        return lora_projection(rows, part.frozen, part.a, part.b, part.bias, dropped).to(part.result)
+
+    def fastpack_part(self, x: Tensor) -> Part | None:
+        """Return what a call with `x` reads; None if PEFT must handle it."""
+        supported = self._fastpack_adapter(x)
+        if supported is None:
+            return None
         a, b, scaling, dropout, base, dtype = supported
         cast_adapter = self.fastpack_cast
         if cast_adapter is not None and cast_adapter.serves(a, b, scaling, dtype):
             a, b = cast_adapter.a, cast_adapter.b
         elif a.dtype != dtype or scaling != 1:
             a, b = a.to(dtype), (b if scaling == 1 else b * scaling).to(dtype)  # not called through its backbone
-        rows = x if x.dtype == dtype else x.to(dtype)
-        dropped = None if dropout is None else dropout(rows)
         kind = type(base).__name__
         if kind == "Linear8bitLt":
-            result: Tensor = base(x)  # int8: bitsandbytes' own function multiplies
-            return result + F.linear(F.linear(rows if dropped is None else dropped, a), b).to(result.dtype)
+            return Part(None, a, b, None, dropout, dtype, dtype)
         weight, bias = base._parameters["weight"], base._parameters["bias"]
         copied: Any = self.fastpack_dense
         if copied is not None and copied.serves(dtype) and self._fastpack_is_source(weight):
@@ -65,11 +82,11 @@ class FastLora(HasFrozenWeight):
         else:
             dense = weight if weight.dtype == dtype else weight.to(dtype)
             frozen = BaseWeight(dense.t() if kind == "Conv1D" else dense)
-        out = lora_projection(rows, frozen, a, b, None if bias is None else bias.to(dtype), dropped)
-        if kind != "Linear4bit":
-            return out
-        # bitsandbytes returns its input's dtype. PEFT adds a matmul in the compute dtype; off CUDA, in the input's.
-        return out.to(torch.promote_types(x.dtype, dtype) if x.is_cuda else x.dtype)
+        result = dtype
+        if kind == "Linear4bit":
+            # bitsandbytes returns its input's dtype. PEFT adds a matmul in the compute dtype; off CUDA, in the input's.
+            result = torch.promote_types(x.dtype, dtype) if x.is_cuda else x.dtype
+        return Part(frozen, a, b, None if bias is None else bias.to(dtype), dropout, dtype, result)
 
     def fastpack_active_adapter(self) -> tuple[Tensor, Tensor, float] | None:
         """Return A, B and the scaling of the only active adapter; None if no or several adapters are active."""
@@ -228,8 +245,10 @@ def make_fast(model: nn.Module, compute_dtype: torch.dtype | None, *, copies: bo
         if copies:
             report.copies = keep_copies(report.modules, compute_dtype)
         has_backbone = bool(report.fast) and hasattr(text_model(model), "get_input_embeddings")
+        if has_backbone:  # which tells where a forward begins
+            report.siblings = find_siblings(report.fast, report.modules, kept := Kept())
         for backbone in backbones(model) if has_backbone else []:
-            report._casts.append(CastHook(report.modules, backbone))
+            report._casts.append(CastHook(report.modules, backbone, kept.begin))
             undo.callback(backbone.register_forward_pre_hook(report._casts[-1]).remove)
         report._undo = undo.pop_all()
     return report
@@ -238,6 +257,7 @@ def make_fast(model: nn.Module, compute_dtype: torch.dtype | None, *, copies: bo
 def _restore(layer: Any, stock: Any) -> None:
     layer._fastpack_drop_copy()
     layer.__dict__.pop("fastpack_cast", None)
+    layer.__dict__.pop("fastpack_siblings", None)
     # FSDP 2 subclasses the class of a module that it shards separately; that class stays.
     if type(layer) is _fast_class(stock):
         layer.__class__ = stock

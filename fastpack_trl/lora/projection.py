@@ -52,7 +52,7 @@ def lora_projection(
     """
     out: Tensor
     if torch.compiler.is_compiling():
-        rows, source = _rows(x), None if dropped is None else _rows(dropped)
+        rows, source = rows_of(x), None if dropped is None else rows_of(dropped)
         # Outside of the operator, so that a recompute can make it without the base product.
         reduced = (rows if source is None else source).detach().mm(a.detach().t())
         project = _fp8_projection if isinstance(base, Fp8Weight) else _lora_projection
@@ -69,8 +69,8 @@ def _by_torch(x: Tensor, base: BaseWeight, a: Tensor, b: Tensor, bias: Tensor | 
 
     Flattened to rows first: each matmul of a three-dimensional tensor needs two more views, forward and backward.
     """
-    rows = _rows(x)
-    low = F.linear(F.linear(rows if dropped is None else _rows(dropped), a), b, bias)
+    rows = rows_of(x)
+    low = F.linear(F.linear(rows if dropped is None else rows_of(dropped), a), b, bias)
     # Not in place, because selective checkpoints keep the results of matmuls.
     return torch.addmm(low, rows, base.weight.t()).view(*x.shape[:-1], b.shape[0])
 
@@ -90,9 +90,9 @@ class _Projection(torch.autograd.Function):
         ctx.in_graph, ctx.is_dropped = reduced is not None, dropped is not None
         if reduced is None:
             # The base is not an activation, so hooks on saved tensors (offloading, checkpoints) must not see it.
-            ctx.base, ctx.version, saved = base, _version(base[0]), ()
-            reduced = _rows(source).mm(a.t())
-            out = torch.ops.aten._unsafe_view(_thin_product(reduced, b, bias), (*x.shape[:-1], b.shape[0]))
+            ctx.base, ctx.version, saved = base, version_of(base[0]), ()
+            reduced = rows_of(source).mm(a.t())
+            out = torch.ops.aten._unsafe_view(thin_product(reduced, b, bias), (*x.shape[:-1], b.shape[0]))
         else:
             ctx.base, saved = base[_NUM_TENSORS:], base[:_NUM_TENSORS]
             out = _product_in_graph(x, reduced, b, bias, base)
@@ -104,13 +104,10 @@ class _Projection(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         source, reduced, a, b, *tensors = ctx.saved_tensors
         base = (*tensors, *ctx.base)
-        if not ctx.in_graph and _version(base[0]) != ctx.version:
-            raise RuntimeError(
-                "a frozen weight under LoRA was changed in place between forward and backward (version "
-                f"{ctx.version} -> {_version(base[0])}): change it before the forward or after the backward"
-            )
+        if not ctx.in_graph:
+            check_version(base[0], ctx.version)
         needs_x, needs_dropped, _, needs_a, needs_b, needs_bias, *of_base = ctx.needs_input_grad
-        grad = _rows(grad.contiguous())
+        grad = rows_of(grad.contiguous())
         grad_reduced = grad.mm(b)
         grad_x = grad_dropped = None
         if needs_x:
@@ -119,7 +116,7 @@ class _Projection(torch.autograd.Function):
             grad_x = through_base(grad, thin, factor, *base).view(source.shape)
         if ctx.is_dropped and needs_dropped:
             grad_dropped = grad_reduced.mm(a).view(source.shape)
-        grad_a = grad_reduced.t().mm(_rows(source)) if needs_a else None
+        grad_a = grad_reduced.t().mm(rows_of(source)) if needs_a else None
         grad_b = grad.t().mm(reduced) if needs_b else None
         grad_bias = grad.sum(0) if needs_bias else None
         return grad_x, grad_dropped, None, grad_a, grad_b, grad_bias, *[None] * len(of_base)
@@ -131,7 +128,7 @@ class _AddBase(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, low: Tensor, x: Tensor, base: BaseWeight | Fp8Weight) -> Tensor:
         ctx.mark_dirty(low)
-        add_product(low.view(-1, low.shape[-1]), _rows(x), base)
+        add_product(low.view(-1, low.shape[-1]), rows_of(x), base)
         return low
 
     @staticmethod
@@ -140,20 +137,29 @@ class _AddBase(torch.autograd.Function):
         return grad, None, None
 
 
-def _version(weight: Tensor) -> int:
-    return 0 if weight.is_inference() else weight._version
+def version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
-def _rows(x: Tensor) -> Tensor:
+def check_version(weight: Tensor, before: int) -> None:
+    """Raise if a frozen weight, which no graph saves, was changed since its forward."""
+    if version_of(weight) != before:
+        raise RuntimeError(
+            "a frozen weight under LoRA was changed in place between forward and backward (version "
+            f"{before} -> {version_of(weight)}): change it before the forward or after the backward"
+        )
+
+
+def rows_of(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _thin_product(reduced: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    """Return ``bias + reduced B^T``, (tokens, out_features)."""
-    return reduced.mm(b.t()) if bias is None else torch.addmm(bias, reduced, b.t())
+def thin_product(reduced: Tensor, b: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """Return ``bias + reduced B^T``, (tokens, out_features), written to `out` if given."""
+    return torch.mm(reduced, b.t(), out=out) if bias is None else torch.addmm(bias, reduced, b.t(), out=out)
 
 
-def _add_thin_gradient(total: Tensor, grad_reduced: Tensor | None, a: Tensor | None) -> Tensor:
+def add_thin_gradient(total: Tensor, grad_reduced: Tensor | None, a: Tensor | None) -> Tensor:
     """Add in place: ``total += grad_reduced A``, (tokens, in_features)."""
     if grad_reduced is None or a is None:
         return total
@@ -190,13 +196,13 @@ def _is_fp8(base: tuple[Any, ...]) -> bool:
 
 def lora_product(rows: Tensor, reduced: Tensor, b: Tensor, bias: Tensor | None, *base: Any) -> Tensor:
     """Return ``bias + reduced B^T + rows W^T``, the last product added in place; `base`: fields of a `BaseWeight`."""
-    return add_product(_thin_product(reduced, b, bias), rows, BaseWeight(*base))
+    return add_product(thin_product(reduced, b, bias), rows, BaseWeight(*base))
 
 
 def lora_grad_input(grad: Tensor, grad_reduced: Tensor | None, a: Tensor | None, *base: Any) -> Tensor:
     """Return ``grad W + grad_reduced A``, the second product accumulated; without `grad_reduced`, the base's alone."""
     weight = Fp8Weight(*base) if _is_fp8(base) else BaseWeight(*base)
-    return _add_thin_gradient(grad_input(grad, weight), grad_reduced, a)
+    return add_thin_gradient(grad_input(grad, weight), grad_reduced, a)
 
 
 def fp8_product(
@@ -212,7 +218,7 @@ def fp8_grad_input(
     values: Tensor, grad_reduced: Tensor | None, a: Tensor | None, row_scales: Tensor, dtype: torch.dtype, *base: Any
 ) -> Tensor:
     """Compute `lora_grad_input` in `dtype` of a gradient of `Fp8Weight.quantized_grad`."""
-    return _add_thin_gradient(Fp8Weight(*base).grad_input(Quantized(values, row_scales), dtype), grad_reduced, a)
+    return add_thin_gradient(Fp8Weight(*base).grad_input(Quantized(values, row_scales), dtype), grad_reduced, a)
 
 
 def _fake_product(rows: Tensor, reduced: Tensor, b: Tensor, *rest: Any) -> Tensor:

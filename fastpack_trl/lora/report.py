@@ -78,6 +78,7 @@ class LoraReport:
         copies: remark on copies of frozen weights; empty if no layer needs one.
         already: number of layers that had the fast forward before.
         modules: the layers of `fast`.
+        siblings: groups of layers that may read one input and are then computed together.
     """
 
     fast: list[str] = field(default_factory=list)
@@ -86,6 +87,7 @@ class LoraReport:
     copies: str = ""
     already: int = 0
     modules: list[nn.Module] = field(default_factory=list, repr=False)
+    siblings: list[Any] = field(default_factory=list, repr=False)
     _undo: ExitStack = field(default_factory=ExitStack, repr=False)
     _casts: list[Any] = field(default_factory=list, repr=False)
 
@@ -116,6 +118,9 @@ class LoraReport:
         if self.on_parameters:
             parts.append(f"{len(self.on_parameters)} on stacked parameters: see moe")
         parts += [self.copies] * bool(self.copies)
+        joint, apart = (sum(getattr(each, name) for each in self.siblings) for name in ("is_joint", "has_failed"))
+        parts += [f"{joint} groups of one input computed together"] * bool(joint)
+        parts += [f"{apart} groups computed one by one, because their inputs changed"] * bool(apart)
         parts += [f"PEFT's own: {len(names)} ({reason})" for reason, names in self.handed_over.items()]
         parts += [f"PEFT's own, call by call: {count} ({reason})" for reason, count in self.call_by_call.items()]
         return "; ".join(parts)
