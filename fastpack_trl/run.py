@@ -163,6 +163,7 @@ class Run(Decisions):
         sync_free: the `SyncFreeStep` of the trainer. All that follow are None unless their feature is on.
         attention: the installed `PackedAttention`.
         lora: the `LoraReport` of the fast layers.
+        fused: the `FusedLayers` of norms, rotations and gates.
         memory: the `ActivationMemory` of the plan.
         merging: the `Merging` of micro-batches.
         graphs: the `BackboneGraphs`.
@@ -181,6 +182,7 @@ class Run(Decisions):
     sync_free: Any = None
     attention: Any = None
     lora: Any = None
+    fused: Any = None
     memory: Any = None
     merging: Any = None
     graphs: Any = None

@@ -39,7 +39,8 @@ class RowLayer(NamedTuple):
             what = "dropout" if call.dropout else "softcap"
             raise ValueError(f"{self.backend.name} has no {what}: set packed_attention='per_document' or 'sdpa'")
         width = -(-max(call.query.shape[-1], call.value.shape[-1]) // HEAD_ALIGNMENT) * HEAD_ALIGNMENT
-        tensors = [tensor[0].transpose(0, 1) for tensor in (call.query, call.key, call.value)]
+        # Not `[0]`, whose backward fills and copies.
+        tensors = [tensor.squeeze(0).transpose(0, 1) for tensor in (call.query, call.key, call.value)]
         # Zeros change no score, and no value before them.
         padded = [F.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in tensors]
         if torch.compiler.is_compiling():

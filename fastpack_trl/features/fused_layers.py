@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from fastpack_trl.kernels._triton import LEAST_CAPABILITY, has_triton, is_supported
 from fastpack_trl.layers.replace import fused_layers
+from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.facts import text_model
 from fastpack_trl.run import SHARDED, Run
 
@@ -31,4 +32,5 @@ def install(run: Run) -> Iterator[None]:
     with fused_layers(run.model, dtype=dtype, autocast=run.compute_dtype is not None) as report:
         fuses = bool(report.fused)
         run.set_status(FEATURE, "on" if fuses else "stock", "fused" if fuses else "stock", str(report))
-        yield
+        with patch_attribute(run, "fused", report if fuses else None):
+            yield

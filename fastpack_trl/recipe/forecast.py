@@ -336,7 +336,7 @@ def stand_in(arguments: Arguments, model: Any, gpu: Gpu) -> Any:
             on["packed_attention"] += f": {BACKENDS['varlen'].refuses(features)}"
         accelerator = SimpleNamespace(num_processes=gpu.processes, state=None)
         run: Any = SimpleNamespace(
-            settings=Settings.of(args, training=False), args=args, model=model, ranks=Ranks(1), lora=None,
+            settings=Settings.of(args, training=False), args=args, model=model, ranks=Ranks(1), lora=None, fused=None,
             device=torch.device("cuda", 0), training=True, loss_is_ours=True, report=FeatureReport(),
             compute_dtype=features.compute_dtype, is_sharded=gpu.shards, is_fsdp2=gpu.shards, is_deepspeed=False,
             kind=arguments.method.classes[0]._fastpack_of.kind, packs=backend is not None, set_status=set_status,
@@ -351,6 +351,7 @@ def stand_in(arguments: Arguments, model: Any, gpu: Gpu) -> Any:
             for name in ("fused_layers", "layer_compile", "cuda_graph"):
                 why, weighed = feature(name).why_off(run), "" if name == "fused_layers" else ", if it pays off"
                 on[name] = f"off: {why}" if why else f"on{weighed}"
+                run.fused = run.fused or (name == "fused_layers" and not why) or None
         if gpu.shards:
             on["cuda_graph"] = "off: FSDP 2 gathers weights in a step"
         if args.bf16 and emulates_bf16(run.device):
