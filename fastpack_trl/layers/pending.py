@@ -36,6 +36,11 @@ def running(turns: dict[str, Callable[..., Any]], norms: tuple[nn.Module, ...]) 
         active.turns, active.norms = before
 
 
+# Python looks up operators in the class.
+_OPERATORS = "__add__", "__sub__", "__mul__", "__truediv__", "__matmul__"
+_OTHERS = "__radd__", "__rsub__", "__rmul__", "__neg__", "__getitem__"
+
+
 def _of_tensor(name: str) -> Any:
     return lambda self, *args: getattr(self.tensor, name)(*args)
 
@@ -87,10 +92,8 @@ class Pending:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tensor, name)
 
-    # Operators are looked up in the class.
-    __add__, __sub__, __mul__, __truediv__, __matmul__, __neg__, __getitem__ = map(
-        _of_tensor, ("__add__", "__sub__", "__mul__", "__truediv__", "__matmul__", "__neg__", "__getitem__")
-    )
+    __add__, __sub__, __mul__, __truediv__, __matmul__ = map(_of_tensor, _OPERATORS)
+    __radd__, __rsub__, __rmul__, __neg__, __getitem__ = map(_of_tensor, _OTHERS)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
