@@ -18,7 +18,7 @@ from fastpack_trl.kernels.gated import gated
 from fastpack_trl.kernels.norm import norm
 from fastpack_trl.kernels.rotary import rotary
 from fastpack_trl.layers.find import Kind, hooked_inside, linears
-from fastpack_trl.layers.pending import Pending, active, running, tensor_of
+from fastpack_trl.layers.pending import Addend, PendingNorm, Sum, active, running, tensor_of
 from fastpack_trl.layers.proof import SCALES, Case, prove
 from fastpack_trl.model.hooks import PartsHooked
 
@@ -121,14 +121,18 @@ class NormCall:
 
     def __call__(self, module: Any, forward: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
         weight, bias = (module._parameters.get(name) for name in self.names)
+        total, x = (x, x.x) if isinstance(x, Sum) else (None, tensor_of(x))
         given = [x] if weight is None else [x, weight] if bias is None else [x, weight, bias]
         if (
             args or kwargs or not isinstance(x, Tensor) or tuple(t.dtype for t in given) not in self.proven
             or any(t.shape != x.shape[-1:] for t in given[1:])
         ):  # fmt: skip
+            x = x if total is None else total.tensor
             return forward(module, *(() if x is None else (x,)), *args, **kwargs)
+        if total is not None:
+            return total.normed(weight, bias, self.form)
         if module in active.norms and x.dim() == 4 and self.form.out_dtype(x, weight) == x.dtype:
-            return Pending(x, weight, self.form)
+            return PendingNorm(x, weight, self.form)
         return norm(x, weight, bias, self.form)
 
     def is_of_heads(self, module: Any) -> bool:
@@ -223,12 +227,21 @@ class RotaryCall:
 
     turns: dict[str, Callable[..., Any]]
     norms: tuple[nn.Module, ...] = ()
+    after: tuple[nn.Module, ...] = ()
+    """Norms of the layer around it, one of which may take the sum of the output and the residual into its kernel."""
     hooked: PartsHooked = field(default_factory=PartsHooked)
-    """Whether a hook on a norm needs its tensor."""
+    """Whether a hook on one of them needs a tensor."""
 
     def __call__(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        with running(self.turns, () if self.hooked(*self.norms) else self.norms):
-            return forward(module, *args, **kwargs)
+        if self.hooked(module, *self.norms, *self.after):
+            with running(self.turns, ()):
+                return forward(module, *args, **kwargs)
+        with running(self.turns, self.norms):
+            out = forward(module, *args, **kwargs)
+        first, *rest = out if isinstance(out, tuple) and out else (out,)
+        if not self.after or not isinstance(first, Tensor):
+            return out
+        return (Addend(first), *rest) if isinstance(out, tuple) else Addend(first)
 
 
 def _rotary(kind: Kind, precision: Precision) -> tuple[Call | None, str]:
@@ -262,9 +275,9 @@ def _turn(own: Any, precision: Precision, width: int) -> tuple[Any, str]:
         return None, reasons[0]
 
     def turn(q: Any, k: Any, cos: Any, sin: Any) -> Any:
-        norms = [each for each in (q, k) if isinstance(each, Pending)]
+        norms = [each for each in (q, k) if isinstance(each, PendingNorm)]
         if (
-            not all(isinstance(t, Tensor | Pending) for t in (q, k, cos, sin))
+            not all(isinstance(t, Tensor | PendingNorm) for t in (q, k, cos, sin))
             or (q.dim(), k.dim(), cos.dim()) != (4, 4, 3)
             or (form := forms[width if cos.shape[-1] == q.shape[-1] else width // 2]) is None
             or (q.dtype, cos.dtype) not in pairs or cos.shape != sin.shape or cos.requires_grad

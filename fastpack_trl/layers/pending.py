@@ -1,4 +1,8 @@
-"""The norm of each head of queries or keys, put off until a rotation takes it into its kernel."""
+"""Tensors that are put off until the kernel that takes them in: the norm of a head, and a sum with the residual.
+
+Each stands between what makes a tensor and what reads it. A fused layer takes its parts; anything
+else, such as an operator, an attribute or a function of torch, makes the tensor first and uses that.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from fastpack_trl.kernels.fused_form import NormForm
-from fastpack_trl.kernels.norm import norm
+from fastpack_trl.kernels.norm import add_norm, norm
+
+_ADDITIONS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
+# Python looks up operators in the class.
+_OPERATORS = "__sub__", "__mul__", "__truediv__", "__matmul__", "__rsub__", "__rmul__", "__neg__", "__getitem__"
 
 
 class _Active(threading.local):
@@ -36,25 +44,15 @@ def running(turns: dict[str, Callable[..., Any]], norms: tuple[nn.Module, ...]) 
         active.turns, active.norms = before
 
 
-# Python looks up operators in the class.
-_OPERATORS = "__add__", "__sub__", "__mul__", "__truediv__", "__matmul__"
-_OTHERS = "__radd__", "__rsub__", "__rmul__", "__neg__", "__getitem__"
-
-
 def _of_tensor(name: str) -> Any:
     return lambda self, *args: getattr(self.tensor, name)(*args)
 
 
 class Pending:
-    """Stands for ``norm(x, weight)`` between the norm's module and what reads it.
+    """A tensor that is made by `make` when something reads it; `x` has its shape and dtype."""
 
-    A rotation takes `x`, `weight` and `form`; a transpose is put off too. Whatever else an attention does with it, such
-    as an operator, an attribute or a function of torch, makes the tensor first and uses that.
-    """
-
-    def __init__(self, x: Tensor, weight: Tensor, form: NormForm) -> None:
-        self.x, self.weight, self.form = x, weight, form
-        self._has_grad = torch.is_grad_enabled()
+    def __init__(self, x: Tensor, make: Callable[[], Tensor]) -> None:
+        self.x, self._make, self._has_grad = x, make, torch.is_grad_enabled()
         self._tensor: Tensor | None = None
 
     @property
@@ -68,14 +66,9 @@ class Pending:
     def dim(self) -> int:
         return self.x.dim()
 
-    def transpose(self, first: int, second: int) -> Any:
-        if self.dim() - 1 in (first % self.dim(), second % self.dim()):  # the axis of the norm
-            return self.tensor.transpose(first, second)
-        return Pending(self.x.transpose(first, second), self.weight, self.form)
-
     @property
     def tensor(self) -> Tensor:
-        """The norm itself.
+        """The tensor.
 
         Raises:
             RuntimeError: it is read inside of an autograd function that got this object instead of a tensor.
@@ -83,24 +76,82 @@ class Pending:
         if self._tensor is None:
             if torch.is_grad_enabled() != self._has_grad:
                 raise RuntimeError(
-                    "fused_layers: an attention passes queries or keys to an autograd function before they are "
-                    "rotated, which would lose their gradient: set fused_layers='off'"
+                    "fused_layers: a layer passes a result that is put off to an autograd function, which would lose "
+                    "its gradient: set fused_layers='off'"
                 )
-            self._tensor = norm(self.x, self.weight, None, self.form)
+            self._tensor = self._make()
         return self._tensor
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tensor, name)
 
-    __add__, __sub__, __mul__, __truediv__, __matmul__ = map(_of_tensor, _OPERATORS)
-    __radd__, __rsub__, __rmul__, __neg__, __getitem__ = map(_of_tensor, _OTHERS)
+    def __add__(self, other: Any) -> Any:
+        return self.tensor + other
+
+    def __radd__(self, other: Any) -> Any:
+        return other + self.tensor
+
+    __sub__, __mul__, __truediv__, __matmul__, __rsub__, __rmul__, __neg__, __getitem__ = map(_of_tensor, _OPERATORS)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(Pending, lambda pending: pending.tensor, (args, kwargs or {}))
+        if function in _ADDITIONS and not kwargs and isinstance(args[1], Addend) and args[1].can_join(args[0]):
+            return Sum(args[0], args[1].x)
+        args, kwargs = tree_map_only(Pending, tensor_of, (args, kwargs or {}))
         return function(*args, **kwargs)
 
 
+class PendingNorm(Pending):
+    """``norm(x, weight)`` of each head, which a rotation takes into its kernel; a transpose is put off too."""
+
+    def __init__(self, x: Tensor, weight: Tensor, form: NormForm) -> None:
+        super().__init__(x, lambda: norm(x, weight, None, form))
+        self.weight, self.form = weight, form
+
+    def transpose(self, first: int, second: int) -> Any:
+        if self.dim() - 1 in (first % self.dim(), second % self.dim()):  # the axis of the norm
+            return self.tensor.transpose(first, second)
+        return PendingNorm(self.x.transpose(first, second), self.weight, self.form)
+
+
+class Addend(Pending):
+    """The output of an attention layer, whose sum with the residual is put off."""
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__(x, lambda: x)
+
+    def can_join(self, other: Any) -> bool:
+        """Return whether a kernel adds it to `other`."""
+        return isinstance(other, Tensor) and (other.shape, other.dtype) == (self.shape, self.dtype)
+
+
+class Sum(Pending):
+    """``x + y``, which a norm takes into its kernel."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        super().__init__(x, self._add)
+        self.y, self._versions = y, (x._version, y._version)
+
+    def _add(self) -> Tensor:
+        self._check()
+        return self.x + self.y
+
+    def normed(self, weight: Tensor | None, bias: Tensor | None, form: NormForm) -> Tensor:
+        """Return the norm of the sum, and make the sum in the same kernel if it is not made."""
+        if self._tensor is not None or torch.is_grad_enabled() != self._has_grad:
+            return norm(self.tensor, weight, bias, form)
+        self._check()
+        self._tensor, out = add_norm(self.x, self.y, weight, bias, form)
+        return out
+
+    def _check(self) -> None:
+        if self._versions != (self.x._version, self.y._version):
+            raise RuntimeError(
+                "fused_layers: a layer changes the residual or the output of attention in place before their sum is "
+                "read: set fused_layers='off'"
+            )
+
+
 def tensor_of(x: Any) -> Any:
-    """Return the tensor of a pending norm, other values as they are."""
+    """Return the tensor of one that is put off, other values as they are."""
     return x.tensor if isinstance(x, Pending) else x

@@ -76,17 +76,15 @@ def fused_layers(model: nn.Module, *, dtype: torch.dtype, autocast: bool) -> Ite
             install = partial(patch_attribute, kind.owner, "forward", _marked(kind.owner, vars(kind.owner)["forward"]))
             stack.enter_context(shared(kind.owner, "_fastpack_forward", install))
             calls.update((module, (kind.owner, call)) for module in kind.modules)
+        norms = {module: call for module, (_, call) in calls.items() if isinstance(call, NormCall)}
+        layers = {child: layer for layer in model.modules() for child in layer.children()}
         for module, (owner, call) in calls.items():
             if isinstance(call, RotaryCall):
-                norms = tuple(each for each in module.children() if _is_of_heads(each, calls))
-                call = RotaryCall(call.turns, norms)
+                heads = [each for each in module.children() if each in norms and norms[each].is_of_heads(each)]
+                after = [each for each in layers[module].children() if each in norms]
+                call = RotaryCall(call.turns, tuple(heads), tuple(after))
             stack.enter_context(patch_attribute(module, _MARK, Patch((owner, call))))
         yield report
-
-
-def _is_of_heads(module: nn.Module, calls: dict[nn.Module, Any]) -> bool:
-    _, call = calls.get(module, (None, None))
-    return isinstance(call, NormCall) and call.is_of_heads(module)
 
 
 def _marked(owner: type, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from fastpack_trl.features import fused_layers as feature
 from fastpack_trl.features import layer_compile
 from fastpack_trl.kernels import rotary as rotary_module
 from fastpack_trl.kernels.fused_form import NormForm
-from fastpack_trl.layers.pending import Pending
+from fastpack_trl.layers.pending import PendingNorm
 from fastpack_trl.layers.replace import fused_layers
 from fastpack_trl.model.checkpoint_seam import checkpointable_layers
 from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
@@ -140,7 +140,7 @@ def test_a_norm_of_heads_with_a_hook_is_a_tensor_and_others_go_into_the_rotation
 def test_a_pending_norm_is_the_tensor_to_all_else() -> None:
     norm = tiny_model("qwen3").model.layers[0].self_attn.q_norm
     x = torch.randn(1, 5, 2, 8, requires_grad=True)
-    pending = Pending(x, norm.weight, NormForm(norm.variance_epsilon, rounds=True, promotes=True))
+    pending = PendingNorm(x, norm.weight, NormForm(norm.variance_epsilon, rounds=True, promotes=True))
     tensor = norm(x)
     for other in (
         pending.transpose(1, 2).tensor.transpose(1, 2), pending + 0, 1.0 * pending, torch.cat([pending, pending])[:1],
@@ -156,4 +156,4 @@ def test_a_pending_norm_is_the_tensor_to_all_else() -> None:
             return given.contiguous()
 
     with pytest.raises(RuntimeError, match="set fused_layers='off'"):
-        Opaque.apply(Pending(x, norm.weight, pending.form))
+        Opaque.apply(PendingNorm(x, norm.weight, pending.form))
