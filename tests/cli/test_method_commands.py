@@ -210,7 +210,7 @@ def test_bench_measures_no_engine_of_generation(material: Material, capsys: pyte
     assert "bench times only the learner, on random completions: give --use_vllm False" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", METHODS)
+@pytest.mark.parametrize("command", COLUMNS)
 def test_columns_of_a_method_are_made_for_a_command_that_takes_them(command: str) -> None:
     for columns in COLUMNS[command]:
         found = made_for(columns)
