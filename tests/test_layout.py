@@ -51,7 +51,7 @@ BUDGETS = {
     "trainers": 1150,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 22150, "benchmarks": 3050, "tests": 26650}
+TOTALS = {"fastpack_trl": 22150, "benchmarks": 3050, "tests": 26500}
 
 
 @cache

@@ -74,9 +74,7 @@ def run(command: str, *argv: object) -> Any:
 
 
 @pytest.mark.parametrize("kind", ROWS)
-def test_steps_from_a_yaml_are_of_our_trainer_and_save_a_model(
-    material: Material, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_a_yaml_trains_ours_and_saves_a_model(material: Material, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.chdir(material.folder)
     monkeypatch.delitem(sys.modules, "rewards_of_a_user", raising=False)
     command, more = kind.partition(",")[0], {"use_peft": True, "lora_r": 4}
