@@ -45,8 +45,9 @@ class Ranks:
         group: Any = self._group
         try:
             group.allreduce([values], options).wait()
-        except RuntimeError as error:  # the run ends: none is left to decide with
-            raise RankFailedError(f"rank {distributed.get_rank()}: no joint decision: {describe(error)}") from error
+        except RuntimeError as error:
+            why = f"rank {distributed.get_rank()}: no joint decision: {describe(error)}"
+            raise RankFailedError(f"{why}; see the logs of the other processes, or raise ddp_timeout") from error
         return values
 
     def all_max(self, values: Sequence[float]) -> list[float]:
