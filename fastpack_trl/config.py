@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from transformers import TrainingArguments
 
 from fastpack_trl.errors import did_you_mean, short_repr
+from fastpack_trl.model.preflight import check_counts
 from fastpack_trl.model.recompute import check_recompute
 from fastpack_trl.report import disabled_by_environment
 
@@ -139,6 +140,9 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         self.normalise()
+        if isinstance(self, TrainingArguments):  # TRL's config follows in the order of the classes
+            check_counts(self)
+            super().__post_init__()  # type: ignore[misc]
 
     def normalise(self) -> None:
         """Check every field, and write the values that stand for others (YAML's ``true``) as features compare them."""
@@ -184,6 +188,11 @@ class Settings(ModelSettings):
         "percent of its tokens), on or off. Same loss and gradients. Needs sync_free, and no dropout (lora_dropout "
         "included).",
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self, TrainingArguments):
+            check_fields(self, self)
 
     @classmethod
     def of(cls, args: Any, training: bool = True) -> Settings:

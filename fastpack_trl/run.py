@@ -17,6 +17,8 @@ from trl import SFTTrainer
 
 from fastpack_trl.config import Settings
 from fastpack_trl.measure.payback import StepsLeft
+from fastpack_trl.model.facts import position_use
+from fastpack_trl.model.hooks import hook_inside, hook_on_a_gradient
 from fastpack_trl.model.sharded import Ranks
 from fastpack_trl.model.upstream import resolve
 from fastpack_trl.packing.batching import BatchPlan
@@ -108,6 +110,7 @@ class Decisions:
         loss_is_ours: losses and metrics are computed per token, at the positions that the collator found.
         shares_prefixes: training rows hold a common beginning of documents once.
         refuses_static: returns why the installed attention cannot run over static batches of a bucket.
+        refuses_experts: returns why the experts of the model cannot be part of a CUDA graph on a device.
     """
 
     settings: Settings
@@ -118,6 +121,7 @@ class Decisions:
     loss_is_ours: bool = False
     shares_prefixes: bool = False
     refuses_static: Callable[[Bucket], str] = "TRL's attention reads the documents of each row again".format
+    refuses_experts: Callable[[torch.device], str] = "".format
     _are_fixed = False  # while steps run
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -317,3 +321,21 @@ class Run(Decisions):
         """Return the setting with which `feature` is optional."""
         default = type(self.settings).__dataclass_fields__[feature].default
         return f"set {feature}={default!r} to train without it if it is unavailable"
+
+
+def looks_inside(run: Run) -> Iterator[object]:
+    """Yield what of a run needs the forward and backward pass of each micro-batch as TRL launches it."""
+    args, model = run.args, run.model
+    yield run.is_deepspeed and DEEPSPEED
+    yield run.is_sharded and SHARDED
+    yield args.neftune_noise_alpha and "NEFTune's noise depends on the length of a row"
+    yield steps_in_backward(args)
+    yield position_use(model).by_longest and "the rotary embedding depends on the longest document of a row"
+    yield hook_on_a_gradient(model, model.parameters())
+    yield (hook := hook_inside(model)) and f"{hook} runs once per micro-batch"
+
+
+def steps_in_backward(args: Any) -> str:
+    """Return which optimizer steps in the backward pass, or ``""``."""
+    optim = str(getattr(args.optim, "value", args.optim)).lower()
+    return f"optim={optim!r} steps in the backward pass" if "lomo" in optim else ""

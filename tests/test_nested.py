@@ -52,9 +52,7 @@ def assert_restored(model: Any, implementation: str) -> None:
     assert not [name for module in model.modules() for name in vars(module) if name.startswith("_fastpack")]
 
 
-@pytest.mark.parametrize(
-    ("calls", "options"), [((), {}), (ALL, {}), (ALL, {"gradient_accumulation_steps": 2})], ids=str
-)
+@pytest.mark.parametrize(("calls", "options"), [((), {}), (ALL, {}), (ALL, {"gradient_accumulation_steps": 2})])
 def test_trainers_in_callbacks_log_as_stocks(tmp_path: Path, calls: tuple[str, ...], options: dict[str, Any]) -> None:
     *_, expected = nested(SFTTrainer, SFTTrainer, tmp_path / "stock", calls, **options)
     pairs = [(FastSFTTrainer, FastSFTTrainer)]

@@ -73,9 +73,7 @@ def test_tables_are_what_the_rules_of_the_features_say(table: str, monkeypatch: 
     assert is_true, f"run: python {hardware_doc.__file__} {table}"
 
 
-def test_the_option_of_the_guide_trains_as_stock_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_guides_option_trains_as_stock_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     guide = (ROOT / "docs" / "contributing" / "adding-an-option.md").read_text(encoding="utf-8")
     (source,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
     (line,) = re.findall(r"```text\n(Feature\(.*?\)),\n```", guide, re.DOTALL)

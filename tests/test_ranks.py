@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +29,8 @@ from trl import SFTTrainer
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl import run as runs
 from fastpack_trl.config import Settings
+from fastpack_trl.errors import RankFailedError
+from fastpack_trl.features.feature import Feature
 from fastpack_trl.model.sharded import Ranks, keep_unsharded, layer_units, whole_bytes
 from fastpack_trl.testing import tiny_model
 
@@ -60,9 +64,7 @@ def _uneven() -> None:
         assert_same_log(run(FastSFTTrainer, **options), run(SFTTrainer, **options))
 
 
-def test_uneven_batches_log_what_stock_logs_and_runs_resume_in_more_and_in_fewer_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uneven_batches_log_as_stock_and_resume_in_any_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for cls in (FastSFTTrainer, SFTTrainer):
         run(cls, folder=Path(f"one_{cls.__name__}"), max_steps=2, save_strategy="steps", save_steps=2)
@@ -190,6 +192,19 @@ def test_a_process_that_fails_takes_the_others_along_and_sharded_layers_stay_who
     with keep_unsharded(layers):  # a batch that is replaced by a zero has no backward pass
         model(input_ids=ids, use_cache=False)
     assert whole() == {False}
+
+
+@two_ranks
+def test_a_process_that_is_alone_in_the_decision_about_an_option_does_not_fall_back() -> None:
+    dist.init_process_group("gloo")
+    for why_not in (lambda _: iter(()), lambda run: iter([not run.ranks.all(True)])):
+        run: Any = SimpleNamespace(ranks=Ranks(2, timedelta(seconds=1)), kind="sft", training=True, settings=Settings())
+        run.model, run.set_status = tiny_model("qwen3"), print
+        run.ranks.all(True)
+        if dist.get_rank() == 0:
+            with pytest.raises(RankFailedError, match="rank 0: "), ExitStack() as stack:
+                Feature("lora", lambda _: nullcontext(), why_not).enter(run, stack)
+        dist.barrier()
 
 
 ALONE = """

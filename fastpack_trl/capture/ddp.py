@@ -140,9 +140,6 @@ def too_large(run: Run) -> str:
 @contextmanager
 def reducing_gradients(run: Run, graphs: BackboneGraphs) -> Iterator[None]:
     """Let the gradients of several processes be reduced between micro-steps."""
-    if run.ranks.count == 1:
-        yield
-        return
     reduce = FlatReduce(run, graphs)
     pending = run.step.waiting_for(lambda: reduce.is_pending)
     with callbacks_added(run.trainer, reduce), patch_attribute(run, "reduce", reduce), pending:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ from transformers import TrainerCallback
 
 from fastpack_trl.capture.decision import FEATURE, IdleRule
 from fastpack_trl.capture.device import CudaGraphs
-from fastpack_trl.capture.slot import Key, Open, Slot, of_row
-from fastpack_trl.capture.state import GradientBuffers, ModelState
+from fastpack_trl.capture.slot import GradientBuffers, Key, Open, Slot, of_row
 from fastpack_trl.errors import PackingError, close_frames, describe, first_cause
 from fastpack_trl.model.hooks import HookWatch, hook_on_a_gradient, replaced_methods, trained_parameters
+from fastpack_trl.model.upstream import BaseTunerLayer
 from fastpack_trl.packing.buckets import Bucket, Buckets
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.run import Run
@@ -39,6 +40,65 @@ MAX_RERECORDINGS = 3
 """How often graphs are recorded again because the model was changed."""
 LOSS_METHODS = ("compute_loss", "training_step")
 """Methods of a trainer that may keep hidden states, which the next replay overwrites, or differentiate twice."""
+_training = itemgetter("training")
+
+
+class ModelState:
+    """The host's side of a model, compared from one micro-step to the next.
+
+    Addresses of parameters and buffers (a swap of ``.data``, an average of weights, a move), which of them train
+    (frozen layers), edits of those with a dense copy, modes, dropout, replaced forwards, adapters (active, merged,
+    disabled, scaled), and, through `ModelContents`, modules and parameters that were put in. Values of what trains are
+    not compared: a graph reads them anew.
+
+    Args:
+        contents: lists the model again when it has changed.
+    """
+
+    def __init__(self, contents: ModelContents) -> None:
+        self._contents = contents
+        self._version: int | None = None
+
+    def now(self, model: nn.Module) -> tuple[Any, ...]:
+        """Return a value that equals an earlier one as long as nothing of the above has changed.
+
+        Costs a tenth of a microsecond per module and parameter.
+        """
+        if self._version != self._contents.refresh(model):
+            self._version = self._contents.version
+            modules = self._contents.modules
+            self._buffers = [module._buffers for module in modules if module._buffers]
+            self._modes = [vars(module) for module in modules if "training" in vars(module)]
+            self._adapters = [module for module in modules if isinstance(module, BaseTunerLayer)]
+            self._dropouts = [module for module in modules if isinstance(module, nn.Dropout)]
+            self._own = [vars(module) for module in modules]
+        return (
+            self._version,
+            [(parameter.data_ptr(), parameter.requires_grad) for parameter in self._contents.parameters],
+            # A weight that was edited since its dense copy was made is read itself from then on.
+            [copied[0]._version for own in self._own if (copied := own.get("fastpack_copied_from")) is not None],
+            [0 if one is None else one.data_ptr() for buffers in self._buffers for one in buffers.values()],
+            bytes(map(_training, self._modes)),
+            [_adapter_state(layer) for layer in self._adapters],
+            [module.p for module in self._dropouts],
+            [own.get("forward") for own in self._own],
+            torch.is_anomaly_enabled(),
+            torch.get_default_dtype(),
+        )
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether adapters take part in a forward, as of the last `now`."""
+        return any(not layer.disable_adapters and layer.active_adapters for layer in self._adapters)
+
+
+def _adapter_state(layer: BaseTunerLayer) -> tuple[Any, ...]:
+    scaling = getattr(layer, "scaling", None)  # tuners other than LoRA have none
+    active = layer.active_adapters
+    return (
+        tuple(active), tuple(layer.merged_adapters), layer.disable_adapters,
+        tuple(scaling.values()) if isinstance(scaling, dict) else None,
+    )  # fmt: skip
 
 
 class _Backbone:

@@ -1,17 +1,16 @@
-"""One bucket of one backbone: static tensors, the graphs of forward and backward, and their replay."""
+"""One bucket of one backbone: static tensors, graphs of forward and backward, their replay, and the gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fastpack_trl.capture.device import CudaGraphs
-from fastpack_trl.capture.state import GradientBuffers
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.static_batch import StaticInputs
 from fastpack_trl.run import Run
@@ -28,6 +27,40 @@ class Key(NamedTuple):
     routes: bool
     """Router logits are outputs."""
     bucket: Bucket
+
+
+class GradientBuffers:
+    """One tensor per parameter, which is its ``.grad`` from the first micro-batch of a step on.
+
+    A parameter without a gradient has none here either: to an optimizer zeros are not None, AdamW would decay the
+    parameter.
+
+    Args:
+        parameters: with the gradients of an eager micro-batch, which become the buffers; the others are left out.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = [parameter for parameter in parameters if parameter.grad is not None]
+        self._buffers = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+
+    def attach(self) -> None:
+        """Make each buffer the gradient of its parameter, with its present value, or zeros if it has none."""
+        fresh: list[Tensor] = []
+        for parameter, buffer in zip(self.parameters, self._buffers, strict=True):
+            gradient = parameter.grad
+            if gradient is buffer or not parameter.requires_grad:  # frozen since: zeros are not None to an optimizer
+                continue
+            if gradient is None:
+                fresh.append(buffer)
+            else:  # set by an eager micro-batch, or by a callback
+                buffer.copy_(gradient)
+            parameter.grad = buffer
+        if fresh:
+            torch._foreach_zero_(fresh)
+
+    def were_written(self) -> None:
+        """Count a replay as an edit of each gradient, as a backward pass does (autograd checks it)."""
+        torch.autograd.graph.increment_version(self._buffers)
 
 
 class Open:

@@ -12,14 +12,12 @@ from fastpack_trl.capture.decision import EAGER_STEPS, FEATURE
 from fastpack_trl.capture.device import CudaGraphs, on_side_stream
 from fastpack_trl.capture.graphs import LOSS_METHODS, BackboneGraphs
 from fastpack_trl.errors import first_reason
-from fastpack_trl.features.merge_accumulation import looks_inside
 from fastpack_trl.model.changes import callbacks_added, patch_attribute
 from fastpack_trl.model.checkpoint_seam import checkpointing_modules, checkpoints_reentrantly
 from fastpack_trl.model.facts import dropout_of
 from fastpack_trl.model.hooks import replaced_methods
-from fastpack_trl.moe.apply import refuses_capture
 from fastpack_trl.packing.buckets import Bucket
-from fastpack_trl.run import Run
+from fastpack_trl.run import Run, looks_inside
 
 LEAST_CAPABILITY = (8, 0)
 
@@ -78,8 +76,9 @@ def install(run: Run) -> Iterator[None]:
     run.set_status(FEATURE, "on", "pending", f"from step {EAGER_STEPS + 1} on{weighed}")
     streamed: AbstractContextManager[None] = nullcontext() if run.has_side_stream else on_side_stream(run, device)
     replaying, held = patch_attribute(run.backbone, "replay", graphs.run), patch_attribute(run, "graphs", graphs)
+    reducing = reducing_gradients(run, graphs) if run.ranks.count > 1 else nullcontext()
     try:
-        with callbacks_added(run.trainer, graphs), streamed, held, replaying, reducing_gradients(run, graphs):
+        with callbacks_added(run.trainer, graphs), streamed, held, replaying, reducing:
             yield
     finally:
         graphs.finish()
@@ -116,7 +115,7 @@ def _reasons_of_layers(run: Run) -> Iterator[object]:
     empties = args.torch_empty_cache_steps
     yield empties and f"torch_empty_cache_steps={empties} empties memory inside of the micro-step"
     yield from looks_inside(run)
-    yield refuses_capture(model, run.device)
+    yield run.refuses_experts(run.device)
     held, left = run.step.activation_bytes / 2**30, run.step.activations_left
     lacks = left is not None and left < run.step.activation_bytes
     yield lacks and f"graphs need {held:.1f} GiB on top of an eager step; the plan leaves {(left or 0) / 2**30:.1f}"

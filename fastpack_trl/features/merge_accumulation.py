@@ -6,15 +6,14 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 from fastpack_trl.checkpointing.budget import free_bytes, memory_to_come
 from fastpack_trl.checkpointing.planned import count_layers, row_bytes
 from fastpack_trl.features.feature import Met
 from fastpack_trl.model.changes import patch_attribute
-from fastpack_trl.model.facts import ALORA, UNREADABLE, dropout_of, is_invoked_once_per_row, position_use
-from fastpack_trl.model.hooks import BATCH_METHODS, callback_between, hook_inside, hook_on_a_gradient, replaced_methods
-from fastpack_trl.run import DEEPSPEED, MERGED_ROW_TOKENS, SHARDED, Run
+from fastpack_trl.model.facts import ALORA, UNREADABLE, dropout_of, is_invoked_once_per_row
+from fastpack_trl.model.hooks import BATCH_METHODS, callback_between, hook_on_a_gradient, replaced_methods
+from fastpack_trl.run import MERGED_ROW_TOKENS, Run, looks_inside, steps_in_backward
 from fastpack_trl.step.merged_completions import MergedCompletions
 from fastpack_trl.step.merging import FEATURE, Merging
 
@@ -74,7 +73,7 @@ def _of_completions(run: Run) -> Iterator[object]:
     )
     yield run.ranks.count > 1 and "each process reduces its gradients with its last micro-batch only"
     yield getattr(trainer, "aux_loss_enabled", False) and "the auxiliary loss of experts is per micro-batch"
-    yield _steps_in_backward(args)
+    yield steps_in_backward(args)
     yield callback_between(trainer)
     yield hook_on_a_gradient(run.model, run.model.parameters())
 
@@ -110,20 +109,3 @@ def _of_documents(run: Run) -> Iterator[object]:
         most = _row_tokens(run)
         full = f"two rows exceed {most:,} tokens, where one already fills the {device} and a longer one is no faster"
         yield two_rows > most and full
-
-
-def looks_inside(run: Run) -> Iterator[object]:
-    """Yield what of a run needs the forward and backward pass of each micro-batch as TRL launches it."""
-    args, model = run.args, run.model
-    yield run.is_deepspeed and DEEPSPEED
-    yield run.is_sharded and SHARDED
-    yield args.neftune_noise_alpha and "NEFTune's noise depends on the length of a row"
-    yield _steps_in_backward(args)
-    yield position_use(model).by_longest and "the rotary embedding depends on the longest document of a row"
-    yield hook_on_a_gradient(model, model.parameters())
-    yield (hook := hook_inside(model)) and f"{hook} runs once per micro-batch"
-
-
-def _steps_in_backward(args: Any) -> str:
-    optim = str(getattr(args.optim, "value", args.optim)).lower()
-    return f"optim={optim!r} steps in the backward pass" if "lomo" in optim else ""

@@ -13,7 +13,7 @@ from accelerate.logging import get_logger
 from fastpack_trl.features.feature import Stock
 from fastpack_trl.kernels._triton import is_supported
 from fastpack_trl.model.changes import remarked
-from fastpack_trl.moe.apply import apply_moe
+from fastpack_trl.moe.apply import apply_moe, refuses_capture
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.moe.quantized import has_quantized_experts, quantize_experts
 from fastpack_trl.run import SHARDED, Run
@@ -26,6 +26,11 @@ def quantize(run: Run, model: Any, device: torch.device | None = None) -> None:
     if run.settings.moe_quantize_experts == "on" and not run.disabled:
         done = quantize_experts(model, device)
         run.report.facts.setdefault("quantized experts", str(done))  # a second call finds nothing left to do
+
+
+def choose_experts(run: Run) -> None:
+    """Let `cuda_graph` ask whether it may record the experts, whichever path they take."""
+    run.refuses_experts = partial(refuses_capture, run.model)
 
 
 def concerns(run: Run) -> bool:

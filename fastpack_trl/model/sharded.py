@@ -34,7 +34,7 @@ class Ranks:
         self._timeout, self._group = timeout, None
 
     def _reduce(self, values: torch.Tensor, timeout: float | None = None) -> torch.Tensor:
-        """Take the maximum of each value over all processes, in place."""
+        """Take the maximum of each value over all processes, in place; raise `RankFailedError` if others do not."""
         if self._group is None:
             self._group = distributed.new_group(backend="gloo", timeout=self._timeout)
         options = distributed.AllreduceOptions()
@@ -43,7 +43,11 @@ class Ranks:
             # Set on the operation: one whose `wait` alone times out delays the exit by the group's timeout.
             options.timeout = timedelta(seconds=timeout)
         group: Any = self._group
-        group.allreduce([values], options).wait()
+        try:
+            group.allreduce([values], options).wait()
+        except RuntimeError as error:
+            why = f"rank {distributed.get_rank()}: no joint decision: {describe(error)}"
+            raise RankFailedError(f"{why}; see the logs of the other processes, or raise ddp_timeout") from error
         return values
 
     def all_max(self, values: Sequence[float]) -> list[float]:
@@ -64,7 +68,7 @@ class Ranks:
     def reason(self, own: str, patience: float | None = None) -> str:
         """Return `own`, else the first reason of another process, after its rank; empty if none has one.
 
-        Raise `RuntimeError` if others did not call within `patience` seconds, or the timeout of the group.
+        Raise `RankFailedError` if others did not call within `patience` seconds, or the timeout of the group.
         """
         if self.count == 1:
             return own
@@ -104,7 +108,7 @@ class Ranks:
             summary = f"{type(error).__name__}: {describe(error)}"
             try:
                 self.reason(summary, patience)
-            except RuntimeError:
+            except RankFailedError:
                 raise RankFailedError(
                     f"rank {distributed.get_rank()}: {summary}; the other processes wait for this one in a collective "
                     "that it has left, so the run ends"

@@ -25,7 +25,7 @@ COLUMNS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "dpo": (_PAIRS,), "reward": (_PAIRS, ("chosen_ids", "rejected_ids")),
     "kto": (("prompt", "completion", "label"), _PAIRS), "grpo": (_PROMPT,), "rloo": (_PROMPT,),
 }  # fmt: skip
-"""Method -> its columns: all of one of these."""
+"""Method -> its columns, all of one of these. Errors of a method without an entry name the column that is missing."""
 
 
 def naming_row(prepare: Callable[..., Any], stock: Callable[..., Any], method: str, dataset: Any, *given: Any) -> Any:
@@ -48,7 +48,7 @@ def naming_row(prepare: Callable[..., Any], stock: Callable[..., Any], method: s
             raise DataError(why) from error
         if not (isinstance(error, UnicodeDecodeError) or any(map(callable, given[2:]))):  # a function of the user
             text_field = getattr(given[1], "dataset_text_field", "text")
-            if fault := column_fault(next(iter(dataset)), name, method, text_field):
+            if fault := column_fault(next(iter(dataset)), name, method, text_field, error):
                 raise DataError(fault) from error
         alone, row = copy.copy(given[1]), None
         alone.dataset_num_proc = None
@@ -73,9 +73,15 @@ def made_for(columns: Iterable[str]) -> str:
     return max(fits, key=lambda fit: fit[0], default=(0, ""))[1]
 
 
-def column_fault(row: Mapping[str, Any], name: str, method: str, text_field: str = "text") -> str:
-    """Return why `method` cannot train on a data set with this first row, and the fix; empty if it can."""
-    kinds = [tuple(text_field if column == "text" else column for column in kind) for kind in COLUMNS[method]]
+def column_fault(
+    row: Mapping[str, Any], name: str, method: str, text_field: str = "text", error: Exception | None = None
+) -> str:
+    """Return why `method` cannot train on a data set with this first row, and the fix; empty if it can.
+
+    `error` of its preparation names the column if `COLUMNS` does not know the method.
+    """
+    listed = COLUMNS.get(method, ((str(error.args[0]),),) if isinstance(error, KeyError) and error.args else ((),))
+    kinds = [tuple(text_field if column == "text" else column for column in kind) for kind in listed]
     data = f"the {name} data set has"
     if fits := [kind for kind in kinds if row.keys() >= {*kind}]:
         for column in fits[0] if len(fits) == 1 else ():

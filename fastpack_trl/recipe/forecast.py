@@ -30,7 +30,7 @@ from fastpack_trl.checkpointing.planned import AMPLE
 from fastpack_trl.checkpointing.trace import layer_costs, probe_batches
 from fastpack_trl.config import Settings
 from fastpack_trl.errors import UserError, describe, preparing
-from fastpack_trl.features import feature
+from fastpack_trl.features import feature, moe
 from fastpack_trl.kernels.gate_form import passes_at_bounds
 from fastpack_trl.lora import projection
 from fastpack_trl.model.changes import patch_attribute
@@ -345,6 +345,7 @@ def stand_in(arguments: Arguments, model: Any, gpu: Gpu) -> Any:
             trainer=SimpleNamespace(accelerator=accelerator, model_accepts_loss_kwargs=True), step=StepServices(),
             features=features, on=on,
         )  # fmt: skip
+        moe.choose_experts(run)
         with ExitStack() as stack:
             for name in ("moe", "lora"):
                 feature(name).enter(run, stack)

@@ -8,8 +8,7 @@ from dataclasses import dataclass, fields
 
 from trl import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
 
-from fastpack_trl.config import ModelSettings, Settings, Switch, check_fields, choice
-from fastpack_trl.model.preflight import check_counts
+from fastpack_trl.config import ModelSettings, Settings, Switch, choice
 
 
 @dataclass
@@ -21,12 +20,6 @@ class FastSFTConfig(Settings, SFTConfig):
     Raises:
         ValueError: a value outside its choices, a limit below 1, or two fields that contradict each other.
     """
-
-    def __post_init__(self) -> None:
-        self.normalise()
-        check_counts(self)
-        SFTConfig.__post_init__(self)
-        check_fields(self, self)
 
 
 FastSFTConfig.__doc__ = f"{FastSFTConfig.__doc__}\n    Args:\n" + "\n".join(
@@ -50,11 +43,6 @@ class RowSettings(ModelSettings):
         "for 10 percent of an eager step, and enough steps are left), on (without these conditions), or off. The loss "
         "stays eager. Costs the activations of one micro-batch, held for the run. One process.",
     )
-
-    def __post_init__(self) -> None:
-        self.normalise()
-        check_counts(self)
-        super(ModelSettings, self).__post_init__()  # type: ignore[misc]
 
 
 @dataclass

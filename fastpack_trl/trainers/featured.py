@@ -88,6 +88,7 @@ class FeaturedTrainer(_Stock):
         if not run.choice.setting:
             moe.quantize(run, self.model)  # unless the model was moved already
             run.report.facts |= fit_precision(self)
+            moe.choose_experts(run)
             self._fastpack_replace_forward()
             choose_attention(run)
 

@@ -78,9 +78,7 @@ def test_auto_takes_it_or_names_what_it_lacks(installed: None, changes: dict[str
 
 
 @pytest.mark.parametrize("error", ["OSError('libtvm_ffi.so')", "ModuleNotFoundError('cutlass', name='cutlass')"])
-def test_installed_without_its_libraries_varlen_runs_and_the_reason_is_named(
-    error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_libraries_varlen_runs_and_says_so(error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "flash_attn/cute").mkdir(parents=True)
     (tmp_path / "flash_attn/cute/interface.py").touch()
     (tmp_path / "flash_attn/__init__.py").write_text(f"raise {error}")

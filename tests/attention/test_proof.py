@@ -18,7 +18,7 @@ from side_by_side import assert_equal
 from torch import nn
 from trainer_material import assert_line, assert_same_log, build, figures, train
 from trl import SFTTrainer
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling as Collator
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention.install import packed_attention
@@ -34,7 +34,7 @@ from fastpack_trl.testing import tiny_model
 OFF = {"packed_attention": "off"}
 LEAKING: dict[str, Any] = {"family": "gpt_oss", "packing": True, "max_steps": 1, "eval_strategy": "no"}
 COPIED = ("qwen3", "gpt_oss", "gemma3_text", "bloom", "opt", "deepseek_v3", "granitemoehybrid", "qwen3_next", "afmoe")
-Custom = type("Custom", (DataCollatorForLanguageModeling,), {})
+Custom = type("Custom", (Collator,), {})
 SHARING = ("llama", "qwen3", "gemma2", "gemma3_text", "mistral", "gpt_oss", "qwen3_moe", "deepseek_v3", "opt")
 
 
@@ -284,13 +284,11 @@ def test_leak_under_a_collator_of_the_user_is_reported_and_under_a_kind_of_stock
         return trainer
 
     # Neither stock's collator nor a kind of it: what it tells the model is not known.
-    own = partial(
-        DataCollatorForLanguageModeling.__call__, DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
-    )
+    own = partial(Collator.__call__, Collator(pad_token_id=0, padding_free=True))
     assert "LEAK" in trained(FastSFTTrainer, own, **LEAKING).fastpack_report["verify_packing"].reason
     with pytest.raises(PackingError, match="custom data collator Custom"):
         trained(FastSFTTrainer, Custom(pad_token_id=0, padding_free=True), **LEAKING)
-    joining: dict[str, Any] = {"collator": DataCollatorForLanguageModeling(pad_token_id=0), "packing": True}
+    joining: dict[str, Any] = {"collator": Collator(pad_token_id=0), "packing": True}
     with pytest.raises(PackingError, match=r"packed rows leak: .* each row as one document; .* padding_free=False"):
         trained(FastSFTTrainer, **joining)
     ours = trained(FastSFTTrainer, **joining, fast={"verify_packing": "off"})

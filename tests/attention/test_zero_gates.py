@@ -82,10 +82,7 @@ def test_every_tensor_is_restored_bit_by_bit_also_after_an_exception() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "packing", "rows"),
-    [
-        *((kind, packing, "stock") for kind in ("lily", "mean") for packing in (True, False)),
-        ("sums", True, "documents"),
-    ],
+    [*((one, packing, "stock") for one in ("lily", "mean") for packing in (True, False)), ("sums", True, "documents")],
 )
 def test_rows_are_trls_unless_padding_separates_documents(kind: str, packing: bool, rows: str, tmp_path: Path) -> None:
     ours = train(FastSFTTrainer, tmp_path, model=MIXING[kind](), packing=packing, **STEEP)

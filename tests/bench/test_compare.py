@@ -18,17 +18,9 @@ from trainer_material import make_dataset, make_tokenizer, settings
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
+from fastpack_trl.bench import compare as gate
 from fastpack_trl.bench.command import settings_of
-from fastpack_trl.bench.compare import (
-    LossParityError,
-    check_losses,
-    compare,
-    compare_sides,
-    losses_line,
-    quartiles,
-    table,
-    tolerance,
-)
+from fastpack_trl.bench.compare import LossParityError, check_losses, compare, compare_sides, table, tolerance
 from fastpack_trl.bench.learner import learner_alone
 from fastpack_trl.bench.picture import draw
 from fastpack_trl.bench.sides import train_side
@@ -158,11 +150,7 @@ class _Stops(TrainerCallback):
         ({"change": _scaled(1.01)}, LossParityError, "the loss of step 1 is .* with fastpack but .* with stock"),
         ({"change": _scaled(float("nan"))}, LossParityError, "the loss of step 1 is nan with fastpack"),
         ({"data": make_dataset("text").shuffle(1)}, LossParityError, "must get the same data in the same order"),
-        (
-            {"change": _raising(RuntimeError("no kernel"))},
-            UserError,
-            "fastpack cannot be trained: RuntimeError: no kernel",
-        ),
+        ({"change": _raising(RuntimeError("no kernel"))}, UserError, "cannot be trained: RuntimeError: no kernel"),
         ({"change": lambda trainer: trainer.add_callback(_Stops())}, UserError, "stopped early, after 1 step"),
     ],
 )
@@ -225,7 +213,7 @@ def test_the_gate_stops_a_learner_with_another_model(tmp_path: Path) -> None:
     is_wrong = False
     row = compare_sides(runs, rounds=1, gate=1, progress=False)
     assert row["gate"]["figure"] == "gradient norm"
-    assert losses_line(row).startswith("random completions and rewards; gradient norms agree")
+    assert gate.losses_line(row).startswith("random completions and rewards; gradient norms agree")
     is_wrong = True
     with pytest.raises(LossParityError, match="the gradient norm of step 1"):
         compare_sides(runs, rounds=1, gate=1, progress=False)
@@ -264,8 +252,8 @@ def test_dropout_is_off_inside_and_back_outside() -> None:
 
 
 def test_quartiles_are_between_the_values_and_streams_that_overlap_count_once() -> None:
-    assert quartiles([3, 1, 2]) == {"median": 2, "q1": 1.5, "q3": 2.5, "values": [3, 1, 2]}
-    assert quartiles([4.0])["q1"] == quartiles([4.0])["q3"] == 4.0
+    assert gate.quartiles([3, 1, 2]) == {"median": 2, "q1": 1.5, "q3": 2.5, "values": [3, 1, 2]}
+    assert gate.quartiles([4.0])["q1"] == gate.quartiles([4.0])["q3"] == 4.0
     assert covered([(5, 6), (0, 2), (1, 3), (1, 2)]) == 4
 
 

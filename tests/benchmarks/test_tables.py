@@ -144,9 +144,7 @@ def test_a_new_record_replaces_those_of_its_row_and_device(tmp_path: Path) -> No
         read(tmp_path / "bad.jsonl")
 
 
-def test_a_row_is_marked_as_of_other_code_by_one_hash(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_hash_marks_code(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("README.md", "benchmarks", "docs/figures"):
         (tmp_path / name).mkdir(parents=True) if "." not in name else shutil.copy(ROOT / name, tmp_path)
     monkeypatch.setattr(tables, "ROOT", tmp_path)

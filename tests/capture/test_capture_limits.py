@@ -105,9 +105,7 @@ def test_two_steps_are_over_before_anything_is_recorded(tmp_path: Path, devices:
     ],
     ids=["checkpointed", "kept", "kept-reentrant", "reentrant"],
 )
-def test_what_layers_do_decides_and_not_the_flags_of_the_run(
-    tmp_path: Path, devices: Any, memory: str, options: dict[str, Any], said: str
-) -> None:
+def test_what_layers_do_decides(tmp_path: Path, devices: Any, memory: str, options: dict[str, Any], said: str) -> None:
     """A recompute would draw dropout anew; layers that are kept run no backward pass of their own."""
     trainer = train(tmp_path, devices, lora={"lora_dropout": 0.1}, fast={"activation_memory": memory}, **options)
     assert_line(trainer, "cuda_graph", said, path="eager" if said else "captured")

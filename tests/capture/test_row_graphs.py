@@ -31,10 +31,8 @@ def run(name: str, folder: Path, devices: Any, around: Callable[[Any], Any] = la
 
 
 def both(name: str, folder: Path, devices: Any, **options: Any) -> tuple[Any, Any]:
-    return (
-        run(name, folder / "on", devices, **options),
-        run(name, folder / "off", devices, **options | {"cuda_graph": "off"}),
-    )
+    ours = run(name, folder / "on", devices, **options)
+    return ours, run(name, folder / "off", devices, **options | {"cuda_graph": "off"})
 
 
 def uneven_completions() -> Dataset:

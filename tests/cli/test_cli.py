@@ -25,9 +25,7 @@ def run_with(monkeypatch: pytest.MonkeyPatch, run: Any, *argv: str) -> int:
     return cli.main(argv)
 
 
-def test_the_help_is_one_page_with_every_command_also_without_a_command(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_help_is_one_page_of_commands(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     pages = [(cli.main(words), capsys.readouterr().out) for words in (["--help"], [], ["--traceback"])]
     assert set(pages) == {(0, pages[0][1])}
@@ -75,9 +73,7 @@ def test_an_error_of_the_user_and_an_interrupt_are_one_line(
 
 
 @pytest.mark.parametrize("argv", [["probe", "--traceback"], ["--traceback", "probe"], ["probe"]])
-def test_traceback_on_request(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argv: list[str]
-) -> None:
+def test_traceback_asked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
     monkeypatch.setenv("FASTPACK_TRACEBACK", str(int("--traceback" not in argv)))
     assert run_with(monkeypatch, raise_user_error, *argv) == 2
     err = capsys.readouterr().err

@@ -125,9 +125,7 @@ def test_a_forecast_counts_bytes_as_the_model_has_them(material: Material, capsy
     assert not material.out.exists()
 
 
-def test_options_of_sft_override_the_config_of_a_forecast_and_reasons_are_shown(
-    material: Material, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_override_a_forecast_with_reasons(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
     file = material.folder / "doctor.json"
     assert run("--config", material.yaml(), "--gpu", "H100") == 0
     out = capsys.readouterr().out
@@ -199,9 +197,7 @@ def test_a_suggestion_that_cannot_be_made_is_left_out(
     assert "suggestion        a smaller model, or a larger GPU" in capsys.readouterr().out
 
 
-def test_several_gpus_have_a_column_per_engine_however_their_number_is_given(
-    material: Material, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_gpus_have_a_column_per_engine(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
     file, tables = material.folder / "doctor.json", []
     for words in (["--gpus", 4], ["--accelerate_config", "fsdp2", "--num_processes", 4]):
         assert run("--config", material.yaml(), "--gpu", "H100", "h200", "--json", file, *words) == 0

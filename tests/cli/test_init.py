@@ -50,9 +50,7 @@ def test_a_config_names_itself_and_what_is_next(here: Path, capsys: pytest.Captu
     assert f"fastpack-trl {command} --config {file.name}" in capsys.readouterr().out
 
 
-def test_the_quickstart_trains_from_an_empty_folder(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_quickstart_trains(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     # A part of the standard library: all of it takes a minute.
     monkeypatch.setattr(
         quickstart, "collect", partial(quickstart.collect, Path(sysconfig.get_paths()["stdlib"]) / "email")

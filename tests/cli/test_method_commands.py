@@ -74,9 +74,7 @@ def run(command: str, *argv: object) -> Any:
 
 
 @pytest.mark.parametrize("kind", ROWS)
-def test_steps_from_a_yaml_are_of_our_trainer_and_save_a_model(
-    material: Material, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_a_yaml_trains_ours_and_saves_a_model(material: Material, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.chdir(material.folder)
     monkeypatch.delitem(sys.modules, "rewards_of_a_user", raising=False)
     command, more = kind.partition(",")[0], {"use_peft": True, "lora_r": 4}
@@ -210,7 +208,7 @@ def test_bench_measures_no_engine_of_generation(material: Material, capsys: pyte
     assert "bench times only the learner, on random completions: give --use_vllm False" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", METHODS)
+@pytest.mark.parametrize("command", COLUMNS)
 def test_columns_of_a_method_are_made_for_a_command_that_takes_them(command: str) -> None:
     for columns in COLUMNS[command]:
         found = made_for(columns)

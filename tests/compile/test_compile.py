@@ -37,9 +37,7 @@ from fastpack_trl.testing import gradients
         ("gpt_oss", False, False, None, 2), ("qwen3_moe", True, False, "varlen", 1),
     ],
 )  # fmt: skip
-def test_one_graph_per_window_for_ten_rows(
-    family: str, lora: bool, checkpointing: bool, attention: str | None, graphs: int
-) -> None:
+def test_one_graph_per_window(family: str, lora: bool, checkpointing: bool, attention: str | None, graphs: int) -> None:
     """Rows of other lengths, documents of other lengths and numbers, the first layer over frozen embeddings.
 
     Also where no document of a row is longer than the window, and the other way round.
@@ -56,9 +54,7 @@ def test_one_graph_per_window_for_ten_rows(
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
-def test_rows_of_a_captured_run_take_the_graph_that_was_compiled_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpointing: bool
-) -> None:
+def test_rows_of_a_capture_take_its_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpointing: bool) -> None:
     """A recording switches off autocast's cache, and torch guards on that; here rows warm up, and none is recorded."""
     backend = Counting(differentiate=True)
     compile_with(backend, monkeypatch)

@@ -127,9 +127,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[Tensor]]:
     ],
     ids=str,
 )
-def test_a_budget_or_a_level_plans_on_the_cpu_and_changes_no_bit(
-    tmp_path: Path, stock: Any, own: dict[str, Any], path: str, said: str
-) -> None:
+def test_a_plan_on_a_cpu_changes_no_bit(tmp_path: Path, stock: Any, own: dict[str, Any], path: str, said: str) -> None:
     trainer = fast(tmp_path, **own)
     assert same(trained(trainer), stock)
     line = trainer.fastpack_report["activation_memory"]
@@ -261,9 +259,7 @@ def test_a_step_that_fits_at_no_level_raises_the_devices_error(tmp_path: Path) -
 
 @pytest.mark.usefixtures("varlen_on_the_cpu", "offloads")
 @pytest.mark.parametrize("own", [{"activation_memory": "offload"}, {"checkpoint_offload": "double_buffer"}])
-def test_with_compiled_layers_the_model_is_left_as_it_was(
-    tmp_path: Path, own: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_layers_leave_the_model(tmp_path: Path, own: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """`layer_compile` wraps what stands around a layer's checkpoint, and is taken away before it or after it."""
     compile_with(graphs := Counting(), monkeypatch)
     more = {"max_steps": 2, "eval_strategy": "no", "layer_compile": "on", "activation_memory_gib": 1.0}

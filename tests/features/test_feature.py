@@ -26,7 +26,7 @@ READERS = {
     "lora.linear.backbones": "lora",
     "features.moe.experts_modules": "moe",
     "features.sync_free.head_of": "sync_free",
-    "features.merge_accumulation.position_use": "merge_accumulation",
+    "features.merge_accumulation.is_invoked_once_per_row": "merge_accumulation",
     "features.activation_memory.checkpointable_layers": "activation_memory",
     "compile.layers.decoder_layers": "layer_compile",
     "model.facts._gaps": "packed_attention",

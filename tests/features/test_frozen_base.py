@@ -53,9 +53,7 @@ def logged(trainer: Any, name: str) -> list[float]:
 
 @pytest.mark.usefixtures("varlen_on_the_cpu")
 @pytest.mark.parametrize("layer_compile", ["off", pytest.param("on", marks=pytest.mark.slow)])
-def test_a_run_learns_as_one_over_the_loaded_base_and_leaves_it(
-    tmp_path: Path, layer_compile: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fp8_learns_as_the_loaded_base(tmp_path: Path, layer_compile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = Counting(differentiate=True)
     monkeypatch.setattr(feature, "compiled_layers", partial(compiled_layers, _backend=graphs))
     model = adapted("qwen3")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moe_material import GATES, assert_as_near, autograd_gate, combine_case, gate_case, gate_name, norm_of_difference
+from moe_material import GATES, assert_as_near, autograd_gate, combine_case, distance, gate_case, gate_name
 from old_device import forced_capability
 
 from fastpack_trl.kernels.combine import bias_weight_grad, combine
@@ -35,11 +35,11 @@ def test_combine_equals_the_sum_over_slots(dtype: torch.dtype, bias: bool, weigh
     arguments, keywords, exact = combine_case(dtype, bias, weights_dtype)
     actual, eps = combine(*arguments, **keywords), torch.finfo(dtype).eps
     assert actual.dtype == dtype
-    assert norm_of_difference(actual, exact) <= 2 * eps
+    assert distance(actual, exact) <= 2 * eps
     if bias:  # the gradient of the routing weights through the bias
         grad, (table, ids) = torch.randn(19, 40).to(dtype), keywords.values()
         exact = (grad.double()[:, None] * table.double()[ids]).sum(-1)
-        assert norm_of_difference(bias_weight_grad(grad, table, ids), exact) <= 8 * eps
+        assert distance(bias_weight_grad(grad, table, ids), exact) <= 8 * eps
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -54,7 +54,7 @@ def test_grouped_products_with_an_empty_group(dtype: torch.dtype, width: int) ->
     for ends in (offsets, tuple(offsets.tolist())):  # on the device, and read before
         results = grouped_mm(x, weight, ends), grouped_outer(x, y, ends), grouped_sum(y, ends)
         for actual, exact in zip(results, (product, outer, sums), strict=True):
-            assert norm_of_difference(actual, exact) <= 2 * torch.finfo(dtype).eps
+            assert distance(actual, exact) <= 2 * torch.finfo(dtype).eps
 
 
 def test_sizes_and_devices_of_torchs_grouped_product() -> None:

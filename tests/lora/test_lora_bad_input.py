@@ -51,12 +51,8 @@ def strided(x: Tensor) -> Tensor:
 def test_inputs_and_gradients_of_any_strides_and_no_tokens(pair: tuple[Any, Any], tokens: int, compiled: bool) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    wide = pair[0].in_features
-    inputs = [
-        torch.randn(2, tokens, wide),
-        torch.randn(tokens, 2, wide).transpose(0, 1),
-        strided(torch.randn(2, tokens, wide)),
-    ]
+    two, own = (2, tokens, pair[0].in_features), (tokens, 2, pair[0].in_features)
+    inputs = [torch.randn(two), torch.randn(own).transpose(0, 1), strided(torch.randn(two))]
     grads: list[Callable[[Tensor], Tensor]] = [
         torch.ones_like,
         lambda out: torch.ones(()).expand_as(out),

@@ -9,15 +9,7 @@ from typing import Any
 import pytest
 import torch
 from counted_operators import kernels_of
-from lora_material import (
-    adapted,
-    any_ids,
-    assert_host_never_waits,
-    assert_no_further,
-    fast_layers,
-    joint_error,
-    weights,
-)
+from lora_material import adapted, any_ids, assert_never_waits, assert_no_further, fast_layers, joint_error, weights
 from trainer_material import assert_line, figures, make_dataset, make_tokenizer, settings
 
 from benchmarks.models import quantize
@@ -96,7 +88,7 @@ def test_the_host_never_waits(kind: str, compiled: bool) -> None:
     apply_lora(model, compute_dtype=torch.bfloat16)
     for layer in fast_layers(model) if kind == "fp8" else []:
         put_in_fp8(layer, torch.bfloat16)
-    assert_host_never_waits(model, compiled=compiled)
+    assert_never_waits(model, compiled=compiled)
 
 
 def test_a_step_launches_fewer_kernels_than_with_peft() -> None:

@@ -19,9 +19,7 @@ GIB = 2**30
 @pytest.mark.parametrize(
     ("fraction", "free", "expected"), [(1.0, 50, 50 + 4), (0.25, 50, 25 - 10 + 4), (0.05, 50, 4), (0.5, 3, 3 + 4)]
 )
-def test_the_memory_fraction_counts_what_torch_has_reserved(
-    monkeypatch: pytest.MonkeyPatch, fraction: float, free: int, expected: int
-) -> None:
+def test_fraction_counts_reserved(monkeypatch: pytest.MonkeyPatch, fraction: float, free: int, expected: int) -> None:
     figures = {
         "mem_get_info": (free * GIB, 100 * GIB), "memory_reserved": 10 * GIB, "memory_allocated": 6 * GIB,
         "get_per_process_memory_fraction": fraction,

@@ -47,16 +47,7 @@ def test_a_file_is_replaced_whole_and_never_written_through_a_link(tmp_path: Pat
 
 
 SECRETS = ("token", "hub_token", "HF_TOKEN", "api_key", "use_auth_token", "Password", "secret", "wandb-api-key")
-OTHERS = (
-    "image_row_tokens",
-    "max_tokens",
-    "num_tokens",
-    "eos_token",
-    "pad_token",
-    "tokenizer",
-    "secretary",
-    "passwords",
-)
+OTHERS = ("row_tokens", "max_tokens", "num_tokens", "eos_token", "pad_token", "tokenizer", "secretary", "passwords")
 
 
 @pytest.mark.parametrize("name", [*SECRETS, *OTHERS])

@@ -80,16 +80,7 @@ def test_every_form_of_a_checkpoint_is_complete_until_a_file_of_it_is_damaged(tm
         torch.save(state, checkpoint("adapters", part) / "adapter_model.bin")
     torch.save(state, checkpoint("deepspeed", "global_step3") / "mp_rank_00_model_states.pt")
     (tmp_path / "deepspeed" / "latest").write_text("global_step3", encoding="utf-8")
-    read = (
-        "model-",
-        "index.json",
-        "pytorch_model.bin",
-        "optimizer.pt",
-        "state_1.pth",
-        "distcp",
-        "metadata",
-        "adapter_",
-    )
+    read = ("model-", "index.json", "pytorch_model.bin", "optimizer.pt", "state_1.pth", "distcp", "metadata", "adapter")
     optional = {"optimizer.pt", "rng_state_1.pth", "adapter_model.bin", "mp_rank_00_model_states.pt", "config.json"}
     count = 0
     for folder in sorted(tmp_path.iterdir()):

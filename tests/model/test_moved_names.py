@@ -137,9 +137,7 @@ ROWS = [
 """Names, when they are looked up, rooms that use them, what happens without them."""
 TICKED = re.compile(r"`([^`]+)`")
 NAMES = {name for names, *_ in ROWS for name in TICKED.findall(names)}
-ROOMS = [
-    (name.rpartition(".")[2], TICKED.findall(rooms)) for names, _, rooms, _ in ROWS for name in TICKED.findall(names)
-]
+ROOMS = [(name.rpartition(".")[2], TICKED.findall(rooms)) for own, _, rooms, _ in ROWS for name in TICKED.findall(own)]
 USED = {(name, room) for name, rooms in ROOMS for room in rooms}
 LIBRARIES = ("accelerate", "peft", "torch", "transformers", "trl")
 PUBLIC = re.compile(

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from moe_material import (
-    MOE_FAMILIES,
+    FAMILIES,
     STACKS,
     adapted,
     assert_as_stock,
+    distance,
     experts_of,
     input_ids,
     moe_model,
-    norm_of_difference,
     randomised,
     routed,
     step,
@@ -32,7 +32,7 @@ from fastpack_trl.testing import gradients
 @pytest.mark.parametrize(
     ("family", "how", "frozen"),
     [
-        *((family, {"r": r}, "nothing") for family in MOE_FAMILIES for r in (4, 3)),
+        *((family, {"r": r}, "nothing") for family in FAMILIES for r in (4, 3)),
         *(("qwen3_moe", {"stacks": [s]}, "nothing") for s in STACKS),
         *(("qwen3_moe", {}, factor) for factor in ("lora_A", "lora_B")),
     ],
@@ -82,7 +82,7 @@ def test_bf16_experts_with_fp32_adapters_are_as_exact_as_peft(family: str) -> No
     model.double()
     module.config._experts_implementation_internal = "eager"
     exact = run(torch.float64)
-    errors = [norm_of_difference(ours[name], v) / norm_of_difference(peft[name], v) for name, v in exact.items()]
+    errors = [distance(ours[name], v) / distance(peft[name], v) for name, v in exact.items()]
     assert max(errors) <= 1.5  # of one figure it depends on the order in which a processor adds
     assert sum(errors) <= 1.2 * len(errors)
 
@@ -132,7 +132,7 @@ def test_adapters_are_saved_and_loaded_by_peft_both_ways(tmp_path: Path) -> None
     with apply_moe(loaded.train()) as report:
         assert {line.path for line in report.adapters} == {"fastpack"}
         found, _ = step(loaded)
-    assert norm_of_difference(found, logits) <= 1e-5
+    assert distance(found, logits) <= 1e-5
 
 
 def test_merge_unmerge_and_disabled_adapters_are_pefts() -> None:
@@ -143,19 +143,19 @@ def test_merge_unmerge_and_disabled_adapters_are_pefts() -> None:
         with model.disable_adapter():
             without = model(input_ids=input_ids(), use_cache=False).logits.detach()
         with plain.disable_adapter():
-            assert norm_of_difference(without, plain(input_ids=input_ids(), use_cache=False).logits) <= 1e-5
+            assert distance(without, plain(input_ids=input_ids(), use_cache=False).logits) <= 1e-5
         model.merge_adapter()
         plain.merge_adapter()
         for name, parameter in plain.named_parameters():
             assert torch.equal(model.get_parameter(name), parameter), name
         merged = model(input_ids=input_ids(), use_cache=False).logits.detach()
-        assert norm_of_difference(merged, with_adapter) <= 1e-5
+        assert distance(merged, with_adapter) <= 1e-5
         model.unmerge_adapter()
         unmerged, _ = step(model)
-        assert norm_of_difference(unmerged, with_adapter) <= 1e-5
+        assert distance(unmerged, with_adapter) <= 1e-5
         assert report.active == 2
     merged_model = model.merge_and_unload()
-    assert norm_of_difference(merged_model(input_ids=input_ids(), use_cache=False).logits, with_adapter) <= 1e-5
+    assert distance(merged_model(input_ids=input_ids(), use_cache=False).logits, with_adapter) <= 1e-5
 
 
 def test_several_adapters_are_handed_to_peft_by_name_and_a_single_one_comes_back() -> None:
@@ -171,7 +171,7 @@ def test_several_adapters_are_handed_to_peft_by_name_and_a_single_one_comes_back
         model.set_adapter("second")
         second, _ = step(model)
     expected_second, _ = step(model)
-    assert norm_of_difference(second, expected_second) <= 1e-5
+    assert distance(second, expected_second) <= 1e-5
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["plain", "expert-lora"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from moe_material import adapted, assert_as_stock, experts_of, moe_model, norm_of_difference, routed, step
+from moe_material import adapted, assert_as_stock, distance, experts_of, moe_model, routed, step
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -56,7 +56,7 @@ def test_experts_compile_without_graph_breaks_and_own_gates_are_stocks(family: s
     expected, grads = _step(mlp, mlp)
     with apply_moe(model):
         found, ours = _step(torch.compile(mlp, backend="aot_eager", fullgraph=not act), mlp)
-    assert norm_of_difference(found, expected) <= 1e-6
+    assert distance(found, expected) <= 1e-6
     assert_gradients_close(ours, grads, rtol=1e-5)
 
 

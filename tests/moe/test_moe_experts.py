@@ -8,13 +8,13 @@ import pytest
 import torch
 from counted_operators import Counted
 from moe_material import (
-    MOE_FAMILIES,
+    FAMILIES,
     adapted,
     assert_as_stock,
+    distance,
     experts_of,
     input_ids,
     moe_model,
-    norm_of_difference,
     routed,
     step,
 )
@@ -56,8 +56,8 @@ def _assert_as_exact_as_eager(module: Any, values: tuple[Tensor, ...]) -> dict[s
     ours, eager = (_run(module, function, *values) for function in (module, _eager(module)))
     exact = _run(module.double(), _eager(module), x.double(), ids, weights.double(), grad.double())
     for name, value in exact.items():
-        bound = 1.1 * norm_of_difference(eager[name], value)
-        assert norm_of_difference(ours[name], value) <= bound, name
+        bound = 1.1 * distance(eager[name], value)
+        assert distance(ours[name], value) <= bound, name
     return ours
 
 
@@ -73,7 +73,7 @@ def _case(family: str, dtype: torch.dtype, tokens: int = 40, **how: Any) -> tupl
 @pytest.mark.parametrize(
     ("family", "routing"),
     [
-        *((family, {"skew": skew}) for family in MOE_FAMILIES for skew in ("uniform", "hot", "empty")),
+        *((family, {"skew": skew}) for family in FAMILIES for skew in ("uniform", "hot", "empty")),
         *((family, {"skew": "hot", "top_k": 1}) for family in ("gpt_oss", "qwen3_moe")),  # all tokens at one expert
         *(("gpt_oss", {"tokens": tokens, "top_k": top_k}) for tokens in (1, 9) for top_k in (1, 4)),
     ],
@@ -86,7 +86,7 @@ def test_block_equals_float64_in_output_and_every_gradient(family: str, routing:
     assert ours.keys() == exact.keys()
     for name, value in exact.items():
         assert ours[name].shape == value.shape
-        assert norm_of_difference(ours[name], value) <= 1e-6, name
+        assert distance(ours[name], value) <= 1e-6, name
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "deepseek_v3"])
@@ -102,7 +102,7 @@ def test_fp32_input_and_weights_beside_bf16_experts_follow_stock() -> None:
     stock = _run(module, lambda *a: _stock(module, *a), x, ids, weights, grad)
     for name, value in stock.items():
         assert ours[name].dtype == value.dtype
-        assert norm_of_difference(ours[name], value) <= 1e-2, name
+        assert distance(ours[name], value) <= 1e-2, name
 
 
 def _stock(module: Any, *args: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ def test_no_token_gives_an_empty_output_and_zero_gradients(family: str, device: 
     assert not any(value.any() for value in ours.values())
 
 
-@pytest.mark.parametrize("family", MOE_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_nan_of_a_token_stays_in_that_token_through_the_router_too(family: str) -> None:
     model = moe_model(family).requires_grad_(False)
     block = model.get_submodule(next(iter(experts_modules(model))).rpartition(".")[0])
@@ -151,7 +151,7 @@ def test_frozen_experts_get_no_gradient_and_save_the_input_the_pre_activation_an
     assert not gradients(module)
 
 
-@pytest.mark.parametrize("family", MOE_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_model_equals_stock_and_is_restored(family: str) -> None:
     model = moe_model(family)
     stock_name = model.config._experts_implementation
@@ -246,7 +246,7 @@ def test_sizes_that_products_read_are_read_once_in_each_pass(family: str, monkey
     assert_gradients_close(sides[1][0], sides[0][0])
 
 
-@pytest.mark.parametrize("family", MOE_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_with_its_router_asks_the_device_nothing_and_sorts_once(family: str) -> None:
     model = moe_model(family)
     name = next(iter(experts_modules(model)))
@@ -263,7 +263,7 @@ def test_a_layer_with_its_router_asks_the_device_nothing_and_sorts_once(family: 
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "expert-lora"])
-@pytest.mark.parametrize("family", MOE_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_nothing_of_a_block_is_on_another_device_or_needs_a_value(family: str, lora: bool) -> None:
     """On the meta device a tensor made on the host raises, and so does every look at a value."""
     model = (adapted if lora else moe_model)(family)
@@ -293,7 +293,7 @@ def test_host_waits_on_cuda_only_to_read_sizes_once_in_each_pass(family: str, lo
 @pytest.mark.cuda
 @pytest.mark.parametrize(
     ("family", "skew"),
-    [(family, "uniform") for family in MOE_FAMILIES] + [("qwen3_moe", "empty"), ("qwen3_moe", "hot")],
+    [(family, "uniform") for family in FAMILIES] + [("qwen3_moe", "empty"), ("qwen3_moe", "hot")],
 )
 def test_block_is_as_exact_as_eager_on_cuda_in_bf16(family: str, skew: str) -> None:
     module, values = _case(family, torch.bfloat16, tokens=400, skew=skew)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from moe_material import STACKS, adapted, assert_as_stock, experts_of, input_ids, moe_model, norm_of_difference, step
+from moe_material import STACKS, adapted, assert_as_stock, distance, experts_of, input_ids, moe_model, step
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
@@ -53,7 +53,7 @@ def test_frozen_experts_without_lora_and_decoding() -> None:
     with apply_moe(packed), packed.disable_adapter(), dense.disable_adapter():
         ids = input_ids()
         found, expected = (model(input_ids=ids, use_cache=False).logits for model in (packed, dense))
-        assert norm_of_difference(found, expected) <= 1e-5
+        assert distance(found, expected) <= 1e-5
     with apply_moe(packed.eval()):
         tokens = [
             model.eval().generate(input_ids=input_ids(6), max_new_tokens=5, do_sample=False)

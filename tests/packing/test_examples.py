@@ -13,8 +13,11 @@ from preference_material import build as build_preference
 from preference_material import pairs, prompts
 from trainer_material import assert_same_log, both, build, make_dataset, make_tokenizer
 
+import fastpack_trl
 from fastpack_trl import FastSFTTrainer
+from fastpack_trl.errors import DataError
 from fastpack_trl.packing import dataset as facts
+from fastpack_trl.trainers.featured import Of
 
 REFUSES = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
@@ -133,6 +136,21 @@ def test_a_template_that_refuses_every_conversation_and_a_pair_of_many(tmp_path:
     tokenizer.chat_template = REFUSES
     with pytest.raises(ValueError, match=r"row 5 of the train data set .*System role"):
         build_preference("DPO", tmp_path, fast=True, data=data, trainer={"processing_class": tokenizer})
+
+
+@pytest.mark.parametrize("name", ["DPO", "KTO", "Reward"])
+def test_a_trainer_whose_columns_are_not_listed_names_the_missing_one_or_the_bad_row(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = getattr(fastpack_trl, f"Fast{name}Trainer")
+    of = Of(type("OddTrainer", (fast._fastpack_of.stock,), {}), "pairs", 2)
+    monkeypatch.setattr(fastpack_trl, fast.__name__, type("FastOddTrainer", (fast,), {"_fastpack_of": of}))
+    for data, says in (
+        (Dataset.from_dict({"question": ["a"], "answer": ["b"]}), "columns question, answer: odd needs chosen: rename"),
+        (Dataset.from_list([*pairs(3), *({**row, "chosen": None} for row in pairs(1))]), "row 3 of the train data"),
+    ):
+        with pytest.raises(DataError, match=says):
+            build_preference(name, tmp_path, fast=True, data=data, **SHORT)
 
 
 def test_an_error_of_a_setting_stays_that_of_stock(tmp_path: Path) -> None:

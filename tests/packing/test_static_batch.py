@@ -64,9 +64,8 @@ def test_the_same_tensors_hold_one_row_after_the_other(first: Any, second: Any, 
     sizes = [Bucket.of(inputs["packed_batch"]) for inputs in (first, second)]
     sizes = [size.with_keys for size in sizes] if any(size.keys for size in sizes) else sizes
     bucket = Bucket(*map(max, zip(*sizes, strict=True)))
-    bucket = bucket._replace(
-        tokens=bucket.tokens + more["tail"] + bool(bucket.keys), max_seqlen=bucket.max_seqlen + more["longer"]
-    )
+    tokens = bucket.tokens + more["tail"] + bool(bucket.keys)
+    bucket = bucket._replace(tokens=tokens, max_seqlen=bucket.max_seqlen + more["longer"])
     if bucket.keys:
         keys = max(size.keys + bucket.tokens - size.tokens for size in sizes) + more["keys"]
         bucket = bucket._replace(keys=keys, max_seqlen_k=max(bucket.max_seqlen_k, keys - min(s.keys for s in sizes)))

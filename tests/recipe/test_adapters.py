@@ -187,9 +187,7 @@ def trained(material: Material, **more: object) -> Path:
 
 
 @pytest.mark.parametrize("named", ["--config", "--load_in_4bit"])
-def test_after_qlora_it_is_merged_into_the_base_that_was_trained_on(
-    material: Material, capsys: pytest.CaptureFixture[str], named: str
-) -> None:
+def test_qlora_is_merged_as_it_trained(material: Material, capsys: pytest.CaptureFixture[str], named: str) -> None:
     pytest.importorskip("bitsandbytes")
     model = material.folder / "wide"
     tiny_model("qwen3", hidden_size=64, head_dim=16, intermediate_size=64, vocab_size=304).save_pretrained(model)
@@ -214,10 +212,8 @@ def test_after_qlora_it_is_merged_into_the_base_that_was_trained_on(
 def test_a_run_is_merged_and_answers_beside_its_base(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
     path, merged, record = trained(material), material.folder / "merged", material.folder / "answers.json"
     assert main(["merge", str(material.out), "--output", str(merged)]) == 0
-    assert (
-        f"merged {material.out} with its base {material.model} (both unchanged)\nwritten: {merged}"
-        in capsys.readouterr().out
-    )
+    said = f"merged {material.out} with its base {material.model} (both unchanged)\nwritten: {merged}"
+    assert said in capsys.readouterr().out
     base = AutoModelForCausalLM.from_pretrained(material.model)
     before = logits(base)
     expected = logits(PeftModel.from_pretrained(base, material.out))

@@ -40,9 +40,7 @@ def test_config_that_cannot_be_read(material: Material, capsys: pytest.CaptureFi
         ("", ["has no config.json", "hub name"]),
     ],
 )
-def test_folder_without_a_causal_model(
-    material: Material, capsys: pytest.CaptureFixture[str], about: str, parts: list[str]
-) -> None:
+def test_no_causal_model(material: Material, capsys: pytest.CaptureFixture[str], about: str, parts: list[str]) -> None:
     (folder := material.folder / "other").mkdir()
     kind, *heads = about.split() or [""]
     config = {"model_type": kind, "architectures": heads or None}

@@ -148,11 +148,7 @@ def test_columns_of_another_form_are_named_alike_in_python_and_from_the_command_
 
 EXPERTS = {"use_peft": True, "lora_target_parameters": ["mlp.experts.down_proj"]}
 SETTINGS: list[tuple[str, dict[str, Any], str]] = [
-    (
-        "sft",
-        {"max_length": 1},
-        "max_length=1 leaves the train data set no token that the loss counts: raise max_length",
-    ),
+    ("sft", {"max_length": 1}, "max_length=1 leaves the train data set no token that the loss counts: raise max_"),
     ("sft", {"max_length": 1, "packing": False}, "max_length=1 leaves the train data set no token"),
     ("sft", EXPERTS | {"lora_dropout": 0.1}, "lora_dropout=0.1 does not work with target_parameters (LoRA on experts)"),
     ("sft", EXPERTS | {"lora_dropout": 0.0, "use_dora": True}, "(LoRA on experts): set use_dora: False"),

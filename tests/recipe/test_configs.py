@@ -157,9 +157,7 @@ def run(name: str, folder: Path, output: Path) -> FastSFTTrainer:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_config_trains_what_it_says_with_what_it_asks_for(
-    name: str, stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_config_trains_as_said(name: str, stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = read(name)
     if config.get("load_in_4bit") or config.get("moe_quantize_experts") == "on":
         pytest.importorskip("bitsandbytes")

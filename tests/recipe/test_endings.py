@@ -24,11 +24,9 @@ from fastpack_trl.model.preflight import checkpoint_fault
 from fastpack_trl.recipe.train import train
 
 
-@pytest.mark.parametrize(
-    ("number", "save_steps"), [(signal.SIGTERM, 1), (signal.SIGTERM, 10**6), (signal.SIGINT, 10**6)]
-)
-def test_signal_leaves_a_checkpoint_that_resumes(material: Material, number: signal.Signals, save_steps: int) -> None:
-    path = material.yaml(max_steps=10**6, save_strategy="steps", save_steps=save_steps, save_total_limit=2)
+@pytest.mark.parametrize(("number", "every"), [(signal.SIGTERM, 1), (signal.SIGTERM, 10**6), (signal.SIGINT, 10**6)])
+def test_signal_leaves_a_checkpoint_that_resumes(material: Material, number: signal.Signals, every: int) -> None:
+    path = material.yaml(max_steps=10**6, save_strategy="steps", save_steps=every, save_total_limit=2)
     flags = ["--config", str(path), "--learning_rate", "1e-4"]
     process = subprocess.Popen(
         [forks.python(), "-m", "fastpack_trl", "sft", *flags],
@@ -41,7 +39,7 @@ def test_signal_leaves_a_checkpoint_that_resumes(material: Material, number: sig
     process.send_signal(number)
     said = process.communicate(timeout=120)[1].splitlines()[-1]
     assert process.returncode == 128 + number
-    if number == signal.SIGINT and save_steps > 1:
+    if number == signal.SIGINT and every > 1:
         assert "interrupted at step" in said
         assert "before any checkpoint: nothing to resume" in said
         return

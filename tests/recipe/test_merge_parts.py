@@ -163,9 +163,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_damaged_input_of_merge_and_generate_is_one_line(
-    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_damaged_input_is_one_line(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     folder, (damage, message) = shutil.copytree(whole, tmp_path / "a b\n'🙂"), DAMAGED[name]
     rewrite(OWN, base_model_name_or_path=str(folder / "base"))(folder)
     damage(folder)
@@ -178,9 +176,7 @@ def test_damaged_input_of_merge_and_generate_is_one_line(
     assert not (folder / "adapter-merged").exists()
 
 
-def test_output_is_neither_in_the_input_nor_printed_unquoted(
-    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_output_is_apart_and_printed_quoted(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for inside in (whole / "adapter" / "merged", whole / "base" / "merged", whole / "adapter" / ".." / "base" / "new"):
         assert main(["merge", str(whole / "adapter"), "--output", str(inside)]) == 2
         assert "is inside of" in capsys.readouterr().err

@@ -244,9 +244,7 @@ def test_scans_save_what_the_layer_gave_them(name: str, form: None) -> None:
     chunks = chunks_of(PackedBatch.from_lengths((200, 56)))
     leaves = [argument.requires_grad_() for argument in CASES[name].arguments(chunks.total_tokens)]
     masks, saved = {part.data_ptr() for part in chunks if isinstance(part, Tensor)}, dict[int, int]()
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda x: (saved.update({x.data_ptr(): x.nbytes}), x)[1], lambda x: x
-    ):
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.update({x.data_ptr(): x.nbytes}) or x, lambda x: x):
         CASES[name].call(partial(OURS[name], chunks), *leaves)
     # Time steps go through a bias, a softplus and their bounds, by autograd.
     given = sum(leaf.nbytes for leaf in leaves) + (5 * leaves[1].nbytes if name == MAMBA else 0)
@@ -264,9 +262,7 @@ class Matmuls(Inside):
 
 @SCANS
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.bfloat16, "tf32"), (torch.float32, "none")])
-def test_fp32_matmuls_of_a_16_bit_layer_may_round_but_not_those_of_a_chunks_inverse(
-    name: str, form: None, dtype: torch.dtype, allowed: str
-) -> None:
+def test_fp32_matmuls_of_a_16_bit_layer_may_round(name: str, form: None, dtype: torch.dtype, allowed: str) -> None:
     with Matmuls() as matmuls:
         results(ours(name, MIXED), CASES[name].arguments(sum(MIXED)), dtype)
     inverts = name == DELTA and not solve.one_by_one(torch.device("cpu"))

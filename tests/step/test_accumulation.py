@@ -207,9 +207,7 @@ def _refusing(limit: Callable[[int], bool], in_backward: bool) -> Any:
 
 
 @pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
-def test_out_of_memory_splits_the_rows_again_once_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, in_backward: bool
-) -> None:
+def test_out_of_memory_splits_rows_again(tmp_path: Path, caplog: pytest.LogCaptureFixture, in_backward: bool) -> None:
     options = SMALL | {"max_steps": 3, "gradient_checkpointing": False}
     with caplog.at_level(logging.WARNING):
         model = _refusing(lambda tokens: tokens > 100, in_backward)

@@ -41,21 +41,19 @@ def counted(cls: type[SFTTrainer], folder: Path, model: Any, method: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("family", "layers", "method", "accumulation"),
+    ("family", "layers", "method", "steps"),
     [("qwen3", 2, FULL, 4), ("qwen3", 4, LORA, 1), ("qwen3_moe", 4, FULL, 1), ("qwen3_moe", 2, LORA, 4)],
 )
-def test_no_host_sync_between_two_logs(
-    family: str, layers: int, method: dict[str, Any], accumulation: int, tmp_path: Path
-) -> None:
+def test_no_sync_between_two_logs(family: str, layers: int, method: dict[str, Any], steps: int, tmp_path: Path) -> None:
     model = tiny_model(family, num_hidden_layers=layers)
     if family == "qwen3_moe":
         # What the eager experts ask the device is theirs, and not of the step.
         model.set_experts_implementation("batched_mm")
     same = copy.deepcopy(model)
-    seen = counted(FastSFTTrainer, tmp_path, model, method, gradient_accumulation_steps=accumulation)
+    seen = counted(FastSFTTrainer, tmp_path, model, method, gradient_accumulation_steps=steps)
     assert seen.per_micro_batch == 0, seen.syncs
     if layers == 2:
-        stock = counted(SFTTrainer, tmp_path, same, method, gradient_accumulation_steps=accumulation)
+        stock = counted(SFTTrainer, tmp_path, same, method, gradient_accumulation_steps=steps)
         assert stock.per_micro_batch >= 5, stock.syncs
 
 

@@ -149,7 +149,7 @@ def assert_no_further(errors: Sequence[Sequence[float]]) -> None:
     assert more.mean() <= 2 * more.std() / len(more) ** 0.5, table.mean(0)
 
 
-def assert_host_never_waits(model: Any, *, compiled: bool) -> None:
+def assert_never_waits(model: Any, *, compiled: bool) -> None:
     """A step of the backbone of a model on CUDA, under autocast, after one that makes what is made once."""
     backbone = model.get_base_model().model
     if compiled:

@@ -25,7 +25,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0},
 }
 _FIELDS = {"head_dim": 8, "attention_dropout": 0.0, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-MOE_FAMILIES = tuple(_FAMILIES)
+FAMILIES = tuple(_FAMILIES)
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 """The expert stacks, as PEFT's `target_parameters` names them."""
 
@@ -74,7 +74,7 @@ def input_ids(tokens: int = 24, vocabulary: int = 96, seed: int = 0) -> Tensor:
     return torch.randint(3, vocabulary, (1, tokens))
 
 
-def norm_of_difference(actual: Tensor, expected: Tensor) -> float:
+def distance(actual: Tensor, expected: Tensor) -> float:
     """Relative L2 difference, in fp64."""
     return float((actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
 
@@ -104,7 +104,7 @@ def step(model: Any, ids: Tensor | None = None) -> tuple[Tensor, dict[str, Tenso
 def assert_as_stock(model: Any, expected: tuple[Tensor, dict[str, Tensor]], *, rtol: float = 1e-5) -> None:
     """One `step` gives the logits and gradients that another gave."""
     logits, grads = step(model)
-    assert norm_of_difference(logits, expected[0]) <= 1e-5
+    assert distance(logits, expected[0]) <= 1e-5
     assert_gradients_close(grads, expected[1], rtol=rtol)
 
 
@@ -156,4 +156,4 @@ def combine_case(
 def assert_as_near(actual: Any, others: Any, exact: Any, floor: float) -> None:
     """Each result has at most 1.1 times the error of the other's."""
     for mine, other, value in zip(actual, others, exact, strict=True):
-        assert norm_of_difference(mine, value) <= max(1.1 * norm_of_difference(other, value), floor)
+        assert distance(mine, value) <= max(1.1 * distance(other, value), floor)
