@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from fastpack_trl.kernels._triton import LEAST_CAPABILITY, has_triton, is_supported
+from fastpack_trl.layers.find import LIGER
 from fastpack_trl.layers.replace import fused_layers
 from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.facts import text_model
@@ -31,6 +32,7 @@ def install(run: Run) -> Iterator[None]:
     dtype = run.compute_dtype or text_model(run.model).dtype
     with fused_layers(run.model, dtype=dtype, autocast=run.compute_dtype is not None) as report:
         fuses = bool(report.fused)
-        run.set_status(FEATURE, "on" if fuses else "stock", "fused" if fuses else "stock", str(report))
+        path = "fused" if fuses else LIGER if LIGER in report.reasons.values() else "stock"
+        run.set_status(FEATURE, "on" if fuses else "stock", path, str(report), holds=path != "stock")
         with patch_attribute(run, "fused", report if fuses else None):
             yield

@@ -17,6 +17,8 @@ from fastpack_trl.model.hooks import is_hooked
 
 ROTARY = "apply_rotary"
 """First letters of transformers' names for functions of (q, k, cos, sin), in the namespace of a modelling file."""
+LIGER = "liger"
+"""The reason of a module that Liger has patched."""
 _CONSTANTS = (int, float, str, bool, type(None), tuple)
 
 
@@ -106,7 +108,7 @@ def _is_of(package: str, thing: Any) -> bool:
 def _refusal(module: Any, part: str, rotary: tuple[tuple[ModuleType, str], ...]) -> str:
     own = [vars(home)[name] for home, name in rotary] or [vars(module).get("forward"), type(module)]
     if any(_is_of("liger_kernel", each) for each in own):
-        return "liger"
+        return LIGER
     if (part != "rotary" and is_hooked(module)) or (part == "gate" and hooked_inside(module)):
         return "it has hooks or a replaced forward"
     if getattr(module, "_compiled_call_impl", None) is not None:
