@@ -18,9 +18,9 @@ from torch.nn import functional as F  # noqa: N812
 from fastpack_trl.errors import first_reason, short_repr
 from fastpack_trl.lora.adapters import CastAdapter, CastHook, autocasts, is_sharded
 from fastpack_trl.lora.base_weight import BaseWeight, Fp8Weight, HasFrozenWeight, from_4bit
-from fastpack_trl.lora.joint import Kept, Part, Siblings, find_siblings
 from fastpack_trl.lora.projection import lora_projection
 from fastpack_trl.lora.report import LoraReport, declined, keep_copies
+from fastpack_trl.lora.siblings import Kept, Part, Siblings, find_siblings
 from fastpack_trl.model.changes import hand_over
 from fastpack_trl.model.facts import backbones, text_model
 from fastpack_trl.model.hooks import PartsHooked, is_hooked
