@@ -40,7 +40,7 @@ BUDGETS = {
     "compile": 750,
     "features": 1500,
     "kernels": 1150,
-    "lora": 1050,
+    "lora": 1300,
     "measure": 650,
     "model": 1550,
     "moe": 1000,
@@ -51,7 +51,7 @@ BUDGETS = {
     "trainers": 1150,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 22150, "benchmarks": 3050, "tests": 26650}
+TOTALS = {"fastpack_trl": 22450, "benchmarks": 3050, "tests": 26850}
 
 
 @cache

@@ -109,13 +109,12 @@ def project(x: Tensor, parts: Sequence[Any], dropped: Tensor | None = None) -> l
 
 def stacked(factors: Sequence[Tensor]) -> Tensor:
     """Return matrices of one width below each other: by reference if they lie so in one buffer, as casts do."""
-    first, place = factors[0].detach(), factors[0].storage_offset()
-    storage = first.untyped_storage()._cdata
+    first, rows = factors[0].detach(), sum(factor.shape[0] for factor in factors)
+    storage, place = first.untyped_storage()._cdata, first.storage_offset()
     for factor in factors if len(factors) > 1 else ():
-        if factor.untyped_storage()._cdata != storage or factor.storage_offset() != place or not factor.is_contiguous():
+        if (factor.untyped_storage()._cdata, factor.storage_offset()) != (storage, place) or not factor.is_contiguous():
             return torch.cat([each.detach() for each in factors])
         place += factor.numel()
-    rows = sum(factor.shape[0] for factor in factors)
     return first if len(factors) == 1 else first.as_strided((rows, first.shape[1]), first.stride())
 
 

@@ -118,7 +118,7 @@ class LoraReport:
         if self.on_parameters:
             parts.append(f"{len(self.on_parameters)} on stacked parameters: see moe")
         parts += [self.copies] * bool(self.copies)
-        apart = sum(siblings.failed is not None for siblings in self.siblings)
+        apart = sum(siblings.failed > 0 for siblings in self.siblings)
         parts += [f"{len(self.siblings) - apart} groups of one input computed together"] * bool(self.siblings)
         parts += [f"{apart} groups computed one by one, because they read different tensors"] * bool(apart)
         parts += [f"PEFT's own: {len(names)} ({reason})" for reason, names in self.handed_over.items()]

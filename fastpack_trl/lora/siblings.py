@@ -54,63 +54,57 @@ class Kept:
     """
 
     def __init__(self) -> None:
-        self.since, self._leaf = -1, torch.zeros(0, requires_grad=True)
-        self._set({}, None, None)
+        self._leaf = torch.zeros(0, requires_grad=True)
+        self.begin()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Kept, ()
 
     def begin(self) -> None:
         """Begin a forward of the backbone; drop what one that raised has left, with its graph."""
-        self._set({}, None, None)
-        self.since = self._leaf.view(0).grad_fn._sequence_nr()  # type: ignore[union-attr]
+        self._outputs, self._input = dict[Any, Tensor](), tuple[Any, ...]()
+        self._owner: Siblings | None = None
+        self.since = 1 + self._leaf.view(0).grad_fn._sequence_nr()
 
     def take(self, layer: Any, x: Tensor) -> Tensor | None:
         """Return the output of a layer if it is here and was computed from `x`."""
-        if layer not in self._outputs:
-            return None
-        if self._input is not None and self._input[0]() is x and self._input[1:] == _state(x):
-            return self._outputs.pop(layer)
-        self.put({}, x, None)
+        if layer in self._outputs:
+            if self._input[0]() is x and self._input[1:] == _state(x):
+                return self._outputs.pop(layer)
+            self.put({}, x, None)
         return None
 
     def put(self, outputs: dict[Any, Tensor], x: Tensor, owner: Siblings | None) -> None:
         """Keep outputs for `x`; the owner of those that nobody asked for has failed (None: in a recompute)."""
         if self._outputs and self._owner is not None:
             self._owner.failed = self.since
-        self._set(outputs, (ref(x), *_state(x)), owner)
-
-    def _set(self, outputs: dict[Any, Tensor], of: Any, owner: Siblings | None) -> None:
-        self._outputs, self._input, self._owner = outputs, of, owner
+        self._outputs, self._input, self._owner = outputs, (ref(x), *_state(x)), owner
 
 
-def _state(x: Tensor) -> tuple[int, bool]:
-    return version_of(x), autocasts(x.device.type)
+def _state(x: Tensor) -> tuple[int, bool, bool]:
+    return version_of(x), autocasts(x.device.type), torch.is_grad_enabled()
 
 
 class Siblings:
-    """Layers of one parent; `failed`: the beginning of the last forward in which they read different tensors."""
+    """Layers of one parent; `failed`: the beginning of the last forward in which they read different tensors, or 0."""
 
     def __init__(self, kept: Kept, layers: Sequence[Any]) -> None:
-        self.kept, self.layers = kept, layers
-        self.failed: int | None = None
-        self._split: int | None = None
+        self.kept, self.layers, self.failed, self._split = kept, layers, 0, 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # the layers of a copy are computed alone
 
-    def output(self, layer: Any, x: Tensor) -> Tensor | None:
-        """Return the output of a layer for `x`; None if it must be computed alone. Called with gradients only."""
+    def project(self, layer: Any, x: Tensor, own: Part) -> Tensor | None:
+        """Return the output of a layer, whose part is `own`; None if it must be computed alone."""
         recomputes = in_backward()
-        out = self.kept.take(layer, x)
-        if out is not None or self._is_split(recomputes):
-            return out
-        parts = [(each, part) for each in self.layers if (part := each.fastpack_part(x)) and part.can_join(x)]
-        if len(parts) < 2 or all(each is not layer for each, _ in parts):
+        if not torch.is_grad_enabled() or self._is_split(recomputes) or not own.can_join(x):
             return None
-        dtype = parts[0][1].dtype
-        outs = project(x if x.dtype == dtype else x.to(dtype), [part for _, part in parts])
-        outputs = {each: out.to(part.result) for (each, part), out in zip(parts, outs, strict=True)}
+        found = {each: own if each is layer else each.fastpack_part(x) for each in self.layers}
+        parts = {each: part for each, part in found.items() if part is not None and part.can_join(x)}
+        if len(parts) == 1:
+            return None
+        outs = project(x if x.dtype == own.dtype else x.to(own.dtype), [*parts.values()])
+        outputs = {each: out.to(part.result) for (each, part), out in zip(parts.items(), outs, strict=True)}
         out = outputs.pop(layer)
         self.kept.put(outputs, x, None if recomputes else self)
         return out
@@ -121,11 +115,9 @@ class Siblings:
         A checkpoint compares what both save. The node that runs belongs to the forward that is recomputed.
         """
         node = torch._C._current_autograd_node() if recomputes else None
-        if node is not None:
-            return self._split is not None and node._sequence_nr() >= self._split
-        if self._split is None and self.failed not in (None, self.kept.since):
+        if node is None and not self._split and self.failed not in (0, self.kept.since):
             self._split = self.kept.since
-        return self._split is not None
+        return bool(self._split) and (node is None or node._sequence_nr() >= self._split)
 
 
 def find_siblings(names: Sequence[str], layers: Sequence[Any], kept: Kept) -> list[Siblings]:

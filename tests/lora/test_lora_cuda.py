@@ -118,7 +118,7 @@ def test_a_layer_launches_fewer_kernels_with_its_projections_together() -> None:
         for layers in (1, 2):
             model = adapted("qwen3", dtype=torch.bfloat16, num_hidden_layers=layers, **SHAPE).cuda()
             for siblings in apply_lora(model, compute_dtype=torch.bfloat16).siblings:
-                siblings._split = None if joint else 0
+                siblings._split = 0 if joint else 1
             step(model, any_ids(256).cuda())
             counts.append(kernels_of(lambda model=model: step(model, any_ids(256).cuda())))
         kernels[joint] = counts[1] - counts[0]
