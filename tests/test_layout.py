@@ -41,7 +41,7 @@ BUDGETS = {
     "features": 1550,
     "kernels": 2050,
     "layers": 800,
-    "lora": 1050,
+    "lora": 1300,
     "measure": 650,
     "model": 1550,
     "moe": 1000,

@@ -15,8 +15,9 @@ _MAX_COLUMNS = 1024
 
 @triton.jit
 def _combine_kernel(
-    rows, inverse, weights, bias, ids, out, width,
-    has_weights: tl.constexpr, has_bias: tl.constexpr, top_k: tl.constexpr, columns: tl.constexpr,
+    rows, more, inverse, weights, bias, ids, out, width,
+    has_more: tl.constexpr, has_weights: tl.constexpr, has_bias: tl.constexpr,
+    top_k: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * columns + tl.arange(0, columns)
@@ -25,6 +26,8 @@ def _combine_kernel(
     for slot in tl.static_range(top_k):
         place = tl.load(inverse + token * top_k + slot).to(tl.int64)
         row = tl.load(rows + place * width + column, mask=inside, other=0.0).to(tl.float32)
+        if has_more:
+            row += tl.load(more + place * width + column, mask=inside, other=0.0).to(tl.float32)
         if has_bias:
             expert = tl.load(ids + token * top_k + slot).to(tl.int64)
             row += tl.load(bias + expert * width + column, mask=inside, other=0.0).to(tl.float32)
@@ -35,7 +38,7 @@ def _combine_kernel(
 
 
 def combine_triton(
-    rows_sh: Tensor, inverse_tk: Tensor, weights_tk: Tensor | None = None, *,
+    rows_sh: Tensor, inverse_tk: Tensor, weights_tk: Tensor | None = None, *, more_sh: Tensor | None = None,
     bias_eh: Tensor | None = None, ids_tk: Tensor | None = None, dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute `combine` in one kernel."""
@@ -46,10 +49,11 @@ def combine_triton(
         columns = min(_MAX_COLUMNS, triton.next_power_of_2(width))
         with on_device_of(out):
             _combine_kernel[(tokens, triton.cdiv(width, columns))](
-                rows_sh.contiguous(), inverse_tk.contiguous(),
+                rows_sh.contiguous(), rows_sh if more_sh is None else more_sh.contiguous(), inverse_tk.contiguous(),
                 rows_sh if weights_tk is None else weights_tk.contiguous(),
                 rows_sh if bias_eh is None else bias_eh.contiguous(),
                 inverse_tk if ids_tk is None else ids_tk.contiguous(), out, width,
-                has_weights=weights_tk is not None, has_bias=bias_eh is not None, top_k=top_k, columns=columns,
+                has_more=more_sh is not None, has_weights=weights_tk is not None, has_bias=bias_eh is not None,
+                top_k=top_k, columns=columns,
             )  # fmt: skip
     return out

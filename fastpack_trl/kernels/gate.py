@@ -30,23 +30,26 @@ def gate_forward(h_sf: Tensor, bias_ef: Tensor | None, expert_s: Tensor, gate: G
 
 
 def gate_backward(
-    h_sf: Tensor, bias_ef: Tensor | None, expert_s: Tensor, gate: Gate, grad_a_si: Tensor, weight_s: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    h_sf: Tensor, bias_ef: Tensor | None, expert_s: Tensor, gate: Gate, grad_a_si: Tensor, weight_s: Tensor,
+    more_si: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of ``weight * a``, so that the routing weight's gradient needs no second down projection.
 
     Args:
         h_sf, bias_ef, expert_s, gate: as in `gate_forward`.
         grad_a_si: (S, I), gradient of the *weighted* activation.
         weight_s: (S,), routing weight of each row, in any float dtype.
+        more_si: (S, I), a second addend of `grad_a_si`, such as that of LoRA.
 
     Returns:
         Gradient of ``h`` (S, 2I); ``weight * a`` (S, I); gradient of the weight (S,), fp32 or wider.
     """
-    if gate.function is None and runs_triton(h_sf, bias_ef, grad_a_si, weight_s):
+    if gate.function is None and runs_triton(h_sf, bias_ef, grad_a_si, weight_s, more_si):
         from fastpack_trl.kernels.gate_triton import gate_backward_triton
 
-        return gate_backward_triton(h_sf, bias_ef, expert_s, gate, grad_a_si, weight_s)
+        return gate_backward_triton(h_sf, bias_ef, expert_s, gate, grad_a_si, weight_s, more_si)
     weight, dtype = weight_s.unsqueeze(1), grad_a_si.dtype
+    grad_a_si = grad_a_si if more_si is None else grad_a_si + more_si
     with recording():
         leaf = _with_bias(h_sf, bias_ef, expert_s).detach().requires_grad_()
         a = gate.activation(leaf)

@@ -73,9 +73,9 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    h, bias, expert, grad_a, weight, grad_h, weighted_a, grad_weight, slots, inner, alpha, limit,
-    has_bias: tl.constexpr, clamped: tl.constexpr, at_bounds: tl.constexpr, interleaved: tl.constexpr,
-    rows: tl.constexpr, columns: tl.constexpr,
+    h, bias, expert, grad_a, more, weight, grad_h, weighted_a, grad_weight, slots, inner, alpha, limit,
+    has_more: tl.constexpr, has_bias: tl.constexpr, clamped: tl.constexpr, at_bounds: tl.constexpr,
+    interleaved: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     row_inside = row < slots
@@ -89,6 +89,8 @@ def _backward_kernel(
         mask = row_inside[:, None] & (column < inner)
         place = row.to(tl.int64)[:, None] * inner + column
         grad = tl.load(grad_a + place, mask=mask, other=0.0).to(tl.float32)
+        if has_more:
+            grad += tl.load(more + place, mask=mask, other=0.0).to(tl.float32)
         if clamped:
             x = tl.where(first > limit, limit, first)
             u = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1
@@ -139,8 +141,9 @@ def gate_forward_triton(h_sf: Tensor, bias_ef: Tensor | None, expert_s: Tensor, 
 
 
 def gate_backward_triton(
-    h_sf: Tensor, bias_ef: Tensor | None, expert_s: Tensor, gate: Gate, grad_a_si: Tensor, weight_s: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    h_sf: Tensor, bias_ef: Tensor | None, expert_s: Tensor, gate: Gate, grad_a_si: Tensor, weight_s: Tensor,
+    more_si: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute `gate_backward` in one kernel."""
     slots, inner = grad_a_si.shape
     grad_h, weighted_a = torch.empty_like(h_sf), torch.empty_like(grad_a_si)
@@ -149,8 +152,9 @@ def gate_backward_triton(
         with on_device_of(grad_h):
             _backward_kernel[(triton.cdiv(slots, _ROWS),)](
                 h_sf.contiguous(), h_sf if bias_ef is None else bias_ef.contiguous(), expert_s, grad_a_si.contiguous(),
-                weight_s, grad_h, weighted_a, grad_weight, slots, inner, gate.alpha, gate.limit,
-                has_bias=bias_ef is not None, clamped=gate.kind == "clamped", at_bounds=passes_at_bounds(),
+                grad_a_si if more_si is None else more_si.contiguous(), weight_s, grad_h, weighted_a, grad_weight,
+                slots, inner, gate.alpha, gate.limit, has_more=more_si is not None, has_bias=bias_ef is not None,
+                clamped=gate.kind == "clamped", at_bounds=passes_at_bounds(),
                 interleaved=gate.interleaved, rows=_ROWS, columns=_columns(inner),
             )  # fmt: skip
     return grad_h, weighted_a, grad_weight

@@ -119,7 +119,7 @@ class _CastTogether(torch.autograd.Function):
 
 
 def _below_each_other(matrices: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield empty matrices like `matrices`; neighbors of one width lie in one buffer, for `joint.stacked`."""
+    """Yield empty matrices like `matrices`; neighbors of one width lie in one buffer, for `nodes.stacked`."""
     for width, group in groupby(matrices, key=lambda each: each.shape[1]):
         rows, likes = zip(*((each.shape[0], each) for each in group), strict=True)
         # `unsafe`: without the tracking of views, which would replace the node of each by that of the buffer.

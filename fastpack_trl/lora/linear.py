@@ -18,9 +18,9 @@ from torch.nn import functional as F  # noqa: N812
 from fastpack_trl.errors import first_reason, short_repr
 from fastpack_trl.lora.adapters import CastAdapter, CastHook, autocasts, is_sharded
 from fastpack_trl.lora.base_weight import BaseWeight, Fp8Weight, HasFrozenWeight, from_4bit
-from fastpack_trl.lora.joint import Kept, Part, Siblings, find_siblings
 from fastpack_trl.lora.projection import lora_projection
 from fastpack_trl.lora.report import LoraReport, declined, keep_copies
+from fastpack_trl.lora.siblings import Kept, Part, Siblings, find_siblings
 from fastpack_trl.model.changes import hand_over
 from fastpack_trl.model.facts import backbones, text_model
 from fastpack_trl.model.hooks import PartsHooked, is_hooked
@@ -39,30 +39,30 @@ class FastLora(HasFrozenWeight):
     """The adapter in the compute dtype while a step runs; set by the backbone's hook."""
     fastpack_hooked: PartsHooked
     """Whether hooks need PEFT's forward, which calls the parts of the layer as modules."""
-
     fastpack_siblings: Siblings | None = None
     """Layers of the same parent that may read the same input."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not (torch.compiler.is_compiling() or args or kwargs) and (siblings := self.fastpack_siblings) is not None:
-            joint = siblings.output(self, x) if torch.is_grad_enabled() else None
-            if joint is not None:
-                return joint
+        # A compiler need not look at them.
+        siblings = None if torch.compiler.is_compiling() or args or kwargs else self.fastpack_siblings
+        if siblings is not None and (kept := siblings.kept.take(self, x)) is not None:
+            return kept
         part = None if args or kwargs else self.fastpack_part(x)
         if part is None:
             out: Tensor = super().forward(x, *args, **kwargs)  # PEFT's own
             return out
+        if siblings is not None and (joint := siblings.project(self, x, part)) is not None:
+            return joint
         rows = x if x.dtype == part.dtype else x.to(part.dtype)
         dropped = None if part.dropout is None else part.dropout(rows)
         if part.frozen is None:
-            result: Tensor = self._modules["base_layer"](x)  # type: ignore[misc]
+            result: Tensor = self._modules["base_layer"](x)
             return result + F.linear(F.linear(rows if dropped is None else dropped, part.a), part.b).to(result.dtype)
         return lora_projection(rows, part.frozen, part.a, part.b, part.bias, dropped).to(part.result)
 
     def fastpack_part(self, x: Tensor) -> Part | None:
         """Return what a call with `x` reads; None if PEFT must handle it."""
-        supported = self._fastpack_adapter(x)
-        if supported is None:
+        if (supported := self._fastpack_adapter(x)) is None:
             return None
         a, b, scaling, dropout, base, dtype = supported
         cast_adapter = self.fastpack_cast

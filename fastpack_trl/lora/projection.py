@@ -1,12 +1,8 @@
 """One LoRA projection: ``bias + (x A^T) B^T``, and the base product accumulated into it.
 
-In eager mode it consists of two autograd functions because of activation checkpointing: the first saves all that
-backward needs, so that a recompute of a layer's last projection ends before the base matmul (non-reentrant
-checkpoints end early). Its backward computes the whole gradient of the input, base and adapter, in one buffer.
-
-In a graph it consists of operators. A compiler would copy the addend of ``addmm``, and would treat bitsandbytes'
-dequantizations of forward and backward as one common subexpression and save the dense weight of every layer. Operators
-hide both. A dense base has its own: arguments cost host time too, about 1 us
+Eagerly it consists of the autograd nodes of `nodes`, in a graph of operators. A compiler would copy the addend of
+``addmm``, and would treat bitsandbytes' dequantizations of forward and backward as one common subexpression and save
+the dense weight of every layer. Operators hide both. A dense base has its own: arguments cost host time too, about 1 us
 each. Over an FP8 base the quantization stays in the graph, where the compiler fuses it with what writes x and the
 gradient.
 
@@ -21,17 +17,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastpack_trl.kernels.fp8 import Quantized, quantize_rows_torch
 from fastpack_trl.kernels.operators import arguments_of, differentiable, operator
 from fastpack_trl.lora.base_weight import BaseWeight, Fp8Weight, add_product, grad_input
+from fastpack_trl.lora.nodes import add_thin_gradient, project, rows_of, thin_product
 
-_SMALL = {False: 1 << 16, True: 1 << 22}
-"""Elements of the input, on the CPU and on CUDA, up to which a step waits for the host: two Python functions per
-projection cost more time there (about 80 us, forward and backward each) than an addition of such a tensor."""
 _NUM_TENSORS = 5
 """First fields of `BaseWeight` that are tensors; `Fp8Weight` has fewer, and nothing else."""
 
@@ -50,120 +43,46 @@ def lora_projection(
     Returns:
         (..., out_features), contiguous, dtype of x.
     """
-    out: Tensor
-    if torch.compiler.is_compiling():
-        rows, source = rows_of(x), None if dropped is None else rows_of(dropped)
-        # Outside of the operator, so that a recompute can make it without the base product.
-        reduced = (rows if source is None else source).detach().mm(a.detach().t())
-        project = _fp8_projection if isinstance(base, Fp8Weight) else _lora_projection
-        out = project(rows, source, reduced, a, b, bias, *base).view(*x.shape[:-1], b.shape[0])
-    elif isinstance(base, BaseWeight) and base.absmax is None and x.numel() <= _SMALL[x.is_cuda]:
-        out = _by_torch(x, base, a, b, bias, dropped)
-    else:
-        out = _AddBase.apply(_Projection.apply(x, dropped, None, a, b, bias, *base), x, base)
+    if not torch.compiler.is_compiling():
+        return project(x, [(base, a, b, bias)], dropped)[0]
+    rows, source = rows_of(x), None if dropped is None else rows_of(dropped)
+    # Outside of the operator, so that a recompute can make it without the base product.
+    reduced = (rows if source is None else source).detach().mm(a.detach().t())
+    operation = _fp8_projection if isinstance(base, Fp8Weight) else _lora_projection
+    out: Tensor = operation(rows, source, reduced, a, b, bias, *base).view(*x.shape[:-1], b.shape[0])
     return out
 
 
-def _by_torch(x: Tensor, base: BaseWeight, a: Tensor, b: Tensor, bias: Tensor | None, dropped: Tensor | None) -> Tensor:
-    """Project by torch's own nodes: one more addition in backward, and a fraction of the host time.
-
-    Flattened to rows first: each matmul of a three-dimensional tensor needs two more views, forward and backward.
-    """
-    rows = rows_of(x)
-    low = F.linear(F.linear(rows if dropped is None else rows_of(dropped), a), b, bias)
-    # Not in place, because selective checkpoints keep the results of matmuls.
-    return torch.addmm(low, rows, base.weight.t()).view(*x.shape[:-1], b.shape[0])
-
-
 class _Projection(torch.autograd.Function):
-    """In a compiled graph, compute the whole projection; eagerly, only its low-rank part (`_AddBase` adds the base).
+    """The whole projection in a compiled graph.
 
-    Backward covers both.
-
-    Arguments: x, dropped or None, reduced (made here if None: eagerly), a, b, bias or None, then the fields of
-    `BaseWeight` or `Fp8Weight`.
+    Arguments: x, dropped or None, reduced, a, b, bias or None, then the fields of `BaseWeight` or `Fp8Weight`.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dropped: Any, reduced: Any, a: Tensor, b: Tensor, bias: Any, *base: Any) -> Tensor:
-        source = x if dropped is None else dropped
-        ctx.in_graph, ctx.is_dropped = reduced is not None, dropped is not None
-        if reduced is None:
-            # The base is not an activation, so hooks on saved tensors (offloading, checkpoints) must not see it.
-            ctx.base, ctx.version, saved = base, version_of(base[0]), ()
-            reduced = rows_of(source).mm(a.t())
-            out = torch.ops.aten._unsafe_view(thin_product(reduced, b, bias), (*x.shape[:-1], b.shape[0]))
-        else:
-            ctx.base, saved = base[_NUM_TENSORS:], base[:_NUM_TENSORS]
-            out = _product_in_graph(x, reduced, b, bias, base)
-        ctx.save_for_backward(source, reduced, a, b, *saved)
-        return out
+        ctx.base, ctx.is_dropped = base[_NUM_TENSORS:], dropped is not None
+        ctx.save_for_backward(x if dropped is None else dropped, reduced, a, b, *base[:_NUM_TENSORS])
+        return _product_in_graph(x, reduced, b, bias, base)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         source, reduced, a, b, *tensors = ctx.saved_tensors
         base = (*tensors, *ctx.base)
-        if not ctx.in_graph:
-            check_version(base[0], ctx.version)
         needs_x, needs_dropped, _, needs_a, needs_b, needs_bias, *of_base = ctx.needs_input_grad
         grad = rows_of(grad.contiguous())
         grad_reduced = grad.mm(b)
         grad_x = grad_dropped = None
         if needs_x:
-            through_base = _grad_input_in_graph if ctx.in_graph else lora_grad_input
             thin, factor = (None, None) if ctx.is_dropped else (grad_reduced, a)
-            grad_x = through_base(grad, thin, factor, *base).view(source.shape)
+            grad_x = _grad_input_in_graph(grad, thin, factor, *base).view(source.shape)
         if ctx.is_dropped and needs_dropped:
             grad_dropped = grad_reduced.mm(a).view(source.shape)
         grad_a = grad_reduced.t().mm(rows_of(source)) if needs_a else None
         grad_b = grad.t().mm(reduced) if needs_b else None
         grad_bias = grad.sum(0) if needs_bias else None
         return grad_x, grad_dropped, None, grad_a, grad_b, grad_bias, *[None] * len(of_base)
-
-
-class _AddBase(torch.autograd.Function):
-    """Adds ``x W^T`` to the low-rank part, in place; the gradient passes through."""
-
-    @staticmethod
-    def forward(ctx: Any, low: Tensor, x: Tensor, base: BaseWeight | Fp8Weight) -> Tensor:
-        ctx.mark_dirty(low)
-        add_product(low.view(-1, low.shape[-1]), rows_of(x), base)
-        return low
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None, None
-
-
-def version_of(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def check_version(weight: Tensor, before: int) -> None:
-    """Raise if a frozen weight, which no graph saves, was changed since its forward."""
-    if version_of(weight) != before:
-        raise RuntimeError(
-            "a frozen weight under LoRA was changed in place between forward and backward (version "
-            f"{before} -> {version_of(weight)}): change it before the forward or after the backward"
-        )
-
-
-def rows_of(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
-
-
-def thin_product(reduced: Tensor, b: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """Return ``bias + reduced B^T``, (tokens, out_features), written to `out` if given."""
-    return torch.mm(reduced, b.t(), out=out) if bias is None else torch.addmm(bias, reduced, b.t(), out=out)
-
-
-def add_thin_gradient(total: Tensor, grad_reduced: Tensor | None, a: Tensor | None) -> Tensor:
-    """Add in place: ``total += grad_reduced A``, (tokens, in_features)."""
-    if grad_reduced is None or a is None:
-        return total
-    return torch.addmm(total, grad_reduced, a, out=total)
 
 
 def _product_in_graph(rows: Tensor, reduced: Tensor, b: Tensor, bias: Tensor | None, base: tuple[Any, ...]) -> Tensor:

@@ -118,9 +118,9 @@ class LoraReport:
         if self.on_parameters:
             parts.append(f"{len(self.on_parameters)} on stacked parameters: see moe")
         parts += [self.copies] * bool(self.copies)
-        joint, apart = (sum(getattr(each, name) for each in self.siblings) for name in ("is_joint", "has_failed"))
-        parts += [f"{joint} groups of one input computed together"] * bool(joint)
-        parts += [f"{apart} groups computed one by one, because their inputs changed"] * bool(apart)
+        apart = sum(siblings.failed > 0 for siblings in self.siblings)
+        parts += [f"{len(self.siblings) - apart} groups of one input computed together"] * bool(self.siblings)
+        parts += [f"{apart} groups computed one by one, because they read different tensors"] * bool(apart)
         parts += [f"PEFT's own: {len(names)} ({reason})" for reason, names in self.handed_over.items()]
         parts += [f"PEFT's own, call by call: {count} ({reason})" for reason, count in self.call_by_call.items()]
         return "; ".join(parts)

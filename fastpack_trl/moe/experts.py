@@ -113,14 +113,16 @@ class _Projection:
             weight = dequantize_4bit(weight, state)
         return weight if self.transposed else weight.transpose(1, 2)
 
-    def product(self, x_sk: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output (S, N), without a dense delta of the weights, and ``x a^T`` (S, r), empty without LoRA."""
+    def product(self, x_sk: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return the output (S, N); what LoRA adds, without a dense delta; ``scale * x a^T`` (S, r), maybe empty.
+
+        The addend stays apart, as that of `input_grad` does: the kernel that reads both adds them.
+        """
         out_sn = grouped_mm(x_sk, self.weight(), self.offsets)
         if self.stack.a is None or self.stack.b is None:
-            return out_sn, out_sn.new_empty(0)
-        low_sr = grouped_mm(x_sk, self.stack.a.transpose(1, 2), self.offsets)
-        out_sn.add_(grouped_mm(low_sr, self.stack.b, self.offsets), alpha=self.form.scale)
-        return out_sn, low_sr
+            return out_sn, None, out_sn.new_empty(0)
+        low_sr = grouped_mm(x_sk, self.stack.a.transpose(1, 2), self.offsets).mul_(self.form.scale)
+        return out_sn, grouped_mm(low_sr, self.stack.b, self.offsets), low_sr
 
     def low_grad(self, grad_sn: Tensor) -> Tensor | None:
         """Return the gradient (S, r) of the low-rank activation."""
@@ -128,12 +130,12 @@ class _Projection:
             return None
         return grouped_mm(grad_sn, self.stack.b.transpose(1, 2), self.offsets).mul_(self.form.scale)
 
-    def input_grad(self, grad_sn: Tensor, low_grad_sr: Tensor | None) -> Tensor:
-        """Return the gradient (S, K) of the input."""
+    def input_grad(self, grad_sn: Tensor, low_grad_sr: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the gradient (S, K) of the input, and what LoRA adds to it."""
         grad_sk = grouped_mm(grad_sn, self.weight().transpose(1, 2), self.offsets)
-        if low_grad_sr is not None and self.stack.a is not None:
-            grad_sk.add_(grouped_mm(low_grad_sr, self.stack.a, self.offsets))
-        return grad_sk
+        if low_grad_sr is None or self.stack.a is None:
+            return grad_sk, None
+        return grad_sk, grouped_mm(low_grad_sr, self.stack.a, self.offsets)
 
     def own_grads(
         self, x_sk: Tensor, grad_sn: Tensor, low_grad_sr: Tensor | None, low_sr: Tensor, need: Stack, *of_bias: Tensor
@@ -144,7 +146,7 @@ class _Projection:
             grouped_outer(*pair, self.offsets) if need.weight else None,
             grouped_sum(grad_sn, self.offsets, *of_bias) if need.bias else None,
             grouped_outer(low_grad_sr, x_sk, self.offsets) if need.a and low_grad_sr is not None else None,
-            grouped_outer(low_sr * self.form.scale, grad_sn, self.offsets) if need.b else None,
+            grouped_outer(low_sr, grad_sn, self.offsets) if need.b else None,
         ]
 
 
@@ -195,10 +197,12 @@ def experts_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     without LoRA.
     """
     hidden, weights, plan, gate_up, down, gate = _Call.of(arguments, with_offsets=True)
-    h_sf, low_up = gate_up.product(hidden.to(gate_up.dtype).index_select(0, plan.token))
-    y_sh, low_down = down.product(gate_forward(h_sf, gate_up.stack.bias, plan.expert, gate))
+    h_sf, more, low_up = gate_up.product(hidden.to(gate_up.dtype).index_select(0, plan.token))
+    if more is not None:
+        h_sf.add_(more)
+    y_sh, more, low_down = down.product(gate_forward(h_sf, gate_up.stack.bias, plan.expert, gate))
     ids_tk = None if down.stack.bias is None else plan.ids
-    out = combine(y_sh, plan.inverse, weights, bias_eh=down.stack.bias, ids_tk=ids_tk, dtype=hidden.dtype)
+    out = combine(y_sh, plan.inverse, weights, more_sh=more, bias_eh=down.stack.bias, ids_tk=ids_tk, dtype=hidden.dtype)
     return out, h_sf, low_up, low_down
 
 
@@ -221,8 +225,9 @@ def experts_backward(
     g_sh = grad_cast_th.index_select(0, plan.token)
     low_grad = down.low_grad(g_sh)
     weight_s = plan.sorted_weights(weights)
+    grad_a_si, more = down.input_grad(g_sh, low_grad)
     grad_h_sf, weighted_a_si, grad_weight_s = gate_backward(
-        h, gate_up.stack.bias, plan.expert, gate, down.input_grad(g_sh, low_grad), weight_s
+        h, gate_up.stack.bias, plan.expert, gate, grad_a_si, weight_s, more
     )
     weighted_low = (low_down * weight_s.unsqueeze(1)).to(dtype) if low_down.numel() else low_down
     of_down = down.own_grads(weighted_a_si, g_sh, low_grad, weighted_low, need_down, weight_s)
@@ -238,7 +243,8 @@ def experts_backward(
     low_grad = gate_up.low_grad(grad_h_sf)
     grad_hidden = None
     if needed[0]:
-        grad_hidden = combine(gate_up.input_grad(grad_h_sf, low_grad), plan.inverse, dtype=hidden.dtype)
+        grad_x_sh, more = gate_up.input_grad(grad_h_sf, low_grad)
+        grad_hidden = combine(grad_x_sh, plan.inverse, more_sh=more, dtype=hidden.dtype)
     x_sh = grad_h_sf  # not read unless a gradient of the stack is needed
     if need_up.weight or need_up.a or need_up.b:
         x_sh = hidden.to(dtype).index_select(0, plan.token)

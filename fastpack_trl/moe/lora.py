@@ -136,9 +136,9 @@ def low_rank(wrapper: Any, module: Any) -> LowRank:
     experts, dtype = wrapper.num_experts, stack_dtype(module, wrapper.parameter_name)
     weight_a, weight_b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
     a = weight_a.to(dtype).view(experts, -1, weight_a.shape[1])
-    b = weight_b.to(dtype).view(weight_b.shape[0], -1, experts).permute(2, 1, 0)
-    missing = aligned_rank(a.shape[1], dtype) - a.shape[1]
-    if missing:
+    b = weight_b.view(weight_b.shape[0], -1, experts).permute(2, 1, 0)
+    b = b.to(dtype, memory_format=torch.contiguous_format)  # one copy
+    if missing := aligned_rank(a.shape[1], dtype) - a.shape[1]:
         a, b = (nn.functional.pad(factor, (0, 0, 0, missing)) for factor in (a, b))
     return LowRank(a.contiguous(), b.contiguous(), float(wrapper.scaling[name]))
 

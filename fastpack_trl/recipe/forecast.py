@@ -32,7 +32,6 @@ from fastpack_trl.config import Settings
 from fastpack_trl.errors import UserError, describe, preparing
 from fastpack_trl.features import feature, moe
 from fastpack_trl.kernels.gate_form import passes_at_bounds
-from fastpack_trl.lora import projection
 from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.checkpoint_seam import checkpointable_layers
 from fastpack_trl.model.facts import UNREADABLE, ModelFeatures, read_features, window_of
@@ -158,11 +157,10 @@ def costs_of_layers(of: Model, run: Any) -> list[LayerCost]:
     model, dtype = of.module, run.compute_dtype
     batches = probe_batches(model, documents=2 if run.choice.path == "per_document" else 1)
     installed = backend_installed(model, PackedAttention(run.choice, run.features))
-    long_rows = patch_attribute(projection, "_SMALL", {False: 0})  # rows of a step are longer than probes
     autocast = torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32)
     # torch's fake kernel takes bf16 only; this one saves the same tensors.
     grouped = patch_attribute(nn.functional, "grouped_mm", lambda a, b, **_: a @ b[0])
-    with ExitStack() as stack, installed, long_rows, grouped:
+    with ExitStack() as stack, installed, grouped:
         for name in ("moe", "lora", "fused_layers"):  # outside of the mode: gates are read from values
             if run.on.get(name) == "on":
                 feature(name).enter(run, stack)

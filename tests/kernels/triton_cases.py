@@ -96,20 +96,24 @@ def test_tiles_of_logits(shape: tuple[float, float | None]) -> None:
 @pytest.mark.parametrize("gate", KERNEL_GATES, ids=gate_name)
 @BIAS
 @DTYPES
-def test_gate(gate: Gate, bias: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("more_of_grad", [False, True], ids=["whole", "two addends"])
+def test_gate(gate: Gate, bias: bool, dtype: torch.dtype, more_of_grad: bool) -> None:
     h, table, expert, grad, weight = case = moved(gate_case(dtype, bias=bias, rows=11))
+    # Exact in two addends, so that the case's gradient stays their sum.
+    more = grad / 2 if more_of_grad else None
+    grad = grad if more is None else more.clone()
 
     def kernels() -> list[Any]:
         first = gate_forward_triton(h, table, expert, gate)
-        return [first, *gate_backward_triton(h, table, expert, gate, grad, weight)]
+        return [first, *gate_backward_triton(h, table, expert, gate, grad, weight, more)]
 
-    twins = twin(gate_forward, h, table, expert, gate) + twin(gate_backward, h, table, expert, gate, grad, weight)
+    twins = twin(gate_forward, h, table, expert, gate) + twin(gate_backward, h, table, expert, gate, grad, weight, more)
     assert [value.dtype for value in kernels()] == [value.dtype for value in twins]
     exact = autograd_gate(case, gate, torch.float64)
     assert_as_near(kernels(), twins, exact, 2 * torch.finfo(dtype).eps)  # exponentials differ by two units
     h[5] = torch.nan
     assert [value.isnan().any(1).nonzero().tolist() for value in kernels()[:3]] == [[[5]]] * 3
-    h, grad, weight, expert = h[:0], grad[:0], weight[:0], expert[:0]
+    h, grad, weight, expert, more = h[:0], grad[:0], weight[:0], expert[:0], None
     assert [tuple(value.shape) for value in kernels()] == [(0, 16), (0, 32), (0, 16), (0,)]
 
 
@@ -124,6 +128,9 @@ def test_combine(dtype: torch.dtype, bias: bool, weights_dtype: torch.dtype | No
         mine, (plain,) = combine_triton(rows, inverse, scale, **options), twin(combine, *arguments, **options)
         assert mine.dtype == plain.dtype
         assert_as_near([mine], [plain], [exact.to(DEVICE)], torch.finfo(dtype).eps)
+        halves = combine_triton(rows / 2, inverse, scale, more_sh=rows / 2, **options)
+        assert torch.equal(halves, mine)
+        assert_as_near(twin(combine, rows / 2, inverse, scale, more_sh=rows / 2, **options), [plain], [exact], 1e-7)
     assert combine_triton(rows, inverse[:0]).shape == (0, 40)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from lora_material import compiled_projection, functions_for_every_size  # noqa: F401
+from lora_material import compiled_projection
 from torch import Tensor
 
 from fastpack_trl.kernels.fp8 import quantize_rows_torch
@@ -16,7 +16,6 @@ from fastpack_trl.lora.base_weight import Fp8Weight
 from fastpack_trl.lora.projection import lora_projection
 
 IN, OUT, RANK = 48, 32, 4
-pytestmark = pytest.mark.usefixtures("functions_for_every_size")
 
 
 class _BaseProduct(torch.autograd.Function):

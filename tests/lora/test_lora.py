@@ -16,7 +16,6 @@ from lora_material import (
     adapted,
     any_ids,
     assert_trains_as_peft,
-    functions_for_every_size,  # noqa: F401
     gpt2,
     joint_error,
     products_in_backward,
@@ -29,24 +28,18 @@ from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
 
 from fastpack_trl import apply_lora
-from fastpack_trl.lora import projection
 from fastpack_trl.lora.base_weight import BaseWeight
 from fastpack_trl.lora.linear import FastLora
 from fastpack_trl.lora.projection import lora_projection
 from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
 
-pytestmark = pytest.mark.usefixtures("functions_for_every_size")
 DENSE = ("llama", "qwen3", "gemma3_text", "phi3")
 
 
-@pytest.mark.parametrize("small", [False, True], ids=["large", "small"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dropped", [False, True])
 @pytest.mark.parametrize("shape", [(5, 12), (2, 5, 12), (0, 12)])
-def test_projection_equals_the_reference_in_float64(
-    bias: bool, dropped: bool, shape: tuple[int, ...], small: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(projection, "_SMALL", {False: 1 << 30 if small else -1})
+def test_projection_equals_the_reference_in_float64(bias: bool, dropped: bool, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     leaves = {
         "x": torch.randn(*shape, dtype=torch.float64),

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from lora_material import adapted, any_ids, functions_for_every_size, joint_error, quantized, step  # noqa: F401
+from lora_material import adapted, quantized
 from torch import Tensor
 
 from fastpack_trl import apply_lora
 from fastpack_trl.lora.linear import FastLora
 from fastpack_trl.testing import gradients
-
-pytestmark = pytest.mark.usefixtures("functions_for_every_size")
 
 
 def layer_of(model: Any) -> Any:

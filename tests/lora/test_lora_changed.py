@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from lora_material import adapted, any_ids, functions_for_every_size, joint_error, quantized, step  # noqa: F401
+from lora_material import adapted, any_ids, joint_error, quantized, step
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from trainer_material import assert_same_log, both, build, callback, train
@@ -19,8 +19,6 @@ from fastpack_trl import FastSFTTrainer, apply_lora
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.recipe.train import _last_line
 from fastpack_trl.testing import assert_gradients_close, gradients, tiny_model
-
-pytestmark = pytest.mark.usefixtures("functions_for_every_size")
 
 
 def projection(model: Any) -> Any:

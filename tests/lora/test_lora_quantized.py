@@ -14,7 +14,6 @@ from lora_material import (
     any_ids,
     assert_trains_as_peft,
     fast_layers,
-    functions_for_every_size,  # noqa: F401
     joint_error,
     left_in_fp32,
     quantized,
@@ -26,8 +25,6 @@ from trainer_material import train
 from fastpack_trl import FastSFTTrainer, apply_lora
 from fastpack_trl.lora import report as lora_report
 from fastpack_trl.testing import gradients
-
-pytestmark = pytest.mark.usefixtures("functions_for_every_size")
 
 # 14 projections of a llama with two layers, widths 64 and 128, two of four heads for keys and values.
 COPIES = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) * 4

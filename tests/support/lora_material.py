@@ -44,12 +44,6 @@ def gpt2() -> Any:
     return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
 
 
-@pytest.fixture
-def functions_for_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny inputs take the autograd functions of large ones, too."""
-    monkeypatch.setattr(projection, "_SMALL", {False: -1, True: -1})
-
-
 def reference_projection(
     x: Tensor, base: BaseWeight, a: Tensor, b: Tensor, bias: Tensor | None = None, dropped: Tensor | None = None
 ) -> Tensor:
