@@ -30,7 +30,8 @@ def why_not(run: Run) -> Iterator[object]:
 def install(run: Run) -> Iterator[None]:
     """Run fused forwards in the modules whose classes prove equal; before the plan, which counts what they keep."""
     dtype = run.compute_dtype or text_model(run.model).dtype
-    with fused_layers(run.model, dtype=dtype, autocast=run.compute_dtype is not None) as report:
+    autocast, gathers = run.compute_dtype is not None, run.is_sharded
+    with fused_layers(run.model, dtype=dtype, autocast=autocast, gathers=gathers) as report:
         fuses = bool(report.fused)
         path = "fused" if fuses else LIGER if LIGER in report.reasons.values() else "stock"
         run.set_status(FEATURE, "on" if fuses else "stock", path, str(report), holds=path != "stock")

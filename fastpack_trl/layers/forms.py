@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,25 +30,41 @@ _WIDTH, _INNER = 16, 512
 
 @dataclass(frozen=True)
 class Precision:
-    """The numbers of a run: its dtype, whether autocast makes it, the device, and whether fp32 is among its dtypes."""
+    """The numbers of a run.
+
+    Attributes:
+        dtype: that it computes in, by autocast or because weights have it.
+        hidden: dtype of the embeddings, so of the residual.
+        gathers: weights are sharded, and gathered in `dtype`.
+    """
 
     dtype: torch.dtype
     autocast: bool
     device: torch.device
-    is_mixed: bool = True
+    hidden: torch.dtype
+    gathers: bool = False
 
     def context(self) -> AbstractContextManager[Any]:
         """Return the context of a step."""
         return torch.autocast(self.device.type, self.dtype) if self.autocast else nullcontext()
 
-    def dtypes(self, *more: torch.dtype) -> list[torch.dtype]:
-        """Return the dtypes that tensors of a step may have: the strictest first."""
-        mixed = (torch.float32,) if self.is_mixed else ()
-        return sorted({*mixed, self.dtype, *more}, key=lambda dtype: torch.finfo(dtype).eps)
+    @property
+    def searches(self) -> bool:
+        """Formulas are told apart on the CPU, in fp32 too; a device proves one in the dtypes of the run."""
+        return self.device.type == "cpu"
+
+    def dtypes(self) -> list[torch.dtype]:
+        """Return the dtypes that tensors of a step may have."""
+        exact = [torch.float32] * self.searches
+        return _strictest_first({*exact, self.dtype, self.hidden})
 
     def draw(self, dtype: torch.dtype, *shape: int, scale: float = 1.0) -> Tensor:
         """Return random numbers, the same on every device."""
         return (torch.randn(*shape) * scale).to(self.device, dtype)
+
+
+def _strictest_first(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:
+    return sorted(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def accept(kind: Kind, precision: Precision) -> tuple[Call | None, str]:
@@ -64,7 +80,7 @@ def _prove(trial: Callable[..., Any], forms: Any, precision: Precision) -> tuple
 
     Only what a step runs is compiled for the device.
     """
-    cpu = replace(precision, device=torch.device("cpu"), is_mixed=True)
+    cpu = replace(precision, device=torch.device("cpu"))
     form, reason, cases = trial(cpu, forms)
     if form is not None and precision.device.type != "cpu":
         form, reason, cases = trial(precision, [[form]])
@@ -87,23 +103,26 @@ def _norm(kind: Kind, precision: Precision) -> tuple[Call | None, str]:
     def fused(form: NormForm) -> Callable[..., Tensor]:
         return lambda x, weight=None, bias=None: norm(x, weight, bias, form)
 
+    trained = any(p.requires_grad for each in kind.modules for p in each._parameters.values() if p is not None)
+
     def trial(where: Precision, forms: Any) -> tuple[NormForm | None, str, list[Case]]:
-        of_weights = {p.dtype for p in parameters.values()}
-        dtypes = where.dtypes(*of_weights)
-        # Sharded weights may be stored in fp32 and gathered in the dtype of the run.
-        stored = (
-            (where.dtypes() if where.is_mixed else sorted({*of_weights, where.dtype}, key=str)) if names else [None]
-        )
-        cases = [
-            Case([where.draw(x, 2, 16, width, scale=scale), *(where.draw(w, width) for _ in names)], [], where.context)
-            for x, w, scale in itertools.product(dtypes, stored, SCALES)
-        ]
+        kept = {p.dtype for p in parameters.values()} | set(where.dtypes() if where.searches else ())
+        stored = _strictest_first(kept | ({where.dtype} if where.gathers else set())) if names else [None]
+        differentiated = len(names) if trained or where.searches else 0  # a kernel without sums runs for frozen ones
+        cases = []
+        for x, w, scale in itertools.product(where.dtypes(), stored, SCALES):
+            row = where.draw(x, 2, 3 if where.searches else 16, width, scale=scale)
+            weights = [where.draw(w, width) for _ in names]
+            tensors = [row, *weights[:differentiated]]
+            cases.append(Case(tensors, weights[differentiated:], where.context))
         return prove(own, forms, fused, cases)
 
     form, reason, cases = _prove(trial, _norm_forms(module, bool(names)), precision)
     if form is None:
         return None, reason
-    return NormCall(form, pair, frozenset(tuple(t.dtype for t in case.tensors) for case in cases)), ""
+    return NormCall(
+        form, pair, frozenset(tuple(t.dtype for t in (*case.tensors, *case.constants)) for case in cases)
+    ), ""
 
 
 @dataclass(frozen=True, slots=True)

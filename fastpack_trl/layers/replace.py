@@ -22,6 +22,7 @@ from fastpack_trl.layers.find import kinds_of
 from fastpack_trl.layers.forms import NormCall, Precision, RotaryCall, accept
 from fastpack_trl.layers.pending import active
 from fastpack_trl.model.changes import Patch, patch_attribute, shared
+from fastpack_trl.model.facts import text_model, token_table
 
 PARTS = ("norm", "rotary", "gate")
 _MARK = "_fastpack_fused"
@@ -47,15 +48,18 @@ class FusedLayers:
 
 
 @contextmanager
-def fused_layers(model: nn.Module, *, dtype: torch.dtype, autocast: bool) -> Iterator[FusedLayers]:
+def fused_layers(
+    model: nn.Module, *, dtype: torch.dtype, autocast: bool, gathers: bool = False
+) -> Iterator[FusedLayers]:
     """Run fused norms, rotations and gates in the layers of `model` whose classes prove equal on its device.
 
     Args:
         dtype: that the run computes in.
         autocast: the dtype is that of autocast, else that of the weights.
+        gathers: weights are sharded and gathered in it.
     """
-    floats = {p.dtype for p in model.parameters() if p.is_floating_point() and p.itemsize > 1}
-    precision = Precision(dtype, autocast, next(model.parameters()).device, autocast or floats != {dtype})
+    table = token_table(text_model(model)).weight
+    precision = Precision(dtype, autocast, table.device, table.dtype, gathers)
     report = FusedLayers()
     kinds, refused = kinds_of(model)
     for part, name, reason in refused:
