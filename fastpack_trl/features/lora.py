@@ -44,6 +44,6 @@ def install(run: Run) -> Iterator[None]:
         with patch_attribute(run, "lora", applied), remarked(applied.modules, partial(run.report.remark, "lora")):
             yield
     finally:
-        if applied.call_by_call:  # known only after training: it depends on the layers' inputs
-            run.set_status("lora", "on", "fast, PEFT call by call", str(applied))
+        if applied.fast:  # known only after training: it depends on the layers' inputs
+            run.set_status("lora", "on", "fast, PEFT call by call" if applied.call_by_call else "fast", str(applied))
         applied.revert()

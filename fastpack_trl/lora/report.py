@@ -118,9 +118,9 @@ class LoraReport:
         if self.on_parameters:
             parts.append(f"{len(self.on_parameters)} on stacked parameters: see moe")
         parts += [self.copies] * bool(self.copies)
-        apart = sum(siblings.failed > 0 for siblings in self.siblings)
-        parts += [f"{len(self.siblings) - apart} groups of one input computed together"] * bool(self.siblings)
-        parts += [f"{apart} groups computed one by one, because they read different tensors"] * bool(apart)
+        failed = [group.failed > 0 for group in self.siblings if group.is_joint]
+        parts += [f"{failed.count(False)} groups of one input computed together"] * (False in failed)
+        parts += [f"{sum(failed)} groups computed one by one, because they read different tensors"] * (True in failed)
         parts += [f"PEFT's own: {len(names)} ({reason})" for reason, names in self.handed_over.items()]
         parts += [f"PEFT's own, call by call: {count} ({reason})" for reason, count in self.call_by_call.items()]
         return "; ".join(parts)

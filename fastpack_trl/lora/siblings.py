@@ -64,7 +64,8 @@ class Kept:
         """Begin a forward of the backbone; drop what one that raised has left, with its graph."""
         self._outputs, self._input = dict[Any, Tensor](), tuple[Any, ...]()
         self._owner: Siblings | None = None
-        self.since = 1 + self._leaf.view(0).grad_fn._sequence_nr()
+        with torch.enable_grad():
+            self.since = 1 + self._leaf.view(0).grad_fn._sequence_nr()
 
     def take(self, layer: Any, x: Tensor) -> Tensor | None:
         """Return the output of a layer if it is here and was computed from `x`."""
@@ -86,10 +87,15 @@ def _state(x: Tensor) -> tuple[int, bool, bool]:
 
 
 class Siblings:
-    """Layers of one parent; `failed`: the beginning of the last forward in which they read different tensors, or 0."""
+    """Layers of one parent that may read one tensor.
+
+    Attributes:
+        is_joint: whether some were computed together.
+        failed: beginning of the last forward in which they read different tensors, or 0.
+    """
 
     def __init__(self, kept: Kept, layers: Sequence[Any]) -> None:
-        self.kept, self.layers, self.failed, self._split = kept, layers, 0, 0
+        self.kept, self.layers, self.is_joint, self.failed, self._split = kept, layers, False, 0, 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # the layers of a copy are computed alone
@@ -105,7 +111,7 @@ class Siblings:
             return None
         outs = project(x if x.dtype == own.dtype else x.to(own.dtype), [*parts.values()])
         outputs = {each: out.to(part.result) for (each, part), out in zip(parts.items(), outs, strict=True)}
-        out = outputs.pop(layer)
+        out, self.is_joint = outputs.pop(layer), True
         self.kept.put(outputs, x, None if recomputes else self)
         return out
 

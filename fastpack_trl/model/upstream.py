@@ -41,7 +41,8 @@ NEEDS = {
         "sync_free": "trl.kernels: ChunkedLogProbFunction chunked_logprob; "
         "transformers.Trainer: _maybe_log_save_evaluate _finalize_training",
         "lora": "peft.tuners.lora.layer: LoraLayer Linear; torch: _foreach_add_ _foreach_mul _foreach_mul_ "
-        "_foreach_copy_; torch._C: _current_autograd_node; torch.UntypedStorage: _cdata",
+        "_foreach_copy_; torch._C: _current_autograd_node; torch.UntypedStorage: _cdata; "
+        "torch.autograd.graph.Node: _sequence_nr",
         "frozen_base": "torch: _scaled_mm",
         "moe": "transformers.integrations.moe: ALL_EXPERTS_FUNCTIONS ExpertsInterface",
         "activation_memory": f"{_LAYER}; torch.utils._pytree: tree_leaves",
