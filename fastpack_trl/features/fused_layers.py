@@ -20,7 +20,7 @@ def why_not(run: Run) -> Iterator[object]:
     yield run.args.torch_compile and "torch_compile=True compiles the whole model"
     yield run.is_sharded and not run.is_fsdp2 and SHARDED
     if run.settings.fused_layers == "auto":
-        yield run.device.type != "cuda" and f"on {run.device.type} torch's own operators are as fast"
+        yield run.device.type != "cuda" and f"the model is on {run.device}: its kernels need CUDA"
         least = ".".join(map(str, LEAST_CAPABILITY))
         yield not is_supported(run.device) and f"its kernels need compute capability {least}"
         yield not has_triton() and "Triton is not installed"

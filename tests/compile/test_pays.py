@@ -18,6 +18,7 @@ from fastpack_trl.compile import kind as kinds
 from fastpack_trl.measure.payback import StepsLeft
 from fastpack_trl.moe.quantized import quantize_experts
 
+AUTO = {"layer_compile": "auto", "fused_layers": "off"}
 OPTIONS: dict[str, Any] = {"family": "llama", "packing": True, "gradient_checkpointing": False, "eval_strategy": "no"}
 
 
@@ -136,11 +137,11 @@ def test_auto_weighs_in_the_second_step_on_compiles_at_once(tmp_path: Path, monk
 @pytest.mark.cuda
 def test_cuda_a_short_run_is_not_compiled_and_a_long_one_is(tmp_path: Path, inductor: None) -> None:
     options: dict[str, Any] = {"packing": True, "eval_strategy": "no", "use_cpu": False, "bf16": True}
-    short = train(FastSFTTrainer, tmp_path / "short", fast={"layer_compile": "auto"}, max_steps=3, **options)
+    short = train(FastSFTTrainer, tmp_path / "short", fast=AUTO, max_steps=3, **options)
     line = short.fastpack_report["layer_compile"]
     assert (line.status, line.path) == ("off", "eager"), line
     assert re.search("2 steps left, it pays off from", line.reason)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kinds, "COMPILE_SECONDS", 0.0)
-        long = train(FastSFTTrainer, tmp_path / "long", fast={"layer_compile": "auto"}, max_steps=2, **options)
+        long = train(FastSFTTrainer, tmp_path / "long", fast=AUTO, max_steps=2, **options)
     assert "compiled in" in long.fastpack_report["layer_compile"].reason
