@@ -17,11 +17,14 @@ Layout = tuple[torch.dtype, tuple[int, ...] | None]
 class NormForm:
     """``y = round(normalized) * (offset + weight) + bias``, computed in fp32 or wider; weight and bias are optional.
 
+    The twin in `norm.py` and both kernels in `norm_triton.py` compute it, and `rotary_triton.py` for norms of heads.
+
     Attributes:
         eps: added to the variance (LayerNorm) or to the mean square (RMSNorm).
         centers: the mean is subtracted first: LayerNorm.
         offset: 1 if the weight is stored minus 1, as Gemma stores it.
-        rounds: normalized values are rounded to the dtype of the input before the weight multiplies them (Llama).
+        rounds: normalized values are rounded to the dtype of the input before the weight multiplies them (Llama);
+            not in the kernel of a rotation.
         promotes: the result has the wider dtype of input and weight, else that of the input.
     """
 

@@ -161,6 +161,7 @@ class NormCall:
 
 
 def _norm_forms(module: Any, has_weight: bool) -> Iterator[list[NormForm]]:
+    """Yield the forms that a norm may have in groups, of which the first that proves equal is taken."""
     known = [v for v in vars(module).values() if isinstance(v, float) and 0 < v < 0.1]
     epsilons = dict.fromkeys([*known, 1e-6, 1e-5])
     casts = ((True, True), (False, False), (False, True)) if has_weight else ((False, False),)

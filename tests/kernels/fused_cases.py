@@ -1,4 +1,7 @@
-"""The kernels of fused layers vs. their torch twins and float64: run by `test_triton.py`, interpreted or on CUDA."""
+"""The kernels of fused layers vs. their torch twins and float64: run by `test_triton.py`, interpreted or on CUDA.
+
+Alone: ``TRITON_INTERPRET=1 python -m pytest tests/kernels/fused_cases.py -k norm``.
+"""
 
 from __future__ import annotations
 
