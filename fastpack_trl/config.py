@@ -105,9 +105,9 @@ class ModelSettings:
     )
     layer_compile: Switch = choice(
         "auto",
-        "Compile the decoder layers, one graph per kind of layer: auto (on CUDA, if it pays off over the remaining "
-        "steps), on (any device; on a CPU with packed_attention='sdpa') or off. Costs 10 to 20 seconds per kind of "
-        "layer; later runs find most of it in Inductor's cache.",
+        "Compile the decoder layers, one graph per kind of layer: auto (on CUDA without fused_layers, if it pays off), "
+        "on (any device; on a CPU with packed_attention='sdpa') or off. Costs 10 to 20 seconds per kind of layer; "
+        "later runs find most of it in Inductor's cache.",
     )
     moe_quantize_experts: Literal["off", "on"] = choice(
         "off",
