@@ -81,9 +81,9 @@ class ModelSettings:
     )
     lora: Switch = choice(
         "auto",
-        "LoRA layers with fewer kernels: auto (where supported), on or off (PEFT's forward). Parameters and files "
-        "are PEFT's. On CUDA, dequantized or cast base weights are cached for 2 bytes per weight, if all of them "
-        "fit in an eighth of the free memory.",
+        "LoRA layers with fewer kernels, those of one input (q, k, v) together: auto (where supported), on or off "
+        "(PEFT's forward). Parameters and files are PEFT's. On CUDA, dequantized or cast base weights are cached for "
+        "2 bytes per weight, if all of them fit in an eighth of the free memory.",
     )
     frozen_base: Literal["as_loaded", "fp8"] = choice(
         "as_loaded",
