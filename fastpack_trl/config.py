@@ -81,9 +81,9 @@ class ModelSettings:
     )
     lora: Switch = choice(
         "auto",
-        "LoRA layers with fewer kernels: auto (where supported), on or off (PEFT's forward). Parameters and files "
-        "are PEFT's. On CUDA, dequantized or cast base weights are cached for 2 bytes per weight, if all of them "
-        "fit in an eighth of the free memory.",
+        "LoRA layers with fewer kernels, those of one input (q, k, v) together: auto (where supported), on or off "
+        "(PEFT's forward). Parameters and files are PEFT's. On CUDA, dequantized or cast base weights are cached for "
+        "2 bytes per weight, if all of them fit in an eighth of the free memory.",
     )
     frozen_base: Literal["as_loaded", "fp8"] = choice(
         "as_loaded",
@@ -105,9 +105,9 @@ class ModelSettings:
     )
     layer_compile: Switch = choice(
         "auto",
-        "Compile the decoder layers, one graph per kind of layer: auto (on CUDA, if it pays off over the remaining "
-        "steps), on (any device; on a CPU with packed_attention='sdpa') or off. Costs 10 to 20 seconds per kind of "
-        "layer; later runs find most of it in Inductor's cache.",
+        "Compile the decoder layers, one graph per kind of layer: auto (on CUDA without fused_layers, if it pays off), "
+        "on (any device; on a CPU with packed_attention='sdpa') or off. Costs 10 to 20 seconds per kind of layer; "
+        "later runs find most of it in Inductor's cache.",
     )
     moe_quantize_experts: Literal["off", "on"] = choice(
         "off",

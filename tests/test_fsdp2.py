@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -228,15 +229,18 @@ def stepped_down(patch: pytest.MonkeyPatch) -> None:
 def engines(patch: pytest.MonkeyPatch) -> None:
     """The table in docs/several-gpus.md: the features that are entered under each engine."""
     page = (Path(__file__).parents[1] / "docs/several-gpus.md").read_text(encoding="utf-8")
-    lines = [line for line in page.partition("\n| feature")[2].splitlines() if "|" in line]
-    head, *rows = ([cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines)
-    table = {row[0].partition("`")[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows[1:]}
+    lines = [line for line in page.partition("\n| features")[2].splitlines() if "|" in line]
+    head, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    table = {
+        name: dict(zip(head[1:], row[1:], strict=True)) for row in rows[1:] for name in re.findall(r"`(\w+)`", row[0])
+    }
     patch.setattr(feature, "offload_unavailable", lambda device: "")
     patch.setattr(Settings, "is_explicit", lambda *_: False)  # what an engine lacks is said, and stops nothing
     patch.setattr(Varlen, "refuses", lambda self, features: "")
     patch.setattr(capture, "unavailable", lambda device: "")
     patch.setattr(capture, "CudaGraphs", lambda device: TapeDevice(nn.Module()))
-    base = {"packed_attention": "varlen", "verify_packing": "on", "moe": "on", "layer_compile": "on"}
+    base = {"packed_attention": "varlen", "verify_packing": "on", "moe": "on", "fused_layers": "on"}
+    base |= {"layer_compile": "on"}
     more = {"gradient_checkpointing": True, "gradient_accumulation_steps": 2, "family": "qwen3_moe"}
     flags = {"DDP": "", "FSDP 2": "", "FSDP 1": "is_fsdp_enabled"}
     flags |= dict.fromkeys(("ZeRO 1, 2", "ZeRO 3"), "is_deepspeed_enabled")

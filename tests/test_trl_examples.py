@@ -118,6 +118,7 @@ ROWS, ON_A_CPU = (
     for table in PAGE.read_text(encoding="utf-8").split("Off in every script")
 )
 """The page's tables: script -> all other cells; feature -> the reason for which it is off on a CPU in every script."""
+EVERYWHERE = re.findall(r"^On in every script: (.*)\.$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)[0]
 
 
 def cells(report: FeatureReport) -> str:
@@ -129,7 +130,9 @@ def cells(report: FeatureReport) -> str:
             on.append(f"`{line.feature}`" + (f" ({part})" if part else ""))
         elif ON_A_CPU.get(f"`{line.feature}`") != line.reason:
             others.append(f"`{line.feature}`: {line.reason}")
-    return f"{', '.join(sorted(on))} | {'; '.join(sorted(others)) or 'nothing'}"
+    assert ", ".join(sorted(part for part in on if part in EVERYWHERE)) == EVERYWHERE
+    here = sorted(part for part in on if part not in EVERYWHERE)
+    return f"{', '.join(here)} | {'; '.join(sorted(others)) or 'nothing'}"
 
 
 @pytest.fixture(scope="module")

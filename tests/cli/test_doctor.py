@@ -157,7 +157,8 @@ def test_a_forecast_follows_the_rules_of_the_features(material: Material, monkey
         return dict(json.loads(file.read_text())["forecast"]["gpus"]["H100"]["features"])
 
     assert found() == {
-        "packed_attention": "varlen", "lora": "on", "layer_compile": "on, if it pays off",
+        "packed_attention": "varlen", "lora": "on", "fused_layers": "on",
+        "layer_compile": "off: fused_layers is as fast from the second step on; layer_compile='on' compiles",
         "cuda_graph": "on, if it pays off",
     }  # fmt: skip
     with_reasons(monkeypatch, "layer_compile", lambda run: iter(["a new rule"]))

@@ -107,7 +107,7 @@ def paths_table(folder: Path) -> str:
         rows |= {"the same, windows and sinks (gpt-oss)": experts["packed_attention"]}
         rows |= {f"`{name}`": dense[name] for name in ("flash_attention_4", "lora")}
         rows |= {"`lora` over 4 bits": four_bits["lora"], "`moe`": experts["moe"]}
-        rows |= {f"`{name}`": dense[name] for name in ("fused_layers", "layer_compile", "cuda_graph")}
+        rows |= {f"`{name}`": dense[name] for name in ("fused_layers", "cuda_graph")}
         rows |= {"`cuda_graph`, experts": experts["cuda_graph"]}
         cells.append(rows.values())
     return grid(" | ".join(columns), list(zip(rows, *cells, strict=True)))
@@ -130,11 +130,11 @@ def families_table(folder: Path) -> str:
     for family in FAMILIES:
         model = tiny_model(family)
         found = taken(GPUS["H100"], arguments_for(folder / family, model.config, **ALL))
-        switches = (found.get(name, "-") for name in ("lora", "moe", "layer_compile", "cuda_graph"))
+        switches = (found.get(name, "-") for name in ("lora", "moe", "fused_layers", "cuda_graph"))
         cells = (found["packed_attention"], choose("auto", read_features(model)).path, *switches)
         alike.setdefault(cells, []).append(f"`{family}`")
     return grid(
-        "model types | packed attention, GPU | CPU | `lora` | `moe` | `layer_compile` | `cuda_graph`",
+        "model types | packed attention, GPU | CPU | `lora` | `moe` | `fused_layers` | `cuda_graph`",
         [[", ".join(families), *cells] for cells, families in alike.items()],
     )
 

@@ -10,7 +10,7 @@ from preference_material import NAMES, build
 PAGE = Path(__file__).parents[2] / "docs" / "preference-and-rl.md"
 FEATURES = (
     "batches", "packed_attention", "share_prefixes", "verify_packing", "merge_accumulation", "lora", "moe",
-    "activation_memory", "checkpoint_offload", "layer_compile", "cuda_graph",
+    "fused_layers", "activation_memory", "checkpoint_offload", "layer_compile", "cuda_graph",
 )  # fmt: skip
 HEADING = f"| | {' | '.join(NAMES)} |\n|{' --- |' * (len(NAMES) + 1)}\n"
 
@@ -29,7 +29,10 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> str:
         report = trainer.fastpack_report
         for feature, row in cells.items():
             row.append(f"{report[feature].status}" if feature in report else "-")
-    return HEADING + "".join(f"| `{feature}` | {' | '.join(row)} |\n" for feature, row in cells.items())
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for feature, row in cells.items():
+        alike.setdefault(tuple(row), []).append(f"`{feature}`")
+    return HEADING + "".join(f"| {', '.join(names)} | {' | '.join(row)} |\n" for row, names in alike.items())
 
 
 def test_the_page_says_what_is_on_in_which_trainer(table: str) -> None:
