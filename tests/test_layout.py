@@ -34,7 +34,7 @@ BUDGETS = {
     "attention": 1750,
     "bench": 1000,
     "callbacks": 300,
-    "capture": 1000,
+    "capture": 1050,
     "checkpointing": 1000,
     "cli": 1000,
     "compile": 750,
@@ -42,7 +42,7 @@ BUDGETS = {
     "kernels": 1150,
     "lora": 1050,
     "measure": 650,
-    "model": 1550,
+    "model": 1700,
     "moe": 1000,
     "packing": 2000,
     "recipe": 1900,
@@ -51,7 +51,7 @@ BUDGETS = {
     "trainers": 1150,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 22150, "benchmarks": 3050, "tests": 26650}
+TOTALS = {"fastpack_trl": 22350, "benchmarks": 3050, "tests": 26850}
 
 
 @cache
