@@ -34,16 +34,16 @@ BUDGETS = {
     "attention": 1750,
     "bench": 1000,
     "callbacks": 300,
-    "capture": 1000,
+    "capture": 1050,
     "checkpointing": 1000,
     "cli": 1000,
     "compile": 750,
     "features": 1550,
     "kernels": 2050,
-    "layers": 800,
+    "layers": 900,
     "lora": 1300,
     "measure": 650,
-    "model": 1550,
+    "model": 1700,
     "moe": 1000,
     "packing": 2000,
     "recipe": 1900,
@@ -52,7 +52,7 @@ BUDGETS = {
     "trainers": 1150,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 23800, "benchmarks": 3050, "tests": 26650}
+TOTALS = {"fastpack_trl": 24500, "benchmarks": 3050, "tests": 27700}
 
 
 @cache

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from statistics import median
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import fmean, median
 
 from fastpack_trl.capture.device import CudaGraphs, IdleWatch
 from fastpack_trl.measure.payback import StartUpCost
+from fastpack_trl.packing.buckets import Bucket, Buckets
 from fastpack_trl.run import Run
 
 FEATURE = "cuda_graph"
@@ -19,8 +23,8 @@ LEAST_IDLE = 0.1
 all but eight, which lay between -4 and 3 %: the device was idle for 75 % of a step at 0.6B, and for 2 % at 8B."""
 _CLEAR = 0.05, 0.3
 """Few steps are clear if the device was idle for at most the first share of each, or at least the second of each."""
-RECORD_SECONDS = 0.5
-"""Assumed cost of recording; 0.1 to 0.2 s were measured on an H200."""
+RECORD_SECONDS = 0.15
+"""Assumed cost of recording a bucket besides the time of a step: in all 0.1 to 0.2 s at 0.6B on an H200, 0.5 at 8B."""
 
 
 class IdleRule:
@@ -29,15 +33,20 @@ class IdleRule:
     Args:
         run: whose trainer trains.
         device: is watched.
+        buckets: of the rows so far.
         pays: graphs are recorded at once, as with ``cuda_graph="on"``.
 
     Attributes:
         pays: graphs are recorded.
         note: the observation.
+        declined: buckets whose rows run eagerly: recording them would not be paid back.
     """
 
-    def __init__(self, run: Run, device: CudaGraphs, *, pays: bool) -> None:
-        self._run, self._device = run, device
+    def __init__(self, run: Run, device: CudaGraphs, buckets: Buckets, *, pays: bool) -> None:
+        self._run, self._device, self._buckets = run, device, buckets
+        self._saving: float | None = None  # seconds per step; None: nothing is weighed
+        self._seconds = list[float]()  # of each recording, at first as assumed
+        self.declined = set[Bucket]()
         self._first_step: int | None = None
         self._present_step = -1
         self._watch: IdleWatch | None = None
@@ -89,10 +98,28 @@ class IdleRule:
         steps_left = self._run.steps_left().steps
         if idle < LEAST_IDLE:
             return f"{self.note}: graphs pay off from {LEAST_IDLE:.0%} on"
-        if not StartUpCost(RECORD_SECONDS, idle * each).pays(steps_left):
-            return f"{steps_left} steps of {each * 1e3:.0f} ms are left: recording would not be paid back"
-        self.pays = True
+        cost, sizes = RECORD_SECONDS + each, len(self._buckets.made)
+        if not StartUpCost(max(1, sizes) * cost, idle * each).pays(steps_left):
+            rows = f"{sizes} sizes of rows" if sizes > 1 else "a row"
+            return f"{steps_left} steps of {each * 1e3:.0f} ms are left: recording {rows} would not be paid back"
+        self.pays, self._saving, self._seconds = True, idle * each, [cost]
         return ""
+
+    def pays_for(self, bucket: Bucket, recordings: int = 1) -> bool:
+        """Return whether the rows that a bucket is expected to get pay for so many recordings."""
+        if self._saving is None:
+            return True
+        saving = self._saving * self._buckets.share(bucket)
+        pays = StartUpCost(recordings * fmean(self._seconds), saving).pays(self._run.steps_left().steps)
+        (self.declined.discard if pays else self.declined.add)(bucket)
+        return pays
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the time inside as that of a recording."""
+        start = time.perf_counter()
+        yield
+        self._seconds.append(time.perf_counter() - start)
 
     def close(self) -> None:
         """Stop watching a step that was interrupted."""

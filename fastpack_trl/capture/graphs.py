@@ -126,12 +126,12 @@ class BackboneGraphs(TrainerCallback):
 
     def __init__(self, run: Run, device: CudaGraphs, why_not: Callable[[], str], *, insists: bool) -> None:
         self._run, self._device, self._why_not = run, device, why_not
-        self._rule, self._insists = IdleRule(run, device, pays=insists), insists
+        self._buckets, self._insists = Buckets(), insists
+        self._rule = IdleRule(run, device, self._buckets, pays=insists)
         self._anchor = torch.empty(0, device=run.device, requires_grad=True)
         self._backbones: dict[int, _Backbone] = {}
         self._open: weakref.ref[Open] | None = None
         self._watching = ExitStack()
-        self._buckets = Buckets()
         self.has_ended = False
         self._warmed = self._recorded = self._changes = 0
         self._forget()
@@ -176,6 +176,9 @@ class BackboneGraphs(TrainerCallback):
             self._model_changed()
             return None
         key = Key(id(backbone), trains, bool(others.get(ROUTER_LOGITS)), bucket)
+        is_recorded = key in self._slots and self._slots[key].forward is not None
+        if not is_recorded and not self._rule.pays_for(bucket, 1 + len(self._freed_by(bucket))):
+            return None
         if key not in self._slots:
             self._slots[key] = Slot(self._run, backbone, key, others, WARM_ROWS)
         self._slots[key].inputs.copy_row(batch, tokens)
@@ -241,22 +244,28 @@ class BackboneGraphs(TrainerCallback):
             outputs[0].grad_fn.metadata["fastpack_open"] = self._opened()
         return of_row(outputs, tokens)
 
+    def _freed_by(self, bucket: Bucket) -> list[Slot]:
+        """Return the slots whose graphs are recorded again after a bucket is: all if that is the largest."""
+        recorded = [slot for slot in self._slots.values() if slot.graphs]
+        is_largest = all(slot.inputs.bucket.tokens < bucket.tokens for slot in recorded)
+        return recorded if is_largest and not self._is_open else []  # a backward that is due replays one of them
+
     def _record(self, slot: Slot) -> None:
         """Record a slot; a failure is tried once more after another row, then reported.
 
         The largest bucket so far frees the graphs of all others, which are recorded again in the memory of its own.
         """
-        recorded = [other for other in self._slots.values() if other.graphs]
-        is_largest = all(other.inputs.bucket.tokens < slot.inputs.bucket.tokens for other in recorded)
-        if recorded and is_largest and not self._is_open:  # a backward that is due replays one of them
-            for other in recorded:
-                other.reset()
+        freed = self._freed_by(slot.inputs.bucket)
+        for other in freed:
+            other.reset()
+        if freed:
             self._device.forget()
         if not self._recorded and (lacks := self._device.lacks_room()):
             self.disable(lacks)
             return
         try:
-            slot.record(self._device, self._buffers)
+            with self._rule.timed():
+                slot.record(self._device, self._buffers)
         except torch.OutOfMemoryError as error:
             close_frames(error)
             self.disable("no memory for a graph in addition to eager steps")
@@ -306,7 +315,8 @@ class BackboneGraphs(TrainerCallback):
         if self._recorded and not self.has_ended:
             self._tell()
         elif not self.has_ended:
-            why = f"no row was recorded in {self._rule.steps_done} steps"
+            unpaid = ": recording would not be paid back" if self._rule.declined else ""
+            why = f"no row was recorded in {self._rule.steps_done} steps" + unpaid
             if self._insists:
                 self._run.disable(FEATURE, "eager", why)
             else:
@@ -316,8 +326,10 @@ class BackboneGraphs(TrainerCallback):
 
     def _tell(self) -> None:
         """Report what there is."""
+        declined = len(self._rule.declined)
+        unpaid = f"not recorded, as it would not be paid back: {declined} sizes of rows" if declined else ""
         memory = f"{self.graphs} graph{'s' * (self.graphs != 1)} of {self._device.held / 2**30:.2f} GiB"
-        self._run.set_status(FEATURE, "on", "captured", "; ".join(filter(None, (self._rule.note, memory))))
+        self._run.set_status(FEATURE, "on", "captured", "; ".join(filter(None, (self._rule.note, memory, unpaid))))
 
     def drop(self) -> None:
         """Drop all graphs; they are recorded again from the rows that follow."""

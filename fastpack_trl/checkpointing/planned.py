@@ -17,7 +17,9 @@ from fastpack_trl.checkpointing.streams import GIB
 from fastpack_trl.checkpointing.trace import layer_costs, probe_batches
 from fastpack_trl.model import sharded
 from fastpack_trl.model.checkpoint_seam import checkpointable_layers, stock_checkpoint
+from fastpack_trl.model.facts import UNREADABLE
 from fastpack_trl.model.hooks import HookWatch
+from fastpack_trl.model.kinds import first_of_kind
 from fastpack_trl.model.recompute import offload_unavailable
 from fastpack_trl.run import Run
 
@@ -155,7 +157,7 @@ def gathered_once(run: Run) -> contextlib.AbstractContextManager[None]:
 
 
 def count_layers(run: Run) -> list[LayerCost]:
-    """Count what each layer of the model keeps in a training step.
+    """Count what each layer of the model keeps in a training step, in one process for one layer of each kind.
 
     Raises:
         RuntimeError: the decoder cannot be run by itself.
@@ -164,6 +166,10 @@ def count_layers(run: Run) -> list[LayerCost]:
     decoder = run.trainer.model_wrapped if run.is_fsdp2 else None
     together = run.ranks.propagate_failures(sharded.FAILURE_GRACE_SECONDS) if run.is_fsdp2 else contextlib.nullcontext()
     with together, run.trainer.accelerator.autocast():
+        if decoder is None:
+            with contextlib.suppress(*UNREADABLE):  # layers that read what those before have made, which pass on
+                stand_ins = first_of_kind(run.model, layers)
+                return layer_costs(run.model, layers, batches, packs=run.packs, stand_ins=stand_ins)
         return layer_costs(run.model, layers, batches, decoder=decoder, packs=run.packs)
 
 

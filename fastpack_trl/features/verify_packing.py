@@ -17,6 +17,7 @@ from fastpack_trl.attention.proof import PackingProof, verify_packing
 from fastpack_trl.attention.small_copy import small_copy
 from fastpack_trl.errors import NonFiniteError, PackingError
 from fastpack_trl.model.facts import UNREADABLE, read_features
+from fastpack_trl.model.kinds import one_of_each_kind
 from fastpack_trl.model.upstream import DataCollatorForLanguageModeling
 from fastpack_trl.packing.batching import joins_documents
 from fastpack_trl.run import Choice, Run
@@ -106,11 +107,12 @@ def _remedy(run: Run) -> str:
 
 def tell_stock_error(run: Run) -> None:
     """Report that TRL's own rows would give another loss: its attention errs, or lets packed documents leak."""
-    why = stock_error(read_features(run.model, run.compute_dtype, run.device))
+    stock = PackedAttention(Choice("off", ""), read_features(run.model, run.compute_dtype, run.device))
+    why = stock_error(stock.features)
     if not why and run.plan.kind == "packed" and not run.is_sharded and run.settings.verify_packing != "off":
         try:
             with run.autocast():
-                proof = verify_packing(run.model, implementation="off", lengths=default_lengths(run.model))
+                proof = verify_kinds(run.model, attention=stock, lengths=default_lengths(run.model))
             why = str(proof) if proof.leaks else ""
         except (*_CANNOT_RUN, torch.OutOfMemoryError):
             return
@@ -118,11 +120,19 @@ def tell_stock_error(run: Run) -> None:
         run.report.facts["stock loss"] = f"differs from the loss of this run, which is right: {why}"
 
 
+def verify_kinds(model: Any, **options: Any) -> PackingProof:
+    """Check one decoder layer of each kind; all if it cannot run, or fails without a leak: the report is of all."""
+    with suppress(*_CANNOT_RUN), one_of_each_kind(model) as skipped:
+        if skipped and ((proof := verify_packing(model, **options)).proven or proof.leaks):
+            return proof
+    return verify_packing(model, **options)
+
+
 def _checked(run: Run, attention: PackedAttention | None) -> PackingProof:
     """Check the model; a small copy if its parameters are, or will be, in several processes or on another device."""
     if not run.is_sharded and next(run.model.parameters()).device.type == run.device.type:
         with suppress(ImportError):  # TRL's own forward lacks a kernel (weights in FP8, say), which ours does without
-            return verify_packing(run.model, implementation="off", attention=attention)
+            return verify_kinds(run.model, implementation="off", attention=attention)
     path = attention.path if attention is not None and attention.path in BACKENDS else "off"
     with small_copy(run.model, run.device, run.compute_dtype) as copy:
         return verify_packing(copy, implementation=path, attention=attention if path == "off" else None)

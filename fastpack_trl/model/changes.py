@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from fastpack_trl.model.hooks import users_hooks_off
 from fastpack_trl.model.sharded import local
+from fastpack_trl.model.walk import modules_of
 
 logger = logging.get_logger(__name__)
 _T = TypeVar("_T")
@@ -139,7 +140,7 @@ def callers(method: Any = None) -> Iterator[Any]:
 def isolated_run(model: nn.Module, *, training: bool) -> Iterator[None]:
     """Set the mode of `model` and disable user hooks; exit restores modes, random states and buffers."""
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
-    modes = restore_attributes(model.modules(), "training")
+    modes = restore_attributes(modules_of(model), "training")
     with modes, users_hooks_off(model), torch.random.fork_rng(devices=devices), restore_buffers(model):
         model.train(training)
         yield
@@ -156,7 +157,7 @@ def zeros_perturbed(model: nn.Module) -> Iterator[None]:
     zeros = [t for t in held if type(t) is Tensor and t.numel() and not (t.is_meta or t[(0,) * t.dim()] or t.any())]
     contents = [tensor.clone() for tensor in zeros]  # before any write: parameters may share memory
     # Casts of adapters are good for a version of the parameters, which stays.
-    casts = [(own, own["fastpack_cast"]) for module in model.modules() if "fastpack_cast" in (own := vars(module))]
+    casts = [(own, own["fastpack_cast"]) for module in modules_of(model) if "fastpack_cast" in (own := vars(module))]
     try:
         for tensor in zeros:
             tensor.normal_(0, 0.02, generator=torch.Generator(tensor.device).manual_seed(0))
@@ -172,7 +173,7 @@ def zeros_perturbed(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def restore_buffers(*models: nn.Module) -> Iterator[None]:
     """Restore the buffers of `models` on exit: the same tensors with the same content, large integers left out."""
-    before = {module: dict(module._buffers) for model in models for module in model.modules()}
+    before = {module: dict(module._buffers) for model in models for module in modules_of(model)}
     # The length for which the buffer of a rotary embedding was made.
     rotary = {module: dict(vars(module)) for module in before if hasattr(module, "rope_type")}
     tensors = (tensor for buffers in before.values() for tensor in buffers.values() if tensor is not None)

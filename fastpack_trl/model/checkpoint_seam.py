@@ -19,6 +19,7 @@ from torch import nn
 from fastpack_trl.model.changes import patch_attribute, shared
 from fastpack_trl.model.facts import backbones, text_model
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
+from fastpack_trl.model.walk import modules_of
 
 CHECKPOINT = "_gradient_checkpointing_func"
 """Attribute in which transformers keeps the checkpoint function of a layer."""
@@ -76,10 +77,10 @@ def checkpointable_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
     """
     layers, inside = list[GradientCheckpointingLayer](), set[nn.Module]()
     decoder: nn.Module = [text_model(model), *backbones(model)][-1]
-    for module in decoder.modules():
+    for module in modules_of(decoder):
         if isinstance(module, GradientCheckpointingLayer) and module not in inside:
             layers.append(module)
-            inside.update(module.modules())
+            inside.update(modules_of(module))
     return layers
 
 
@@ -90,9 +91,9 @@ def checkpointed_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
 
 def checkpointing_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules that checkpoint if ``gradient_checkpointing`` is set: layers, or decoders of plain ones."""
-    layers = {module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
-    flagged = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
-    return [module for module in flagged if module in layers or layers.isdisjoint(module.modules())]
+    layers = {module for module in modules_of(model) if isinstance(module, GradientCheckpointingLayer)}
+    flagged = [module for module in modules_of(model) if hasattr(module, "gradient_checkpointing")]
+    return [module for module in flagged if module in layers or layers.isdisjoint(modules_of(module))]
 
 
 def checkpoints_reentrantly(module: Any) -> bool:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.upstream import missing_reason
+from fastpack_trl.model.walk import modules_of
 
 # Causal attention under the names that configs use; "attention" is granitemoehybrid's.
 _UNDERSTOOD_LAYERS = {"full_attention", "attention", "sliding_attention"}
@@ -154,17 +155,17 @@ def backbones(model: nn.Module) -> list[Any]:
     """
     base = text_model(model)
     embedding = base.get_input_embeddings()
-    inner = [module for module in base.modules() if isinstance(module, PreTrainedModel) and module is not base]
-    return [module for module in inner if any(part is embedding for part in module.modules())]
+    inner = [module for module in modules_of(base) if isinstance(module, PreTrainedModel) and module is not base]
+    return [module for module in inner if any(part is embedding for part in modules_of(module))]
 
 
 def learned_positions(model: nn.Module) -> int | None:
     """Return the most positions of a document if the model reads them from a table, as GPT-2 and OPT do, else None."""
     base = text_model(model)
     positions = getattr(base.config.get_text_config(), "max_position_embeddings", None)
-    tokens = set(base.get_input_embeddings().modules())  # PEFT may keep several
+    tokens = set(modules_of(base.get_input_embeddings()))  # PEFT may keep several
     # A table has a row per position, of which some families skip the first two.
-    others = [module for module in base.modules() if isinstance(module, nn.Embedding) and module not in tokens]
+    others = [module for module in modules_of(base) if isinstance(module, nn.Embedding) and module not in tokens]
     return positions if positions and any(0 <= table.num_embeddings - positions <= 2 for table in others) else None
 
 
@@ -181,7 +182,7 @@ def position_use(*models: nn.Module | None) -> PositionUse:
     """Return what any of `models` reads of positions; each trainer asks before it joins documents of several rows."""
     rotations, scales = set[str](), [math.inf]
     for model in filter(None, models):
-        rotations |= {str(getattr(module, "rope_type", "")) for module in model.modules()}  # one, or one per layer type
+        rotations |= {str(getattr(one, "rope_type", "")) for one in modules_of(model)}  # one, or one per layer type
         config = text_model(model).config.get_text_config()
         rope = getattr(config, "rope_parameters", None)
         if isinstance(rope, dict) and rope.get("llama_4_scaling_beta"):
@@ -206,7 +207,7 @@ def is_invoked_once_per_row(model: nn.Module) -> bool:
 def attention_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules of the text decoder that call transformers' attention interface."""
     config = text_model(model).config.get_text_config()
-    of_text = [module for module in model.modules() if getattr(module, "config", None) is config]
+    of_text = [module for module in modules_of(model) if getattr(module, "config", None) is config]
     return [module for module in of_text if hasattr(module, "layer_idx") and hasattr(module, "scaling")]
 
 
@@ -226,7 +227,7 @@ def dropout_of(model: nn.Module) -> str:
 
 def state_modules(model: nn.Module) -> list[nn.Module]:
     """Return the mixers that carry state from token to token, outside of attention."""
-    return [m for m in model.modules() if isinstance(m, nn.Conv1d) or _STATE_MODULE.search(type(m).__name__)]
+    return [m for m in modules_of(model) if isinstance(m, nn.Conv1d) or _STATE_MODULE.search(type(m).__name__)]
 
 
 def scan_of(module: Any, mixer: Mixer) -> Scan | None:
@@ -243,7 +244,7 @@ def mixers(model: nn.Module) -> dict[nn.Module, Mixer]:
 
     transformers' hybrid models convolve and scan in functions next to the layer. Other layers are not mixers.
     """
-    convolve = [module for module in model.modules() if any(isinstance(c, nn.Conv1d) for c in module.children())]
+    convolve = [module for module in modules_of(model) if any(isinstance(c, nn.Conv1d) for c in module.children())]
     return {module: mixer for module in convolve if (mixer := _mixer(type(module))) is not None}
 
 
@@ -374,9 +375,9 @@ def _gaps(model: nn.Module, base: Any, config: Any) -> Iterator[object]:
     types = set(getattr(config, "layer_types", None) or ())
     other = sorted(types - _UNDERSTOOD_LAYERS - (_MIXER_LAYERS if known else set()))
     yield other and f"{family} has {', '.join(other)} layers, which the attention interface cannot keep apart"
-    inside = {part for mixer in (*attentions, *known) for part in mixer.modules()}
+    inside = {part for mixer in (*attentions, *known) for part in modules_of(mixer)}
     for module in state_modules(base):
-        outside = module not in inside and known.keys().isdisjoint(module.modules())
+        outside = module not in inside and known.keys().isdisjoint(modules_of(module))
         yield outside and f"{family} mixes tokens in {type(module).__name__}, outside of attention"
     hub = known and getattr(base, "use_kernels", False)
     yield hub and f"{family} runs hub kernels in its recurrent layers (use_kernels=True)"

@@ -15,6 +15,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
+from fastpack_trl.model.walk import modules_of
+
 _KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """The dictionaries of a module; `torch.nn.modules.module` has one of each for all modules, after ``_global``."""
 _LIBRARIES = (
@@ -77,12 +79,10 @@ def hook_inside(module: nn.Module, name: str = "") -> str:
     """Describe the first user hook that a call of `module` runs, e.g. ``the forward hook f on layers.1.mlp``."""
     if hook := _users_hook(nn.modules.module, "_global"):
         return f"the global {hook}"
-    modules: list[Any] = [module]
-    for inner in modules:  # grows; a walk that makes the names takes five times as long
+    for inner in modules_of(module):  # a walk that makes the names takes five times as long
         if is_hooked(inner) and (hook := _users_hook(inner)):
             own = next(own for own, hooked in module.named_modules(prefix=name) if hooked is inner)
             return f"the {hook} on {own or type(inner).__name__}"
-        modules += [child for child in inner._modules.values() if child is not None]
     return ""
 
 
@@ -117,7 +117,7 @@ def users_hooks_off(model: nn.Module) -> Iterator[None]:
 
     Exit restores the hooks in their order, except for those removed in the meantime.
     """
-    dictionaries = [getattr(module, kind) for module in model.modules() for kind in _KINDS]
+    dictionaries = [getattr(module, kind) for module in modules_of(model) for kind in _KINDS]
     dictionaries += [getattr(nn.modules.module, f"_global{kind}", {}) for kind in _KINDS]
     hidden = [(hooks, key, hook) for hooks in dictionaries for key, hook in hooks.items() if is_users(hook)]
     for hooks, key, _ in hidden:

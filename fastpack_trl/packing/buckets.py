@@ -84,12 +84,12 @@ class Buckets:
     def __init__(self) -> None:
         self.made: dict[Bucket, Bucket] = {}
         """Each bucket with the maxima of the rows that it was made for."""
+        self._last = list[Bucket]()  # rows, for `share`
 
     def find(self, size: Bucket) -> Bucket | None:
         """Return the bucket in which a row of this size costs least; None if the row has to run eagerly."""
-        own = _around(size, size)
-        bucket = min((one for one in self.made if one.holds(size)), key=lambda one: one.cost, default=None)
-        left = MOST_BUCKETS - len(self.made)
+        own, bucket, left = _around(size, size), self._cheapest(size), MOST_BUCKETS - len(self.made)
+        self._last = [*self._last[-31:], size]
         is_loose = bucket is not None and bucket.cost > _LOOSE * own.cost
         if (left > 0 and bucket is None) or (left > _KEPT_FOR_LARGER and is_loose):
             # Around the rows of an earlier bucket too if that costs little: packed rows soon have one for all of them.
@@ -100,6 +100,13 @@ class Buckets:
                 self.made[found] = wider.get(found, size)
                 return found
         return None if bucket is None or bucket.tokens > _MOST_PADDED * _whole_tiles(size.tokens) else bucket
+
+    def _cheapest(self, size: Bucket) -> Bucket | None:
+        return min((one for one in self.made if one.holds(size)), key=lambda one: one.cost, default=None)
+
+    def share(self, bucket: Bucket) -> float:
+        """Return the share of the last rows that run in a bucket, as the buckets are now."""
+        return sum(self._cheapest(size) == bucket for size in self._last) / len(self._last)
 
 
 def _around(size: Bucket, most: Bucket) -> Bucket:

