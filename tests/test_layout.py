@@ -45,7 +45,7 @@ BUDGETS = {
     "measure": 650,
     "model": 1700,
     "moe": 1000,
-    "packing": 2000,
+    "packing": 2050,
     "recipe": 1900,
     "recurrent": 800,
     "step": 1700,

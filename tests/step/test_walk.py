@@ -119,11 +119,11 @@ def test_the_head_takes_six_files(walk: Walk) -> None:
     ("name", "function", "rooms"),
     [("LoRA layer", "forward", ""), ("activation plan", "plan_memory", ("checkpointing/", "run/", "measure/"))],
 )
-def test_a_lora_layer_and_a_plan_take_six_files(walk: Walk, name: str, function: str, rooms: Any) -> None:
+def test_a_lora_layer_and_a_plan_take_seven_files(walk: Walk, name: str, function: str, rooms: Any) -> None:
     """A plan may try the layers themselves, whose files are not its own."""
     files = [file for file in walk.inside[function] if file.startswith(rooms)]
     assert named(name) == files, files
-    assert 2 <= len(files) <= 6
+    assert 2 <= len(files) <= 7
 
 
 def test_a_captured_step_takes_six_files_to_the_replay(tmp_path: Path) -> None:
