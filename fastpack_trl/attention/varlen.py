@@ -12,6 +12,7 @@ denominator of each row and nothing to the sum, so with ``lse' = logaddexp(lse, 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -44,11 +45,16 @@ def varlen_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of `varlen_attention`."""
     segments, keywords = _in_kernel(row)
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=out.device), out.new_empty(0)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        grad_out, *row[:3], out, lse, *segments, *no_dropout, **keywords
+        grad_out, *row[:3], out, lse, *segments, *_no_dropout(out.device, out.dtype), **keywords
     )
     return dq, dk, dv, sink_gradient(grad_out, out, lse, row.sinks)
+
+
+@cache
+def _no_dropout(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the random state of no dropout, which the kernel takes and does not read: made once, not per layer."""
+    return torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device, dtype=dtype)
 
 
 def fold_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from fastpack_trl.kernels.fused_form import NormForm
 from fastpack_trl.kernels.norm import add_norm, norm
+from fastpack_trl.model.upstream import tree_map_only
 
 _ADDITIONS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
 # Python looks up operators in the class.

@@ -20,7 +20,8 @@ _HOMES = {"LoraLinear": "peft.tuners.lora.layer.Linear"} | {
     path.rpartition(".")[2]: path
     for path in _paths(
         "peft.tuners.lora.layer: LoraLayer; peft.tuners.tuners_utils: BaseTunerLayer; transformers.pytorch_utils: "
-        "Conv1D; torch._subclasses.fake_tensor: FakeTensor FakeTensorMode; torch.utils._pytree: tree_leaves; "
+        "Conv1D; torch._subclasses.fake_tensor: FakeTensor FakeTensorMode; "
+        "torch.utils._pytree: tree_leaves tree_map_only; "
         "transformers.modeling_layers: GradientCheckpointingLayer; "
         "transformers.trainer_callback: CallbackHandler; trl.trainer.sft_trainer: DataCollatorForLanguageModeling"
     )

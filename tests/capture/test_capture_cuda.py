@@ -26,6 +26,8 @@ from fastpack_trl.testing import count_host_syncs, tiny_model
 pytestmark = pytest.mark.cuda
 
 STEPS = 30
+OWN_FORWARDS = {"layer_compile": "off", "fused_layers": "off"}
+"""For a model whose forward does more than its formula."""
 FAMILIES = ("llama", "qwen3", "gemma3_text", "qwen3_moe", "gpt_oss")
 KINDS = [(family, kind) for family in FAMILIES for kind in ("full", "lora")] + [("llama", "nf4")]
 
@@ -167,7 +169,7 @@ def test_a_failed_recording_leaves_the_allocator_usable(tmp_path: Path) -> None:
             torch.empty(1 << 50, dtype=torch.uint8, device=hidden.device)
 
     given = {"callbacks": [callback("on_step_end", lambda *_: torch.cuda.empty_cache())()]}
-    trainer = made(tmp_path, model=waiting_norm(lack), fast={"layer_compile": "off"}, max_steps=18, trainer=given)
+    trainer = made(tmp_path, model=waiting_norm(lack), fast=OWN_FORWARDS, max_steps=18, trainer=given)
     trainer.train()
     assert_line(trainer, "cuda_graph", "cannot be recorded", status="off", path="eager")
     assert lacked
@@ -224,7 +226,7 @@ def test_a_step_after_a_failed_recording_may_draw_random_numbers(tmp_path: Path)
     adapters = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1)
     trainer = made(
         tmp_path, model=waiting_norm(), trainer={"peft_config": adapters}, gradient_checkpointing=False,
-        fast={"layer_compile": "off"},
+        fast=OWN_FORWARDS,
     )  # fmt: skip
     trainer.train()
     line, losses = trainer.fastpack_report["cuda_graph"], [row for row in trainer.state.log_history if "loss" in row]

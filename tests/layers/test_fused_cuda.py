@@ -73,6 +73,5 @@ def test_ligers_patches_stay_and_are_named(tmp_path: Path) -> None:
     pytest.importorskip("liger_kernel")
     options = {"packing": True, "use_liger_kernel": True, "use_cpu": False, "bf16": True, "eval_strategy": "no"}
     ours = train(FastSFTTrainer, tmp_path / "ours", fast={}, **options)
-    line = ours.fastpack_report["fused_layers"]
-    assert (line.status, line.path) == ("stock", "liger")
+    assert "Qwen3RMSNorm: liger" in ours.fastpack_report["fused_layers"].reason
     assert_same_log(ours, train(SFTTrainer, tmp_path / "stock", **options), rtol=2e-2, atol=2e-2)
