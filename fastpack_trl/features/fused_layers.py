@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 from fastpack_trl.kernels._triton import LEAST_CAPABILITY, has_triton, is_supported
 from fastpack_trl.layers.find import LIGER
@@ -31,7 +33,12 @@ def install(run: Run) -> Iterator[None]:
     """Run fused forwards in the modules whose classes prove equal; before the plan, which counts what they keep."""
     dtype = run.compute_dtype or text_model(run.model).dtype
     autocast, gathers = run.compute_dtype is not None, run.is_sharded
-    with fused_layers(run.model, dtype=dtype, autocast=autocast, gathers=gathers) as report:
+    reference = getattr(run.trainer, "ref_model", None)
+    apply = partial(fused_layers, dtype=dtype, autocast=autocast, gathers=gathers)
+    same: AbstractContextManager[Any] = (
+        nullcontext() if reference is None else apply(run.trainer.accelerator.unwrap_model(reference))
+    )
+    with apply(run.model) as report, same:  # equal models round alike
         fuses = bool(report.fused)
         path = "fused" if fuses else LIGER if LIGER in report.reasons.values() else "stock"
         run.set_status(FEATURE, "on" if fuses else "stock", path, str(report), holds=path != "stock")

@@ -51,6 +51,7 @@ def why_not(run: Run) -> Iterator[object]:
         f"on {device} compiling takes longer than most runs; layer_compile='on' with packed_attention='sdpa' compiles"
     )
     yield run.choice.refuses_compile
-    # Measured: the same speed within 3 %, and the kernels need no compiler.
+    # Measured on an H200, ms of a settled step, fused and compiled: Qwen3-0.6B LoRA, 2,048 tokens, 26.6 and 26.8; 8,192
+    # tokens, 83.5 and 86.5; 8B LoRA, 4,096 tokens, 267 and 258 to 268; all weights of Llama-3.2-1B, 74 and 71.
     fused = setting == "auto" and run.fused is not None
     yield fused and "fused_layers is as fast from the second step on; layer_compile='on' compiles"
