@@ -54,8 +54,8 @@ def made_on_host(own: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def made(*args: Any, **kwargs: Any) -> Any:
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        if len(given) != 1 or given[0] is not next(iter(args), None) or torch.compiler.is_compiling():
+        given: list[Tensor] = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if len(given) != 1 or not args or args[0] is not given[0] or torch.compiler.is_compiling():
             return own(*args, **kwargs)
         host = _once("grids", given[0], Tensor.cpu)
         return _moved(own(host, *args[1:], **kwargs), given[0].device)

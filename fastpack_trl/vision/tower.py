@@ -58,17 +58,18 @@ def tower_attention(model: nn.Module) -> dict[nn.Module, Any]:
     text = base.config.get_text_config()
     towers: dict[nn.Module, Any] = {}
     for tower in base.modules():  # outermost first
-        if isinstance(tower, PreTrainedModel):
-            towers.update((m, tower) for m in tower.modules() if _takes_ends(type(m)) and m.config is not text)
+        for module in tower.modules() if isinstance(tower, PreTrainedModel) else ():
+            cls: Any = type(module)
+            if getattr(module, "config", text) is not text and _takes_ends(cls):
+                towers[module] = tower
     return towers
 
 
 @functools.cache
 def _takes_ends(cls: Any) -> bool:
     forward = inspect.unwrap(cls.forward)
-    interface = "ALL_ATTENTION_FUNCTIONS"
     takes = inspect.isfunction(forward) and ENDS in inspect.signature(forward).parameters
-    return takes and interface in inspect.getclosurevars(forward).globals
+    return takes and "ALL_ATTENTION_FUNCTIONS" in inspect.getclosurevars(forward).globals
 
 
 @contextmanager
@@ -144,7 +145,7 @@ def _proof(cls: Any, config: Any, switched: Any, precision: Precision) -> str:
     with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices):
         torch.manual_seed(0)
         try:
-            forms = list(_forms(cls, _probe(cls, config, torch.device("cpu"))))
+            forms = list(_forms(_probe(cls, config, torch.device("cpu"))))
             for device in dict.fromkeys((torch.device("cpu"), precision.device)):
                 where, probe = replace(precision, device=device), _probe(cls, config, device)
                 forms = [form for form in forms if device.type != "cpu" or _runs(probe, form, where)][:1]
@@ -183,12 +184,11 @@ class _Form(NamedTuple):
         return out[0] if isinstance(out, tuple) else out
 
 
-def _forms(cls: Any, probe: Any) -> Iterator[_Form]:
-    """Yield the shapes that the forward of a class may take."""
+def _forms(probe: Any) -> Iterator[_Form]:
+    """Yield the shapes that a forward may take."""
     width = next(module.in_features for module in probe.modules() if hasattr(module, "in_features"))
     head, tokens = getattr(probe, "head_dim", None) or width // probe.num_heads, sum(_LENGTHS)
-    turns = [((tokens, size),) * count for count in (2, 1) for size in (head, head // 2)]
-    turns = [*turns, ()] if "position_embeddings" in inspect.signature(cls.forward).parameters else [()]
+    turns = [*(((tokens, size),) * count for count in (2, 1) for size in (head, head // 2)), ()]
     yield from (_Form(hidden, turn) for hidden in ((tokens, width), (1, tokens, width)) for turn in turns)
 
 
