@@ -33,5 +33,5 @@ def install(run: Run) -> Iterator[None]:
     same = one_call_towers(reference, dtype=run.compute_dtype) if reference is not None else nullcontext()
     with one_call_towers(run.model, dtype=run.compute_dtype) as report, same:  # equal models round alike
         on = bool(report.switched)
-        run.set_status(FEATURE, "on" if on else "stock", report.path if on else "stock", report.counts)
+        run.set_status(FEATURE, "on" if on else "stock", report.path if on else "stock", str(report))
         yield
