@@ -125,7 +125,8 @@ def _proof(cls: Any, own: Any, switched: Any, precision: Precision) -> str:
         torch.manual_seed(0)
         try:
             for device in dict.fromkeys((torch.device("cpu"), precision.device)):
-                reason = reason or _difference(cls, own, switched, replace(precision, device=device))
+                with torch.autocast(device.type, enabled=False):
+                    reason = reason or _difference(cls, own, switched, replace(precision, device=device))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever code of others raises

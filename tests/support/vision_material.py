@@ -15,6 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from fastpack_trl.testing import gradients
+
 _SIZES = {
     "depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2,
     "temporal_patch_size": 2, "out_hidden_size": 32,
@@ -29,7 +31,6 @@ TOWERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl": ("Qwen3VLVisionModel", _TABLE | {"deepstack_visual_indexes": [0]}),
     "qwen3_5": ("Qwen3_5VisionModel", _TABLE),
     "glm4v": ("Glm4vVisionModel", _SIZES | {"image_size": 16}),
-    "ernie4_5_vl_moe": ("Ernie4_5_VLMoeVisionTransformerPretrainedModel", _SIZES),
     "exaone4_5": ("Exaone4_5_VisionModel", _SIZES | {"num_key_value_heads": 1, "fullatt_block_indexes": [1]}),
 }
 """Class and sizes by family."""
@@ -51,8 +52,17 @@ class Composite(nn.Module):
         weight = self.visual.patch_embed.proj.weight
         pixels = torch.randn(int(grids.prod(-1).sum()), weight[0].numel(), generator=torch.Generator().manual_seed(1))
         out = self.visual(pixels.to(weight), grids.to(weight.device))
-        found: Tensor = out.last_hidden_state if out.pooler_output is None else out.pooler_output
+        found: Tensor = out.pooler_output
         return found
+
+
+def step(model: Any, *batches: Tensor) -> dict[str, Tensor]:
+    """Return outputs and gradients of forwards before one backward pass each."""
+    model.zero_grad()
+    outs = [model(grids) for grids in batches]
+    for out in outs:
+        (out * torch.arange(out.shape[-1], device=out.device)).mean().backward()
+    return {**{f"out {k}": out.detach() for k, out in enumerate(outs)}, **gradients(model)}
 
 
 def composite(family: str) -> Any:

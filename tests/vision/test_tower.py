@@ -12,23 +12,15 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from vision_material import TOWERS, Composite, composite
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionAttention
+from vision_material import TOWERS, Composite, composite, step
 
 from fastpack_trl.attention.install import packed_attention
-from fastpack_trl.testing import gradients
 from fastpack_trl.vision.tower import one_call_towers, tower_attention
 
 GRIDS = torch.tensor([[1, 4, 4], [1, 2, 2], [1, 6, 8], [1, 10, 4]])
 MANY = torch.tensor([[1, 2, 2]] * 39 + [[1, 4, 2]])
 VIDEO = torch.tensor([[1, 4, 2], [3, 4, 4]])
-
-
-def step(model: Any, *batches: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    outs = [model(grids) for grids in batches]
-    for out in outs:  # as two models, or two forwards before a backward pass
-        (out * torch.arange(out.shape[-1])).mean().backward()
-    return {**{f"out {k}": out.detach() for k, out in enumerate(outs)}, **gradients(model)}
 
 
 def assert_equal(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
@@ -37,15 +29,14 @@ def assert_equal(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 
 class Reads(TorchFunctionMode):
-    """Counts reads of tensors, those in attention modules apart."""
+    """Counts reads of tensors in attention modules."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inside, self.count, self.in_layers = 0, 0, 0
+        self.inside = self.in_layers = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.tolist, Tensor.item, Tensor.__int__, Tensor.__bool__, Tensor.__index__):
-            self.count += 1
             self.in_layers += self.inside
         return func(*args, **(kwargs or {}))
 
@@ -97,55 +88,34 @@ def test_grids_of_one_patch_and_grids_that_change_in_place() -> None:
     assert_equal(mine, step(model, grids))
 
 
-def eager(model: Any) -> None:
-    model.visual.config._attn_implementation = "eager"
+class Scaled(Qwen2_5_VLVisionAttention):
+    def forward(self, hidden_states: Tensor, cu_seqlens: Tensor, **kwargs: Any) -> Any:
+        factor = 1 if ALL_ATTENTION_FUNCTIONS and self.config._attn_implementation == "sdpa" else 1.001
+        return super().forward(hidden_states, cu_seqlens=cu_seqlens, **kwargs) * factor
 
 
-def own_forward(model: Any) -> None:
-    module = next(iter(tower_attention(model)))
+class Whole(Qwen2_5_VLVisionAttention):
+    def forward(self, hidden_states: Tensor, cu_seqlens: Tensor, **kwargs: Any) -> Any:
+        own = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        return own(self, *[hidden_states[None, None]] * 3, None, is_causal=False)[0][0, :, 0] + 0 * cu_seqlens[0]
+
+
+def own_forward(module: Any) -> None:
     module.forward = lambda *args, **kwargs: type(module).forward(module, *args, **kwargs) * 2
 
 
-def becomes(change: Any) -> Any:
-    def apply(model: Any) -> None:
-        for module in tower_attention(model):
-            module.__class__ = change(type(module))
-
-    return apply
-
-
-def scaled(cls: Any) -> Any:
-    class Scaled(cls):  # type: ignore[misc]
-        def forward(self, hidden_states: Tensor, cu_seqlens: Tensor, **kwargs: Any) -> Any:
-            own = ALL_ATTENTION_FUNCTIONS["sdpa"]  # noqa: F841 - as all that call transformers' interface
-            factor = 1 if self.config._attn_implementation == "sdpa" else 1.001
-            return cls.forward(self, hidden_states, cu_seqlens=cu_seqlens, **kwargs) * factor
-
-    return Scaled
-
-
-def looping(cls: Any) -> Any:
-    class Looping(cls):  # type: ignore[misc]
-        def forward(self, hidden_states: Tensor, cu_seqlens: Tensor, **kwargs: Any) -> Any:
-            own = ALL_ATTENTION_FUNCTIONS["sdpa"]
-            return own(self, *[hidden_states[None, None]] * 3, None, is_causal=False)[0][0, :, 0] + 0 * cu_seqlens[0]
-
-    return Looping
-
-
 OWN = {
-    "eager": (eager, "attn_implementation='eager'"),
-    "forward": (own_forward, "it has a replaced forward"),
-    "formula": (becomes(scaled), "one call is not its loop: "),
-    "no branch": (becomes(looping), "its forward has no call with the ends of images"),
+    "it has a replaced forward": own_forward,
+    "one call is not its loop: ": lambda module: setattr(module, "__class__", Scaled),
+    "its forward has no call with the ends of images": lambda module: setattr(module, "__class__", Whole),
 }
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_what_differs_runs_its_own_code_and_is_named(name: str) -> None:
-    change, reason = OWN[name]
+@pytest.mark.parametrize("reason", OWN)
+def test_what_differs_runs_its_own_code_and_is_named(reason: str) -> None:
     model = Composite("qwen2_5_vl")
-    change(model)
+    for module in tower_attention(model):
+        OWN[reason](module)
     expected = step(model, GRIDS)
     with one_call_towers(model) as report:
         assert_equal(step(model, GRIDS), expected)
@@ -173,7 +143,7 @@ def test_hooks_run_copies_work_and_all_is_restored_after_an_exception() -> None:
     assert_equal(step(copied, GRIDS), expected)
 
 
-def test_packed_attention_brings_it_and_text_models_have_none() -> None:
+def test_packed_attention_brings_it_and_restores_it() -> None:
     model = composite("qwen3_vl")
     own = model.config.vision_config
     with packed_attention(model):
