@@ -38,7 +38,6 @@ NEEDS = {
         f"torch.utils.hooks.RemovableHandle: next_id; torch.nn.modules.module: {_GLOBAL}",
         "packed_attention": "transformers.masking_utils: ALL_MASK_ATTENTION_FUNCTIONS AttentionMaskInterface",
         "varlen": "torch.ops.aten: _flash_attention_forward _flash_attention_backward",
-        "vision_tower": "torch.ops.aten: _flash_attention_forward",
         "sync_free": "trl.kernels: ChunkedLogProbFunction chunked_logprob; "
         "transformers.Trainer: _maybe_log_save_evaluate _finalize_training",
         "lora": "peft.tuners.lora.layer: LoraLayer Linear; torch: _foreach_add_ _foreach_mul _foreach_mul_ "

@@ -58,6 +58,7 @@ def _has_kernel(query: Tensor, value: Tensor, lengths: tuple[int, ...]) -> bool:
     _, heads, tokens, width = query.shape
     fits = (tokens + 128 * len(lengths)) * heads * (-(-width // 32) * 32) < 2**31
     fits = fits and width == value.shape[-1] and width % 8 == 0 and width <= 256
+    fits = fits and hasattr(torch.ops.aten, "_flash_attention_forward")
     return fits and query.is_cuda and query.dtype == value.dtype and query.dtype in HALF and is_supported(query.device)
 
 
