@@ -21,7 +21,7 @@ def why_not(run: Run) -> Iterator[object]:
     """Yield why transformers' code runs in all layers."""
     yield not tower_attention(run.model) and "the model has no tower that attends by the ends of images"
     yield run.args.torch_compile and "torch_compile=True compiles the whole model"
-    names = {module.config._attn_implementation for module in tower_attention(run.model)}
+    names = {str(module.config._attn_implementation) for module in tower_attention(run.model)}
     if all("flash" in name for name in names):
         yield Met(f"attn_implementation={min(names)!r} has one call per layer")
 

@@ -40,8 +40,8 @@ def segment_attention(
     vars(module).get(CALLS, []).append(len(lengths))
     if torch.is_autocast_enabled(device):
         query, key, value = (each.to(torch.get_autocast_dtype(device)) for each in (query, key, value))
-    is_plain = attention_mask is None and not kwargs.get("is_causal", module.is_causal) and not kwargs.get("dropout")
-    if is_plain and _has_kernel(query, value, lengths):
+    is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True))
+    if attention_mask is None and not is_causal and not kwargs.get("dropout") and _has_kernel(query, value, lengths):
         rows = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]
         segments = (*[cu_seq_lens_q.to(torch.int32)] * 2, *[max(lengths)] * 2)
         window = {"window_size_left": -1, "window_size_right": -1}

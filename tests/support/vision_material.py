@@ -11,8 +11,8 @@ import torch
 import transformers
 from datasets import Dataset, Sequence
 from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
+from trainer_material import make_tokenizer, sentences
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from fastpack_trl.testing import gradients
@@ -65,51 +65,47 @@ def step(model: Any, *batches: Tensor) -> dict[str, Tensor]:
     return {**{f"out {k}": out.detach() for k, out in enumerate(outs)}, **gradients(model)}
 
 
+TOKENS = {"image": "<image>", "video": "<video>", "vision_start": "<boi>", "vision_end": "<eoi>"}
+
+
 def composite(family: str) -> Any:
     """A model with a decoder, Qwen2.5-VL or Qwen3-VL, in fp32."""
     text = {
-        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 80,
-        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1,
-        "eos_token_id": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100,
+        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "pad_token_id": 0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
     }  # fmt: skip
-    ids = {"image_token_id": 60, "video_token_id": 59, "vision_start_token_id": 61, "vision_end_token_id": 62}
+    ids = {f"{name}_token_id": 95 + k for k, name in enumerate(TOKENS)}
     config = transformers.AutoConfig.for_model(family, text_config=text, vision_config=TOWERS[family][1], **ids)
     torch.manual_seed(0)
     return transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
 
 
-def processor() -> Any:
-    """Return one for both: words ``w3`` to ``w55``, ``<boi> <image> <eoi>`` for an image."""
-    words = ["<pad>", "<bos>", "<eos>", *(f"w{i}" for i in range(3, 56)), "<unk>", "user", "assistant"]
-    words += ["<video>", "<image>", "<boi>", "<eoi>"]
-    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    named = {f"{name}_token": f"<{name}>" for name in ("pad", "eos", "bos", "unk")}
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=inner, additional_special_tokens=words[-4:], **named
-    )
-    for name, token in {"image": "<image>", "video": "<video>", "vision_start": "<boi>", "vision_end": "<eoi>"}.items():
+class ImageProcessor(transformers.Qwen2_5_VLProcessor):  # type: ignore[misc]
+    """One for both, without videos, which need torchvision."""
+
+    @classmethod
+    def get_attributes(cls) -> list[str]:
+        return ["image_processor", "tokenizer"]
+
+
+def processor() -> ImageProcessor:
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(list(TOKENS.values()), special_tokens=True)
+    for k, (name, token) in enumerate(TOKENS.items()):
         setattr(tokenizer, f"{name}_token", token)
-        setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
-
-    class WithoutVideos(transformers.Qwen2_5_VLProcessor):  # type: ignore[misc]  # videos need torchvision
-        @classmethod
-        def get_attributes(cls) -> list[str]:
-            return ["image_processor", "tokenizer"]
-
+        setattr(tokenizer, f"{name}_token_id", 95 + k)
     size = {"shortest_edge": 64, "longest_edge": 1024}
     pixels = Qwen2VLImageProcessorPil(patch_size=4, temporal_patch_size=2, merge_size=2, size=size)
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    return WithoutVideos(image_processor=pixels, tokenizer=tokenizer, chat_template=template)
+    return ImageProcessor(image_processor=pixels, tokenizer=tokenizer, chat_template=tokenizer.chat_template)
 
 
 def image_data(count: int = 8, *, preferences: bool = False) -> Dataset:
-    """Prompts with 0, 1 and 2 images, and their completions."""
+    """Prompts with 0, 1 and 2 images, and their completions; preferences have an image each."""
     random, rows = np.random.default_rng(0), []
-    for k in range(count):
+    for k, (prompt, right, wrong) in enumerate(zip(*(sentences(count, seed) for seed in range(3)), strict=True)):
         sizes = random.integers(2, 5, (max(k % 3, int(preferences)), 2)) * 8
         shown = [Image.fromarray(random.integers(0, 255, (*size, 3), dtype=np.uint8)) for size in sizes]
-        texts = [" ".join(f"w{i}" for i in random.integers(3, 55, random.integers(2, 20))) for _ in range(3)]
-        row = {"images": shown, "prompt": texts[0] + " <boi> <image> <eoi> " * len(shown)}
-        rows.append(row | ({"chosen": texts[1], "rejected": texts[2]} if preferences else {"completion": texts[1]}))
+        answers = {"chosen": right, "rejected": wrong} if preferences else {"completion": right}
+        rows.append({"images": shown, "prompt": prompt + " <boi> <image> <eoi> " * len(shown), **answers})
     return Dataset.from_list(rows).cast_column("images", Sequence(datasets.Image()))
