@@ -103,6 +103,12 @@ class ModelSettings:
         "every module whose class proves equal: auto (on CUDA from Ampere on), on (any device; torch's operators on a "
         "CPU) or off. Keeps their inputs and one number per row for backward.",
     )
+    vision_tower: Switch = choice(
+        "auto",
+        "Attention of image towers (Qwen2-VL to Qwen3.5, GLM-4V and others) over all images and windows at once, with "
+        "lengths read once per batch: auto (where the class proves equal to its own loop), on or off. One kernel per "
+        "layer on CUDA in half precision, else one call per image.",
+    )
     layer_compile: Switch = choice(
         "auto",
         "Compile the decoder layers, one graph per kind of layer: auto (on CUDA without fused_layers, if it pays off), "

@@ -38,7 +38,7 @@ BUDGETS = {
     "checkpointing": 1000,
     "cli": 1000,
     "compile": 750,
-    "features": 1550,
+    "features": 1600,
     "kernels": 2050,
     "layers": 900,
     "lora": 1300,
@@ -50,6 +50,7 @@ BUDGETS = {
     "recurrent": 800,
     "step": 1700,
     "trainers": 1150,
+    "vision": 400,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
 TOTALS = {"fastpack_trl": 24500, "benchmarks": 3050, "tests": 27700}

@@ -31,6 +31,7 @@ from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.recurrent import fla
 from fastpack_trl.recurrent.seams import KEYWORD, recurrent_layers
 from fastpack_trl.run import Choice
+from fastpack_trl.vision.tower import one_call_towers
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ def packed_attention(
     stock_requested: str | None = None,
     compute_dtype: torch.dtype | None = None,
     device: torch.device | None = None,
+    vision_tower: bool = True,
 ) -> Iterator[PackedAttention]:
     """Keep packed documents apart in `model`, also with TRL's `SFTTrainer`; the model is restored on exit.
 
@@ -88,6 +90,7 @@ def packed_attention(
         stock_requested: the `attn_implementation` that the user set, which ``auto`` respects.
         compute_dtype: the autocast dtype of the run (``torch.bfloat16`` under ``bf16=True``); default: the weights'.
         device: on which the model will run; default: where it is.
+        vision_tower: towers of images attend in one call per layer, as by the option of that name.
 
     Raises:
         ValueError: the implementation does not exist or would be wrong for this model, or the model's attention cannot
@@ -101,7 +104,8 @@ def packed_attention(
             f"no packed attention keeps the documents of this {features.model_type} apart: {choice.reason}; train with "
             "packing=False, or with FastSFTTrainer, which pads each document by itself"
         )
-    with backend_installed(model, handle) if handle.path in BACKENDS else contextlib.nullcontext():
+    tower = one_call_towers(model, dtype=compute_dtype) if vision_tower else contextlib.nullcontext()
+    with tower, backend_installed(model, handle) if handle.path in BACKENDS else contextlib.nullcontext():
         yield handle
 
 

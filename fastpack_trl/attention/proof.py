@@ -126,7 +126,7 @@ def verify_packing(
         raise ValueError(f"lengths={tuple(lengths)} has {len(lengths)} document: pass at least two, e.g. (9, 1, 14, 6)")
     with contextlib.ExitStack() as stack:
         if attention is None:
-            attention = stack.enter_context(packed_attention(model, implementation))
+            attention = stack.enter_context(packed_attention(model, implementation, vision_tower=False))
         stack.enter_context(isolated_run(model, training=False))
         stack.enter_context(zeros_perturbed(model))
         proof = _examine(Probe(model, attention, lengths or probe.default_lengths(model), seed), seed + 1)

@@ -16,6 +16,7 @@ from fastpack_trl.features import (
     save_report,
     share_prefixes,
     sync_free,
+    vision_tower,
 )
 from fastpack_trl.features.feature import Feature
 from fastpack_trl.model.precision import four_bit_layout
@@ -34,6 +35,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("frozen_base", frozen_base.install, frozen_base.why_not, frozen_base.concerns, in_training=True),
     # Around the layers of `lora`; changes what a layer keeps, which the plan counts.
     Feature("fused_layers", fused_layers.install, fused_layers.why_not, in_training=True),
+    Feature("vision_tower", vision_tower.install, vision_tower.why_not, vision_tower.concerns),
     Feature("sync_free", sync_free.install, sync_free.why_not, kinds=("sft",)),
     # Needs the loss of `sync_free`, and the attention.
     Feature("share_prefixes", share_prefixes.install, share_prefixes.why_not, share_prefixes.concerns,

@@ -155,7 +155,9 @@ def _install(run: Run, stack: ExitStack) -> None:
         tell_stock_error(run)
     attempt = stack.enter_context(ExitStack())
     attention = attempt.enter_context(
-        packed_attention(run.model, run.choice.path, compute_dtype=run.compute_dtype, device=run.device)
+        packed_attention(
+            run.model, run.choice.path, compute_dtype=run.compute_dtype, device=run.device, vision_tower=False
+        )
     )
     attention.remark = partial(run.report.remark, "packed_attention")
     refuses_static = partial(BACKENDS[attention.path].refuses_static, features=attention.features)

@@ -138,8 +138,8 @@ def _run_reference(trainer: PackedTrainer, stack: contextlib.ExitStack) -> None:
     if forward is None:
         return
     try:
-        attention = packed_attention(text_model(reference), run.choice.path, compute_dtype=run.compute_dtype)
-        stack.enter_context(attention)
+        keywords: Any = {"compute_dtype": run.compute_dtype, "vision_tower": False}
+        stack.enter_context(packed_attention(text_model(reference), run.choice.path, **keywords))
         stack.enter_context(forward.running())
         if any(hasattr(module, "_fastpack_moe") for module in run.model.modules()):
             stack.enter_context(apply_moe(reference))  # equal models round alike
