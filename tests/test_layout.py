@@ -53,7 +53,7 @@ BUDGETS = {
     "vision": 300,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 24500, "benchmarks": 3050, "tests": 27700}
+TOTALS = {"fastpack_trl": 24800, "benchmarks": 3050, "tests": 27900}
 
 
 @cache
