@@ -40,7 +40,7 @@ BUDGETS = {
     "compile": 750,
     "features": 1600,
     "kernels": 2050,
-    "layers": 900,
+    "layers": 950,
     "lora": 1300,
     "measure": 650,
     "model": 1700,
@@ -53,7 +53,7 @@ BUDGETS = {
     "vision": 300,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 24800, "benchmarks": 3050, "tests": 27900}
+TOTALS = {"fastpack_trl": 24850, "benchmarks": 3050, "tests": 28000}
 
 
 @cache

@@ -68,7 +68,8 @@ def _rotate(
     for block in range(program, tl.cdiv(num_rows, rows), programs):
         row = block * rows + tl.arange(0, rows)
         there = row < num_rows
-        head, token, batch = row % heads, ((row // heads) % tokens).to(tl.int64), (row // (heads * tokens)).to(tl.int64)
+        head, batch = (row % heads).to(tl.int64), (row // (heads * tokens)).to(tl.int64)
+        token = ((row // heads) % tokens).to(tl.int64)
         start = (batch * x_batch + token * x_token + head * x_head)[:, None]
         end = (batch * out_batch + token * out_token + head * out_head)[:, None]
         angle = (batch * cos_batch + token * cos_token)[:, None]
@@ -182,6 +183,8 @@ def _launch(
             *x.stride()[:3], *out.stride()[:3], *other.stride()[:3],
         ]  # fmt: skip
     if not tokens:
+        if sums is not None:
+            sums.zero_()
         return
     styles = (form.writes, form.reads) if back else (form.reads, form.writes)
     with on_device_of(cos):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -17,6 +18,8 @@ from fastpack_trl.model.hooks import is_hooked
 
 ROTARY = "apply_rotary"
 """First letters of transformers' names for functions of (q, k, cos, sin), in the namespace of a modelling file."""
+OWN: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""The function of the library for each replaced rotation."""
 LIGER = "liger"
 """The reason of a module that Liger has patched."""
 _CONSTANTS = (int, float, str, bool, type(None), tuple)
@@ -111,6 +114,8 @@ def _refusal(module: Any, part: str, rotary: tuple[tuple[ModuleType, str], ...])
         return LIGER
     if (part != "rotary" and is_hooked(module)) or (part == "gate" and hooked_inside(module)):
         return "it has hooks or a replaced forward"
+    if part != "rotary" and any(b is not None for each in _parts(module) for b in each._buffers.values()):
+        return "it has buffers"
     if getattr(module, "_compiled_call_impl", None) is not None:
         return "it is compiled"
     quantized = any(p is not None and not p.is_floating_point() for p in module._parameters.values())
@@ -122,13 +127,18 @@ def hooked_inside(module: Any) -> bool:
     return any(is_hooked(child) for child in module._modules.values() if not hasattr(child, "in_features"))
 
 
+def _parts(module: Any) -> list[Any]:
+    """Return a module and all inside of it that has no parameters."""
+    return [module, *(child for child in module.modules() if next(child.parameters(), None) is None)]
+
+
 def _constants(module: Any) -> tuple[Any, ...]:
-    parts = [module, *(child for child in module.modules() if next(child.parameters(), None) is None)]
+    parts = _parts(module)
     values = [
         (name, value)
         for part in parts
         for name, value in sorted(vars(part).items())
-        if (isinstance(value, _CONSTANTS) or inspect.isfunction(value)) and name != "layer_idx"
+        if (isinstance(value, _CONSTANTS) or inspect.isfunction(value))
     ]
     kinds = tuple(type(child) for child in module._modules.values())
     shapes = tuple((name, p.dtype, p.shape, p.device) for name, p in module._parameters.items() if p is not None)
@@ -141,7 +151,7 @@ def _rotary_of(cls: Any) -> tuple[tuple[ModuleType, str], ...]:
     functions: list[Callable[..., Any]] = [f for f in vars(cls).values() if inspect.isfunction(f)]
     return tuple(
         (sys.modules[function.__module__], name)
-        for function in map(inspect.unwrap, functions)
+        for function in filter(inspect.isfunction, map(inspect.unwrap, functions))
         for name in inspect.getclosurevars(function).globals
         if name.startswith(ROTARY)
     )

@@ -17,7 +17,7 @@ from fastpack_trl.kernels.fused_form import GatedForm, NormForm, RotaryForm
 from fastpack_trl.kernels.gated import gated
 from fastpack_trl.kernels.norm import norm
 from fastpack_trl.kernels.rotary import rotary
-from fastpack_trl.layers.find import Kind, hooked_inside, linears
+from fastpack_trl.layers.find import OWN, Kind, hooked_inside, linears
 from fastpack_trl.layers.pending import Addend, PendingNorm, Sum, active, running, tensor_of
 from fastpack_trl.layers.proof import SCALES, Case, prove
 from fastpack_trl.model.hooks import PartsHooked
@@ -71,18 +71,24 @@ def accept(kind: Kind, precision: Precision) -> tuple[Call | None, str]:
     """Return the call that replaces the forward of a kind, or None and the reason."""
     devices = [precision.device] if precision.device.type == "cuda" else []
     with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices):
-        torch.manual_seed(0)
         return {"norm": _norm, "gate": _gate, "rotary": _rotary}[kind.part](kind, precision)
 
 
-def _prove(trial: Callable[..., Any], forms: Any, precision: Precision) -> tuple[Any, str, list[Case]]:
+def _prove(trial: Callable[..., Any], forms: Any, precision: Precision, probe: Any) -> tuple[Any, str, list[Case]]:
     """Find the form by the twins on the CPU, in fp32 too, and prove its kernel on the device, in the run's dtypes.
 
-    Only what a step runs is compiled for the device.
+    Only what a step runs is compiled for the device. A probe is a module, which must be equal in both of its modes.
     """
     cpu = replace(precision, device=torch.device("cpu"))
+    torch.manual_seed(0)
     form, reason, cases = trial(cpu, forms)
+    if form is not None and probe is not None:
+        probe.eval()
+        torch.manual_seed(0)
+        form, reason, cases = trial(cpu, [[form]])
+        probe.train()
     if form is not None and precision.device.type != "cpu":
+        torch.manual_seed(0)
         form, reason, cases = trial(precision, [[form]])
     return form, reason, cases
 
@@ -95,7 +101,7 @@ def _norm(kind: Kind, precision: Precision) -> tuple[Call | None, str]:
     if len(names) > 2 or any(len(p) != width for p in parameters.values()):
         return None, "its parameters are not a weight and a bias of one width"
     pair = (*names, None, None)[:2]
-    probe = copy.deepcopy(module, {id(p): p for p in parameters.values()})
+    probe = copy.deepcopy(module, {id(p): p for p in parameters.values()}).train()
 
     def own(x: Tensor, *values: Tensor) -> Any:
         return functional_call(probe, dict(zip(names, values, strict=True)), (x,))
@@ -117,7 +123,7 @@ def _norm(kind: Kind, precision: Precision) -> tuple[Call | None, str]:
             cases.append(Case(tensors, weights[differentiated:], where.context))
         return prove(own, forms, fused, cases)
 
-    form, reason, cases = _prove(trial, _norm_forms(module, bool(names)), precision)
+    form, reason, cases = _prove(trial, _norm_forms(module, bool(names)), precision, probe)
     if form is None:
         return None, reason
     return NormCall(
@@ -151,7 +157,7 @@ class NormCall:
         if total is not None:
             return total.normed(weight, bias, self.form)
         if module in active.norms and x.dim() == 4 and self.form.out_dtype(x, weight) == x.dtype:
-            return PendingNorm(x, weight, self.form)
+            return PendingNorm(x, weight, self.form, moved=x.stride(1) < x.stride(2))  # heads come before tokens
         return norm(x, weight, bias, self.form)
 
     def is_of_heads(self, module: Any) -> bool:
@@ -190,6 +196,7 @@ def _gate(kind: Kind, precision: Precision) -> tuple[Call | None, str]:
     stubs[down] = _Projection(_INNER, _WIDTH, precision.dtype)
     others = [value for value in vars(module).values() if hasattr(value, "to_dict")]  # configs
     probe = copy.deepcopy(module, {id(module._modules[n]): s for n, s in stubs.items()} | {id(c): c for c in others})
+    probe.train()
     weights = [f"{name}.weight" for name in stubs]
 
     def own(x: Tensor, *values: Tensor) -> Any:
@@ -208,19 +215,24 @@ def _gate(kind: Kind, precision: Precision) -> tuple[Call | None, str]:
     def trial(where: Precision, forms: Any) -> tuple[Any, str, list[Case]]:
         cases = [
             Case([where.draw(dtype, 2, 16, _WIDTH, scale=scale)],
-                 [where.draw(torch.float32, len(stub.weight)) for stub in stubs.values()], where.context)
+                 # As the run stores them: their rounding is no error.
+                 [where.draw(where.dtype, len(stub.weight)).float() for stub in stubs.values()], where.context)
             for dtype, scale in itertools.product(where.dtypes(), SCALES)
         ]  # fmt: skip
         return prove(own, forms, fused, cases)
 
-    found, reason, _ = _prove(trial, _gate_forms(inward), precision)
+    found, reason, _ = _prove(trial, _gate_forms(inward), precision, probe)
     if found is None:
         return None, reason
     (first, *second), form = found
     proven = frozenset({precision.dtype} if precision.autocast else precision.dtypes())
 
+    def made_in(x: Tensor) -> torch.dtype:
+        kind = x.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
     def call(self: Any, forward: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs or not isinstance(x, Tensor) or hooked_inside(self):
+        if args or kwargs or not isinstance(x, Tensor) or hooked_inside(self) or made_in(x) not in proven:
             return forward(self, *(() if x is None else (x,)), *args, **kwargs)
         parts = self._modules
         values = {name: parts[name](x) for name in inward}  # in the order of the model
@@ -258,16 +270,19 @@ class RotaryCall:
                 return forward(module, *args, **kwargs)
         with running(self.turns, self.norms):
             out = forward(module, *args, **kwargs)
-        first, *rest = out if isinstance(out, tuple) and out else (out,)
-        if not self.after or not isinstance(first, Tensor):
+        if len(self.after) < 2:  # a layer that ends with the attention has a norm before it only
             return out
-        return (Addend(first), *rest) if isinstance(out, tuple) else Addend(first)
+        if isinstance(out, Tensor):
+            return Addend(out)
+        return (Addend(out[0]), *out[1:]) if type(out) is tuple and isinstance(out[0], Tensor) else out
 
 
 def _rotary(kind: Kind, precision: Precision) -> tuple[Call | None, str]:
     turns, width = {}, getattr(kind.modules[0], "head_dim", None)
     for home, name in kind.rotary:
-        turns[name], reason = _turn(vars(home)[name], precision, width if isinstance(width, int) else 64)
+        own = vars(home)[name]
+        own = OWN.get(own, own)  # another model may be fused
+        turns[name], reason = _turn(own, precision, width if isinstance(width, int) else 64)
         if reason:
             return None, f"{name}: {reason}"
     return RotaryCall(turns), ""
@@ -275,7 +290,8 @@ def _rotary(kind: Kind, precision: Precision) -> tuple[Call | None, str]:
 
 def _turn(own: Any, precision: Precision, width: int) -> tuple[Any, str]:
     reasons, forms = list[str](), {}
-    pairs = list(itertools.product(precision.dtypes(), precision.dtypes()))
+    # Some families keep cos and sin in fp32.
+    pairs = list(itertools.product(precision.dtypes(), {*precision.dtypes(), torch.float32}))
 
     def fused(form: RotaryForm) -> Callable[..., Any]:
         return lambda q, k, cos, sin: rotary(q, k, cos, sin, form)
@@ -289,7 +305,7 @@ def _turn(own: Any, precision: Precision, width: int) -> tuple[Any, str]:
         return prove(own, candidates, fused, cases)
 
     for columns in (width, width // 2):  # the second: partial rotation, or half of the columns
-        forms[columns], reason, _ = _prove(trial, _rotary_forms(narrow=columns < width), precision)
+        forms[columns], reason, _ = _prove(trial, _rotary_forms(narrow=columns < width), precision, None)
         reasons.append(reason)
     if not any(forms.values()):
         return None, reasons[0]

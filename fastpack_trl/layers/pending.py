@@ -20,7 +20,10 @@ from fastpack_trl.model.upstream import tree_map_only
 
 _ADDITIONS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}
 # Python looks up operators in the class.
-_OPERATORS = "__sub__", "__mul__", "__truediv__", "__matmul__", "__rsub__", "__rmul__", "__neg__", "__getitem__"
+_OPERATORS = (
+    *("__sub__", "__mul__", "__truediv__", "__matmul__", "__pow__", "__neg__", "__getitem__"),
+    *("__rsub__", "__rmul__", "__rtruediv__", "__lt__", "__gt__", "__le__", "__ge__"),
+)
 
 
 class _Active(threading.local):
@@ -76,10 +79,10 @@ class Pending:
         if self._tensor is None:
             if torch.is_grad_enabled() != self._has_grad:
                 raise RuntimeError(
-                    "fused_layers: a layer passes a result that is put off to an autograd function, which would lose "
-                    "its gradient: set fused_layers='off'"
+                    "fused_layers: a result that is put off is read in an autograd function or under no_grad, where it "
+                    "has no gradient: set fused_layers='off'"
                 )
-            self._tensor = self._make()
+            self._tensor = self.x = self._make()
         return self._tensor
 
     def __getattr__(self, name: str) -> Any:
@@ -91,7 +94,8 @@ class Pending:
     def __radd__(self, other: Any) -> Any:
         return other + self.tensor
 
-    __sub__, __mul__, __truediv__, __matmul__, __rsub__, __rmul__, __neg__, __getitem__ = map(_of_tensor, _OPERATORS)
+    __sub__, __mul__, __truediv__, __matmul__, __pow__, __neg__, __getitem__ = map(_of_tensor, _OPERATORS[:7])
+    __rsub__, __rmul__, __rtruediv__, __lt__, __gt__, __le__, __ge__ = map(_of_tensor, _OPERATORS[7:])
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -102,16 +106,20 @@ class Pending:
 
 
 class PendingNorm(Pending):
-    """``norm(x, weight)`` of each head, which a rotation takes into its kernel; a transpose is put off too."""
+    """``norm(x, weight)`` of each head, which a rotation takes into its kernel.
 
-    def __init__(self, x: Tensor, weight: Tensor, form: NormForm) -> None:
+    One transpose is put off too, that before a rotation; the next one is of an attention without one.
+    """
+
+    def __init__(self, x: Tensor, weight: Tensor, form: NormForm, moved: bool = False) -> None:
         super().__init__(x, lambda: norm(x, weight, None, form))
-        self.weight, self.form = weight, form
+        self.weight, self.form, self._moved = weight, form, moved
 
     def transpose(self, first: int, second: int) -> Any:
-        if self.dim() - 1 in (first % self.dim(), second % self.dim()):  # the axis of the norm
+        of_norm = self.dim() - 1 in (first % self.dim(), second % self.dim())
+        if of_norm or self._moved or self._tensor is not None:
             return self.tensor.transpose(first, second)
-        return PendingNorm(self.x.transpose(first, second), self.weight, self.form)
+        return PendingNorm(self.x.transpose(first, second), self.weight, self.form, moved=True)
 
 
 class Addend(Pending):
@@ -130,26 +138,33 @@ class Sum(Pending):
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         super().__init__(x, self._add)
-        self.y, self._versions = y, (x._version, y._version)
+        self._y: Any = y
+        self._versions = _version(x), _version(y)
 
     def _add(self) -> Tensor:
         self._check()
-        return self.x + self.y
+        y, self._y = self._y, None  # a sum that is made keeps neither
+        return self.x + y
 
     def normed(self, weight: Tensor | None, bias: Tensor | None, form: NormForm) -> Tensor:
         """Return the norm of the sum, and make the sum in the same kernel if it is not made."""
         if self._tensor is not None or torch.is_grad_enabled() != self._has_grad:
             return norm(self.tensor, weight, bias, form)
         self._check()
-        self._tensor, out = add_norm(self.x, self.y, weight, bias, form)
+        self._tensor, out = add_norm(self.x, self._y, weight, bias, form)
+        self.x, self._y = self._tensor, None
         return out
 
     def _check(self) -> None:
-        if self._versions != (self.x._version, self.y._version):
+        if self._versions != (_version(self.x), _version(self._y)):
             raise RuntimeError(
                 "fused_layers: a layer changes the residual or the output of attention in place before their sum is "
                 "read: set fused_layers='off'"
             )
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
 
 
 def tensor_of(x: Any) -> Any:

@@ -106,7 +106,8 @@ def _compare(fused: Callable[..., Any], case: Case, theirs: _Results) -> tuple[s
     for index, (off, own_off, apart, eps) in enumerate(values):
         # Sums of gradients in half precision have more roundings than outputs.
         limit = _LIMIT.get(coarsest, 1.0 if index < len(mine.outputs) else 3.0)
-        if not (own_off <= limit * eps and off <= 2 * own_off + eps / 2):  # NaN too
+        few = 4 if coarsest == torch.float32 else 0.5  # of their units: formulas of one function round differently
+        if not (own_off <= limit * eps and off <= 2 * own_off + few * eps):  # NaN too
             return f"the nearest fused form is {apart:.1e} away from its forward in {str(coarsest)[6:]}", 0.0
     return "", sum(row[2] for row in values)
 

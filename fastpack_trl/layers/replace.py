@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastpack_trl.layers.find import kinds_of
+from fastpack_trl.layers.find import OWN, kinds_of
 from fastpack_trl.layers.forms import NormCall, Precision, RotaryCall, accept
 from fastpack_trl.layers.pending import active
 from fastpack_trl.model.changes import Patch, patch_attribute, shared
@@ -109,4 +109,5 @@ def _turning(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         turn = None if torch.compiler.is_compiling() else active.turns.get(name)
         return own(*args, **kwargs) if turn is None or len(args) != 4 or kwargs else turn(*args)
 
+    OWN[turning] = own
     return turning

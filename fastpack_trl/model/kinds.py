@@ -22,6 +22,8 @@ _PLAIN = frozenset([bool, int, float, str, type(None), type, torch.dtype, torch.
 _OPENED = (nn.Module, Tensor, dict, list, tuple, set, partial, MethodType)
 _LIBRARIES = ("bitsandbytes.", "fastpack_trl.", "peft.")
 """Packages whose objects are compared by their attributes, as modules are; other objects have to be the same one."""
+_SMALL = 4096
+"""Numbers of a buffer up to which its values are compared."""
 _EMPTY = frozenset([dict, OrderedDict, set])
 
 
@@ -29,7 +31,7 @@ def first_of_kind(model: nn.Module, layers: Sequence[nn.Module]) -> list[int]:
     """Return for each of the decoder layers of `model` the first of its kind, by their place in `layers`.
 
     Compared are the classes, attributes, hooks and replaced forwards of all modules inside, and what a list of the
-    config has for each layer; of a tensor its shape and dtype, and whether it is all zero.
+    config has for each layer; of a tensor its shape and dtype, and whether it is all zero; of small buffers the values.
     """
     base, firsts = text_model(model), dict[Any, int]()
     fields = vars(base.config.get_text_config()).values()
@@ -58,10 +60,15 @@ class _Form(dict[int, Any]):
             return kind, id(value)
         self[id(value)] = len(self), value
         if isinstance(value, dict) and "_hooks" in str(name):  # each has a number, and libraries make functions anew
-            return tuple(id(hook) if is_users(hook) else hook.__qualname__ for hook in value.values())
+            return tuple(
+                id(hook) if is_users(hook) else getattr(hook, "__qualname__", type(hook)) for hook in value.values()
+            )
         if isinstance(value, dict):
             items = ((key, each) for key, each in value.items() if type(each) not in _EMPTY or each)
-            return kind, tuple((key, self.of(each, key)) for key, each in items)
+            forms = tuple((key, self.of(each, key)) for key, each in items)
+            # A forward may decide by the values of its small buffers.
+            small = [t for t in value.values() if isinstance(t, Tensor) and t.numel() <= _SMALL and not t.is_meta]
+            return kind, forms, repr([t.tolist() for t in small]) if name == "_buffers" else ""
         if isinstance(value, list | tuple | set):
             return kind, (frozenset if isinstance(value, set) else tuple)(map(self.of, value))
         parts: Any = object.__getstate__(value)

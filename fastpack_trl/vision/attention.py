@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
 
 from fastpack_trl.kernels._triton import is_supported
 from fastpack_trl.model.facts import stock_attention
@@ -60,7 +59,3 @@ def _has_kernel(query: Tensor, value: Tensor, lengths: tuple[int, ...]) -> bool:
     fits = fits and width == value.shape[-1] and width % 8 == 0 and width <= 256
     fits = fits and hasattr(torch.ops.aten, "_flash_attention_forward")
     return fits and query.is_cuda and query.dtype == value.dtype and query.dtype in HALF and is_supported(query.device)
-
-
-# The name remains registered: a copy of a model that was made meanwhile keeps working.
-AttentionInterface.register(NAME, segment_attention)

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from fastpack_trl.layers.forms import Precision
 from fastpack_trl.layers.proof import Case, prove
 from fastpack_trl.model.changes import patch_attribute, shared
 from fastpack_trl.model.facts import text_model
-from fastpack_trl.vision.attention import CALLS, HALF, NAME, STOCK
+from fastpack_trl.vision.attention import CALLS, HALF, NAME, STOCK, segment_attention
 from fastpack_trl.vision.lengths import lengths_of, made_on_host
 
 ENDS = "cu_seqlens"
@@ -79,6 +79,8 @@ def one_call_towers(model: nn.Module, *, dtype: torch.dtype | None = None) -> It
     kinds: dict[Any, list[Any]] = {}
     for module in towers:
         kinds.setdefault((type(module), id(module.config)), []).append(module)
+    # The name remains registered: a copy of a model that is made meanwhile keeps working.
+    AttentionInterface.register(NAME, segment_attention)
     with ExitStack() as stack:
         for (cls, _), modules in kinds.items():
             own, switched = modules[0].config, copy.copy(modules[0].config)

@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
@@ -216,3 +216,106 @@ def test_a_recompute_runs_what_the_forward_ran_and_double_backward_raises() -> N
         (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             grad.sum().backward()
+
+
+class Numbered(LlamaRMSNorm):
+    def __init__(self, width: int, layer_idx: int) -> None:
+        super().__init__(width)
+        self.layer_idx = layer_idx
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states) / (self.layer_idx + 1)
+
+
+class Scaled(LlamaRMSNorm):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states) * self.scale
+
+
+class Noisy(LlamaRMSNorm):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        out = super().forward(hidden_states)
+        return out + torch.randn_like(out) if self.training else out
+
+
+def with_norms(make: Callable[[int], nn.Module]) -> Any:
+    model = tiny_model("llama")
+    for index, layer in enumerate(model.model.layers):
+        layer.input_layernorm = make(index)
+    return model.eval()
+
+
+def scaled(index: int) -> nn.Module:
+    norm = Scaled(32)
+    norm.register_buffer("scale", torch.tensor(1.0 + index))
+    return norm
+
+
+@pytest.mark.parametrize(
+    ("make", "norms"), [(lambda index: Numbered(32, index), 4), (scaled, 3), (lambda _: Noisy(32), 3)],
+    ids=["layer_idx", "buffer", "mode"],
+)  # fmt: skip
+def test_a_norm_that_differs_by_module_or_mode_is_not_proven_by_another(make: Any, norms: int) -> None:
+    """The first layer of the numbered ones divides by 1: it is a plain norm."""
+    model = with_norms(make)
+    expected = step(model)
+    with fused(model) as report:
+        assert (report.fused["norm"], report.found["norm"]) == (norms, 5)
+        assert_gradients_close(step(model), expected, rtol=1e-4, atol_of_all=1e-6)
+
+
+def test_a_gate_with_dropout_is_its_own_also_if_the_model_was_loaded_for_inference() -> None:
+    class Dropping(LlamaMLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down_proj(nn.functional.dropout(self.act_fn(self.gate_proj(x)), 0.5, self.training)
+                                  * self.up_proj(x))  # fmt: skip
+
+    model = tiny_model("llama").eval()
+    for layer in model.model.layers:
+        layer.mlp.__class__ = Dropping
+    assert report_of(model).fused["gate"] == 0
+
+
+def test_two_models_of_a_class_and_dtypes_that_were_not_proven() -> None:
+    one, other = tiny_model("olmo2"), tiny_model("olmo2", seed=1)
+    expected = [step(copy.deepcopy(each).double()) for each in (one, other)]
+    with fused(one), fused(other):
+        for model, right in zip((one.double(), other.double()), expected, strict=True):
+            assert_gradients_close(step(model), right, rtol=1e-4, atol_of_all=1e-6)
+
+
+def test_cos_and_sin_in_fp32_beside_heads_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    rotations, rotate = list[int](), rotary_module.rotary_forward
+    with fused(model := tiny_model("olmo2").bfloat16(), torch.bfloat16):
+        monkeypatch.setattr(rotary_module, "rotary_forward", lambda *given: rotations.append(1) or rotate(*given))
+        step(model)
+    assert len(rotations) == 2
+
+
+@pytest.mark.parametrize("family_name", ["qwen3", "exaone4"])
+def test_inference_mode_and_an_attention_that_is_an_autograd_function(family_name: str) -> None:
+    class Attend(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            ctx.save_for_backward(query, key, value)
+            return query * key * value
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+            query, key, value = ctx.saved_tensors
+            return grad * key * value, grad * query * value, grad * query * key
+
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        groups = query.shape[1] // key.shape[1]
+        keys, values = (each.repeat_interleave(groups, 1) for each in (key, value))
+        return Attend.apply(query.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)), None
+
+    AttentionInterface.register("test_function", attend)
+    model = family(family_name)
+    model.config._attn_implementation = "test_function"
+    expected = step(model)
+    with fused(model):
+        assert_gradients_close(step(model), expected, rtol=1e-4, atol_of_all=1e-6)
+    model.config._attn_implementation = "sdpa"
+    with fused(model), torch.inference_mode():
+        model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, pad_token_id=0)
