@@ -36,7 +36,7 @@ BUDGETS = {
     "callbacks": 300,
     "capture": 1050,
     "checkpointing": 1000,
-    "cli": 1000,
+    "cli": 1050,
     "compile": 750,
     "features": 1600,
     "kernels": 2050,
@@ -46,14 +46,14 @@ BUDGETS = {
     "model": 1700,
     "moe": 1000,
     "packing": 2050,
-    "recipe": 1900,
+    "recipe": 2000,
     "recurrent": 800,
     "step": 1700,
     "trainers": 1150,
     "vision": 300,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 24850, "benchmarks": 3050, "tests": 28000}
+TOTALS = {"fastpack_trl": 24950, "benchmarks": 3050, "tests": 28100}
 
 
 @cache
