@@ -373,26 +373,40 @@ def readme(records: Sequence[Run]) -> str:
     if not rows:
         return "Nothing is measured."
     for row, sides in rows.items():
-        gib = [
-            f"{sides[name].peak:.0f}" if name in sides and sides[name].peak else ""
-            for name in ("trl", OURS, SAME_MEMORY)
-        ]
+        gib = {name: f"{side.peak:.0f}" for name, side in sides.items() if side.peak}
         if row in README_ROWS:
-            less = f" ({gib[2]})" if gib[2] else ""
+            less = f" ({gib[SAME_MEMORY]})" if SAME_MEMORY in gib else ""
             speeds = [f"**{_speed(sides, OURS)}**", _speed(sides, SAME_MEMORY)]
-            lines.append([README_ROWS[row][0], *speeds, f"{gib[0]} → {gib[1]}{less}"])
-    measured = ((README_ROWS[row][0], sides) for row, sides in rows.items() if FLASH in sides)
-    flash = [f"{sides[OURS].times(sides[FLASH], whole=True):.1f}x in {title}" for title, sides in measured]
+            lines.append([README_ROWS[row][0], *speeds, f"{gib.get('trl', '')} → {gib.get(OURS, '')}{less}"])
+    flash = "".join(
+        f" (over FlashAttention-4: {sides[OURS].times(sides[FLASH], whole=True):.1f}x in {README_ROWS[row][0]})"
+        for row, sides in rows.items() if FLASH in sides
+    )  # fmt: skip
     devices = dict.fromkeys(sides["trl"].runs[0]["machine"]["gpu"] for sides in rows.values())
     said = (
         f"Measured on one {', '.join(devices)} for 48 or more steps and extrapolated to a run of 500 steps, start-up "
         "included. Rows are packed to 4,096 tokens of code, adapters have rank 16, weights are random and in bf16. "
-        f"TRL uses its default attention{''.join(f' (over FlashAttention-4: {one})' for one in flash[:1])}. "
-        "[All results](benchmarks/RESULTS.md), [accuracy with pretrained weights](docs/accuracy.md)."
+        f"TRL uses its default attention{flash}. {_start(rows, records)}[All results](benchmarks/RESULTS.md)."
     )
     picture = f"![Speed and memory of TRL and fastpack](docs/figures/{FIGURE.name})"
     columns = "training | >speed over TRL | >speed, recomputing as TRL | >GiB, TRL → fastpack (recomputing)"
     return "\n\n".join(filter(None, [grid(columns, lines), said, picture, _extreme(rows.get(EXTREME, {}))]))
+
+
+def _start(rows: Mapping[str, Mapping[str, Side]], records: Sequence[Run]) -> str:
+    """Return what start-up costs: how much later the first step ends, and what the shortest runs gain."""
+    firsts = [
+        [[run["warmup"].get("first", 0) for run in sides[name].runs] for name in (OURS, "trl")]
+        for sides in rows.values()
+    ]
+    said = (
+        f"The first step ends up to {max(max(ours) - min(theirs) for ours, theirs in firsts):.0f} s later than TRL's. "
+    )
+    short = sides_of(run for run in newest(records) if run["machine"]["device"] == "cuda" and run.get("run") == 20)
+    for sides in short.values():
+        gains = [one.times(two, whole=True) for one, two in zip(sides[OURS].rounds, sides["trl"].rounds, strict=False)]
+        said += f"Runs of only 20 steps gain {min(gains):.1f}x to {max(gains):.1f}x. "
+    return said
 
 
 def _extreme(sides: Mapping[str, Side]) -> str:
@@ -476,18 +490,24 @@ def draw(records: Sequence[Run], file: Path) -> None:
                 at = place + 0.21 * (index - (len(names) - 1) / 2)
                 value = sides[name].times(sides["trl"], whole=True) if axes is speed else sides[name].peak
                 bars[name] = axes.bar(at, value, 0.19, color=COLORS[name])
-                text = f"{value:.1f}" if axes is speed else f"{value:.0f}"
-                axes.annotate(text, (at, value), (0, 2), textcoords="offset points", ha="center", fontsize=8, color=INK)
+                axes.annotate(
+                    f"{value:.{int(axes is speed)}f}",
+                    (at, value),
+                    (0, 2),
+                    textcoords="offset points",
+                    ha="center",
+                    fontsize=8,
+                    color=INK,
+                )
     for axes, title in ((speed, "speed, TRL = 1 (higher is faster)"), (memory, "peak memory, GiB")):
         plain(axes, title)
         axes.set_xticks(range(len(rows)), [README_ROWS[row][1] for row in rows])
         axes.set_yticks([])
         axes.margins(y=0.14)
-    names = [
-        name.replace("trl", "TRL").replace(" same memory", ", recomputing as TRL") for name in COLORS if name in bars
-    ]
-    shown = [bars[name] for name in COLORS if name in bars]
-    figure.legend(shown, names, ncols=2, loc="outside upper center", fontsize=8.5, frameon=False, labelcolor=INK)
+    names = [name.replace("trl", "TRL").replace(" same memory", ", recomputing as TRL") for name in bars]
+    figure.legend(
+        bars.values(), names, ncols=2, loc="outside upper center", fontsize=8.5, frameon=False, labelcolor=INK
+    )
     save(figure, file, drawn_from(records))
 
 

@@ -53,7 +53,7 @@ BUDGETS = {
     "vision": 300,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 24950, "benchmarks": 3100, "tests": 28100}
+TOTALS = {"fastpack_trl": 24950, "benchmarks": 3150, "tests": 28100}
 
 
 @cache
