@@ -389,7 +389,7 @@ def readme(records: Sequence[Run]) -> str:
         f"TRL uses its default attention{flash}. {_start(rows, records)}[All results](benchmarks/RESULTS.md)."
     )
     picture = f"![Speed and memory of TRL and fastpack](docs/figures/{FIGURE.name})"
-    columns = "training | >speed over TRL | >speed, recomputing as TRL | >GiB, TRL → fastpack (recomputing)"
+    columns = "training | >speed over TRL | >speed, recom&shy;puting as TRL | >GiB, TRL → ours (recom&shy;puting)"
     return "\n\n".join(filter(None, [grid(columns, lines), said, picture, _extreme(rows.get(EXTREME, {}))]))
 
 
