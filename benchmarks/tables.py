@@ -92,7 +92,7 @@ README_ROWS = {
 """Rows of the README: the title in its table, and in its figure."""
 EXTREME = "qwen3-0.6b lora 2x4"
 COLORS = dict(zip(("trl", "trl compiled", OURS, SAME_MEMORY), PALETTE.values(), strict=True))
-INK = "#757C87"
+INK = "#7D848F"
 """Text and lines of a figure: readable on white and on black."""
 
 

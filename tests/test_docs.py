@@ -25,7 +25,7 @@ from trainer_material import make_dataset, make_tokenizer
 from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
 
-from fastpack_trl.cli.main import _parser
+from fastpack_trl.cli.main import _parser, main
 from fastpack_trl.recipe.arguments import make_parser, parse
 from fastpack_trl.recipe.methods import METHODS
 from fastpack_trl.testing import tiny_model
@@ -207,3 +207,24 @@ def test_a_command_is_parsed(line: str, monkeypatch: pytest.MonkeyPatch) -> None
         assert command in ("bench", "doctor")
         config = ["--config", args.config] if (ROOT / args.config).is_file() else ["--output_dir", "out"]
         parse([*config, *unknown, "--use_cpu", "--bf16", "False"])
+
+
+FIRST = ("README.md", "docs/index.md", "docs/getting-started.md", "docs/fused-layers.md")
+"""Pages of which every command of ours runs, in their order and in small."""
+SMALL = {
+    "init": "--force", "sft": "--max_steps 1 --eval_on_start false", "generate": "--max_new_tokens 2",
+    "bench": "--steps 1 --warmup 1 --rounds 1 --gate-steps 1 --max_steps 4",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", FIRST)
+def test_the_commands_of_the_first_pages_run(page: str, here: Path, material: Material) -> None:
+    (here / "path/to").mkdir(parents=True)
+    (here / "path/to/model").symlink_to(material.model)
+    material.yaml().rename(here / "my.yaml")
+    consoles = [block.text.replace("\\\n", " ") for block in blocks(ROOT / page) if block.kind == "console"]
+    for line in filter(None, "\n".join(consoles).splitlines()):
+        program, *words = shlex.split(line, comments=True)
+        if program == "fastpack-trl" and "--num_processes" not in words:
+            assert main([*words, *shlex.split(SMALL.get(words[0], ""))]) == 0, line

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 HERE = Path(__file__).parent
-COLORS = ("#4C72B0", "#DD8452", "#55A868")
+COLORS = ("#0072B2", "#D55E00", "#009E73")
 GRAY = "#B8B8B8"
 DARK = """@media (prefers-color-scheme: dark) {
 text:not([style*="fill: #"]), text[style*="fill: #444444"], text[style*="fill: #777777"] {fill: #d0d4dc !important}
