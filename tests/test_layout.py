@@ -31,7 +31,7 @@ TABLE = re.findall(r"^\| *(\d*) *\| `(\w+)` \|", ARCHITECTURE, re.MULTILINE)
 """Rooms and files of the package from the highest floor to the lowest: each imports from floors below its own."""
 
 BUDGETS = {
-    "attention": 1750,
+    "attention": 1800,
     "bench": 1000,
     "callbacks": 300,
     "capture": 1050,
@@ -39,7 +39,7 @@ BUDGETS = {
     "cli": 1000,
     "compile": 750,
     "features": 1600,
-    "kernels": 2050,
+    "kernels": 2100,
     "layers": 950,
     "lora": 1300,
     "measure": 650,
@@ -53,7 +53,7 @@ BUDGETS = {
     "vision": 300,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 24850, "benchmarks": 3050, "tests": 28000}
+TOTALS = {"fastpack_trl": 24900, "benchmarks": 3050, "tests": 28150}
 
 
 @cache
