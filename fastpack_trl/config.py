@@ -109,12 +109,6 @@ class ModelSettings:
         "lengths read once per batch: auto (where the class proves equal to its own loop), on or off. One kernel per "
         "layer on CUDA in half precision, else one call per image.",
     )
-    layer_compile: Switch = choice(
-        "auto",
-        "Compile the decoder layers, one graph per kind of layer: auto (on CUDA without fused_layers, if it pays off), "
-        "on (any device; on a CPU with packed_attention='sdpa') or off. Costs 10 to 20 seconds per kind of layer; "
-        "later runs find most of it in Inductor's cache.",
-    )
     moe_quantize_experts: Literal["off", "on"] = choice(
         "off",
         "Store frozen expert stacks in 4 bits (NF4) under LoRA: on or off. Changes what is computed, as QLoRA does. "

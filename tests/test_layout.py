@@ -37,7 +37,6 @@ BUDGETS = {
     "capture": 1050,
     "checkpointing": 1000,
     "cli": 1000,
-    "compile": 750,
     "features": 1600,
     "kernels": 2100,
     "layers": 950,
@@ -243,7 +242,6 @@ ALLOWED = {
 }
 """By package: names that models, trainers and their parts have too, and that are written directly; ``*``: any name."""
 FRAMES = {
-    "compile/graph.py",  # torch counts graphs per code object
     "measure/host_syncs.py",  # names the line that waited
     "model/changes.py",  # callbacks are not handed the trainer
     "model/facts.py",  # transformers 5.17 repeats the heads of keys in the layer, later versions in the function

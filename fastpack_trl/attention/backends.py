@@ -65,7 +65,7 @@ def choose(
         if not refusal:
             reason = backend.reason(features)
             reasons = ["asked for", reason] if by_name else [reason, *asked, *refusals]
-            return Choice(backend.name, "; ".join(reasons), backend.flattens, backend.refuses_compile)
+            return Choice(backend.name, "; ".join(reasons), backend.flattens)
         refusals.append(refusal)
     if by_name:
         raise ValueError(

@@ -59,14 +59,12 @@ class Backend(ABC):
         tried: `backends.failure` runs it on a few tokens before it is chosen.
         flattens: batches that TRL pads become rows without padding, which it processes as fast.
         shares: it attends over rows whose documents share a prefix (`PackedBatch.shared`).
-        refuses_compile: why layers with it are not compiled; empty if a graph can have it.
     """
 
     name: str
     tried = True
     flattens = False
     shares = False
-    refuses_compile = ""
 
     @abstractmethod
     def why_not(self, features: ModelFeatures) -> Iterator[object]:

@@ -28,8 +28,6 @@ class PerDocumentLayer(NamedTuple):
     """Heads of keys are repeated for the device's kernel."""
     key_index: Tensor | None = None
     """(total_keys,) int64 on the device: the tokens of the row that are keys (`SharedKeys`); None: each token once."""
-    calls_per_document: bool = True
-    """Layers that call it are not compiled."""
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend segment by segment.
@@ -85,7 +83,6 @@ class PerDocument(Backend):
 
     name = "per_document"
     flattens = shares = True
-    refuses_compile = "per_document launches one kernel per document, which a compiled graph cannot contain"
 
     def why_not(self, features: ModelFeatures) -> Iterator[object]:
         yield features.dropout and f"attention dropout is {features.dropout}: per-document kernels do not support it"

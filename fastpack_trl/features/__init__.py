@@ -8,7 +8,6 @@ from fastpack_trl.features import (
     cuda_graph,
     frozen_base,
     fused_layers,
-    layer_compile,
     lora,
     merge_accumulation,
     moe,
@@ -46,8 +45,6 @@ FEATURES: tuple[Feature, ...] = (
     # Needs the loss of `sync_free`.
     Feature("merge_accumulation", merge_accumulation.install, merge_accumulation.why_not, kinds=("sft", "online"),
             in_training=True),
-    # Compiles the forwards that the others have installed.
-    Feature("layer_compile", layer_compile.install, layer_compile.why_not, in_training=True, instead="eager"),
     # Records what all the others run.
     Feature("cuda_graph", cuda_graph.install, cuda_graph.why_not, in_training=True, instead="eager"),
     Feature("save_report", save_report.install, concerns=save_report.concerns, in_training=True, falls_back=False),

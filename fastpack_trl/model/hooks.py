@@ -75,13 +75,13 @@ class PartsHooked:
         return self._last
 
 
-def hook_inside(module: nn.Module, name: str = "") -> str:
+def hook_inside(module: nn.Module) -> str:
     """Describe the first user hook that a call of `module` runs, e.g. ``the forward hook f on layers.1.mlp``."""
     if hook := _users_hook(nn.modules.module, "_global"):
         return f"the global {hook}"
     for inner in modules_of(module):  # a walk that makes the names takes five times as long
         if is_hooked(inner) and (hook := _users_hook(inner)):
-            own = next(own for own, hooked in module.named_modules(prefix=name) if hooked is inner)
+            own = next(own for own, hooked in module.named_modules() if hooked is inner)
             return f"the {hook} on {own or type(inner).__name__}"
     return ""
 
@@ -100,14 +100,14 @@ def _users_hook(owner: Any, prefix: str = "") -> str:
 class HookWatch:
     """The user's hooks that a call of one module runs; `found` is the last answer of `look`."""
 
-    def __init__(self, module: nn.Module, name: str = "") -> None:
-        self.module, self.name, self.found, self._handles = module, name, "", -1
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.found, self._handles = module, "", -1
 
     def look(self) -> str:
         """Return `hook_inside`, searched if a hook was found or one of any kind was registered since."""
         handles = getattr(RemovableHandle, "next_id", -1)  # grows with each registration
         if self.found or handles == -1 or handles != self._handles:
-            self.found, self._handles = hook_inside(self.module, self.name), handles
+            self.found, self._handles = hook_inside(self.module), handles
         return self.found
 
 

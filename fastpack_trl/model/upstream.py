@@ -48,7 +48,6 @@ NEEDS = {
         "moe": "transformers.integrations.moe: ALL_EXPERTS_FUNCTIONS ExpertsInterface",
         "activation_memory": f"{_LAYER}; torch.utils._pytree: tree_leaves",
         "checkpoint_offload": _LAYER,
-        "layer_compile": f"{_LAYER}; torch.nn.Module: _call_impl",
         "mfu": "trl.trainer.utils: get_peak_flops",
         "cuda_graph": "peft.tuners.tuners_utils: BaseTunerLayer; torch: _foreach_copy_ _foreach_zero_",
     }.items()

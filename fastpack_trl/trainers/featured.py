@@ -175,8 +175,6 @@ class FeaturedTrainer(_Stock):
         with contextlib.ExitStack() as stack:
             stack.callback(setattr, run, "is_strict", False)  # also where a feature stops the run
             stack.enter_context(silence_renamed_checkpointing())
-            if announce:
-                stack.enter_context(during_training(self, at_begin=run.begin_steps))
             for feature in FEATURES:
                 feature.enter(run, stack)
             self._fastpack_enter(stack)

@@ -54,7 +54,6 @@ class OptimizerStep:
         merging = self._run.merging
         if merging is not None:
             merging.plan(batches, num_items_in_batch)
-        self._run.step.rows = len(batches) if merging is None else merging.rows
 
     def run(self, forward_backward: MicroStep, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
         """Run a micro-batch, or the row that it completes; return the loss, 0 for one that waits for the last of it.
