@@ -195,6 +195,12 @@ class Settings(ModelSettings):
         "included).",
     )
 
+    vision_rows: Switch = choice(
+        "auto",
+        "Batches of images and text as rows without padding, made from TRL's padded batch in the loader's workers: auto "
+        "and on (in families whose rows were compared with padded batches) or off. Same loss and gradients.",
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self, TrainingArguments):

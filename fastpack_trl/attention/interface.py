@@ -59,13 +59,14 @@ class Backend(ABC):
         tried: `backends.failure` runs it on a few tokens before it is chosen.
         flattens: batches that TRL pads become rows without padding, which it processes as fast.
         shares: it attends over rows whose documents share a prefix (`PackedBatch.shared`).
+        sees_blocks: tokens of an image attend to each other (`PackedBatch.key_ends`).
         refuses_compile: why layers with it are not compiled; empty if a graph can have it.
     """
 
     name: str
     tried = True
     flattens = False
-    shares = False
+    shares = sees_blocks = False
     refuses_compile = ""
 
     @abstractmethod

@@ -16,7 +16,7 @@ from fastpack_trl.checkpointing.planned import gathered_once
 from fastpack_trl.features.sync_free import prepare
 from fastpack_trl.model.changes import during_training, patch_attribute
 from fastpack_trl.model.preflight import check_given
-from fastpack_trl.packing.batching import fast_view, is_stock_collator, packing_collator, plan_batches
+from fastpack_trl.packing.batching import fast_view, has_images, is_stock_collator, packing_collator
 from fastpack_trl.packing.collator import unshared
 from fastpack_trl.packing.dataset import prepare_in_two_passes
 from fastpack_trl.packing.documents import DocumentsCollator, as_one_row
@@ -26,6 +26,7 @@ from fastpack_trl.step.metrics import FlushedOnRead
 from fastpack_trl.step.sync_free import SyncFreeStep
 from fastpack_trl.trainers.featured import FeaturedTrainer, Of, naming_faults
 from fastpack_trl.trainers.sft_step import OptimizerStep, clear_derived
+from fastpack_trl.vision.rows import ImageRows, is_vision_collator, plan_batches
 
 
 class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
@@ -83,7 +84,9 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
     def _get_dataloader(self, dataset: Any, description: str, *args: Any, **kwargs: Any) -> DataLoader[Any]:
         training, collator = kwargs.get("is_training", False), self.data_collator
         if self._fastpack_collates(dataset, training, description):
-            if self.fastpack_run.packs:
+            if has_images(self):
+                collator = ImageRows(collator, self.model)
+            elif self.fastpack_run.packs:
                 shares = self.fastpack_run.shares_prefixes and training
                 collator, dataset = packing_collator(self, share_prefixes=shares), fast_view(dataset)
             else:
@@ -96,7 +99,8 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         run = self.fastpack_run
         if not self.fastpack_run.is_entered or run.plan.kind == "stock":
             return False
-        if not is_stock_collator(self.data_collator):  # set by the user during the run
+        is_stock = is_vision_collator if has_images(self) else is_stock_collator
+        if not is_stock(self.data_collator):  # set by the user during the run
             why = f"data_collator was replaced by {type(self.data_collator).__name__}"
             if run.report["batches"].reason != why:
                 run.disable("batches", "stock", why)

@@ -1,0 +1,159 @@
+"""Rows of images and text: the padded batch of TRL's collator becomes one row without padding, in the loader's worker."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fastpack_trl.model.facts import masks_by_kind, text_model
+from fastpack_trl.model.upstream import DataCollatorForVisionLanguageModeling
+from fastpack_trl.packing import batching
+from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, TensorVersion
+from fastpack_trl.packing.packed_inputs import PackedInputs, PaddedInputs
+from fastpack_trl.packing.shared_keys import Ints
+from fastpack_trl.vision.lengths import keep_on_host
+
+logger = logging.getLogger(__name__)
+
+FAMILIES = frozenset(
+    "gemma3 idefics3 internvl llava mistral3 qwen2_5_vl qwen3_5 qwen3_vl smolvlm".split()  # noqa: SIM905
+)
+"""Model types whose rows were compared with TRL's padded batches. Others have masks, states or positions of their own."""
+SEES_BLOCKS = ("per_document", "varlen")
+"""Attention paths on which the tokens of an image attend to each other (`PackedBatch.key_ends`)."""
+OF_TOKENS = frozenset({"input_ids", "labels", "attention_mask", "mm_token_type_ids", "token_type_ids"})
+"""Keys of a batch with a value per token."""
+GRIDS = "image_grid_thw"
+OF_IMAGES = frozenset({"pixel_values", "pixel_attention_mask", "image_sizes", GRIDS})
+"""Keys of a batch that belong to its images, in the order of the documents; they stay as the processor made them."""
+ROW = "fastpack_row"
+"""Key of an example for its place in the data set."""
+
+
+def is_vision_collator(collator: object) -> bool:
+    """Return whether a collator is exactly TRL's own for images."""
+    return type(collator) is DataCollatorForVisionLanguageModeling
+
+
+def plan_batches(trainer: Any, path: str, flattens: bool, unproven: str = "") -> batching.BatchPlan:
+    """Return the batches of an SFT run, as `packing.batching.plan_batches`, also for data with images."""
+    if not batching.has_images(trainer):
+        return batching.plan_batches(trainer, path, flattens, unproven)
+    return batching.plan_padded(trainer, path, flattens, chain([unproven], _why_padded(trainer, path)))
+
+
+def _why_padded(trainer: Any, path: str) -> Iterator[object]:
+    family, collator = str(text_model(trainer.model).config.model_type), trainer.data_collator
+    yield family not in FAMILIES and f"images of {family}: its rows were not compared with padded batches"
+    yield not is_vision_collator(collator) and f"custom data collator {type(collator).__name__}"
+    causal = masks_by_kind(trainer.model) and path not in SEES_BLOCKS
+    yield causal and f"{path} makes the tokens of an image causal, which {family} lets attend to each other"
+
+
+def rope_index(model: nn.Module) -> Any:
+    """Return an object that computes positions of several sections as the model does; None if it has none.
+
+    It is an empty module of the model's class with its config, which travels to the workers of a loader.
+    """
+    inner = text_model(model).base_model
+    if not hasattr(inner, "get_rope_index"):
+        return None
+    empty = type(inner).__new__(type(inner))
+    nn.Module.__init__(empty)
+    empty.config = inner.config
+    return empty
+
+
+class ImageRows:
+    """Join the documents of a batch of TRL's collator for images into one row.
+
+    ``attention_mask=[[1, 1, 1], [1, 1, 0]]`` -> a row of five tokens with the documents (3, 2). Keys with a value per
+    token are gathered by the mask, positions are those of the model per document, and pixels stay as they are. A batch
+    that a row cannot equal stays padded: a `PaddedInputs`, with a warning that names the reason.
+
+    Args:
+        stock: TRL's collator, which pads on the right.
+        model: for its positions of several sections, and its blocks of tokens that attend to each other.
+    """
+
+    def __init__(self, stock: Any, model: nn.Module) -> None:
+        self.stock, self.positions, self.sees_blocks = stock, rope_index(model), masks_by_kind(model)
+        self._told = set[str]()
+
+    def __call__(self, examples: Sequence[Any]) -> dict[str, Any]:
+        rows = (each if isinstance(each, list) else [each] for each in examples)
+        batch = dict(collated(self.stock, list(chain.from_iterable(rows))))
+        mask = batch["attention_mask"]
+        unknown = ", ".join(sorted(batch.keys() - OF_TOKENS - OF_IMAGES))
+        why = f"unknown keys of the processor: {unknown}" if unknown else ""
+        why = why or ("padding on the left" if (mask.diff(dim=1) > 0).any() else "")
+        if why:
+            if why not in self._told:
+                logger.warning(f"vision_rows: a batch stays padded ({why})")
+                self._told.add(why)
+            return PaddedInputs(batch)
+        return self._row(batch, mask.bool())
+
+    def _row(self, batch: dict[str, Any], keep: Tensor) -> PackedInputs:
+        batch["labels"][:, 0] = IGNORE_INDEX  # nothing precedes a document's first token
+        row = {name: value[keep][None] if name in OF_TOKENS else value for name, value in batch.items()}
+        del row["attention_mask"]
+        lengths = keep.sum(1).numpy()
+        packed = PackedBatch.from_lengths(lengths[lengths > 0], labels=row["labels"])
+        if self.sees_blocks and (kinds := row.pop("token_type_ids", None)) is not None:
+            ends = torch.from_numpy(key_ends(kinds[0].numpy() == 1, packed.position_ids[0].numpy() == 0))
+            packed = replace(packed, key_ends=ends if kinds.any() else None)
+        row["position_ids"] = packed.position_ids
+        if self.positions is not None and GRIDS in batch:
+            accepted = inspect.signature(self.positions.get_rope_index).parameters
+            sections, _ = self.positions.get_rope_index(**{name: batch[name] for name in accepted if name in batch})
+            # (4, 1, tokens): the first section tells the documents, the others are per document already.
+            row["position_ids"] = torch.cat([packed.position_ids[None], sections[:, keep][:, None]])
+            packed = replace(packed, positions=TensorVersion.of(row["position_ids"]))
+        return ImageInputs(row | {"packed_batch": packed})
+
+
+def key_ends(is_image: np.ndarray[Any, Any], is_first: np.ndarray[Any, Any]) -> Ints:
+    """Return, for each token of a row, the end of the keys that it sees: of its image, else itself.
+
+    Args:
+        is_image: (tokens,) bool.
+        is_first: (tokens,) bool, the first token of each document: an image ends before it.
+    """
+    places = np.arange(1, len(is_image) + 1)
+    goes_on = is_image & np.append(is_image[1:] & ~is_first[1:], False)
+    ends = np.minimum.accumulate(np.where(goes_on, len(is_image), places)[::-1])[::-1]
+    return np.ascontiguousarray(ends)
+
+
+class ImageInputs(PackedInputs):
+    """The keywords of a row with images: a tower finds the sizes of its images on the host."""
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> PackedInputs:
+        moved = super().to(device, non_blocking)
+        if GRIDS in moved:
+            keep_on_host(moved[GRIDS], self[GRIDS])
+        return moved
+
+
+def collated(stock: Any, examples: list[dict[str, Any]]) -> Any:
+    """Return the batch of TRL's collator; an error names the example that causes it."""
+    given = [dict(example) for example in examples]  # the collator changes them
+    try:
+        return stock(given)
+    except Exception as error:
+        for example in examples if len(examples) > 1 or ROW in examples[0] else ():
+            try:
+                stock([dict(example)])
+            except Exception:  # noqa: BLE001 - of the processor, whatever it is
+                error.add_note(f"in row {example.get(ROW, examples.index(example))} of the data set")
+                break
+        raise
