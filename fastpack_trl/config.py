@@ -197,8 +197,8 @@ class Settings(ModelSettings):
 
     vision_rows: Switch = choice(
         "auto",
-        "Batches of images and text as rows without padding, made from TRL's padded batch in the loader's workers: auto "
-        "and on (in families whose rows were compared with padded batches) or off. Same loss and gradients.",
+        "Batches of images and text as rows without padding, made of TRL's padded batch in the loader's workers: "
+        "auto and on (in families whose rows were compared with padded batches) or off. Same loss and gradients.",
     )
 
     def __post_init__(self) -> None:

@@ -197,9 +197,9 @@ class _Prepare:
             message = "position_ids were edited after collation, and {} cannot tell documents by them: {}"
             if batch.shared is not None:
                 raise ValueError(message.format("shared prefixes", "set share_prefixes='off'"))
-            who = "blocks of images" if batch.key_ends is not None else f"recurrent layers of {self.features.model_type}"
-            fix = "edit them when you prepare the data set"
-            raise PackingError(message.format(who, f"{fix}, or set packing=False"))
+            who = "recurrent layers" if self.features.mixers else "blocks of images"
+            fix = "edit them when you prepare the data set, or set packing=False and vision_rows='off'"
+            raise PackingError(message.format(f"{who} of {self.features.model_type}", fix))
         self.handle.remark(EDITED)
         self.handle.remark = str  # once
         return False

@@ -29,7 +29,7 @@ class PerDocumentLayer(NamedTuple):
     key_index: Tensor | None = None
     """(total_keys,) int64 on the device: the tokens of the row that are keys (`SharedKeys`); None: each token once."""
     blocks: dict[int | None, tuple[Tensor, ...]] | None = None
-    """Per window (None: full), the mask of each segment, (tokens, tokens) bool, if tokens of an image see each other."""
+    """Per window (None: full), the mask of each segment, (tokens, tokens) bool, if images are seen whole."""
     calls_per_document: bool = True
     """Layers that call it are not compiled."""
 

@@ -75,4 +75,4 @@ class PackedInputs(dict[str, Any]):
 
 
 class PaddedInputs(dict[str, Any]):
-    """A padded batch of TRL's collator in a run of rows: its loss is TRL's, its figures are gathered as those of rows."""
+    """A padded batch of TRL's collator in a run of rows: TRL's loss, its figures gathered as those of rows."""

@@ -1,4 +1,4 @@
-"""Rows of images and text: the padded batch of TRL's collator becomes one row without padding, in the loader's worker."""
+"""Rows of images and text: TRL's padded batch becomes one row without padding, in the loader's worker."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 FAMILIES = frozenset(
     "gemma3 idefics3 internvl llava mistral3 qwen2_5_vl qwen3_5 qwen3_vl smolvlm".split()  # noqa: SIM905
 )
-"""Model types whose rows were compared with TRL's padded batches. Others have masks, states or positions of their own."""
+"""Model types whose rows were compared with padded batches. Others have masks, states or positions of their own."""
 SEES_BLOCKS = ("per_document", "varlen")
 """Attention paths on which the tokens of an image attend to each other (`PackedBatch.key_ends`)."""
 OF_TOKENS = frozenset({"input_ids", "labels", "attention_mask", "mm_token_type_ids", "token_type_ids"})
@@ -130,8 +130,8 @@ def key_ends(is_image: np.ndarray[Any, Any], is_first: np.ndarray[Any, Any]) -> 
     """
     places = np.arange(1, len(is_image) + 1)
     goes_on = is_image & np.append(is_image[1:] & ~is_first[1:], False)
-    ends = np.minimum.accumulate(np.where(goes_on, len(is_image), places)[::-1])[::-1]
-    return np.ascontiguousarray(ends)
+    ends: Ints = np.minimum.accumulate(np.where(goes_on, len(is_image), places)[::-1])[::-1].copy()
+    return ends
 
 
 class ImageInputs(PackedInputs):

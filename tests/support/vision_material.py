@@ -13,6 +13,7 @@ from datasets import Dataset, Sequence
 from PIL import Image
 from torch import Tensor, nn
 from trainer_material import make_tokenizer, sentences
+from transformers import ProcessorMixin
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
@@ -123,6 +124,27 @@ def composite(family: str, dtype: torch.dtype = torch.float32) -> Any:
     return model
 
 
+class _Pixtral(ProcessorMixin):  # type: ignore[misc]
+    """transformers' own needs torchvision."""
+
+    def __init__(self, image_processor: Any, tokenizer: Any, chat_template: Any = None, **_: Any) -> None:
+        super().__init__(image_processor, tokenizer, chat_template=chat_template)
+        self.image_token = TOKENS["image"]
+        self.image_token_id = 95
+        self.image_token_ids = [95, 97, 98]
+
+    def _process_images(self, images: Any, **kwargs: Any) -> Any:
+        return super()._process_images(images, **kwargs | {"patch_size": 8})
+
+    def replace_image_token(self, image_inputs: Any, image_idx: int, **kwargs: Any) -> str:
+        height, width = (size // 8 for size in image_inputs["image_sizes"][image_idx])
+        return ((TOKENS["image"] * width + "<boi>") * height).removesuffix("<boi>") + "<eoi>"
+
+
+PLACES = {"gemma3": " <boi> ", **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_5"), " <boi> <image> <eoi> ")}
+"""The text of an image by family, if it is not the placeholder alone."""
+
+
 _SQUARE = {"height": 16, "width": 16}
 _EDGE = {"longest_edge": 16}
 _PROCESSORS: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
@@ -133,13 +155,10 @@ _PROCESSORS: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
         {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
     ),
     "mistral3": (
-        transformers.PixtralProcessor,
+        _Pixtral,
         PixtralImageProcessorPil,
         {"size": {"longest_edge": 32}, "patch_size": 4},
-        {
-            "patch_size": 4, "spatial_merge_size": 2, "image_token": "<image>", "image_break_token": "<boi>",
-            "image_end_token": "<eoi>",
-        },
+        {},
     ),
     "idefics3": (
         transformers.Idefics3Processor,
@@ -158,6 +177,18 @@ _PROCESSORS: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
 _PROCESSORS["smolvlm"] = _PROCESSORS["idefics3"]  # its own needs num2words
 
 
+_QWEN = transformers.Qwen3VLProcessor, transformers.Qwen2_5_VLProcessor
+for _kind in (*_QWEN, *(each[0] for each in _PROCESSORS.values())):  # where workers that are spawned find them
+    _only = classmethod(lambda cls: ["image_processor", "tokenizer"])
+    globals()[f"Image{_kind.__name__}"] = type(
+        f"Image{_kind.__name__}", (_kind,), {"get_attributes": _only, "__module__": __name__}
+    )
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role + ' ' }}{% for part in m.content %}{{ '<shown> ' if part.type == 'image' else "
+    "part.text + ' ' }}{% endfor %}{% endfor %}"
+)
+
+
 def processor(family: str = "qwen2_5_vl") -> Any:
     """A processor without videos, which need torchvision; by default that of the Qwen families."""
     tokenizer = make_tokenizer()
@@ -167,28 +198,24 @@ def processor(family: str = "qwen2_5_vl") -> Any:
         setattr(tokenizer, f"{name}_token", token)
         setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
     size = {"shortest_edge": 64, "longest_edge": 1024}
-    kind = transformers.Qwen3VLProcessor if family.startswith("qwen3") else transformers.Qwen2_5_VLProcessor
+    kind = _QWEN[not family.startswith("qwen3")]
     pixels = {"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2, "size": size}
     kind, images, sizes, more = _PROCESSORS.get(family, (kind, Qwen2VLImageProcessorPil, pixels, {}))
-
-    class ImageProcessor(kind):  # type: ignore[misc, valid-type]
-        @classmethod
-        def get_attributes(cls) -> list[str]:
-            return ["image_processor", "tokenizer"]
-
-    return ImageProcessor(
-        image_processor=images(**sizes), tokenizer=tokenizer, chat_template=tokenizer.chat_template, **more
+    place = PLACES.get(family, "<image>").strip()
+    own = globals()[f"Image{kind.__name__}"]
+    return own(
+        image_processor=images(**sizes), tokenizer=tokenizer, chat_template=TEMPLATE.replace("<shown>", place), **more
     )
 
 
-PLACES = {"gemma3": " <boi> ", **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_5"), " <boi> <image> <eoi> ")}
-"""The text of an image by family, if it is not the placeholder alone."""
-
-
 def image_data(
-    count: int = 8, *, preferences: bool = False, family: str = "qwen2_5_vl", images: int | None = None
+    count: int = 8, *, preferences: bool = False, family: str = "qwen2_5_vl", images: int | None = None, kind: str = ""
 ) -> Dataset:
-    """Prompts with 0, 1 and 2 images (or `images`), and their completions; preferences have an image each."""
+    """Prompts with 0, 1 and 2 images (or `images`), and their completions; preferences have an image each.
+
+    Args:
+        kind: of the examples: ``messages``, ``turns`` (a prompt and a completion of turns), or texts.
+    """
     random, rows = np.random.default_rng(0), []
     place = PLACES.get(family, " <image> ")
     for k, (prompt, right, wrong) in enumerate(zip(*(sentences(count, seed) for seed in range(3)), strict=True)):
@@ -196,5 +223,9 @@ def image_data(
         sizes = random.integers(2, 5, (max(many, int(preferences)), 2)) * 8
         shown = [Image.fromarray(random.integers(0, 255, (*size, 3), dtype=np.uint8)) for size in sizes]
         answers = {"chosen": right, "rejected": wrong} if preferences else {"completion": right}
-        rows.append({"images": shown, "prompt": prompt + place * len(shown), **answers})
+        asked, said = ({"role": role, "content": text} for role, text in (("user", prompt), ("assistant", right)))
+        example = {"prompt": prompt + place * len(shown), **answers}
+        if kind:
+            example = {"messages": [asked, said]} if kind == "messages" else {"prompt": [asked], "completion": [said]}
+        rows.append({"images": shown, **example})
     return Dataset.from_list(rows).cast_column("images", Sequence(datasets.Image()))
