@@ -193,7 +193,7 @@ class _Prepare:
         made = batch.position_ids
         if positions.dim() > 2 or (batch.describes(row, made) and torch.equal(positions, made)):
             return True
-        if batch.shared is not None or self.features.mixers or batch.key_ends is not None:
+        if batch.shared is not None or self.features.mixers or batch.blocks is not None:
             message = "position_ids were edited after collation, and {} cannot tell documents by them: {}"
             if batch.shared is not None:
                 raise ValueError(message.format("shared prefixes", "set share_prefixes='off'"))
@@ -220,7 +220,7 @@ class _Prepare:
             )
         refused = self.backend.refuses_static(Bucket.of(batch), self.features) if batch.is_static else ""
         refused = refused or (shared_refusal(self.backend, self.features) if batch.shared is not None else "")
-        blocks = batch.key_ends is not None and not self.backend.sees_blocks
+        blocks = batch.blocks is not None and not self.backend.sees_blocks
         refused = refused or (f"{self.backend.name} does not support blocks of images" if blocks else "")
         if refused:
             raise PackingError(f"a row cannot run: {refused}; pass the model the plain batch, without shared prefixes")

@@ -59,7 +59,7 @@ class Backend(ABC):
         tried: `backends.failure` runs it on a few tokens before it is chosen.
         flattens: batches that TRL pads become rows without padding, which it processes as fast.
         shares: it attends over rows whose documents share a prefix (`PackedBatch.shared`).
-        sees_blocks: tokens of an image attend to each other (`PackedBatch.key_ends`).
+        sees_blocks: tokens of an image attend to each other (`PackedBatch.blocks`).
         refuses_compile: why layers with it are not compiled; empty if a graph can have it.
     """
 

@@ -107,16 +107,16 @@ class PerDocument(Backend):
         masks = {window: band_mask(longest, window or longest, device) for window in windows}
         index = None if shared is None else shared.key_index.to(device)
         blocks = None
-        if batch.key_ends is not None:
+        if batch.blocks is not None:
             blocks = {window: block_masks(batch, window, device) for window in (None, *features.windows)}
         return PerDocumentLayer(lengths, keys, masks, features.device_type == "cuda", index, blocks)
 
 
 def block_masks(batch: PackedBatch, window: int | None, device: torch.device) -> tuple[Tensor, ...]:
-    """Return the keys that each token of a segment sees: (tokens, tokens) bool, by `PackedBatch.key_ends`."""
-    assert batch.key_ends is not None
-    place, masks = torch.arange(batch.total_tokens, device=device), []
-    for own, ends in zip(*(t.split(batch.segment_lengths) for t in (place, batch.key_ends.to(device))), strict=True):
+    """Return the keys that each token of a segment sees: (tokens, tokens) bool, by `Blocks.key_ends`."""
+    assert batch.blocks is not None
+    place, key_ends, masks = torch.arange(batch.total_tokens, device=device), batch.blocks.key_ends.to(device), []
+    for own, ends in zip(*(each.split(batch.segment_lengths) for each in (place, key_ends)), strict=True):
         seen = own < ends[:, None]
         masks.append(seen if window is None else seen & (own > own[:, None] - window))
     return tuple(masks)

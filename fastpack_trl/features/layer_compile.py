@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 from fastpack_trl.compile.kind import CompiledLayers
 from fastpack_trl.compile.layers import compiled_layers, decoder_layers
+from fastpack_trl.model.facts import masks_by_kind
+from fastpack_trl.packing.batching import has_images
 from fastpack_trl.report import Status
 from fastpack_trl.run import SHARDED, Run
 
@@ -51,6 +53,8 @@ def why_not(run: Run) -> Iterator[object]:
         f"on {device} compiling takes longer than most runs; layer_compile='on' with packed_attention='sdpa' compiles"
     )
     yield run.choice.refuses_compile
+    blocks = has_images(run.trainer) and masks_by_kind(run.model)
+    yield blocks and "tokens of an image attend to each other in a call whose shape changes with each row"
     # Measured on an H200, ms of a settled step, fused and compiled: Qwen3-0.6B LoRA, 2,048 tokens, 26.6 and 26.8; 8,192
     # tokens, 83.5 and 86.5; 8B LoRA, 4,096 tokens, 267 and 258 to 268; all weights of Llama-3.2-1B, 74 and 71.
     fused = setting == "auto" and run.fused is not None

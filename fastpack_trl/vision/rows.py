@@ -9,16 +9,15 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fastpack_trl.model.facts import masks_by_kind, text_model
 from fastpack_trl.model.upstream import DataCollatorForVisionLanguageModeling
 from fastpack_trl.packing import batching
+from fastpack_trl.packing.blocks import Blocks
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, TensorVersion
 from fastpack_trl.packing.packed_inputs import PackedInputs, PaddedInputs
-from fastpack_trl.packing.shared_keys import Ints
 from fastpack_trl.vision.lengths import keep_on_host
 
 logger = logging.getLogger(__name__)
@@ -28,7 +27,7 @@ FAMILIES = frozenset(
 )
 """Model types whose rows were compared with padded batches. Others have masks, states or positions of their own."""
 SEES_BLOCKS = ("per_document", "varlen")
-"""Attention paths on which the tokens of an image attend to each other (`PackedBatch.key_ends`)."""
+"""Attention paths on which the tokens of an image attend to each other (`PackedBatch.blocks`)."""
 OF_TOKENS = frozenset({"input_ids", "labels", "attention_mask", "mm_token_type_ids", "token_type_ids"})
 """Keys of a batch with a value per token."""
 GRIDS = "image_grid_thw"
@@ -109,8 +108,7 @@ class ImageRows:
         lengths = keep.sum(1).numpy()
         packed = PackedBatch.from_lengths(lengths[lengths > 0], labels=row["labels"])
         if self.sees_blocks and (kinds := row.pop("token_type_ids", None)) is not None:
-            ends = torch.from_numpy(key_ends(kinds[0].numpy() == 1, packed.position_ids[0].numpy() == 0))
-            packed = replace(packed, key_ends=ends if kinds.any() else None)
+            packed = replace(packed, blocks=Blocks.of(kinds[0].numpy() == 1, lengths[lengths > 0]))
         row["position_ids"] = packed.position_ids
         if self.positions is not None and GRIDS in batch:
             accepted = inspect.signature(self.positions.get_rope_index).parameters
@@ -119,19 +117,6 @@ class ImageRows:
             row["position_ids"] = torch.cat([packed.position_ids[None], sections[:, keep][:, None]])
             packed = replace(packed, positions=TensorVersion.of(row["position_ids"]))
         return ImageInputs(row | {"packed_batch": packed})
-
-
-def key_ends(is_image: np.ndarray[Any, Any], is_first: np.ndarray[Any, Any]) -> Ints:
-    """Return, for each token of a row, the end of the keys that it sees: of its image, else itself.
-
-    Args:
-        is_image: (tokens,) bool.
-        is_first: (tokens,) bool, the first token of each document: an image ends before it.
-    """
-    places = np.arange(1, len(is_image) + 1)
-    goes_on = is_image & np.append(is_image[1:] & ~is_first[1:], False)
-    ends: Ints = np.minimum.accumulate(np.where(goes_on, len(is_image), places)[::-1])[::-1].copy()
-    return ends
 
 
 class ImageInputs(PackedInputs):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from datasets import Dataset
 from peft import LoraConfig
 from side_by_side import assert_equal
@@ -21,8 +22,10 @@ from vision_material import COMPOSITES, composite, image_data, processor
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.attention.per_document import block_masks
+from fastpack_trl.attention.row_backend import attend_blocks
+from fastpack_trl.packing.blocks import Blocks
 from fastpack_trl.packing.packed_batch import PackedBatch
-from fastpack_trl.vision.rows import FAMILIES, ImageRows, key_ends
+from fastpack_trl.vision.rows import FAMILIES, ImageRows
 
 
 def run(cls: Any, config: Any, folder: Path, family: str, model: Any, data: Dataset, **fields: Any) -> Any:
@@ -96,6 +99,16 @@ def test_modes_of_runs_learn_as_padded_batches(family: str, mode: str, tmp_path:
     assert differences(ours, stock) < (2e-5 if "LoRA" in mode else 3e-6)  # PEFT makes adapters in fp32
 
 
+@pytest.mark.usefixtures("varlen_on_the_cpu")
+def test_two_calls_over_a_row_let_images_see_themselves(tmp_path: Path) -> None:
+    model, data = composite("gemma3", torch.float64), image_data(family="gemma3")
+    step = {"max_steps": 1, "per_device_train_batch_size": 8}
+    stock = run(SFTTrainer, SFTConfig, tmp_path, "gemma3", model, data, **step)
+    ours = run(FastSFTTrainer, FastSFTConfig, tmp_path, "gemma3", model, data, **step, packed_attention="varlen")
+    assert ours.fastpack_run.attention_path == "varlen"
+    assert differences(ours, stock) < 3e-6
+
+
 def one_dimension(rows: ImageRows) -> None:
     rows.positions = None
 
@@ -126,22 +139,32 @@ def test_wrong_positions_and_causal_images_differ(
 
 
 def test_a_token_sees_its_image_to_its_end_and_else_what_is_before_it() -> None:
-    """Against brute force, also with images that touch inside of a document and across two."""
+    """Against brute force, also with images that touch inside of a document and across two; masks and both calls."""
     random = np.random.default_rng(0)
-    for _ in range(100):
+    for _ in range(60):
         lengths = random.integers(1, 9, random.integers(1, 5))
         image = random.random(lengths.sum()) < 0.6
         document = np.arange(len(lengths)).repeat(lengths)
-        first = np.diff(document, prepend=-1) > 0
-        ends = key_ends(image, first)
-        for token in range(len(image)):
+        ends, total = [], len(image)
+        for token in range(total):
             end = token + 1
-            while image[token] and end < len(image) and image[end] and document[end] == document[token]:
+            while image[token] and end < total and image[end] and document[end] == document[token]:
                 end += 1
-            assert ends[token] == end
-        batch = replace(PackedBatch.from_lengths(lengths), key_ends=torch.from_numpy(ends))
+            ends.append(end)
+        blocks = Blocks.of(image, lengths)
+        if blocks is None:
+            assert not image.any()
+            continue
+        assert blocks.key_ends.tolist() == ends
+        batch = replace(PackedBatch.from_lengths(lengths), blocks=blocks)
+        same, places = torch.tensor(document)[:, None] == torch.tensor(document), torch.arange(total)
+        query, key, value = torch.randn(3, total, 2, 8, dtype=torch.float64)
         for window in (None, 3):
-            mask = torch.block_diag(*map(torch.Tensor.double, block_masks(batch, window, torch.device("cpu"))))
-            places = torch.arange(len(image))
-            seen = (torch.tensor(document)[:, None] == torch.tensor(document)) & (places < torch.tensor(ends)[:, None])
-            assert torch.equal(mask.bool(), seen & (places > places[:, None] - (window or 99)))
+            mask = torch.block_diag(*map(torch.Tensor.double, block_masks(batch, window, torch.device("cpu")))).bool()
+            seen = same & (places < torch.tensor(ends)[:, None]) & (places > places[:, None] - (window or 99))
+            assert torch.equal(mask, seen)
+            whole = F.scaled_dot_product_attention(
+                *(each.transpose(0, 1) for each in (query, key, value)), attn_mask=seen, scale=0.3
+            )
+            own = attend_blocks(blocks, query, key, value, 0.3, window)
+            torch.testing.assert_close(own, whole.transpose(0, 1)[image])
