@@ -204,7 +204,11 @@ def test_a_plain_config_has_the_defaults_of_ours() -> None:
     assert Settings.of(config) is config
 
 
-BELONGS = {"activation_memory_gib": "activation_memory", "moe_quantize_experts": "moe"}
+BELONGS = {
+    "activation_memory_gib": "activation_memory",
+    "image_row_tokens": "vision_rows",
+    "moe_quantize_experts": "moe",
+}
 """Fields that are part of another option."""
 READERS = {"recipe/forecast.py"}
 """Files that read settings to predict."""

@@ -26,6 +26,7 @@ from fastpack_trl.step.metrics import FlushedOnRead
 from fastpack_trl.step.sync_free import SyncFreeStep
 from fastpack_trl.trainers.featured import FeaturedTrainer, Of, naming_faults
 from fastpack_trl.trainers.sft_step import OptimizerStep, clear_derived
+from fastpack_trl.vision.packing import BY_PLACE, Samples
 from fastpack_trl.vision.rows import ImageRows, is_vision_collator, plan_batches
 
 
@@ -85,14 +86,25 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         training, collator = kwargs.get("is_training", False), self.data_collator
         if self._fastpack_collates(dataset, training, description):
             if has_images(self):
-                collator = ImageRows(collator, self.model)
-            elif self.fastpack_run.packs:
+                return self._fastpack_image_loader(dataset, description, *args, **kwargs)
+            if self.fastpack_run.packs:
                 shares = self.fastpack_run.shares_prefixes and training
                 collator, dataset = packing_collator(self, share_prefixes=shares), fast_view(dataset)
             else:
                 collator = DocumentsCollator(collator)
         with patch_attribute(self, "data_collator", collator):
             return super()._get_dataloader(dataset, description, *args, **kwargs)
+
+    def _fastpack_image_loader(self, dataset: Any, description: str, *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        rows = self.fastpack_run.image_rows if kwargs.get("is_training", False) else None
+        view, removes = dataset, self.args.remove_unused_columns
+        if isinstance(dataset, Dataset) and (rows or self.args.train_sampling_strategy in BY_PLACE):
+            view, removes = Samples(self._remove_unused_columns(dataset, description), rows and rows.rows), False
+        with (
+            patch_attribute(self, "data_collator", ImageRows(self.data_collator, self.model)),
+            patch_attribute(self.args, "remove_unused_columns", removes),
+        ):
+            return super()._get_dataloader(view, description, *args, **kwargs)
 
     def _fastpack_collates(self, dataset: Any, is_training: bool, description: str) -> bool:
         """Return whether a loader gets our collator; evaluation that returns predictions keeps TRL's shapes."""

@@ -131,14 +131,14 @@ class ImageInputs(PackedInputs):
 
 def collated(stock: Any, examples: list[dict[str, Any]]) -> Any:
     """Return the batch of TRL's collator; an error names the example that causes it."""
-    given = [dict(example) for example in examples]  # the collator changes them
+    plain = [{name: value for name, value in example.items() if name != ROW} for example in examples]
     try:
-        return stock(given)
+        return stock([dict(example) for example in plain])  # the collator changes them
     except Exception as error:
-        for example in examples if len(examples) > 1 or ROW in examples[0] else ():
+        for named, example in zip(examples, plain, strict=True):
             try:
-                stock([dict(example)])
+                stock([example])
             except Exception:  # noqa: BLE001 - of the processor, whatever it is
-                error.add_note(f"in row {example.get(ROW, examples.index(example))} of the data set")
+                error.add_note(f"in row {named.get(ROW, '?')} of the data set")
                 break
         raise

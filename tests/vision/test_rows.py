@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from datasets import Dataset
 from peft import LoraConfig
 from side_by_side import assert_equal
-from trainer_material import assert_line, figures, settings
-from transformers.models.qwen3_5 import modeling_qwen3_5
+from trainer_material import assert_line, figures
 from trl import SFTConfig, SFTTrainer
-from vision_material import COMPOSITES, composite, image_data, processor
+from vision_material import COMPOSITES, composite, image_data
+from vision_runs import differences, run
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.attention.per_document import block_masks
@@ -26,38 +23,6 @@ from fastpack_trl.attention.row_backend import attend_blocks
 from fastpack_trl.packing.blocks import Blocks
 from fastpack_trl.packing.packed_batch import PackedBatch
 from fastpack_trl.vision.rows import FAMILIES, ImageRows
-
-
-def run(cls: Any, config: Any, folder: Path, family: str, model: Any, data: Dataset, **fields: Any) -> Any:
-    more = {name: fields.pop(name) for name in ("peft_config", "eval_dataset", "callbacks") if name in fields}
-    base = {"max_length": None, "max_steps": 2, "eval_strategy": "no", "optim": "sgd", "learning_rate": 1.0}
-    base |= {"max_grad_norm": 1e9, "lr_scheduler_type": "constant"}
-    args = config(**settings(folder, **base | fields))
-    torch.manual_seed(0)
-    trainer = cls(copy.deepcopy(model), args=args, train_dataset=data, processing_class=processor(family), **more)
-    trainer.before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    trainer.train()
-    return trainer
-
-
-def differences(ours: Any, stock: Any) -> float:
-    """Largest difference of a gradient (of an SGD step), relative to the largest number of its parameter's."""
-    mine = dict(ours.model.named_parameters())
-    steps = {name: stock.before[name] - p.detach() for name, p in stock.model.named_parameters()}
-    floor = 1e-6 * max(float(step.abs().max()) for step in steps.values())
-    return max(
-        float((step - (stock.before[name] - mine[name].detach())).abs().max() / max(float(step.abs().max()), floor))
-        for name, step in steps.items()
-    )
-
-
-@pytest.fixture
-def exact_scan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let Qwen3.5 scan in float64: transformers' scan computes in fp32, which costs 3e-3 of some gradients."""
-    source = inspect.getsource(modeling_qwen3_5.torch_chunk_gated_delta_rule).replace("torch.float32", "torch.float64")
-    own = dict(vars(modeling_qwen3_5))
-    exec(source, own)
-    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", own["torch_chunk_gated_delta_rule"])
 
 
 @pytest.mark.usefixtures("exact_scan")
