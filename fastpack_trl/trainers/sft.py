@@ -27,7 +27,7 @@ from fastpack_trl.step.sync_free import SyncFreeStep
 from fastpack_trl.trainers.featured import FeaturedTrainer, Of, naming_faults
 from fastpack_trl.trainers.sft_step import OptimizerStep, clear_derived
 from fastpack_trl.vision.packing import BY_PLACE, Samples
-from fastpack_trl.vision.rows import ImageRows, is_vision_collator, plan_batches
+from fastpack_trl.vision.rows import ImageRows, is_vision_collator, naming_limit, plan_batches
 
 
 class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
@@ -175,7 +175,8 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         run, step = self.fastpack_run, self._fastpack_step
         if step is None or not step.takes(run, inputs, return_outputs):
             return super().compute_loss(model, unshared(inputs), return_outputs, num_items_in_batch)
-        return step.batch_loss(run, model, inputs, num_items_in_batch)
+        with naming_limit(self.args.max_length):
+            return step.batch_loss(run, model, inputs, num_items_in_batch)
 
     def floating_point_ops(self, inputs: Any) -> int:
         if (step := self._fastpack_step) is not None:

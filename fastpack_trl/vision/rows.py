@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -33,6 +34,8 @@ OF_TOKENS = frozenset({"input_ids", "labels", "attention_mask", "mm_token_type_i
 GRIDS = "image_grid_thw"
 OF_IMAGES = frozenset({"pixel_values", "pixel_attention_mask", "image_sizes", GRIDS})
 """Keys of a batch that belong to its images, in the order of the documents; they stay as the processor made them."""
+MISMATCH = "Image features and image tokens do not match"
+"""Of transformers' models, if an image and its placeholders differ."""
 ROW = "fastpack_row"
 """Key of an example for its place in the data set."""
 
@@ -111,12 +114,36 @@ class ImageRows:
             packed = replace(packed, blocks=Blocks.of(kinds[0].numpy() == 1, lengths[lengths > 0]))
         row["position_ids"] = packed.position_ids
         if self.positions is not None and GRIDS in batch:
-            accepted = inspect.signature(self.positions.get_rope_index).parameters
-            sections, _ = self.positions.get_rope_index(**{name: batch[name] for name in accepted if name in batch})
+            with naming_limit(self.stock.max_length):
+                sections = self._sections(batch)
             # (4, 1, tokens): the first section tells the documents, the others are per document already.
             row["position_ids"] = torch.cat([packed.position_ids[None], sections[:, keep][:, None]])
             packed = replace(packed, positions=TensorVersion.of(row["position_ids"]))
         return ImageInputs(row | {"packed_batch": packed})
+
+    def _sections(self, batch: dict[str, Any]) -> Tensor:
+        """Return the positions of a padded batch, (3, documents, width)."""
+        accepted = inspect.signature(self.positions.get_rope_index).parameters
+        try:
+            found = self.positions.get_rope_index(**{name: batch[name] for name in accepted if name in batch})
+        except (RuntimeError, StopIteration) as error:
+            raise ValueError(f"{MISMATCH}: {error}") from error
+        sections: Tensor = found[0]
+        return sections
+
+
+@contextmanager
+def naming_limit(max_length: int | None) -> Iterator[None]:
+    """Name the limit if it cuts placeholders of images, as TRL's loss does."""
+    try:
+        yield
+    except ValueError as error:
+        if max_length is None or MISMATCH not in str(error):
+            raise
+        why = (
+            f"The current `max_length` ({max_length}) is too short and causes image placeholder tokens to be truncated"
+        )
+        raise ValueError(f"{why}: raise it, or set it to `None`.") from error
 
 
 class ImageInputs(PackedInputs):

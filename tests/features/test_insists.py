@@ -67,6 +67,7 @@ CASES: dict[tuple[str, str], Case] = {
     ("fused_layers", "on"): Case(
         "torch_compile=True", late=lambda trainer: setattr(trainer.args, "torch_compile", True)
     ),
+    ("vision_rows", "on"): Case(reason="the data set has no images"),
     ("vision_tower", "on"): Case("the model has no tower"),
     ("layer_compile", "on"): Case("per_document launches one kernel per document"),
     ("cuda_graph", "on"): Case("the model is on cpu"),
