@@ -109,9 +109,12 @@ COMPOSITES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 """Fields of the decoder, the tower and the model by family."""
 
 
-def composite(family: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A model with a decoder; no weight is 0 or 1, which would hide errors."""
+def composite(family: str, dtype: torch.dtype = torch.float32, repeats: int = 1) -> Any:
+    """A model with a decoder; no weight is 0 or 1, which would hide errors. Layers are repeated."""
     text, tower, more = COMPOSITES[family]
+    layers = 2 * repeats
+    text, tower = text | {"num_hidden_layers": layers}, tower | {"num_hidden_layers": layers, "depth": layers}
+    text |= {"layer_types": text["layer_types"] * repeats} if "layer_types" in text else {}
     ids = {f"{name}_token_id": 95 + k for k, name in enumerate(TOKENS)}
     config = transformers.AutoConfig.for_model(
         family, text_config=_TEXT | text, vision_config=tower, **ids, image_token_index=95, **more

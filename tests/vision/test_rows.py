@@ -12,17 +12,22 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from peft import LoraConfig
 from side_by_side import assert_equal
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from trainer_material import assert_line, figures
 from trl import SFTConfig, SFTTrainer
-from vision_material import COMPOSITES, composite, image_data
+from vision_material import COMPOSITES, composite, image_data, processor
 from vision_runs import differences, run
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.attention.per_document import block_masks
 from fastpack_trl.attention.row_backend import attend_blocks
+from fastpack_trl.model.upstream import DataCollatorForVisionLanguageModeling
 from fastpack_trl.packing.blocks import Blocks
 from fastpack_trl.packing.packed_batch import PackedBatch
-from fastpack_trl.vision.rows import FAMILIES, ImageRows
+from fastpack_trl.vision.lengths import keep_on_host
+from fastpack_trl.vision.rows import FAMILIES, GRIDS, ImageRows
 
 
 @pytest.mark.usefixtures("exact_scan")
@@ -72,6 +77,38 @@ def test_two_calls_over_a_row_let_images_see_themselves(tmp_path: Path) -> None:
     ours = run(FastSFTTrainer, FastSFTConfig, tmp_path, "gemma3", model, data, **step, packed_attention="varlen")
     assert ours.fastpack_run.attention_path == "varlen"
     assert differences(ours, stock) < 3e-6
+
+
+class Reads(TorchFunctionMode):
+    """Counts reads of tensors."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        reads = (Tensor.tolist, Tensor.item, Tensor.cpu, Tensor.__int__, Tensor.__bool__, Tensor.__index__)
+        self.count += func in reads
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
+def test_reads_of_a_step_depend_neither_on_layers_nor_on_documents(family: str) -> None:
+    """On a device each would wait for it: those left are transformers', around the tower."""
+    found = {}
+    for repeats, count in ((1, 4), (3, 4), (1, 12)):
+        model, data = composite(family, repeats=repeats), image_data(count, family=family, images=1)
+        collate = ImageRows(DataCollatorForVisionLanguageModeling(processor(family), completion_only_loss=True), model)
+        row = collate([dict(each) for each in data])
+        row.pop("labels")
+        grids = row.get(GRIDS)
+        if grids is not None:  # as on a device: another tensor, whose host copy is known
+            row[GRIDS] = grids.clone()
+            keep_on_host(row[GRIDS], grids)
+        with packed_attention(model), Reads() as reads:
+            model(**row).logits.sum().backward()
+        found[repeats, count] = reads.count
+    assert found[1, 4] == found[3, 4]
+    # Windows are counted image by image, on the host.
+    assert found[1, 12] == found[1, 4] + (8 if family == "qwen2_5_vl" else 0)
 
 
 def one_dimension(rows: ImageRows) -> None:
