@@ -52,6 +52,7 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "chats": ({"kind": "messages"}, {"gradient_accumulation_steps": 2}),
     "turns": ({"kind": "turns"}, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3}),
     "checkpointed LoRA": ({}, CHECKPOINTED | LORA),
+    "fused": ({}, {"fast": {"fused_layers": "on"}}),
     "workers": ({}, {"dataloader_num_workers": 2, "eval_strategy": "steps", "eval_steps": 1}),
 }
 
@@ -61,10 +62,11 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_modes_of_runs_learn_as_padded_batches(family: str, mode: str, tmp_path: Path) -> None:
     given, fields = MODES[mode]
     model, data = composite(family, torch.float64), image_data(family=family, **given)
-    more = fields | {"learning_rate": fields.get("learning_rate", 0.1)}
+    more = {"learning_rate": 0.1} | fields
+    fast = more.pop("fast", {}) | {"vision_rows": "on"}
     more |= {"eval_dataset": data} if "eval_strategy" in fields else {}
     stock = run(SFTTrainer, SFTConfig, tmp_path, family, model, data, **more)
-    ours = run(FastSFTTrainer, FastSFTConfig, tmp_path, family, model, data, **more, vision_rows="on")
+    ours = run(FastSFTTrainer, FastSFTConfig, tmp_path, family, model, data, **more, **fast)
     assert_equal(figures(ours), figures(stock), rtol=1e-6, atol=1e-6)
     assert differences(ours, stock) < (2e-5 if "LoRA" in mode else 3e-6)  # PEFT makes adapters in fp32
 
