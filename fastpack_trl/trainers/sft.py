@@ -27,7 +27,14 @@ from fastpack_trl.step.sync_free import SyncFreeStep
 from fastpack_trl.trainers.featured import FeaturedTrainer, Of, naming_faults
 from fastpack_trl.trainers.sft_step import OptimizerStep, clear_derived
 from fastpack_trl.vision.packing import BY_PLACE, Samples
-from fastpack_trl.vision.rows import ImageRows, is_vision_collator, naming_limit, plan_batches
+from fastpack_trl.vision.rows import (
+    ImageRows,
+    first_with_image,
+    in_step,
+    is_vision_collator,
+    naming_limit,
+    plan_batches,
+)
 
 
 class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
@@ -100,11 +107,17 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         view, removes = dataset, self.args.remove_unused_columns
         if isinstance(dataset, Dataset) and (rows or self.args.train_sampling_strategy in BY_PLACE):
             view, removes = Samples(self._remove_unused_columns(dataset, description), rows and rows.rows), False
+        spare = first_with_image(dataset) if self.fastpack_run.is_sharded and self.args.world_size > 1 else None
         with (
-            patch_attribute(self, "data_collator", ImageRows(self.data_collator, self.model)),
+            patch_attribute(self, "data_collator", ImageRows(self.data_collator, self.model, spare)),
             patch_attribute(self.args, "remove_unused_columns", removes),
         ):
             return super()._get_dataloader(view, description, *args, **kwargs)
+
+    def _fastpack_with_images(self, batches: list[Any]) -> list[Any]:
+        run = self.fastpack_run
+        waits = run.is_entered and run.packs and has_images(self) and run.is_sharded and run.ranks.count > 1
+        return in_step(batches, run.ranks.all_max) if waits else batches
 
     def _fastpack_collates(self, dataset: Any, is_training: bool, description: str) -> bool:
         """Return whether a loader gets our collator; evaluation that returns predictions keeps TRL's shapes."""
@@ -140,6 +153,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         batches, num_items_in_batch = super().get_batch_samples(*args, **kwargs)
+        batches = self._fastpack_with_images(batches)
         if self.fastpack_run.is_entered:
             self._fastpack_optimizer_step.begin(batches, num_items_in_batch)
         return batches, num_items_in_batch
@@ -200,7 +214,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         return outputs
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        stock = super().prediction_step
+        stock, inputs = super().prediction_step, self._fastpack_with_images([inputs])[0]
         if not self.fastpack_run.is_entered:
             return stock(model, inputs, *args, **kwargs)
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -17,7 +17,7 @@ from fastpack_trl.model.facts import masks_by_kind, text_model
 from fastpack_trl.model.upstream import DataCollatorForVisionLanguageModeling
 from fastpack_trl.packing import batching
 from fastpack_trl.packing.blocks import Blocks
-from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, TensorVersion
+from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, Part, TensorVersion
 from fastpack_trl.packing.packed_inputs import PackedInputs, PaddedInputs
 from fastpack_trl.vision.lengths import keep_on_host
 
@@ -31,9 +31,11 @@ SEES_BLOCKS = ("per_document", "varlen")
 """Attention paths on which the tokens of an image attend to each other (`PackedBatch.blocks`)."""
 OF_TOKENS = frozenset({"input_ids", "labels", "attention_mask", "mm_token_type_ids", "token_type_ids"})
 """Keys of a batch with a value per token."""
-GRIDS = "image_grid_thw"
-OF_IMAGES = frozenset({"pixel_values", "pixel_attention_mask", "image_sizes", GRIDS})
+PIXELS, GRIDS = "pixel_values", "image_grid_thw"
+OF_IMAGES = frozenset({PIXELS, "pixel_attention_mask", "image_sizes", GRIDS})
 """Keys of a batch that belong to its images, in the order of the documents; they stay as the processor made them."""
+SPARE = "fastpack_spare"
+"""Key of a row for its second version."""
 MISMATCH = "Image features and image tokens do not match"
 """Of transformers' models, if an image and its placeholders differ."""
 ROW = "fastpack_row"
@@ -84,15 +86,18 @@ class ImageRows:
     Args:
         stock: TRL's collator, which pads on the right.
         model: for its positions of several sections, and its blocks of tokens that attend to each other.
+        spare: an example with an image, which a row without images has in a second version, at `SPARE`, as a document
+            that no loss counts; for ranks that wait for each other in a sharded tower.
     """
 
-    def __init__(self, stock: Any, model: nn.Module) -> None:
+    def __init__(self, stock: Any, model: nn.Module, spare: dict[str, Any] | None = None) -> None:
         self.stock, self.positions, self.sees_blocks = stock, rope_index(model), masks_by_kind(model)
+        self.spare = spare
         self._told = set[str]()
 
     def __call__(self, examples: Sequence[Any]) -> dict[str, Any]:
-        rows = (each if isinstance(each, list) else [each] for each in examples)
-        batch = dict(collated(self.stock, list(chain.from_iterable(rows))))
+        samples = list(chain.from_iterable(each if isinstance(each, list) else [each] for each in examples))
+        batch = dict(collated(self.stock, samples))
         mask = batch["attention_mask"]
         unknown = ", ".join(sorted(batch.keys() - OF_TOKENS - OF_IMAGES))
         why = f"unknown keys of the processor: {unknown}" if unknown else ""
@@ -102,7 +107,15 @@ class ImageRows:
                 logger.warning(f"vision_rows: a batch stays padded ({why})")
                 self._told.add(why)
             return PaddedInputs(batch)
-        return self._row(batch, mask.bool())
+        row = self._row(batch, mask.bool())
+        if self.spare is not None and PIXELS not in batch:
+            batch = dict(self.stock([{**each} for each in (*samples, self.spare)]))
+            batch["labels"][-1] = IGNORE_INDEX
+            row[SPARE] = more = self._row(batch, batch["attention_mask"].bool())
+            own, whole = row["packed_batch"], more["packed_batch"]
+            part = Part(whole.total_tokens, own.total_tokens, len(own.loss_positions))
+            more["packed_batch"] = replace(whole, parts=(part,))
+        return row
 
     def _row(self, batch: dict[str, Any], keep: Tensor) -> PackedInputs:
         batch["labels"][:, 0] = IGNORE_INDEX  # nothing precedes a document's first token
@@ -144,6 +157,22 @@ def naming_limit(max_length: int | None) -> Iterator[None]:
             f"The current `max_length` ({max_length}) is too short and causes image placeholder tokens to be truncated"
         )
         raise ValueError(f"{why}: raise it, or set it to `None`.") from error
+
+
+def first_with_image(dataset: Any) -> dict[str, Any] | None:
+    """Return an example with an image; None if none of a data set has one."""
+    return next((example for example in dataset if example.get("images") or example.get("image")), None)
+
+
+def in_step(batches: list[Any], any_rank: Callable[[list[float]], list[float]]) -> list[Any]:
+    """Return micro-batches in which each rank runs the tower if any does: its sharded layers are collectives.
+
+    Args:
+        any_rank: returns the largest number of all ranks at each place.
+    """
+    own = [float(PIXELS in batch) for batch in batches]
+    spares = [batch.pop(SPARE, batch) for batch in batches]
+    return [one if is_idle else batch for batch, one, is_idle in zip(batches, spares, any_rank(own), strict=True)]
 
 
 class ImageInputs(PackedInputs):

@@ -13,7 +13,15 @@ from vision_material import processor
 
 
 def run(
-    cls: Any, config: Any, folder: Path, family: str, model: Any, data: Dataset, resume: bool = False, **fields: Any
+    cls: Any,
+    config: Any,
+    folder: Path,
+    family: str,
+    model: Any,
+    data: Dataset,
+    resume: bool = False,
+    train: bool = True,
+    **fields: Any,
 ) -> Any:
     more = {
         name: fields.pop(name)
@@ -26,7 +34,8 @@ def run(
     torch.manual_seed(0)
     trainer = cls(copy.deepcopy(model), args=args, train_dataset=data, processing_class=processor(family), **more)
     trainer.before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    trainer.train(resume_from_checkpoint=resume)
+    if train:
+        trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
