@@ -98,7 +98,6 @@ def _of_documents(run: Run) -> Iterator[object]:
     dense = attention == "sdpa" and setting == "auto"
     yield dense and f"the dense mask of {attention} grows with the square of a row"
     yield (own := replaced_methods(trainer, BATCH_METHODS)) and f"{own} may expect one micro-batch"
-    yield not trainer.model_accepts_loss_kwargs and "the loss is a mean per micro-batch"
     yield callback_between(trainer)
     yield from looks_inside(run)
     yield is_invoked_once_per_row(trainer.model) and ALORA

@@ -155,7 +155,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         batches, num_items_in_batch = super().get_batch_samples(*args, **kwargs)
         batches = self._fastpack_with_images(batches)
         if self.fastpack_run.is_entered:
-            self._fastpack_optimizer_step.begin(batches, num_items_in_batch)
+            self._fastpack_optimizer_step.begin(batches)
         return batches, num_items_in_batch
 
     def _track_num_input_tokens(self, inputs: Any) -> None:

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from datasets import Dataset
 from peft import LoraConfig
 from side_by_side import assert_equal
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from trainer_material import assert_line, figures
+from trainer_material import assert_line, figures, sentences
 from trl import SFTConfig, SFTTrainer
 from vision_material import COMPOSITES, composite, image_data, processor
 from vision_runs import differences, run
@@ -78,6 +79,20 @@ def test_two_calls_over_a_row_let_images_see_themselves(tmp_path: Path) -> None:
     stock = run(SFTTrainer, SFTConfig, tmp_path, "gemma3", model, data, **step)
     ours = run(FastSFTTrainer, FastSFTConfig, tmp_path, "gemma3", model, data, **step, packed_attention="varlen")
     assert ours.fastpack_run.attention_path == "varlen"
+    assert differences(ours, stock) < 3e-6
+
+
+@pytest.mark.usefixtures("exact_scan")
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_text_alone_merges_micro_batches_with_a_mean_each(family: str, tmp_path: Path) -> None:
+    """These families divide the loss by the tokens of a micro-batch: weights per position keep that in a merged row."""
+    model, data = composite(family, torch.float64), Dataset.from_dict({"text": sentences(16, 3)})
+    fields = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 0.1}
+    stock = run(SFTTrainer, SFTConfig, tmp_path, family, model, data, **fields)
+    ours = run(FastSFTTrainer, FastSFTConfig, tmp_path, family, model, data, **fields, merge_accumulation="on")
+    assert_line(ours, "merge_accumulation", status="on", path="one row per optimizer step")
+    assert ours.fastpack_run.step.rows == 1
+    assert_equal(figures(ours), figures(stock), rtol=1e-6, atol=1e-6)
     assert differences(ours, stock) < 3e-6
 
 
