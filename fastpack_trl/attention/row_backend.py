@@ -58,7 +58,7 @@ class RowLayer(NamedTuple):
             call.scale, call.window or NO_WINDOW, call.softcap or NO_SOFTCAP,
         )  # fmt: skip
         if self.blocks is not None:
-            seen = attend_blocks(self.blocks, query, *keyed, call.scale, call.window)
+            seen = attend_blocks(self.blocks, query, keyed[0], keyed[1], call.scale, call.window)
             out = out.index_copy(0, self.blocks.tokens, seen)
         return out[None, ..., : call.value.shape[-1]].contiguous()
 
@@ -126,6 +126,6 @@ def attend_blocks(
     for q, k, v in zip(query.split(tokens), *(each.split(keys) for each in keyed), strict=True):
         count, places = len(k), torch.arange(len(k), device=query.device)
         mask = places > places[count - len(q) :, None] - (window or count)
-        parts = (each.transpose(0, 1)[None] for each in (q, k, v))
-        outs.append(F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=scale, enable_gqa=True)[0])
+        q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
+        outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)[0])
     return torch.cat(outs, dim=1).transpose(0, 1)

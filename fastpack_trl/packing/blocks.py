@@ -52,4 +52,5 @@ class Blocks(TensorFields):
         index = np.arange(sums[-1]) - (sums - keys - starts[last - 1]).repeat(keys)
         cu, cu_k = (torch.from_numpy(np.append(0, each.cumsum()).astype(np.int32)) for each in (counts, keys))
         both = tuple(zip(counts.tolist(), keys.tolist(), strict=True))
-        return cls(*map(torch.from_numpy, (ends, tokens, index)), cu, cu_k, both)
+        key_ends, image_tokens, key_index = map(torch.from_numpy, (ends, tokens, index))
+        return cls(key_ends, image_tokens, key_index, cu, cu_k, both)

@@ -67,10 +67,10 @@ def rope_index(model: nn.Module) -> Any:
 
     It is an empty module of the model's class with its config, which travels to the workers of a loader.
     """
-    inner = text_model(model).base_model
+    inner: Any = text_model(model).base_model
     if not hasattr(inner, "get_rope_index"):
         return None
-    empty = type(inner).__new__(type(inner))
+    empty: Any = object.__new__(type(inner))
     nn.Module.__init__(empty)
     empty.config = inner.config
     return empty
