@@ -31,29 +31,29 @@ TABLE = re.findall(r"^\| *(\d*) *\| `(\w+)` \|", ARCHITECTURE, re.MULTILINE)
 """Rooms and files of the package from the highest floor to the lowest: each imports from floors below its own."""
 
 BUDGETS = {
-    "attention": 1750,
+    "attention": 1800,
     "bench": 1000,
     "callbacks": 300,
     "capture": 1050,
-    "checkpointing": 1000,
+    "checkpointing": 1100,
     "cli": 1000,
     "compile": 750,
-    "features": 1600,
+    "features": 1700,
     "kernels": 2050,
     "layers": 950,
     "lora": 1300,
     "measure": 650,
     "model": 1700,
     "moe": 1000,
-    "packing": 2050,
+    "packing": 2100,
     "recipe": 1900,
     "recurrent": 800,
     "step": 1700,
     "trainers": 1150,
-    "vision": 300,
+    "vision": 650,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 24850, "benchmarks": 3050, "tests": 28000}
+TOTALS = {"fastpack_trl": 25550, "benchmarks": 3050, "tests": 28800}
 
 
 @cache
