@@ -189,10 +189,30 @@ class Settings(ModelSettings):
         "included).",
     )
 
+    vision_rows: Switch = choice(
+        "auto",
+        "Batches of images and text as rows without padding, made of TRL's padded batch in the loader's workers: "
+        "auto and on (in families whose rows were compared with padded batches) or off. Same loss and gradients.",
+    )
+    image_row_tokens: int | None = option(
+        None,
+        "Tokens of a row of several samples of images and text, joined across the data set; None: one row per batch of "
+        "TRL. Such a row counts as one example of a batch. Longer samples are left out, and counted. Costs one cached "
+        "pass of the processor over the data set.",
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self, TrainingArguments):
             check_fields(self, self)
+
+    def normalise(self) -> None:
+        super().normalise()
+        tokens = self.image_row_tokens
+        if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1):
+            raise ValueError(f"image_row_tokens={short_repr(tokens)} must be a number of tokens >= 1, or left out")
+        if tokens is not None and self.vision_rows == "off":
+            raise ValueError(f"image_row_tokens={tokens} needs vision_rows='auto' or 'on'")
 
     @classmethod
     def of(cls, args: Any, training: bool = True) -> Settings:

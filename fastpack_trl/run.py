@@ -160,6 +160,7 @@ class Run(Decisions):
         backbone: the `BackboneCall` by which losses call the decoder.
         sync_free: the `SyncFreeStep` of the trainer. All that follow are None unless their feature is on.
         attention: the installed `PackedAttention`.
+        image_rows: the `PackedRows` of samples with images.
         lora: the `LoraReport` of the fast layers.
         memory: the `ActivationMemory` of the plan.
         merging: the `Merging` of micro-batches.
@@ -178,6 +179,7 @@ class Run(Decisions):
     backbone: Any = None
     sync_free: Any = None
     attention: Any = None
+    image_rows: Any = None
     lora: Any = None
     memory: Any = None
     merging: Any = None

@@ -35,24 +35,24 @@ BUDGETS = {
     "bench": 1000,
     "callbacks": 300,
     "capture": 1050,
-    "checkpointing": 1000,
+    "checkpointing": 1100,
     "cli": 1000,
-    "features": 1600,
+    "features": 1650,
     "kernels": 2100,
     "layers": 950,
     "lora": 1300,
     "measure": 650,
     "model": 1700,
     "moe": 1000,
-    "packing": 2050,
+    "packing": 2100,
     "recipe": 1900,
     "recurrent": 800,
     "step": 1700,
     "trainers": 1150,
-    "vision": 300,
+    "vision": 650,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 24900, "benchmarks": 3050, "tests": 28150}
+TOTALS = {"fastpack_trl": 25550, "benchmarks": 3050, "tests": 28800}
 
 
 @cache
@@ -203,7 +203,11 @@ def test_a_plain_config_has_the_defaults_of_ours() -> None:
     assert Settings.of(config) is config
 
 
-BELONGS = {"activation_memory_gib": "activation_memory", "moe_quantize_experts": "moe"}
+BELONGS = {
+    "activation_memory_gib": "activation_memory",
+    "image_row_tokens": "vision_rows",
+    "moe_quantize_experts": "moe",
+}
 """Fields that are part of another option."""
 READERS = {"recipe/forecast.py"}
 """Files that read settings to predict."""

@@ -15,6 +15,7 @@ from fastpack_trl.features import (
     save_report,
     share_prefixes,
     sync_free,
+    vision_rows,
     vision_tower,
 )
 from fastpack_trl.features.feature import Feature
@@ -28,6 +29,8 @@ FEATURES: tuple[Feature, ...] = (
     # On four-bit experts PEFT's own forward would fail in the packing check.
     Feature("moe", moe.install, moe.why_not, moe.concerns, has_off=False),
     Feature("packed_attention", packed_attention.install, has_off=False, falls_back=False),
+    # Of the rows that it plans.
+    Feature("vision_rows", vision_rows.install, vision_rows.why_not, vision_rows.concerns, kinds=("sft",)),
     # Keeps copies of frozen weights before memory is planned.
     Feature("lora", lora.install, lora.why_not, lora.concerns, in_training=True, instead="PEFT"),
     # Of the layers of `lora`; changes the memory that is left to plan.

@@ -23,7 +23,8 @@ _HOMES = {"LoraLinear": "peft.tuners.lora.layer.Linear"} | {
         "Conv1D; torch._subclasses.fake_tensor: FakeTensor FakeTensorMode; "
         "torch.utils._pytree: tree_leaves tree_map_only; "
         "transformers.modeling_layers: GradientCheckpointingLayer; "
-        "transformers.trainer_callback: CallbackHandler; trl.trainer.sft_trainer: DataCollatorForLanguageModeling"
+        "transformers.trainer_callback: CallbackHandler; "
+        "trl.trainer.sft_trainer: DataCollatorForLanguageModeling DataCollatorForVisionLanguageModeling"
     )
 }
 """Classes and functions that this module exports by their last name; a missing class is `Absent`."""

@@ -67,6 +67,7 @@ CASES: dict[tuple[str, str], Case] = {
     ("fused_layers", "on"): Case(
         "torch_compile=True", late=lambda trainer: setattr(trainer.args, "torch_compile", True)
     ),
+    ("vision_rows", "on"): Case(reason="the data set has no images"),
     ("vision_tower", "on"): Case("the model has no tower"),
     ("cuda_graph", "on"): Case("the model is on cpu"),
     ("moe_quantize_experts", "on"): Case("has no expert stacks", refused=True),

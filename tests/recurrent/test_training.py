@@ -31,5 +31,5 @@ def test_the_log_of_a_run_is_stocks(family: str, tmp_path: Path) -> None:
     report = {line.feature: (line.status, line.path) for line in ours.fastpack_report}
     assert report["packed_attention"] == ("on", "per_document")
     assert report["verify_packing"] == ("on", "proof")
-    assert report["merge_accumulation"][0] == ("off" if family == "composite" else "on")
+    assert report["merge_accumulation"][0] == "on"
     assert_same_log(ours, stock, rtol=1e-5, atol=1e-6)
