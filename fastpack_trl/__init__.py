@@ -30,28 +30,21 @@ if TYPE_CHECKING:
     from fastpack_trl.trainers.preference import FastDPOTrainer, FastKTOTrainer, FastRewardTrainer
     from fastpack_trl.trainers.sft import FastSFTTrainer
 
-_HOME = {
-    "AsyncCheckpointCallback": "callbacks.async_checkpoint",
-    "FastDPOConfig": "trainers.configs",
-    "FastDPOTrainer": "trainers.preference",
-    "FastGRPOConfig": "trainers.configs",
-    "FastGRPOTrainer": "trainers.online",
-    "FastKTOConfig": "trainers.configs",
-    "FastKTOTrainer": "trainers.preference",
-    "FastRLOOConfig": "trainers.configs",
-    "FastRLOOTrainer": "trainers.online",
-    "FastRewardConfig": "trainers.configs",
-    "FastRewardTrainer": "trainers.preference",
-    "FastSFTConfig": "trainers.configs",
-    "FastSFTTrainer": "trainers.sft",
-    "PackedBatch": "packing.packed_batch",
-    "PackingCollator": "packing.collator",
-    "ThroughputCallback": "callbacks.throughput",
-    "apply_lora": "lora.linear",
-    "apply_moe": "moe.apply",
-    "packed_attention": "attention.install",
-    "verify_packing": "attention.proof",
+_MODULES = {
+    "attention.install": "packed_attention",
+    "attention.proof": "verify_packing",
+    "callbacks.async_checkpoint": "AsyncCheckpointCallback",
+    "callbacks.throughput": "ThroughputCallback",
+    "lora.linear": "apply_lora",
+    "moe.apply": "apply_moe",
+    "packing.collator": "PackingCollator",
+    "packing.packed_batch": "PackedBatch",
+    "trainers.configs": "FastDPOConfig FastGRPOConfig FastKTOConfig FastRLOOConfig FastRewardConfig FastSFTConfig",
+    "trainers.online": "FastGRPOTrainer FastRLOOTrainer",
+    "trainers.preference": "FastDPOTrainer FastKTOTrainer FastRewardTrainer",
+    "trainers.sft": "FastSFTTrainer",
 }
+_HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [
     "AsyncCheckpointCallback",

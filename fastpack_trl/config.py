@@ -1,4 +1,4 @@
-"""`Settings`: the fields that our configs add to TRL's, most ``"auto"`` by default."""
+"""The fields that our configs add to TRL's, most ``"auto"`` by default; imports nothing heavy."""
 
 # ruff: noqa: RUF009 - `choice` and `option` return fields
 from __future__ import annotations
@@ -10,11 +10,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from transformers import TrainingArguments
-
 from fastpack_trl.errors import did_you_mean, short_repr
-from fastpack_trl.model.preflight import check_counts
-from fastpack_trl.model.recompute import check_recompute
 from fastpack_trl.report import disabled_by_environment
 
 PackedAttentionPath = Literal["auto", "varlen", "per_document", "flash_attention_4", "xformers", "sdpa", "off"]
@@ -61,6 +57,16 @@ def option(default: Any, text: str, **metadata: Any) -> Any:
 
 choice = partial(option, action=_Choice)
 """The same of an option with choices; the annotation names them."""
+
+
+def is_run(args: Any) -> bool:
+    """Return whether these are the arguments of a run: fields of ours alone may be read without transformers."""
+    return hasattr(args, "per_device_train_batch_size")
+
+
+_CUDA_GRAPH = """Replay the decoder as CUDA graphs, forward and backward, one pair per row size: auto (if the device \
+is idle for 10 percent of an eager step, and enough steps are left), on (without these conditions), or off. The loss \
+stays eager. Costs the activations of one micro-batch, held for the run."""
 
 
 @dataclass
@@ -140,7 +146,9 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         self.normalise()
-        if isinstance(self, TrainingArguments):  # TRL's config follows in the order of the classes
+        if is_run(self):  # TRL's config follows in the order of the classes
+            from fastpack_trl.model.preflight import check_counts
+
             check_counts(self)
             super().__post_init__()  # type: ignore[misc]
 
@@ -164,12 +172,7 @@ class ModelSettings:
 class Settings(ModelSettings):
     """The fields that `FastSFTConfig` adds to TRL's `SFTConfig`: those of all trainers, and those of the SFT step."""
 
-    cuda_graph: Switch = choice(
-        "auto",
-        "Replay the decoder as CUDA graphs, forward and backward, one pair per row size: auto (if the device is idle "
-        "for 10 percent of an eager step, and enough steps are left), on (without these conditions), or off. The loss "
-        "stays eager. Costs the activations of one micro-batch, held for the run.",
-    )
+    cuda_graph: Switch = choice("auto", _CUDA_GRAPH)
     sync_free: Switch = choice(
         "auto",
         "No host-device synchronization between two logs (loss, metrics, NaN filter): auto (if the run permits), on "
@@ -203,7 +206,7 @@ class Settings(ModelSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self, TrainingArguments):
+        if is_run(self):
             check_fields(self, self)
 
     def normalise(self) -> None:
@@ -224,7 +227,7 @@ class Settings(ModelSettings):
         values: dict[str, Any] = {own.name: getattr(args, own.name, own.default) for own in fields(cls)}
         found = args if isinstance(args, cls) else cls(**values)
         found.normalise()
-        if training and isinstance(args, TrainingArguments):
+        if training and is_run(args):
             check_fields(args, found)
         return found
 
@@ -238,6 +241,30 @@ class Settings(ModelSettings):
         return own is not None and self.get(feature) not in (own.default, "off")
 
 
+@dataclass
+class RowSettings(ModelSettings):
+    """The fields of a trainer whose batches become rows with shared prompts."""
+
+    share_prefixes: Switch = choice(
+        "auto",
+        "Compute a prompt once for all its completions in a batch: auto and on (if the attention path supports it and "
+        "all dropout, lora_dropout included, is 0), or off (the prompt is repeated). Same loss and gradients.",
+    )
+    cuda_graph: Switch = choice("auto", f"{_CUDA_GRAPH} One process.")
+
+
+@dataclass
+class OnlineSettings(RowSettings):
+    """The fields of a trainer that generates."""
+
+    merge_accumulation: Switch = choice(
+        "auto",
+        "Run the micro-batches of an optimizer step forward together, so that completions that TRL has shuffled apart "
+        "share their prompt: auto and on (on one process, without images or an auxiliary loss of experts, if memory "
+        "permits) or off. Costs the activations of the whole step.",
+    )
+
+
 _CHOICES: dict[str, tuple[str, ...]] = {
     name: get_args(hint) for name, hint in get_type_hints(Settings).items() if get_origin(hint) is Literal
 }
@@ -247,4 +274,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 def check_fields(args: Any, settings: Settings) -> None:
     """Check that fields and arguments do not contradict each other. ``FASTPACK_DISABLE=1`` reads no field."""
     if not disabled_by_environment():
+        from fastpack_trl.model.recompute import check_recompute
+
         check_recompute(args, settings.activation_memory, settings.checkpoint_offload)

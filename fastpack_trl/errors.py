@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
+from itertools import pairwise
 from typing import Any, NoReturn
 
 _MAX_LENGTH = 600  # some upstream messages list every model class; --traceback shows all of it
@@ -100,8 +101,15 @@ def one_line(message: object) -> str:
 
 
 def command_line(*words: object) -> str:
-    """Return a command of this program for a shell: ``("merge", "my run")`` -> ``fastpack-trl merge 'my run'``."""
-    return shlex.join(["fastpack-trl", *map(str, words)])
+    """Return a command of this program for a shell, secrets as dots: ``fastpack-trl sft --hub_token ... --seed 1``."""
+    texts = ["fastpack-trl", *map(str, words)]
+    for index, (word, after) in enumerate(pairwise([*texts, ""])):
+        name, equals, _ = word.lstrip("-").partition("=")
+        if any(map(is_secret, re.findall(r'"([\w-]+)" *:', word))) or (is_secret(name) and equals):
+            texts[index] = f"{word.partition('=')[0]}=..." if equals else "..."
+        elif is_secret(name) and word.startswith("--") and after and not after.startswith("--"):
+            texts[index + 1] = "..."
+    return shlex.join(texts)
 
 
 def _causes(error: BaseException | None) -> list[BaseException]:
@@ -164,6 +172,8 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise `UserError` with the message and the choice that is nearest to a wrong one."""
         text = re.sub(r"^argument --([\w-]+)\S*: ", lambda match: f"{self.source}{match[1]}: ", message)
+        for kind, number in (("int", "a whole number"), ("float", "a number")):
+            text = re.sub(rf": invalid {kind} value: ('.*')", rf"=\1 must be {number}", text)
         if choices := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", text):
             near = did_you_mean(choices[1], re.findall(r"[\w.-]+", choices[2]))
             text = text.replace(" (choose", f"{near} (choose")

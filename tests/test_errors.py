@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 import weakref
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from fastpack_trl.errors import close_frames, short_repr
+from fastpack_trl.errors import close_frames, command_line, short_repr
 
 
 @pytest.mark.parametrize("causes", [False, True])
@@ -52,3 +53,14 @@ def test_what_a_message_shows_of_a_value_is_short_and_quick(value: Any) -> None:
 def test_short_values_are_shown_whole() -> None:
     for value in ("a'b", 5, None, [64], {"a": 1}, (1, "b"), b"x"):
         assert short_repr(value) == repr(value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--hub_token hf_x", "--hub-token=hf_x", "--wandb_api_key hf_x", """--model_init_kwargs '{"token": "hf_x"}'"""],
+)
+def test_a_command_to_repeat_has_no_secret(words: str) -> None:
+    said = command_line("sft", *shlex.split(f"--eos_token 'x y' {words} --seed 1"))
+    assert said.startswith("fastpack-trl sft --eos_token 'x y' --")
+    assert said.endswith("... --seed 1")
+    assert "hf_x" not in said

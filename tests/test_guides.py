@@ -49,7 +49,7 @@ def parallel(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_the_family_of_the_guide_is_verified(parallel: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parallel.save_pretrained(tmp_path)
     assert main(["verify", "--model", str(tmp_path)]) == 0
-    assert re.search(r"path +per_document.*passed: no document sees another", capsys.readouterr().out, re.DOTALL)
+    assert re.search(r"path +per_document.*passed: documents are isolated", capsys.readouterr().out, re.DOTALL)
 
 
 def test_the_family_of_the_guide_packs_and_trains_as_stock(parallel: Any, tmp_path: Path) -> None:

@@ -31,12 +31,12 @@ TABLE = re.findall(r"^\| *(\d*) *\| `(\w+)` \|", ARCHITECTURE, re.MULTILINE)
 """Rooms and files of the package from the highest floor to the lowest: each imports from floors below its own."""
 
 BUDGETS = {
-    "attention": 1800,
+    "attention": 1850,
     "bench": 1000,
     "callbacks": 300,
     "capture": 1050,
     "checkpointing": 1100,
-    "cli": 1000,
+    "cli": 1050,
     "features": 1650,
     "kernels": 2100,
     "layers": 950,
@@ -45,14 +45,14 @@ BUDGETS = {
     "model": 1700,
     "moe": 1000,
     "packing": 2100,
-    "recipe": 1900,
+    "recipe": 2000,
     "recurrent": 800,
     "step": 1700,
     "trainers": 1150,
     "vision": 650,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 25550, "benchmarks": 3050, "tests": 28800}
+TOTALS = {"fastpack_trl": 25550, "benchmarks": 3300, "tests": 28800}
 
 
 @cache

@@ -79,5 +79,5 @@ def test_the_report_is_saved_and_shown_in_the_model_card_unless_it_is_off(saves:
     assert f"{fastpack_trl.__version__}: `packed_attention` (" in card
     assert ("/OWNER/" in REPOSITORY) != (REPOSITORY in card), "no link to an address that does not exist"
     assert "tokens/s, between logs" in card
-    assert "- Packing: passed: no document sees another" in card
+    assert "- Packing: passed: documents are isolated" in card
     assert card.index("### fastpack-trl") < card.index("## Citations")

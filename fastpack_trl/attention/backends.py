@@ -64,7 +64,8 @@ def choose(
         refusal = features.gap or backend.refuses(features) or (attempt(backend, features) if attempt else "")
         if not refusal:
             reason = backend.reason(features)
-            reasons = ["asked for", reason] if by_name else [reason, *asked, *refusals]
+            others = (one for one in refusals if not one.endswith("needs CUDA, the model is on cpu"))  # as expected
+            reasons = ["asked for", reason] if by_name else [reason, *asked, *others]
             return Choice(backend.name, "; ".join(reasons), backend.flattens)
         refusals.append(refusal)
     if by_name:

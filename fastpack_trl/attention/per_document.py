@@ -91,7 +91,8 @@ class PerDocument(Backend):
         yield features.dropout and f"attention dropout is {features.dropout}: per-document kernels do not support it"
 
     def reason(self, features: ModelFeatures) -> str:
-        return f"{features.device_type}; {described(features)}"
+        device = features.device_type.upper()
+        return f"one attention call per document ({device}), {described(features)}".removesuffix(", plain causal")
 
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> PerDocumentLayer:
         lengths, shared = batch.segment_lengths, batch.shared

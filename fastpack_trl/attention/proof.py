@@ -68,10 +68,10 @@ class PackingProof:
             )
         if self.unseen:
             return f"UNSEEN: segment {self.unseen[0][1]} does not depend on segment {self.unseen[0][0]} before it"
-        bound = "reported only" if self.budget is None else f"budget {self.budget:.1e}"
+        bound = "no limit" if self.budget is None else f"limit {self.budget:.1e}"
         skipped = f"; not exercised: {', '.join(self.not_exercised)}" if self.not_exercised else ""
-        verdict = "passed: no document sees another" if self.proven else "FAILED: packed rows differ from separate ones"
-        return f"{verdict}; hidden states differ by {self.difference:.1e} from separate documents ({bound}){skipped}"
+        verdict = "passed: documents are isolated" if self.proven else "FAILED: packed rows differ from documents alone"
+        return f"{verdict} (difference {self.difference:.1e}, {bound}){skipped}"
 
     def raise_if_failed(self, remedy: str = "") -> PackingProof:
         """Return self, or raise.

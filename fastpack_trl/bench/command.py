@@ -46,6 +46,10 @@ def run(args: Namespace, record: dict[str, Any]) -> int:
     Returns 0, even if fastpack is slower; 130 after an interrupt, with the finished sides.
     """
     picture = _check(args)
+    from fastpack_trl.recipe.make_trainer import short_run_arguments
+
+    with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder:
+        arguments = short_run_arguments(args.config, folder, *args.more)  # a wrong value stops here
     import torch
 
     from fastpack_trl.bench.compare import compare_sides, record_of, table
@@ -54,10 +58,7 @@ def run(args: Namespace, record: dict[str, Any]) -> int:
     from fastpack_trl.bench.sides import OURS, PLANNED
     from fastpack_trl.bench.watch import SideResult
     from fastpack_trl.measure.tables import facts_line
-    from fastpack_trl.recipe.make_trainer import short_run_arguments
 
-    with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder:
-        arguments = short_run_arguments(args.config, folder, *args.more)  # a wrong value stops here
     training = arguments.training
     if getattr(training, "use_vllm", False):
         raise UserError("bench times only the learner, on random completions: give --use_vllm False")

@@ -13,11 +13,11 @@ STYLE = {
     "grid.color": "#E4E4E4", "figure.facecolor": "white",
 }  # fmt: skip
 """matplotlib's rcParams inside of `draw`; what the caller has set is untouched."""
-COLORS = {"stock": "#9AA0A6", "stock_compiled": "#5F6368", "fastpack": "#0B7A75", "fastpack_plan": "#6FB8B4"}
+COLORS = {"stock": "#999999", "stock_compiled": "#56B4E9", "fastpack": "#D55E00", "fastpack_plan": "#E69F00"}
 
 
 def draw(record: Mapping[str, Any], file: str | Path | None = None) -> Any:
-    """Draw time and memory per step of each side, and their losses on top of each other; write a PNG to `file`."""
+    """Draw speed and memory of each side, and their losses on top of each other; write a PNG to `file`."""
     matplotlib = require_matplotlib()
     from matplotlib.figure import Figure
 
@@ -27,13 +27,13 @@ def draw(record: Mapping[str, Any], file: str | Path | None = None) -> Any:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9, 3.6), layout="constrained")
         panels = figure.subplots(1, 3, width_ratios=(1, 1, 1.3))
-        times = [{name: 1e3 * side["seconds"][name] for name in ("median", "q1", "q3")} for side in sides.values()]
-        medians = [time["median"] for time in times]
-        speeds = [f"{median:,.0f}\n{medians[0] / median:.2f}x" for median in medians]
-        _bars(panels[0], "ms per step (lines: quartiles)", sides, colors, medians, speeds)
-        spread = [[t["median"] - t["q1"] for t in times], [t["q3"] - t["median"] for t in times]]
-        panels[0].errorbar(range(len(sides)), medians, yerr=spread, fmt="none", ecolor="black", capsize=3)
-        panels[0].set_ylim(0, 1.1 * max(time["q3"] for time in times))
+        times = [[side["seconds"][name] for name in ("median", "q3", "q1")] for side in sides.values()]
+        speeds, low, high = zip(*([times[0][0] / second for second in each] for each in times), strict=True)
+        labels = [f"{speed:.2f}x\n{1e3 * median:,.0f} ms" for speed, (median, *_) in zip(speeds, times, strict=True)]
+        _bars(panels[0], "speed, first side = 1 (lines: quartiles)", sides, colors, speeds, labels)
+        spread = [[abs(a - b) for a, b in zip(speeds, ends, strict=True)] for ends in (low, high)]
+        panels[0].errorbar(range(len(sides)), speeds, yerr=spread, fmt="none", ecolor="black", capsize=3)
+        panels[0].set_ylim(0, 1.1 * max(high))
         memory = [side["reserved_gib"] for side in sides.values()]
         rates = [side["tokens_per_second"] or 0.0 for side in sides.values()]
         if any(memory):

@@ -57,7 +57,7 @@ def _convert(args: Namespace) -> None:
     if not args.name:
         raise UserError("no file: name a YAML of Axolotl, LLaMA-Factory or an Unsloth-style script")
     from fastpack_trl.recipe.arguments import check
-    from fastpack_trl.recipe.foreign import convert
+    from fastpack_trl.recipe.foreign import NEEDS_YOU, convert
     from fastpack_trl.recipe.yaml import load_config
 
     source = Path(args.name).expanduser()
@@ -67,7 +67,8 @@ def _convert(args: Namespace) -> None:
     check(converted.values, converted.method, source.name, converted.origins)
     file = _write(args, default, converted.text(source.name, args.output or default))
     print(one_line(f"{source.name} is of {converted.tool}: {len(converted.values)} settings"))
-    train = f"train: {command_line(converted.method.command, '--config', file)}"
+    first = f"settle what needs you in {file}, then " * any(group == NEEDS_YOU for group, _ in converted.notes.values())
+    train = f"{first}train: {command_line(converted.method.command, '--config', file)}"
     print(*converted.lines(), f"written: {file}", train, sep="\n")
 
 

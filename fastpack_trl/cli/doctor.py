@@ -50,18 +50,18 @@ def run(args: Namespace, record: dict[str, Any]) -> int:
         raise UserError(f"{'--gpu' if args.gpu else '--trainer'} needs a config: give --config FILE")
     if args.gpus is not None and (args.gpus < 1 or not args.gpu):
         raise UserError(f"--gpus={args.gpus} must be >= 1 and needs a kind of GPU: add --gpu H100, for example")
-    from transformers.utils import is_torch_bf16_gpu_available
-
     from fastpack_trl.recipe.arguments import split_off
     from fastpack_trl.recipe.yaml import load_config
 
     record["error"] = None
     config = load_config(args.config) if args.config else {}  # refuse a wrong name before looking at the machine
+    from transformers.utils import is_torch_bf16_gpu_available
+
     bf16, use_cpu = (
         str((split_off(name, args.more)[0] or [config.get(name, default)])[-1]).lower() in ("true", "")
         for name, default in (("bf16", True), ("use_cpu", False))
     )
-    lacks_gpu = bf16 and not use_cpu and not is_torch_bf16_gpu_available()
+    lacks_gpu = not args.gpu and bf16 and not use_cpu and not is_torch_bf16_gpu_available()
     # Under `accelerate launch` and torchrun only the first process prints.
     output = nullcontext() if os.environ.get("RANK", "0") == "0" else redirect_stdout(io.StringIO())
     with output, TemporaryDirectory(prefix="fastpack-doctor-") as folder:
@@ -83,7 +83,6 @@ def _section(title: str, rows: Mapping[str, Any]) -> None:
 def _forecast(record: dict[str, Any], args: Namespace, folder: str) -> None:
     """Show the memory of a step on each GPU, part by part, the features, and a change if it does not fit."""
     from fastpack_trl.recipe.arguments import processes, split_off
-    from fastpack_trl.recipe.forecast import LONGEST, forecast
     from fastpack_trl.recipe.gpus import COMMON, gpu_of
     from fastpack_trl.recipe.make_trainer import check_settings, short_run_arguments
 
@@ -94,6 +93,8 @@ def _forecast(record: dict[str, Any], args: Namespace, folder: str) -> None:
     if not (arguments.training.bf16 or arguments.training.fp16 or split_off("bf16", args.more)[0]):
         print("planned with bf16: true, as for a GPU; the config has bf16: false (give --bf16 false to plan that)\n")
         arguments = read("--bf16", "True")
+    from fastpack_trl.recipe.forecast import LONGEST, forecast
+
     if (count := args.gpus or processes(arguments.launch)) > 1:
         gpus = [replace(gpu, processes=count, shards=shards) for gpu in gpus for shards in (False, True)]
     with preparing():

@@ -17,10 +17,11 @@ from typing import Any
 
 from fastpack_trl.errors import UserError, preparing
 from fastpack_trl.recipe.arguments import COMMAND_OPTIONS, Arguments, make_parser, parse, split_off
+from fastpack_trl.recipe.data import source_of
 from fastpack_trl.recipe.formats import DataArguments
 from fastpack_trl.recipe.make_trainer import check_settings
 from fastpack_trl.recipe.methods import SFT, Method
-from fastpack_trl.recipe.train import train_parsed
+from fastpack_trl.recipe.paths import model_folder
 from fastpack_trl.report import enable_verbose
 
 # Set for the processes that we launch, which ignore the launch options of the YAML.
@@ -42,7 +43,7 @@ def main(argv: Sequence[str], method: Method = SFT) -> int:
     # Read before anything is imported: configuration classes set such variables themselves.
     launched = under_launcher()
     with preparing():
-        arguments = parse(words, method, may_launch=not launched or _LAUNCHED in os.environ)
+        arguments = parse(words, method, may_launch=not launched or _LAUNCHED in os.environ, early=_check_paths)
         launches = not launched and (bool(arguments.launch) or _launches_by_default())
         if launches:
             check_settings(arguments)  # once and here, not once per process
@@ -52,15 +53,24 @@ def main(argv: Sequence[str], method: Method = SFT) -> int:
         unused = " ".join(arguments.launch)
         note = f"fastpack-trl {method.command}: note: a launcher started this process; ignored: {unused}"
         print(note, file=sys.stderr)
+    from fastpack_trl.recipe.train import train_parsed
+
     if train_parsed(arguments).is_world_process_zero() and (commands := _what_next(arguments)):
         print(f"next: {commands}")
     return 0
 
 
+def _check_paths(options: Any) -> None:
+    """Raise `UserError` for a local model or data file that does not exist."""
+    if options.model_name_or_path:
+        model_folder("model_name_or_path", options.model_name_or_path)
+    if options.dataset_name and not options.datasets:
+        source_of(options.dataset_name)
+
+
 def _print_help(method: Method, *, whole: bool) -> None:
     """Print our options, or all: those of the command, of our configuration and of the data come first."""
-    config = method.dataclasses()[1]
-    parser = make_parser(method, None if whole else [config.__bases__[0], DataArguments])
+    parser = make_parser(method, None if whole else [method.settings, DataArguments])
     options = parser.add_argument_group("options of the command")
     for name, text in COMMAND_OPTIONS.items():
         value: dict[str, Any] = {"metavar": "FILE"} if name.endswith("config") else {"action": "store_true"}

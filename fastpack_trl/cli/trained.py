@@ -124,7 +124,6 @@ class Trained:
 
 def _find(args: Namespace) -> Trained:
     """Return the model or adapter that the options name; raise `UserError` if there is none."""
-    from fastpack_trl.model.preflight import check_weights
     from fastpack_trl.recipe.make_trainer import check_model, method_of_run
     from fastpack_trl.recipe.methods import METHODS, SFT
 
@@ -150,6 +149,8 @@ def _find(args: Namespace) -> Trained:
     if not is_adapter:
         options.pop("quantization_config", None)  # a whole model's own config says how it is stored
         return Trained(name, None, source, options, False)
+    from fastpack_trl.model.preflight import check_weights
+
     check_weights(str(path), "the adapter")
     if args.load_in_4bit:
         from transformers import BitsAndBytesConfig
@@ -161,13 +162,13 @@ def _find(args: Namespace) -> Trained:
 
 def _of_config(args: Namespace, source: dict[str, Any], options: dict[str, Any]) -> tuple[str, str | None]:
     """Return folder and base of a YAML's run; put how the run loaded its model into `source` and `options`."""
-    from trl import get_quantization_config
-
     from fastpack_trl.recipe.arguments import parse
     from fastpack_trl.recipe.make_trainer import method_of_run
 
     words = ["--config", args.config, "--bf16", "False"]  # nothing is trained: no GPU is needed
     arguments = parse(words, method_of_run(args.config), may_launch=False)
+    from trl import get_quantization_config
+
     source["revision"] = arguments.model.model_revision
     source["trust_remote_code"] |= bool(arguments.training.trust_remote_code)
     if (quantization := get_quantization_config(arguments.model)) is not None:
@@ -198,11 +199,11 @@ def _base_of(path: Path, base: str | None, args: Namespace) -> tuple[str, str, b
 
 def _merge(args: Namespace) -> dict[str, Any]:
     """Write a model with the adapter in its weights, and the tokenizer; name what comes next."""
-    from fastpack_trl.model.preflight import unwritable
-    from fastpack_trl.recipe.adapters import merge_adapter
-
     with preparing():
         trained = _find(args)
+        from fastpack_trl.model.preflight import unwritable
+        from fastpack_trl.recipe.adapters import merge_adapter
+
         if trained.base is None:
             raise UserError(f"{short_repr(trained.folder)} is a full model: there is nothing to merge")
         output = Path(args.output or f"{trained.folder.rstrip('/')}-merged").expanduser()

@@ -8,12 +8,14 @@ from typing import Any
 
 from fastpack_trl.errors import NonFiniteError, UserError, check_name, describe, preparing, short_repr
 from fastpack_trl.recipe.paths import model_folder, titled
+from fastpack_trl.recipe.yaml import load_config
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of ``fastpack-trl verify``; imports nothing heavy."""
     add = parser.add_argument
     add("--model", metavar="DIR", help="folder of a causal language model, or its hub name")
+    add("--config", metavar="FILE", help="the YAML of a run, in place of --model: its model is checked")
     add("--adapter", metavar="DIR", help="folder of a PEFT adapter for it, or its hub name")
     attn_help = "auto (the trainer's choice), a backend such as per_document or sdpa, or off: TRL's implementation"
     add("--attn", metavar="NAME", default="auto", help=attn_help)
@@ -25,8 +27,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace, record: dict[str, Any]) -> int:
     """Load, check, print; return 0 if packed results are those of separate documents, else 1, the fix on stderr."""
+    args.model = args.model or (load_config(args.config).get("model_name_or_path") if args.config else None)
     if not args.model:
-        raise UserError("no model: give --model a folder or a hub name")
+        raise UserError("no model: give --model a folder or a hub name, or --config the YAML of a run")
     args.model = model_folder("--model", args.model)
     if args.adapter:
         args.adapter = model_folder("--adapter", args.adapter, "adapter_config.json")

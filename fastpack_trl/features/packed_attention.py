@@ -135,7 +135,7 @@ def _failure(run: Run, attention: PackedAttention) -> str:
     except PackingError as error:
         if run.settings.packed_attention != "auto" and (run.training or run.plan.kind == "packed"):
             raise
-        run.set_status("verify_packing", "on", "proof", str(error))
+        run.set_status("verify_packing", "on", "failed", str(error))
         return f"{attention.path} failed its packing check: {error}"
     return f"rows without padding are not checked: {unproven}" if unproven and run.packs else ""
 

@@ -65,7 +65,8 @@ def prove(run: Run, attention: PackedAttention | None) -> str:
     if proof is None:
         return unproven
     run.proof = proof
-    run.set_status("verify_packing", "on", "proof" if attention else "proof of stock", str(proof))
+    verdict, _, reason = str(proof).partition(": ")
+    run.set_status("verify_packing", "on", verdict if attention else f"{verdict}, TRL's rows", reason)
     # A collator of the user's own may pass metadata that TRL's does not.
     collator = run.trainer.data_collator
     is_known = isinstance(collator, DataCollatorForLanguageModeling) or run.settings.verify_packing == "on"

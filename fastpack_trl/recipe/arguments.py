@@ -7,13 +7,14 @@ import dataclasses
 import json
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
 from fastpack_trl.errors import OneLineParser, UserError, command_line, did_you_mean, is_secret, naming_keys, short_repr
 from fastpack_trl.recipe.foreign import OTHER_NAMES, tool_of
 from fastpack_trl.recipe.formats import DataArguments
 from fastpack_trl.recipe.methods import METHODS, SFT, Method
+from fastpack_trl.recipe.sources import add_launch_options
 from fastpack_trl.recipe.yaml import load_config
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ COMMAND_OPTIONS: Mapping[str, str] = {
 """Options of the command itself; they are fields of no dataclass."""
 # Text in these is the path of a JSON file; in the other mappings it is JSON.
 _PATH_OR_MAPPING = {"accelerator_config", "deepspeed", "fsdp_config"}
-# These name the program to launch, which the command sets itself.
-_RESERVED_LAUNCH_OPTIONS = {"help", "module", "no_python", "training_script", "training_script_args"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,12 +49,15 @@ class Arguments:
     """The command line that was parsed."""
 
 
-def parse(argv: Sequence[str], method: Method = SFT, *, may_launch: bool = True) -> Arguments:
+def parse(
+    argv: Sequence[str], method: Method = SFT, *, may_launch: bool = True, early: Callable[[Any], None] | None = None
+) -> Arguments:
     """Read the YAML and the command line.
 
     Args:
         may_launch: accept flags of `accelerate launch`. In the YAML they are accepted either way: the launched
             processes read the same file.
+        early: further checks of the options by name, before torch is imported.
 
     Raises:
         UserError: a file, name or value that is wrong, with the nearest valid name; a launch flag without effect.
@@ -75,15 +77,18 @@ def parse(argv: Sequence[str], method: Method = SFT, *, may_launch: bool = True)
     with warnings.catch_warnings():
         # transformers 5.23 renames this field; TRL's SFTConfig sets it by default and documents the old name.
         warnings.filterwarnings("ignore", message="`gradient_checkpointing` is deprecated", category=FutureWarning)
-        parser = make_parser(method)
-        launcher = _launch_parser(parser)
-        words = _words_of(config, parser, launcher, path)
-        launch, launch_flags = _launch_words(words, parser, launcher, path), _launch_words(flags, parser, launcher)
-        if launch_flags and not may_launch:
-            raise UserError(
-                f"{' '.join(launch_flags)}: this process is already running, so options of `accelerate launch` have "
-                "no effect here: give them to the launcher"
-            )
+        for quick in (True, False):  # a wrong name or value shows before torch is imported
+            parser = make_parser(method, quick=quick)
+            launcher = _launch_parser(parser)
+            words = _words_of(config, parser, launcher, path)
+            launch, launch_flags = _launch_words(words, parser, launcher, path), _launch_words(flags, parser, launcher)
+            if launch_flags and not may_launch:
+                raise UserError(
+                    f"{' '.join(launch_flags)}: this process is already running, so options of `accelerate launch` "
+                    "have no effect here: give them to the launcher"
+                )
+            if quick and early is not None:
+                early(parser.parse_known_args([*words, *flags])[0])
         try:
             with naming_keys(config):
                 script, training, model, mixture, data, _ = parser.parse_args_into_dataclasses(
@@ -99,7 +104,7 @@ def parse(argv: Sequence[str], method: Method = SFT, *, may_launch: bool = True)
 
 def check(values: Mapping[str, Any], method: Method, source: str, keys: Mapping[str, str]) -> None:
     """Raise `UserError` for a value that the parser of a method refuses; `keys` has their names in `source`."""
-    parser = make_parser(method)
+    parser = make_parser(method, quick=True)
     launcher = _launch_parser(parser)
     for name in values.keys() - {"env"}:
         place = f"{source}: {keys[name]}" if keys.get(name, name) != name else source
@@ -127,15 +132,15 @@ def processes(launch: Sequence[str]) -> int:
     return int([1, *(load_config(file).get("num_processes", 1) for file in files), *counts][-1])
 
 
-def make_parser(method: Method = SFT, kinds: Sequence[Any] | None = None) -> Any:
-    """Return TRL's parser over the dataclasses of a method, or over `kinds` alone."""
+def make_parser(method: Method = SFT, kinds: Sequence[Any] | None = None, *, quick: bool = False) -> Any:
+    """Return TRL's parser over the dataclasses of a method, or over `kinds` alone; `quick`: without importing torch."""
     from trl import TrlParser
 
     class Parser(OneLineParser, TrlParser):
         help_option = "--help-all"
 
     make: Any = Parser
-    parser = make(kinds or method.dataclasses(), prog=f"fastpack-trl {method.command}", allow_abbrev=False)
+    parser = make(kinds or method.dataclasses(quick), prog=f"fastpack-trl {method.command}", allow_abbrev=False)
     parser.hints = {name: str(kind) for own in parser.dataclass_types for name, kind in get_type_hints(own).items()}
     for action in parser._actions:
         if "dict" in parser.hints.get(action.dest, ""):
@@ -144,15 +149,11 @@ def make_parser(method: Method = SFT, kinds: Sequence[Any] | None = None) -> Any
 
 
 def _launch_parser(parser: Any) -> Any:
-    """Return accelerate's parser of the options of `accelerate launch`, with the errors of `parser`."""
-    from accelerate.commands.launch import launch_command_parser
-
-    launcher = launch_command_parser()
+    """Return a parser of the options of `accelerate launch`, with the errors of `parser`."""
+    launcher: Any = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_launch_options(launcher)
     launcher.error = parser.error
     launcher.add_argument("--accelerate_config", "--accelerate-config")  # TRL adds this one
-    launcher._actions = [action for action in launcher._actions if action.dest not in _RESERVED_LAUNCH_OPTIONS]
-    options = launcher._option_string_actions.items()
-    launcher._option_string_actions = {name: action for name, action in options if action in launcher._actions}
     return launcher
 
 

@@ -40,7 +40,7 @@ def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
     if mixture.streaming and mixture.test_split_size is not None:
         raise UserError(f"test_split_size={mixture.test_split_size} needs streaming: false: a stream has no length")
     entries = [_local_entry(entry) for entry in mixture.datasets]
-    source = None if entries else _source(names[0])
+    source = None if entries else source_of(names[0])
     try:
         if source is None:
             return get_dataset(replace(mixture, datasets=entries))
@@ -64,7 +64,7 @@ def data_name(script: ScriptArguments, mixture: DatasetMixtureConfig) -> str:
     return ", ".join(_names(script, mixture))
 
 
-def _source(name: str) -> tuple[str, Any]:
+def source_of(name: str) -> tuple[str, Any]:
     """Return the path and the ``data_files`` with which `datasets.load_dataset` reads data.
 
     ``"data.jsonl"`` -> ``("json", "data.jsonl")``; a folder of files, or a hub name -> ``(folder, None)``; a folder
@@ -111,7 +111,7 @@ def _load_named(name: str, source: str, files: Any, config: str | None, streamin
 def _local_entry(entry: Any) -> Any:
     if entry.data_files is not None or entry.data_dir is not None:
         return entry  # `path` may also be the name of a builder ("json")
-    source, data_files = _source(entry.path)
+    source, data_files = source_of(entry.path)
     return replace(entry, path=source, data_files=data_files)
 
 

@@ -78,7 +78,8 @@ class Converted:
                 one = "all-linear" if names == ["all"] else str(names[0])
                 self.values[to] = rf"(.*\.)?{one}" if one.isidentifier() else one
             return None
-        if group == NEEDS_YOU and not value and not key.startswith(("enable_thinking", "finetune_")):
+        is_off = not value or value == "none"
+        if group == NEEDS_YOU and is_off and not key.startswith(("enable_thinking", "finetune_")):
             group, reason = DROPPED, "off"
         return self.note(label, group, value, reason)
 
@@ -149,12 +150,11 @@ def convert(config: Mapping[str, Any], folder: Path) -> Converted:
         if count * epochs:
             steps = {f"{when}_strategy": "steps", f"{when}_steps": 1 / (count * epochs)}
             values |= {f"{when}_strategy": "epoch"} if count == 1 else steps
-    if given.get("enable_wandb", True) and (project := _pop(given, "wandb_project", str, "")):
-        values |= {"report_to": "wandb", "env": {"WANDB_PROJECT": project}}
     for plugin in _pop(given, "plugins", list, []):
         out.take(str(plugin), True, {}, f"plugins {plugin}")
     _add_data(given, out, folder, learns_prompts)
-    hints = {name: str(kind) for own in out.method.dataclasses() for name, kind in get_type_hints(own).items()}
+    kinds = out.method.dataclasses(quick=True)
+    hints = {name: str(kind) for own in kinds for name, kind in get_type_hints(own).items()}
     for key, value in given.items():
         out.take(key, value, hints)
     if not values.get("test_split_size"):
@@ -186,10 +186,13 @@ def _add_data(given: dict[str, Any], out: Converted, folder: Path, learns_prompt
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"dataset={short_repr(names)}: dataset_info.json has no such entry: {error}") from error
     kinds = set[str]()
-    for entry in entries:
+    for entry in [*entries]:
         fits = isinstance(entry, Mapping) and entry.get("path")
         if not fits or not all(isinstance(entry.get(key) or "", kind) for key, kind in _DATA_KEYS.items()):
             raise UserError(f"datasets: {short_repr(entry)} must be a mapping of text, such as `path: data.jsonl`")
+        if entry["path"] == "pandas":
+            entries.remove(entry)
+            out.note("datasets path", NEEDS_YOU, "pandas", "loads pickles, which run code: convert them to JSON lines")
         maps = [value for value in entry.values() if isinstance(value, Mapping)]
         roles = [entry.get("message_field_role"), *(one.get(key) for one in maps for key in ("role", "role_tag"))]
         kind = str(entry.get("type", "")).partition(".")[0]

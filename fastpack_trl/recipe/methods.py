@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any
 
+from fastpack_trl.config import OnlineSettings, RowSettings, Settings
 from fastpack_trl.errors import check_name
 from fastpack_trl.recipe.formats import DataArguments
+from fastpack_trl.recipe.sources import config_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,8 @@ class Method:
     prefix: str
     """Of the names of its classes: ``DPO`` for ``FastDPOTrainer`` and ``FastDPOConfig``."""
     what: str
+    settings: type = RowSettings
+    """The fields that our configuration adds to TRL's."""
 
     @property
     def classes(self) -> tuple[Any, Any]:
@@ -42,24 +47,32 @@ class Method:
 
     def options(self) -> set[str]:
         """Return the names of its options."""
-        return {own.name for kind in self.dataclasses() for own in fields(kind)}
+        return {own.name for kind in self.dataclasses(quick=True) for own in fields(kind)}
 
-    def dataclasses(self) -> list[Any]:
-        """Return what TRL's script parses into, our configuration in place of TRL's, and our options of the data."""
+    def dataclasses(self, quick: bool = False) -> list[Any]:
+        """Return what TRL's script parses into, our configuration in place of TRL's, and our options of the data.
+
+        `quick`: the configuration is made from the source of TRL's, which is not imported.
+        """
         from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
         of_trl = import_module(f"trl.scripts.{self.command}")
         script = getattr(of_trl, f"{self.prefix}ScriptArguments", ScriptArguments)  # GRPO and RLOO name rewards
-        return [script, self.classes[1], ModelConfig, DatasetMixtureConfig, DataArguments]
+        config = None
+        if quick:
+            with suppress(LookupError, OSError, SyntaxError, TypeError, ValueError):  # sources of another form
+                config = config_of(f"{self.prefix}Config", self.command, self.settings)
+        config = config or self.classes[1]
+        return [script, config, ModelConfig, DatasetMixtureConfig, DataArguments]
 
 
 _METHODS = SFT, *_ = (
-    Method("sft", "SFT", "supervised fine-tuning"),
+    Method("sft", "SFT", "supervised fine-tuning", Settings),
     Method("dpo", "DPO", "preference optimization (DPO)"),
     Method("reward", "Reward", "reward modeling"),
     Method("kto", "KTO", "preference optimization (KTO)"),
-    Method("grpo", "GRPO", "online learning from rewards (GRPO)"),
-    Method("rloo", "RLOO", "online learning from rewards (RLOO)"),
+    Method("grpo", "GRPO", "online learning from rewards (GRPO)", OnlineSettings),
+    Method("rloo", "RLOO", "online learning from rewards (RLOO)", OnlineSettings),
 )
 METHODS: Mapping[str, Method] = {method.command: method for method in _METHODS}
 

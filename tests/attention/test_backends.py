@@ -41,7 +41,7 @@ def _no_trial_is_known() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("features", "changes", "stock_requested", "path", "reason"),
     [
-        (PLAIN, {}, None, "per_document", "cpu; plain causal"),
+        (PLAIN, {}, None, "per_document", "one attention call per document (CPU)"),
         (PLAIN, {"windows": frozenset({5}), "sinks": True}, None, "per_document", "window 5, sinks"),
         (PLAIN, {"dropout": 0.1}, None, "sdpa", "attention dropout is 0.1"),
         (PLAIN, LFM, None, PADDED_DOCUMENTS, "conv layers"),

@@ -213,8 +213,8 @@ def evaluated(trainer: Any) -> float:
 
 def test_packing_under_stock_is_checked_and_a_leak_stops(tmp_path: Path) -> None:
     line = train(FastSFTTrainer, tmp_path, packing=True, fast=OFF, bf16=True).fastpack_report["verify_packing"]
-    assert (line.path, line.reason[:6]) == ("proof of stock", "passed")
-    assert "(reported only)" in line.reason, "in the dtype of a step"
+    assert (line.path, line.reason[:6]) == ("passed, TRL's rows", "docume")
+    assert ", no limit)" in line.reason, "in the dtype of a step"
     with pytest.raises(PackingError, match=r"with stock: LEAK.*set packed_attention='auto'; verify_packing='off'"):
         train(FastSFTTrainer, tmp_path, fast=OFF, **LEAKING)
     with pytest.raises(PackingError, match=r"LEAK.*torch_compile=True compiles.*leave that out, or set packing=False"):
@@ -266,7 +266,9 @@ def test_small_copy_leaks_under_stock_where_the_model_does(family: str) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize(("fast", "expected"), [({}, ("proof", "per_document")), (OFF, ("proof of stock", "stock"))])
+@pytest.mark.parametrize(
+    ("fast", "expected"), [({}, ("passed", "per_document")), (OFF, ("passed, TRL's rows", "stock"))]
+)
 def test_where_stock_lacks_a_kernel_a_small_copy_is_checked(tmp_path: Path, fast: Any, expected: Any) -> None:
     model = tiny_model("qwen3")
     mlp = model.model.layers[0].mlp
@@ -285,7 +287,7 @@ def test_leak_under_a_collator_of_the_user_is_reported_and_under_a_kind_of_stock
 
     # Neither stock's collator nor a kind of it: what it tells the model is not known.
     own = partial(Collator.__call__, Collator(pad_token_id=0, padding_free=True))
-    assert "LEAK" in trained(FastSFTTrainer, own, **LEAKING).fastpack_report["verify_packing"].reason
+    assert "LEAK" in trained(FastSFTTrainer, own, **LEAKING).fastpack_report["verify_packing"].path
     with pytest.raises(PackingError, match="custom data collator Custom"):
         trained(FastSFTTrainer, Custom(pad_token_id=0, padding_free=True), **LEAKING)
     joining: dict[str, Any] = {"collator": Collator(pad_token_id=0), "packing": True}
@@ -389,7 +391,7 @@ def test_a_check_of_rows_under_stock_says_nothing_about_ours(tmp_path: Path) -> 
     trainer = build(FastSFTTrainer, tmp_path, packing=True, max_steps=1, eval_strategy="no")
     own, trainer.data_collator = trainer.data_collator, Custom(pad_token_id=0, padding_free=True)
     trainer.train()
-    assert trainer.fastpack_report["verify_packing"].path == "proof of stock"
+    assert trainer.fastpack_report["verify_packing"].path == "passed, TRL's rows"
     trainer.data_collator = own
     trainer.evaluate()
-    assert trainer.fastpack_report["verify_packing"].path == "proof"
+    assert trainer.fastpack_report["verify_packing"].path == "passed"

@@ -82,26 +82,30 @@ def test_the_pages_are_rendered_from_the_records(records: list[dict[str, Any]], 
         accuracy.add(records, tmp_path / "kept" / "records.jsonl")
     kept = read(tmp_path / "kept" / "records.jsonl")
     assert kept == records
-    accuracy.draw(kept, tmp_path / "figure.png")
-    page = accuracy.page(kept)
-    assert len(page.split()) < 500
-    assert f"| country names, LoRA | 2 | {records[0]['before']['loss']:.3f} |" in page
-    assert "(median) and, in 2 of 2 pairs, at most 0." in " ".join(page.split())
-    assert "TRL again" in accuracy.details(kept)
+    accuracy.draw(kept, tmp_path / "figure.svg")
+    accuracy.draw_curves(kept, tmp_path / "figure.png")
+    assert accuracy.page(kept).startswith("**No training differs from TRL's beyond its seeds**: 0 of 0 intervals")
+    details = accuracy.details(kept)
+    assert f"| country names, LoRA | base |  |  | {records[0]['before']['loss']:.4g} |" in details
+    assert "(median) and, in 2 of 2 pairs, at most 0." in " ".join(details.split())
+    assert "TRL again" in details
 
 
 def test_the_kept_pages_are_what_the_kept_records_say() -> None:
     kept = read(accuracy.RECORDS)
-    for file, text in ((accuracy.PAGE, accuracy.page), (accuracy.DETAILS, accuracy.details)):
-        assert file.read_text(encoding="utf-8") == text(kept)
-    with Image.open(accuracy.FIGURE) as picture:
+    for file, text in accuracy.pages(kept).items():
+        assert file.read_text(encoding="utf-8") == text, "run: python -m benchmarks real_weights tables"
+    with Image.open(accuracy.CURVES) as picture:
         assert picture.text["Description"] == accuracy.drawn_from(kept)  # type: ignore[attr-defined]
+    assert accuracy.drawn_from(kept) in accuracy.FIGURE.read_text(encoding="utf-8")
 
 
 def test_the_interval_is_students() -> None:
     assert interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 4.303 / math.sqrt(3)), rel=1e-4)
     assert interval([0.1, -0.1, 0.05, 0.0, 0.05]) == pytest.approx((0.02, 2.776 * 0.0758288 / math.sqrt(5)), rel=1e-4)
-    same: dict[str, Any] = {"row": "names lora", "date": "", "tree": "1", "versions": {}, "grad_norms": [1.0]}
+    versions = dict.fromkeys(("torch", "transformers", "trl", "peft"), "1")
+    same: dict[str, Any] = {"row": "names lora", "date": "", "tree": "1", "versions": versions, "grad_norms": [1.0]}
+    same |= {"command": "", "commit": ""}
     runs = [{**same, "machine": {}, "side": side, "seed": seed, "after": {"loss": loss}, "losses": [2.0, loss]}
             for side, losses in {"trl": (1.0, 2.0, 3.0), "fastpack": (1.1, 2.0, 3.2)}.items()
             for seed, loss in enumerate(losses)]  # fmt: skip
@@ -116,9 +120,12 @@ def test_the_interval_is_students() -> None:
     exact = [{**run, "side": FLOAT32, "after": {"loss": run["after"]["loss"] - 0.2, "float32": 1}} for run in runs[:3]]
     again = [{**run, "date": "2", "grad_norms": [2.0 + (run["side"] == "trl")]} for run in runs]
     sdpa = [{**run, "side": SDPA} for run in runs[:3]]
-    for said in ("+5.24%: zero", "15 steps, losses are 1", "in float32 | +0.28516", "TRL in float32 1.", "as logged"):
-        assert said in " ".join(accuracy.page([*runs, *exact, *again, *sdpa]).split())
-    assert "logged" not in accuracy.page([*runs, *({**run, "losses": [2.1, *run["losses"][1:]]} for run in sdpa)])
+    for said in ("15 steps, losses are 1", "in float32 | +0.28516", "TRL in float32 1.", "as logged"):
+        assert said in " ".join(accuracy.details([*runs, *exact, *again, *sdpa]).split())
+    assert "logged" not in accuracy.details([*runs, *({**run, "losses": [2.1, *run["losses"][1:]]} for run in sdpa)])
+    page = " ".join(accuracy.page([*runs, *sdpa]).split())
+    assert "held-out loss is 5.24% higher" in page
+    assert page.startswith("**Beyond their seeds differ: source code, LoRA, held-out loss**: 1 of 1 intervals")
     runs = [run | {"row": "names lora"} for run in runs]
     assert not accuracy.trainings([*runs[:3], other := {**runs[3], "machine": {"gpu": "other"}}]), "not one machine"
     assert len(accuracy.trainings([other, *runs])["names lora"].pairs("fastpack")) == 3

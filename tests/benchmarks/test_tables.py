@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from benchmarks import records as kept
 from benchmarks import tables
@@ -34,11 +33,10 @@ def run_of(side: str, seconds: float = 1.0, **more: Any) -> dict[str, Any]:
 
 
 def test_the_pages_are_what_the_records_say() -> None:
-    records, readme = read(), (ROOT / "README.md").read_text(encoding="utf-8")
-    assert tables.between(readme, MARKS, tables.readme(records)) == readme, "run: python -m benchmarks tables"
-    assert (ROOT / "benchmarks/RESULTS.md").read_text(encoding="utf-8") == tables.page(records)
-    with Image.open(FIGURE) as picture:
-        assert picture.text["Description"] == tables.drawn_from(records), "run: python -m benchmarks tables"  # type: ignore[attr-defined]
+    records = read()
+    for file, text in tables.pages(records).items():
+        assert file.read_text(encoding="utf-8") == text, "run: python -m benchmarks tables"
+    assert tables.drawn_from(records) in FIGURE.read_text(encoding="utf-8"), "run: python -m benchmarks tables"
 
 
 def test_the_page_of_the_three_optimizations_has_the_figures_of_their_records() -> None:
@@ -145,11 +143,13 @@ def test_a_new_record_replaces_those_of_its_row_and_device(tmp_path: Path) -> No
 
 
 def test_a_hash_marks_code(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("README.md", "benchmarks", "docs/figures"):
-        (tmp_path / name).mkdir(parents=True) if "." not in name else shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "docs/figures").mkdir(parents=True)
+    (tmp_path / "benchmarks").mkdir()
+    for name in ("README.md", "docs/index.md", "benchmarks/RESULTS.md"):
+        shutil.copy(ROOT / name, tmp_path / name)
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     monkeypatch.setattr(kept, "RESULTS", tmp_path)
-    monkeypatch.setattr(tables, "FIGURE", tmp_path / "docs/figures/readme.png")
+    monkeypatch.setattr(tables, "FIGURE", tmp_path / "docs/figures/readme.svg")
     runs = [run_of("trl"), run_of("fastpack", 0.5), run_of("trl", row="other", tree=tree_now())]
     (tmp_path / "sft.jsonl").write_text("".join(f"{json.dumps(run)}\n" for run in runs))
     assert tables.main([]) == 0

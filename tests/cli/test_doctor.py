@@ -64,7 +64,7 @@ def test_a_config_shows_the_report_of_its_trainer(material: Material, capsys: py
     assert run("--config", material.yaml(packed_attention="sdpa"), "--json", file) == 0
     features = json.loads(file.read_text())["config"]["features"]
     assert features["packed_attention"]["path"] == "sdpa"
-    assert features["verify_packing"]["path"] == "proof"
+    assert features["verify_packing"]["path"] == "passed"
     out = " ".join(capsys.readouterr().out.split())  # lines are wrapped
     for name, line in features.items():
         assert f"{name} " in out

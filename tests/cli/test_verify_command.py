@@ -71,7 +71,7 @@ def test_gpt_oss_leaks_in_trl_but_not_in_auto(folder: Path, tmp_path: Path, caps
         ("gpt_oss", "--attn sdpa", ["path       sdpa "]),
         ("qwen3", "--adapter {folder}/lora", ["path       per_document "]),
         ("qwen3", "--dtype bfloat16", ["bfloat16 on cpu"]),
-        ("gpt_oss", "--dtype bfloat16", ["(reported only)"]),
+        ("gpt_oss", "--dtype bfloat16", [", no limit)"]),
     ],
 )
 def test_path_adapter_and_dtype_are_those_that_are_asked_for(

@@ -99,7 +99,9 @@ def test_a_recipe_is_refused_with_the_command_that_converts_it_and_then_trains(
     assert f"is a config of {tool}: `fastpack-trl convert {path}` translates it" in said
     assert main(["convert", str(path)]) == 0
     output = files["folder"] / f"{name}-fastpack.yaml"
-    assert f"train: fastpack-trl {command} --config {output.name}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"train: fastpack-trl {command} --config {output.name}" in said
+    assert ("settle what needs you in" in said) == ("needs you (" in said)
     short = {"max_steps": 2, "report_to": "none", "save_strategy": "no", "eval_strategy": "no", "warmup_steps": 0}
     words = as_flags(short | {"use_cpu": True, "bf16": False})
     words += ["--load_in_4bit", "False"] if "qlora" in name else []  # a tiny model of 304 tokens has no blocks of 64

@@ -84,10 +84,9 @@ def test_what_the_guide_says_to_remove_is_automatic(tool: str) -> None:
         ("Axolotl", "use_dft_loss", True, "loss_type", "dft"),
         ("LLaMA-Factory", "lora_target", "q_proj,v_proj", "lora_target_modules", ["q_proj", "v_proj"]),
         ("LLaMA-Factory", "pref_loss", "sigmoid,hinge", "loss_type", ["sigmoid", "hinge"]),
-        ("LLaMA-Factory", "report_to", "wandb,  trackio", "report_to", ["wandb", "trackio"]),
+        ("LLaMA-Factory", "include_for_metrics", "loss,  inputs", "include_for_metrics", ["loss", "inputs"]),
         ("Unsloth", "target_modules", "all-linear", "lora_target_modules", "all-linear"),
         ("Unsloth", "include_for_metrics", "loss", "include_for_metrics", ["loss"]),
-        ("Unsloth", "report_to", "none", "report_to", "none"),
     ],
 )  # fmt: skip
 def test_a_list_written_as_text_is_a_list(tool: str, key: str, value: Any, to: str, expected: Any) -> None:
@@ -166,7 +165,7 @@ def test_an_output_of_any_name_is_one_word_of_the_commands_or_refused(
         "trust_remote_code": True, "resume_from_checkpoint": "/tmp/a", "resume": "a", "reward_funcs": ["os.system"],
         "env": {"PYTHONPATH": "evil"}, "hub_model_id": "their/model", "model_init_kwargs": {"trust_remote_code": True},
         "push_to_hub": True, "trackio_space_id": "their/space", "hub_token": "hf_secret", "wandb_api_key": "hf_secret",
-        "vllm_server_base_url": "http://evil",
+        "vllm_server_base_url": "http://evil", "report_to": ["wandb"], "wandb_project": "theirs", "enable_wandb": True,
     }.items(),
 )  # fmt: skip
 def test_what_runs_code_or_sends_data_needs_the_user(tool: str, key: str, value: Any) -> None:
@@ -175,6 +174,13 @@ def test_what_runs_code_or_sends_data_needs_the_user(tool: str, key: str, value:
     assert out.values == convert(BASES[tool], Path()).values
     assert "hf_secret" not in out.text("a", "b")
     assert convert(BASES[tool] | {key: False}, Path()).notes[key][0] == "dropped safely"
+
+
+def test_data_in_pickles_need_the_user() -> None:
+    entries = [{"path": "pandas", "data_files": "a.pkl"}, {"path": "b.jsonl"}]
+    out = convert(BASES["Axolotl"] | {"datasets": entries}, Path())
+    assert out.values["datasets"] == [{"path": "b.jsonl"}]
+    assert out.notes["datasets path"][0] == "needs you"
 
 
 WRONG = [5, 1.5, True, "a, b", [4], [[1]], {"a": 1}, [{}], date(2024, 1, 2), b"x", {1, 2}, "\n\x00", float("nan")]

@@ -30,6 +30,6 @@ def test_the_log_of_a_run_is_stocks(family: str, tmp_path: Path) -> None:
     ours, stock = both(tmp_path, model=model, data=data, trainer=lora, **how)
     report = {line.feature: (line.status, line.path) for line in ours.fastpack_report}
     assert report["packed_attention"] == ("on", "per_document")
-    assert report["verify_packing"] == ("on", "proof")
+    assert report["verify_packing"] == ("on", "passed")
     assert report["merge_accumulation"][0] == "on"
     assert_same_log(ours, stock, rtol=1e-5, atol=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import re
 import sys
@@ -150,17 +151,18 @@ def doctor_block(folder: Path) -> str:
     return f"```text\n{shown}\n{printed.getvalue().strip()}\n```"
 
 
-def fields_table(_: Path) -> str:
-    """Return a row per field of `FastSFTConfig`: its values and its help text."""
-    lines = [
-        [f"`{own.name}`", ", ".join(_CHOICES.get(own.name, (str(own.default).lower(), "number"))), own.metadata["help"]]
-        for own in fields(Settings)
-    ]
-    return grid("field | values | meaning", lines)
+def fields_list(_: Path) -> str:
+    """Return each field of `FastSFTConfig` as a term with its values, and its help text as the definition."""
+    lines = []
+    for own in fields(Settings):
+        values = ", ".join(_CHOICES.get(own.name, (str(own.default).lower(), "number")))
+        text = html.escape(own.metadata["help"], quote=False)
+        lines.append(f"<dt><code>{own.name}</code>: {values}</dt>\n<dd>{text}</dd>")
+    return "\n".join(["<dl>", *lines, "</dl>"])
 
 
 TABLES = {
-    "fields": ("configuration.md", fields_table),
+    "fields": ("configuration.md", fields_list),
     "paths": ("hardware.md", paths_table),
     "rows": ("hardware.md", rows_table),
     "families": ("models.md", families_table),

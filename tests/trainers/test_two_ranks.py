@@ -62,4 +62,4 @@ def test_two_ranks_compute_the_reference_before() -> None:
 def test_two_ranks_under_fsdp2_log_what_stock_logs(name: str) -> None:
     ours, _ = both(name, around=fsdp2, eval_strategy="no", gradient_checkpointing=False)
     assert type(ours.model).__name__.startswith("FSDP"), type(ours.model)
-    assert_line(ours, "verify_packing", status="on", path="proof")
+    assert_line(ours, "verify_packing", status="on", path="passed")
