@@ -55,6 +55,11 @@ def is_hooked(module: Any) -> bool:
     return any(getattr(hook, "__module__", "") != _CACHES for kind in _KINDS for hook in getattr(module, kind).values())
 
 
+def has_global_hooks() -> bool:
+    """Return whether the user has a hook on all modules."""
+    return bool(_users_hook(nn.modules.module, "_global"))
+
+
 class PartsHooked:
     """Tells a forward that replaces calls of its parts whether a part has a hook and must be called.
 
@@ -69,7 +74,7 @@ class PartsHooked:
         answer = any(map(is_hooked, parts))
         if torch.compiler.is_compiling():  # in a graph torch traces the hooks on all modules
             return answer
-        answer = answer or bool(_users_hook(nn.modules.module, "_global"))
+        answer = answer or has_global_hooks()
         if answer != self._last and not in_backward():
             self._last = answer
         return self._last

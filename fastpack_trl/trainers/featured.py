@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from accelerate.logging import get_logger
-from transformers.integrations.liger import apply_liger_kernel
 
 from fastpack_trl.attention.proof import PackingProof
 from fastpack_trl.config import Settings
@@ -170,6 +169,8 @@ class FeaturedTrainer(_Stock):
         if waits and next(self.model.parameters()).device.type != args.device.type:
             self._move_model_to_device(self.model, args.device)  # TRL does so later, after the packing check
         if announce and args.use_liger_kernel:
+            from transformers.integrations.liger import apply_liger_kernel
+
             apply_liger_kernel(self.model, args.liger_kernel_config)  # TRL does so later, after classes are compared
         run.settings, run.training, run.is_strict = Settings.of(self.args, announce), announce, announce
         with contextlib.ExitStack() as stack:
