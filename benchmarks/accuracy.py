@@ -294,21 +294,18 @@ def draw(records: Sequence[Run], file: Path) -> None:
 
     shown, panels = trainings(records), dict[str, dict[str, tuple[float, float]]]()
     for task in ("names", "code"):
-        rows = {TRAININGS[row]: (row, DEFAULT) for row in shown if task in row}
-        rows |= (
-            {"source code, all": ("code", DEFAULT), "all, TRL's attention": ("code", SDPA)} if task == "code" else {}
-        )
-        for title, (row, side) in rows.items():
-            found, scores = (
-                pooled(shown, side, row),
-                [x for r in shown if row in r for x in shown[r].scores(TRL).values()],
-            )
+        pairs: dict[str, tuple[str, str]] = {TRAININGS[row]: (row, DEFAULT) for row in shown if task in row}
+        if task == "code":
+            pairs |= {"source code, all": ("code", DEFAULT), "all, TRL's attention": ("code", SDPA)}
+        for title, (row, side) in pairs.items():
+            found = pooled(shown, side, row)
+            scores = [score for name in shown if row in name for score in shown[name].scores(TRL).values()]
             if len(found) >= LEAST_PAIRS:
                 mean, half = (100 * one / fmean(scores) for one in interval(found))
                 panels.setdefault(task, {})[title] = mean, half
     figure = Figure(figsize=(5.2, 3.6), layout="constrained")
     sizes = [len(rows) for rows in panels.values()]
-    axes = figure.subplots(len(panels) or 1, squeeze=False, height_ratios=sizes or None)[:, 0]
+    axes: Any = figure.subplots(len(panels) or 1, squeeze=False, height_ratios=sizes or None)[:, 0]
     for one, rows in zip(axes, panels.values(), strict=False):
         means, halves = zip(*rows.values(), strict=True)
         one.errorbar(means, range(len(rows)), xerr=halves, fmt="o", color=COLORS[DEFAULT], markersize=5, capsize=3)

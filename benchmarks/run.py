@@ -134,7 +134,6 @@ SIDES = {
     "fastpack warm caches": Side(True, warm_caches=True),
     "fastpack eager": Side(True, {"cuda_graph": "off"}),
     "fastpack fp8": Side(True, {"frozen_base": "fp8"}),
-    "fastpack compiled": Side(True, {"layer_compile": "on"}),
     "fastpack sdpa": Side(True, {"packed_attention": "sdpa"}),
     "fastpack whole documents": Side(True, {"share_prefixes": "off"}),
     "fastpack flash-attn-4": Side(True, {"packed_attention": "flash_attention_4"}),

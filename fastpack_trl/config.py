@@ -115,12 +115,6 @@ class ModelSettings:
         "lengths read once per batch: auto (where the class proves equal to its own loop), on or off. One kernel per "
         "layer on CUDA in half precision, else one call per image.",
     )
-    layer_compile: Switch = choice(
-        "auto",
-        "Compile the decoder layers, one graph per kind of layer: auto (on CUDA without fused_layers, if it pays off), "
-        "on (any device; on a CPU with packed_attention='sdpa') or off. Costs 10 to 20 seconds per kind of layer; "
-        "later runs find most of it in Inductor's cache.",
-    )
     moe_quantize_experts: Literal["off", "on"] = choice(
         "off",
         "Store frozen expert stacks in 4 bits (NF4) under LoRA: on or off. Changes what is computed, as QLoRA does. "
@@ -198,10 +192,30 @@ class Settings(ModelSettings):
         "included).",
     )
 
+    vision_rows: Switch = choice(
+        "auto",
+        "Batches of images and text as rows without padding, made of TRL's padded batch in the loader's workers: "
+        "auto and on (in families whose rows were compared with padded batches) or off. Same loss and gradients.",
+    )
+    image_row_tokens: int | None = option(
+        None,
+        "Tokens of a row of several samples of images and text, joined across the data set; None: one row per batch of "
+        "TRL. Such a row counts as one example of a batch. Longer samples are left out, and counted. Costs one cached "
+        "pass of the processor over the data set.",
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if is_run(self):
             check_fields(self, self)
+
+    def normalise(self) -> None:
+        super().normalise()
+        tokens = self.image_row_tokens
+        if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1):
+            raise ValueError(f"image_row_tokens={short_repr(tokens)} must be a number of tokens >= 1, or left out")
+        if tokens is not None and self.vision_rows == "off":
+            raise ValueError(f"image_row_tokens={tokens} needs vision_rows='auto' or 'on'")
 
     @classmethod
     def of(cls, args: Any, training: bool = True) -> Settings:

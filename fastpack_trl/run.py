@@ -16,7 +16,6 @@ from transformers import Trainer
 from trl import SFTTrainer
 
 from fastpack_trl.config import Settings
-from fastpack_trl.measure.payback import StepsLeft
 from fastpack_trl.model.facts import position_use
 from fastpack_trl.model.hooks import hook_inside, hook_on_a_gradient
 from fastpack_trl.model.sharded import Ranks
@@ -51,8 +50,6 @@ class Choice:
     reason: str
     flattens: bool = False
     """Batches that TRL pads become rows without padding."""
-    refuses_compile: str = ""
-    """The reason why layers are not compiled; empty if they may be."""
     unproven: str = ""
     """The reason why batches that TRL pads stay padded although the path can flatten them; empty if they need not."""
     setting: str = ""
@@ -64,8 +61,7 @@ class StepServices:
     """State of a run's steps, which changes from step to step.
 
     Attributes:
-        version: grows whenever layers begin to run otherwise (compiled, kept, offloaded).
-        rows: number of rows in the current step after merging; 0 before any.
+        version: grows whenever layers begin to run otherwise (kept, offloaded).
         activations_left: bytes that the plan of the activations leaves of its budget, 0 if it recomputes a layer for
             want of memory; None without such a plan. Copies of frozen weights take of it, then CUDA graphs.
         activation_bytes: memory of the activations of a step by that plan: a CUDA graph holds as much once more.
@@ -73,7 +69,6 @@ class StepServices:
     """
 
     version: int = 0
-    rows: int = 0
     activations_left: int | None = None
     activation_bytes: int = 0
     offloads: bool = False
@@ -81,7 +76,7 @@ class StepServices:
 
     @property
     def is_warmed_up(self) -> bool:
-        """Nothing is left that the first steps decide: what compiles, which rows are merged."""
+        """Nothing is left that the first steps decide, as how processes reduce their gradients."""
         return not any(waits() for waits in self._waiting)
 
     @contextmanager
@@ -141,7 +136,6 @@ class Run(Decisions):
     run = trainer.fastpack_run
     run.plan.kind, run.choice.path  # "packed", "varlen": decided when the trainer was built
     run.lora  # the LoraReport while `train` runs; None before and after
-    run.step.rows  # rows of the current step
     run.report["lora"].reason  # for people; no code decides by it
     ```
 
@@ -166,8 +160,8 @@ class Run(Decisions):
         backbone: the `BackboneCall` by which losses call the decoder.
         sync_free: the `SyncFreeStep` of the trainer. All that follow are None unless their feature is on.
         attention: the installed `PackedAttention`.
+        image_rows: the `PackedRows` of samples with images.
         lora: the `LoraReport` of the fast layers.
-        fused: the `FusedLayers` of norms, rotations and gates.
         memory: the `ActivationMemory` of the plan.
         merging: the `Merging` of micro-batches.
         graphs: the `BackboneGraphs`.
@@ -185,8 +179,8 @@ class Run(Decisions):
     backbone: Any = None
     sync_free: Any = None
     attention: Any = None
+    image_rows: Any = None
     lora: Any = None
-    fused: Any = None
     memory: Any = None
     merging: Any = None
     graphs: Any = None
@@ -202,7 +196,6 @@ class Run(Decisions):
         self._trainer: Callable[[], Any] = weakref.ref(trainer)
         self.step = StepServices()
         self.report = FeatureReport()
-        self._first_step = 0
         self.is_strict = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -281,20 +274,9 @@ class Run(Decisions):
         """Tokens at which rows of the data set are cut; None if they are not or the trainer has no such field."""
         return getattr(self.args, "max_length", None)
 
-    def begin_steps(self) -> None:
-        """Count the steps of a `train` from here: a resumed one does not begin at 0."""
-        self._first_step = self.trainer.state.global_step
-
-    @property
-    def is_in_first_step(self) -> bool:
-        """No optimizer step of this `train` has ended."""
-        return self.trainer.state.global_step == self._first_step
-
-    def steps_left(self) -> StepsLeft:
-        """Return the remaining steps, with as many rows as the current one."""
-        state = self.trainer.state
-        rows = self.step.rows or self.args.gradient_accumulation_steps
-        return StepsLeft(state.max_steps - state.global_step, rows)
+    def steps_left(self) -> int:
+        """Return the number of remaining optimizer steps."""
+        return self.trainer.state.max_steps - self.trainer.state.global_step
 
     def set_status(self, feature: str, status: Status, path: str, reason: str = "", holds: bool | None = None) -> None:
         """Set the line of `feature` in the report.

@@ -120,10 +120,10 @@ def _leave_out(patch: pytest.MonkeyPatch) -> None:
 
 
 _FIRST = (
-    "test_trl_cases", "test_fsdp2", "test_unfrozen", "test_ranks", "test_ddp", "test_notebooks", "test_two_ranks",
-    "test_compile_parity", "test_compile", "test_users_hooks", "test_capture_changes", "test_sft_command", "test_run",
-    "test_nested", "test_capture", "test_inductor", "test_capture_limits", "test_trl_examples", "test_forecast",
-    "test_activation_memory", "test_without_bf16", "test_moved_names", "test_package", "test_pages", "test_pays",
+    "test_trl_cases", "test_fsdp2", "test_ranks", "test_ddp", "test_notebooks", "test_two_ranks",
+    "test_users_hooks", "test_capture_changes", "test_sft_command", "test_run",
+    "test_nested", "test_capture", "test_capture_limits", "test_trl_examples", "test_forecast",
+    "test_activation_memory", "test_without_bf16", "test_moved_names", "test_package", "test_pages",
     "test_unreadable_models", "test_packed_inputs", "test_lora_quantized", "test_gemma4", "test_quantized_experts",
     "test_moe_compile", "test_random_runs", "test_quickstart", "test_docs",
 )  # fmt: skip
@@ -194,18 +194,6 @@ def material(sft_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     return Material(sft_folder / "model", sft_folder / "train.jsonl", tmp_path)
-
-
-@pytest.fixture(scope="session")
-def inductor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Inductor's caches in a folder of this run; on the CPU no vectors, which take the compiler twice as long."""
-    import torch._inductor.config
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
-        patch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)  # no test programs of what the CPU knows
-        patch.setattr(torch._inductor.config.cpp, "simdlen", 1)
-        yield
 
 
 @pytest.fixture

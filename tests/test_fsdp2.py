@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers.integrations
-from compile_material import Counting, compile_with
 from model_material import STEPS, gemma4
 from peft import LoraConfig
 from ranks import BASE, fsdp2, two_ranks
@@ -42,7 +41,7 @@ Options = dict[str, Any]
 def test_two_ranks_train_under_fsdp2_as_stock() -> None:
     """In two processes, which take longer to start than most of the cases."""
     dist.init_process_group("gloo")
-    for case in (steps, compiled, memory, shared_keys, proof, experts, one_rank, stepped_down, engines):
+    for case in (steps, memory, shared_keys, proof, experts, one_rank, stepped_down, engines):
         with pytest.MonkeyPatch.context() as patch:
             case(patch)
 
@@ -93,20 +92,6 @@ def steps(patch: pytest.MonkeyPatch) -> None:
         report = both(gradient_accumulation_steps=2, fast={"verify_packing": "off"}, **options).fastpack_report
         assert "loss" in report["sync_free"].path, report.table()
         assert "lora" not in options or report["lora"].path == "fast", report.table()
-
-
-def compiled(patch: pytest.MonkeyPatch) -> None:
-    """Differentiated by AOT, whose graphs keep the gathered parameters; traced only, with LoRA and checkpoints."""
-    for options in ({}, {"gradient_checkpointing": True, "lora": LINEAR}):
-        graphs = Counting(differentiate=not options)
-        compile_with(graphs, patch)
-        # One mask: a kernel per document would make graphs that take a minute here.
-        ours = both(fast={"layer_compile": "on", "packed_attention": "sdpa"}, **options)
-        assert_on(ours, "layer_compile", "compiled")
-        assert graphs.graphs, options
-        for layer in ours.accelerator.unwrap_model(ours.model).get_decoder().layers:
-            assert "forward" not in layer.__dict__
-            assert type(layer).__name__.startswith("FSDP"), type(layer)
 
 
 def look(state: Any, model: Any) -> None:
@@ -163,7 +148,7 @@ def proof(patch: pytest.MonkeyPatch) -> None:
     ours = trained(make(FastSFTTrainer, family="gpt_oss", lora=LINEAR, fast={"verify_packing": "on"}))
     assert ours.fastpack_proof.proven
     assert ours.fastpack_proof.not_exercised == ()
-    unpacked: Options = {"packing": False, "per_device_train_batch_size": 2, "fast": {"layer_compile": "off"}}
+    unpacked: Options = {"packing": False, "per_device_train_batch_size": 2}
     with fsdp2(make(FastSFTTrainer, **unpacked)) as ours:
         with ours._fastpack_features():  # accelerate prepares no sharded model for an evaluation before training
             assert ours.fastpack_run.plan.kind == "padding_free"
@@ -240,11 +225,9 @@ def engines(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(capture, "unavailable", lambda device: "")
     patch.setattr(capture, "CudaGraphs", lambda device: TapeDevice(nn.Module()))
     base = {"packed_attention": "varlen", "verify_packing": "on", "moe": "on", "fused_layers": "on"}
-    base |= {"layer_compile": "on"}
     more = {"gradient_checkpointing": True, "gradient_accumulation_steps": 2, "family": "qwen3_moe"}
     flags = {"DDP": "", "FSDP 2": "", "FSDP 1": "is_fsdp_enabled"}
     flags |= dict.fromkeys(("ZeRO 1, 2", "ZeRO 3"), "is_deepspeed_enabled")
-    pending = ("layer_compile", "cuda_graph")  # decided in the first steps
     offloaded = {"checkpoint_offload": "double_buffer"}
     for engine, flag in flags.items():
         zero3 = engine == "ZeRO 3"
@@ -264,7 +247,7 @@ def engines(patch: pytest.MonkeyPatch) -> None:
                     found["checkpoint_offload"] = "stock"  # an error, since it was asked for by name
                     continue
             for name, line in report.items():
-                assert line.path != "pending" or "when train() begins" in line.reason or name in pending, line
+                assert line.path != "pending" or "when train() begins" in line.reason or name == "cuda_graph", line
                 on = line.status == "on" and line.path != "host work only"
                 found[name] = "on" if on else found.get(name, "stock")
         assert found == {name: row[engine] for name, row in table.items()}, (engine, found)

@@ -31,29 +31,28 @@ TABLE = re.findall(r"^\| *(\d*) *\| `(\w+)` \|", ARCHITECTURE, re.MULTILINE)
 """Rooms and files of the package from the highest floor to the lowest: each imports from floors below its own."""
 
 BUDGETS = {
-    "attention": 1750,
+    "attention": 1850,
     "bench": 1000,
     "callbacks": 300,
     "capture": 1050,
-    "checkpointing": 1000,
+    "checkpointing": 1100,
     "cli": 1050,
-    "compile": 750,
-    "features": 1600,
-    "kernels": 2050,
+    "features": 1650,
+    "kernels": 2100,
     "layers": 950,
     "lora": 1300,
     "measure": 650,
     "model": 1700,
     "moe": 1000,
-    "packing": 2050,
+    "packing": 2100,
     "recipe": 2000,
     "recurrent": 800,
     "step": 1700,
     "trainers": 1150,
-    "vision": 300,
+    "vision": 650,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 24950, "benchmarks": 3150, "tests": 28100}
+TOTALS = {"fastpack_trl": 25550, "benchmarks": 3300, "tests": 28800}
 
 
 @cache
@@ -204,7 +203,11 @@ def test_a_plain_config_has_the_defaults_of_ours() -> None:
     assert Settings.of(config) is config
 
 
-BELONGS = {"activation_memory_gib": "activation_memory", "moe_quantize_experts": "moe"}
+BELONGS = {
+    "activation_memory_gib": "activation_memory",
+    "image_row_tokens": "vision_rows",
+    "moe_quantize_experts": "moe",
+}
 """Fields that are part of another option."""
 READERS = {"recipe/forecast.py"}
 """Files that read settings to predict."""
@@ -243,7 +246,6 @@ ALLOWED = {
 }
 """By package: names that models, trainers and their parts have too, and that are written directly; ``*``: any name."""
 FRAMES = {
-    "compile/graph.py",  # torch counts graphs per code object
     "measure/host_syncs.py",  # names the line that waited
     "model/changes.py",  # callbacks are not handed the trainer
     "model/facts.py",  # transformers 5.17 repeats the heads of keys in the layer, later versions in the function

@@ -115,7 +115,7 @@ COMMANDS = [
     Misuse("sft --config {yaml}", "hub_token=... must be a single value", "hub_token: [hf_abc]", missing="hf_abc"),
     Misuse("sft --config {yaml} --module x", "unknown option '--module'"),
     Misuse("init gpt", "did you mean 'gpt-oss-20b-lora' or 'gpt-oss-20b-qlora-24gb'?"),
-    Misuse("sft --config {yaml} --layer_compile onn", "'onn' is not available: use one of auto, on, off"),
+    Misuse("sft --config {yaml} --fused_layers onn", "'onn' is not available: use one of auto, on, off"),
     Misuse("sft --config {yaml}", "did you mean 'per_document'?", "packed_attention: per_documents"),
     Misuse("sft --config {yaml}", "'./absent' is not a folder", "model_name_or_path: ./absent"),
     Misuse("sft --config {yaml}", "max_steps='True' must be a whole number", "max_steps: true"),

@@ -130,7 +130,7 @@ def test_log_and_model_are_those_of_stock(path: str, options: Options, tmp_path:
     if not isinstance(ours.train_dataset, Dataset):
         assert "unknown" in report.facts["truncated tokens"]
     if "torch_compile" in options:
-        line = report["layer_compile"]
+        line = report["fused_layers"]
         assert (line.status, "torch_compile=True" in line.reason) == ("off", True), line
 
 

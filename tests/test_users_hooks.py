@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from compile_material import Counting, make, one_step, row
+from attention_material import make_row
 from hook_material import REGISTER, REGISTER_GLOBAL
 from lora_material import adapted
 from moe_material import STACKS, moe_model
@@ -20,9 +20,7 @@ from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer, apply_lora, apply_moe
-from fastpack_trl.attention.install import packed_attention
-from fastpack_trl.compile.layers import compiled_layers, decoder_layers
-from fastpack_trl.features import layer_compile as feature
+from fastpack_trl.model.checkpoint_seam import checkpointable_layers
 from fastpack_trl.testing import gradients, tiny_model
 
 pytestmark = pytest.mark.usefixtures("varlen_on_the_cpu")
@@ -91,7 +89,7 @@ def plan_of(kind: str, where: str) -> Callable[[Hooks, Any, int], None]:
     """
 
     def on_modules(hooks: Hooks, model: Any, step: int) -> None:
-        layers: Any = decoder_layers(model)
+        layers: Any = checkpointable_layers(model)
         for index, first in ((0, 0), (1, 1), (2, 0)):
             if step == first:
                 hooks.add(index, [layers[index].get_submodule(part) for part in PARTS[kind]])
@@ -122,14 +120,6 @@ def run(cls: type[SFTTrainer], folder: Path, kind: str, hooks: Hooks, **options:
     return trainer, weights
 
 
-@pytest.fixture(autouse=True)
-def traced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tracing decides about hooks; to differentiate takes as long again, so one case does."""
-    given = getattr(getattr(request.node, "callspec", None), "params", {})
-    backend = Counting(differentiate=(given.get("kind"), given.get("where")) == ("dense", "modules"))
-    monkeypatch.setattr(feature, "compiled_layers", partial(compiled_layers, _backend=backend))
-
-
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Any]:
     @cache
@@ -141,13 +131,12 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Any]
 
 
 @pytest.mark.parametrize(
-    ("kind", "where", "compiled"),
-    [*((kind, "modules", "on") for kind in MODELS), ("dense", "global", "on"), ("moe", "global", "off")],
+    ("kind", "where"), [*((kind, "modules") for kind in MODELS), ("dense", "global"), ("moe", "global")]
 )
-def test_hooks_come_and_go_as_in_stock(kind: str, where: str, compiled: str, tmp_path: Path, stock: Any) -> None:
+def test_hooks_come_and_go_as_in_stock(kind: str, where: str, tmp_path: Path, stock: Any) -> None:
     theirs, expected, calls = stock(kind, where)
     hooks = Hooks(plan_of(kind, where))
-    fast = {"layer_compile": compiled, "verify_packing": "off", "merge_accumulation": "on"}
+    fast = {"fused_layers": "on", "verify_packing": "off", "merge_accumulation": "on"}
     fast |= {"moe": "on"} if "moe" in kind else {}
     ours, weights = run(FastSFTTrainer, tmp_path, kind, hooks, fast=fast)
     for step in range(STEPS):
@@ -156,16 +145,12 @@ def test_hooks_come_and_go_as_in_stock(kind: str, where: str, compiled: str, tmp
     losses, known_losses = ([log["loss"] for log in one.state.log_history if "loss" in log] for one in (ours, theirs))
     assert losses == pytest.approx(known_losses, rel=1e-4)
     torch.testing.assert_close(weights, expected, rtol=1e-3, atol=1e-5)
-    report = ours.fastpack_report
-    assert "runs once per micro-batch" in report["merge_accumulation"].reason
-    if compiled == "on":
-        assert "compiled in" in report["layer_compile"].reason
-        assert ("layers that it reaches run eager" in report["layer_compile"].reason) == (where == "modules")
+    assert "runs once per micro-batch" in ours.fastpack_report["merge_accumulation"].reason
 
 
 @pytest.mark.parametrize(("error", "step"), [(RuntimeError, 0), (KeyboardInterrupt, 2)])
 def test_what_a_hook_raises_ends_the_run_as_in_stock(error: Any, step: int, tmp_path: Path) -> None:
-    """Also what a compiler would raise, also in the first row, which is when layers are tried."""
+    """Also in the first row, which is when features decide."""
     calls: list[list[int]] = []
 
     def plan(hooks: Hooks, model: Any, now: int) -> None:
@@ -175,57 +160,14 @@ def test_what_a_hook_raises_ends_the_run_as_in_stock(error: Any, step: int, tmp_
                 raise error("stop")
 
         if now == step:
-            hooks.handles[0] = [decoder_layers(model)[0].get_submodule("mlp").register_forward_hook(fail)]
+            hooks.handles[0] = [checkpointable_layers(model)[0].get_submodule("mlp").register_forward_hook(fail)]
 
-    fast = {"layer_compile": "on", "verify_packing": "off"}
+    fast = {"verify_packing": "off"}
     for cls, options in ((SFTTrainer, {}), (FastSFTTrainer, {"fast": fast})):
         calls.append([])
         with pytest.raises(error, match="stop"):
             run(cls, tmp_path, "dense", Hooks(plan), **options)
     assert calls[0] == calls[1] == [step, step]
-
-
-@pytest.mark.parametrize("kind", REGISTER)
-def test_a_hook_on_a_shared_module_reaches_each_layer_named_once(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    seen: list[int] = []
-    backend = Counting()
-    model = make("llama", num_hidden_layers=3)
-    layers: Any = decoder_layers(model)
-    layers[2].mlp = layers[0].mlp
-    data = row(0)
-
-    def note(*given: Any) -> Any:
-        seen.append(1)
-        return scaled(given[2 if kind == "forward hook" else 1], 0.5)
-
-    with packed_attention(model):
-        plain = one_step(model, *data)
-        handle = REGISTER[kind](layers[0].mlp, note)
-        expected, count = one_step(model, *data), len(seen)
-        handle.remove()
-        with compiled_layers(model, _backend=backend) as compiled:
-            assert one_step(model, *data)[0] == pytest.approx(plain[0])
-            handle = REGISTER[kind](layers[0].mlp, note)
-            seen.clear()
-            torch.testing.assert_close(one_step(model, *data), expected)
-            assert (len(seen), count, compiled.path) == (2, 2, "compiled, eager")
-            assert f"the {kind} " in compiled.reason
-            handle.remove()
-            seen.clear()
-            torch.testing.assert_close(one_step(model, *data), plain)
-            assert (seen, compiled.path) == ([], "compiled")
-    (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("fastpack_trl.compile")]
-    assert said.startswith(f"layer_compile: the {kind} ")
-    assert "remove it" in said
-
-
-def test_a_hook_on_a_parameter_does_not_see_the_trial() -> None:
-    seen: list[int] = []
-    model = make("llama")
-    decoder_layers(model)[0].get_parameter("mlp.up_proj.weight").register_hook(lambda _: seen.append(1))
-    with packed_attention(model), compiled_layers(model, _backend=Counting()):
-        one_step(model, *row(0))
-    assert seen == [1]
 
 
 REMOVED = {
@@ -236,7 +178,7 @@ REMOVED = {
 
 @pytest.mark.parametrize("kind", REMOVED)
 def test_a_hook_that_goes_before_the_backward_pass_leaves_the_recompute_as_its_forward_was(kind: str) -> None:
-    results = []
+    results, (ids, *_) = [], make_row()
     build, apply, part = REMOVED[kind]
     for fast in (False, True):
         model = build()
@@ -245,8 +187,9 @@ def test_a_hook_that_goes_before_the_backward_pass_leaves_the_recompute_as_its_f
         if fast:
             apply(model)
         seen: list[int] = []
-        with decoder_layers(model)[0].get_submodule(part).register_forward_hook(lambda *_, seen=seen: seen.append(1)):
-            loss = model(input_ids=row(0)[0], labels=row(0)[0], use_cache=False).loss
+        hooked = checkpointable_layers(model)[0].get_submodule(part)
+        with hooked.register_forward_hook(lambda *_, seen=seen: seen.append(1)):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         results.append((loss.detach(), gradients(model), seen))
         assert seen == [1]
@@ -278,7 +221,7 @@ def test_a_plan_that_keeps_activations_recomputes_layers_with_hooks(tmp_path: Pa
 
     def plan(hooks: Hooks, model: Any, now: int) -> None:
         if now == 1:
-            hooks.add(0, [decoder_layers(model)[1].get_submodule("mlp.act_fn")])
+            hooks.add(0, [checkpointable_layers(model)[1].get_submodule("mlp.act_fn")])
         if now == 3:
             hooks.remove(0)
 

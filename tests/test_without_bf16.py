@@ -102,9 +102,7 @@ def test_documents_run_one_by_one_where_no_kernel_runs_a_row() -> None:
         (torch.float32, (9, 0), "per_document"),
     ):  # fmt: skip
         features = replace(model, device_type="cuda", capability=capability, compute_dtype=dtype)
-        choice = choose("auto", features)
-        assert choice.path == path
-        assert path == "varlen" or "one kernel per document" in choice.refuses_compile
+        assert choose("auto", features).path == path
 
 
 def test_graphs_triton_and_experts_are_for_capability_8_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +152,6 @@ def test_fp16_on_a_device_that_says_it_is_a_t4_is_stock_s(kind: str, more: dict[
     assert_same_run(*runs, rtol=1e-3, norm=2e-2)
     report = runs[0][0].fastpack_report
     assert report["packed_attention"].path == "per_document"
-    assert report["layer_compile"].status == "off"
     assert "needs compute capability 8.0" in report["cuda_graph"].reason
     if kind != "full":
         assert report["lora"].path == "fast"

@@ -66,7 +66,7 @@ def choose(
             reason = backend.reason(features)
             others = (one for one in refusals if not one.endswith("needs CUDA, the model is on cpu"))  # as expected
             reasons = ["asked for", reason] if by_name else [reason, *asked, *others]
-            return Choice(backend.name, "; ".join(reasons), backend.flattens, backend.refuses_compile)
+            return Choice(backend.name, "; ".join(reasons), backend.flattens)
         refusals.append(refusal)
     if by_name:
         raise ValueError(

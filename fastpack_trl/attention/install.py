@@ -193,12 +193,13 @@ class _Prepare:
         made = batch.position_ids
         if positions.dim() > 2 or (batch.describes(row, made) and torch.equal(positions, made)):
             return True
-        if batch.shared is not None or self.features.mixers:
+        if batch.shared is not None or self.features.mixers or batch.blocks is not None:
             message = "position_ids were edited after collation, and {} cannot tell documents by them: {}"
             if batch.shared is not None:
                 raise ValueError(message.format("shared prefixes", "set share_prefixes='off'"))
-            who, fix = f"recurrent layers of {self.features.model_type}", "edit them when you prepare the data set"
-            raise PackingError(message.format(who, f"{fix}, or set packing=False"))
+            who = "recurrent layers" if self.features.mixers else "blocks of images"
+            fix = "edit them when you prepare the data set, or set packing=False and vision_rows='off'"
+            raise PackingError(message.format(f"{who} of {self.features.model_type}", fix))
         self.handle.remark(EDITED)
         self.handle.remark = str  # once
         return False
@@ -219,6 +220,8 @@ class _Prepare:
             )
         refused = self.backend.refuses_static(Bucket.of(batch), self.features) if batch.is_static else ""
         refused = refused or (shared_refusal(self.backend, self.features) if batch.shared is not None else "")
+        blocks = batch.blocks is not None and not self.backend.sees_blocks
+        refused = refused or (f"{self.backend.name} does not support blocks of images" if blocks else "")
         if refused:
             raise PackingError(f"a row cannot run: {refused}; pass the model the plain batch, without shared prefixes")
         for name in facts.KINDS if self.by_kind else ():

@@ -59,14 +59,13 @@ class Backend(ABC):
         tried: `backends.failure` runs it on a few tokens before it is chosen.
         flattens: batches that TRL pads become rows without padding, which it processes as fast.
         shares: it attends over rows whose documents share a prefix (`PackedBatch.shared`).
-        refuses_compile: why layers with it are not compiled; empty if a graph can have it.
+        sees_blocks: tokens of an image attend to each other (`PackedBatch.blocks`).
     """
 
     name: str
     tried = True
     flattens = False
-    shares = False
-    refuses_compile = ""
+    shares = sees_blocks = False
 
     @abstractmethod
     def why_not(self, features: ModelFeatures) -> Iterator[object]:

@@ -28,8 +28,8 @@ class PerDocumentLayer(NamedTuple):
     """Heads of keys are repeated for the device's kernel."""
     key_index: Tensor | None = None
     """(total_keys,) int64 on the device: the tokens of the row that are keys (`SharedKeys`); None: each token once."""
-    calls_per_document: bool = True
-    """Layers that call it are not compiled."""
+    blocks: dict[int | None, tuple[Tensor, ...]] | None = None
+    """Per window (None: full), the mask of each segment, (tokens, tokens) bool, if images are seen whole."""
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend segment by segment.
@@ -44,19 +44,20 @@ class PerDocumentLayer(NamedTuple):
         key, value = call.key, call.value
         if self.key_index is not None:
             key, value = (gather_keys(tensor, self.key_index, dim=2) for tensor in (key, value))
+        masks = (None,) * len(self.lengths) if self.blocks is None else self.blocks[call.window]
         if len(self.lengths) == 1:
-            return self._segment(call, call.query, key, value).transpose(1, 2).contiguous()
+            return self._segment(call, call.query, key, value, masks[0]).transpose(1, 2).contiguous()
         # `split` has one `cat` as its backward pass; slices would each add to a tensor as long as the row.
-        parts = (call.query.split(self.lengths, 2), key.split(self.key_lengths, 2), value.split(self.key_lengths, 2))
-        return torch.cat([self._segment(call, *part).transpose(1, 2) for part in zip(*parts, strict=True)], dim=1)
+        keyed = (key.split(self.key_lengths, 2), value.split(self.key_lengths, 2))
+        parts = zip(call.query.split(self.lengths, 2), *keyed, masks, strict=True)
+        return torch.cat([self._segment(call, *part).transpose(1, 2) for part in parts], dim=1)
 
-    def _segment(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _segment(self, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         keys, prefix = key.shape[2], key.shape[2] - query.shape[2]
         eager = call.sinks is not None or call.softcap is not None
         windowed = call.window is not None and call.window < keys
-        mask = None
         # The causality of torch's kernels is aligned top-left: queries behind a prefix need a mask.
-        if windowed or eager or prefix:
+        if mask is None and (windowed or eager or prefix):
             mask = self.masks.get(call.window if windowed else None)
             mask = band_mask(keys, (call.window or keys) if windowed else keys, query.device) if mask is None else mask
             mask = mask[prefix:keys, :keys]
@@ -84,8 +85,7 @@ class PerDocument(Backend):
     """The backend ``per_document``: every device, dtype, window, sink and softcap; no dropout."""
 
     name = "per_document"
-    flattens = shares = True
-    refuses_compile = "per_document launches one kernel per document, which a compiled graph cannot contain"
+    flattens = shares = sees_blocks = True
 
     def why_not(self, features: ModelFeatures) -> Iterator[object]:
         yield features.dropout and f"attention dropout is {features.dropout}: per-document kernels do not support it"
@@ -104,4 +104,17 @@ class PerDocument(Backend):
         windows += [None] if shared is not None else []
         masks = {window: band_mask(longest, window or longest, device) for window in windows}
         index = None if shared is None else shared.key_index.to(device)
-        return PerDocumentLayer(lengths, keys, masks, features.device_type == "cuda", index)
+        blocks = None
+        if batch.blocks is not None:
+            blocks = {window: block_masks(batch, window, device) for window in (None, *features.windows)}
+        return PerDocumentLayer(lengths, keys, masks, features.device_type == "cuda", index, blocks)
+
+
+def block_masks(batch: PackedBatch, window: int | None, device: torch.device) -> tuple[Tensor, ...]:
+    """Return the keys that each token of a segment sees: (tokens, tokens) bool, by `Blocks.key_ends`."""
+    assert batch.blocks is not None
+    place, key_ends, masks = torch.arange(batch.total_tokens, device=device), batch.blocks.key_ends.to(device), []
+    for own, ends in zip(*(each.split(batch.segment_lengths) for each in (place, key_ends)), strict=True):
+        seen = own < ends[:, None]
+        masks.append(seen if window is None else seen & (own > own[:, None] - window))
+    return tuple(masks)

@@ -152,7 +152,14 @@ def verify_shared(model: nn.Module, attention: PackedAttention, *, seed: int = 0
         return _examine(Probe(model, attention, probe.SHARED_LENGTHS, seed, probe.SHARED_PARENTS), seed + 1)
 
 
-def _examine(row: Probe, seed: int) -> PackingProof:
+def leak_of_stock(model: nn.Module, stock: PackedAttention, *, seed: int = 0) -> str:
+    """Return how packed documents see each other under transformers' attention; empty if they do not."""
+    with isolated_run(model, training=False), zeros_perturbed(model):
+        proof = _examine(Probe(model, stock, probe.default_lengths(model), seed), seed + 1, compares=False)
+    return str(proof) if proof.leaks else ""
+
+
+def _examine(row: Probe, seed: int, *, compares: bool = True) -> PackingProof:
     """Examine the dependences of segments on others, and the difference of documents; windows are not exercised."""
     embeddings, hidden = row.packed()
     directions = torch.Generator().manual_seed(seed)
@@ -172,8 +179,8 @@ def _examine(row: Probe, seed: int) -> PackingProof:
             unseen.append((parent, target))
     hidden = hidden.detach()
     del embeddings, segment, gradient  # and the activations
-    differences = []
-    for segment_index, path in enumerate(row.paths):
+    differences = [0.0]
+    for segment_index, path in enumerate(row.paths if compares else ()):
         alone = row.separate(segment_index).double()
         if not torch.isfinite(alone).all():
             _name_non_finite(row.model)

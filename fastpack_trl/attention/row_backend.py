@@ -13,6 +13,7 @@ from fastpack_trl.attention.interface import AttentionCall, Backend, described, 
 from fastpack_trl.attention.reference import NO_SOFTCAP, NO_WINDOW
 from fastpack_trl.attention.row_operator import HEAD_ALIGNMENT, MAX_HEAD_DIM
 from fastpack_trl.model.facts import ModelFeatures
+from fastpack_trl.packing.blocks import Blocks
 from fastpack_trl.packing.packed_batch import PackedBatch, rounded_length
 
 
@@ -28,6 +29,8 @@ class RowLayer(NamedTuple):
     max_seqlen_k: int
     key_index: Tensor | None = None
     """(total_keys,) int64 on the device, tokens of the row that are its keys (`SharedKeys`); None: its own tokens."""
+    blocks: Blocks | None = None
+    """Images whose tokens attend to each other, on the device: a second call, which is not causal."""
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend over the whole row.
@@ -54,6 +57,9 @@ class RowLayer(NamedTuple):
             query, *keyed, call.sinks, self.cu_seqlens, self.cu_seqlens_k, self.max_seqlen, self.max_seqlen_k,
             call.scale, call.window or NO_WINDOW, call.softcap or NO_SOFTCAP,
         )  # fmt: skip
+        if self.blocks is not None:
+            seen = attend_blocks(self.blocks, query, keyed[0], keyed[1], call.scale, call.window)
+            out = out.index_copy(0, self.blocks.tokens, seen)
         return out[None, ..., : call.value.shape[-1]].contiguous()
 
 
@@ -93,6 +99,33 @@ class RowBackend(Backend):
     def prepare(self, batch: PackedBatch, features: ModelFeatures, device: torch.device) -> RowLayer:
         ends, longest = batch.cu_seqlens.to(device), batch.bucketed_max_seqlen
         if batch.shared is None:
-            return RowLayer(self, ends, longest, ends, longest)
+            blocks = batch.blocks and batch.blocks.to(device)
+            return RowLayer(self, ends, longest, ends, longest, blocks=blocks)
         keys = batch.shared.to(device)
         return RowLayer(self, ends, longest, keys.cu_seqlens_k, rounded_length(keys.max_seqlen_k), keys.key_index)
+
+
+def attend_blocks(
+    blocks: Blocks, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+) -> Tensor:
+    """Return the attention of the tokens of images over their keys, (image_tokens, heads, head_dim), not causal.
+
+    Args:
+        query, key, value: (total_tokens, heads, head_dim), of the row.
+        window: tokens before it that a query sees, itself included, and all after it to the end of its image.
+    """
+    query, *keyed = query[blocks.tokens], *(gather_keys(each, blocks.key_index) for each in (key, value))
+    if query.is_cuda:
+        longest = (rounded_length(max(each)) for each in zip(*blocks.lengths, strict=True))
+        segments = (blocks.cu_seqlens, blocks.cu_seqlens_k, *longest, 0.0, False, False)
+        sizes = {"window_size_left": window - 1 if window else -1, "window_size_right": -1}
+        out: Tensor = torch.ops.aten._flash_attention_forward(query, *keyed, *segments, scale=scale, **sizes)[0]
+        return out
+    outs = []
+    tokens, keys = zip(*blocks.lengths, strict=True)
+    for q, k, v in zip(query.split(tokens), *(each.split(keys) for each in keyed), strict=True):
+        count, places = len(k), torch.arange(len(k), device=query.device)
+        mask = places > places[count - len(q) :, None] - (window or count)
+        q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
+        outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)[0])
+    return torch.cat(outs, dim=1).transpose(0, 1)

@@ -86,7 +86,7 @@ def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | No
 class Varlen(RowBackend):
     """The backend ``varlen``: CUDA from compute capability 8.0 on, bf16 or fp16, windows and sinks."""
 
-    name, library = "varlen", "torch's flash kernel"
+    name, library, sees_blocks = "varlen", "torch's flash kernel", True
     kernel = row_operator(varlen_attention, varlen_attention_backward)
     generations, needs = range(8, 100), "8.0"
 

@@ -26,7 +26,7 @@ from fastpack_trl.model.facts import text_model
 
 WARMUP, TIMED = 4, 8
 SETTLING = 10
-"""Steps of the warm-up on CUDA after layers are compiled: graphs are weighed, and recorded for rows of each length."""
+"""Steps of the warm-up on CUDA after features are decided: graphs are weighed, and recorded for rows of each length."""
 LONGEST_WARMUP = 48
 """Steps after which the warm-up ends even if features of the run are still undecided."""
 LOSS, GRADIENT_NORM = "loss", "gradient norm"

@@ -15,7 +15,7 @@ from fastpack_trl.run import Run
 FEATURE = "cuda_graph"
 EAGER_STEPS = 2
 """Optimizer steps before anything is recorded: in the first, micro-batches run unmerged; in the second the optimizer
-has its states, merged rows have their length, and layers are compiled."""
+has its states, and merged rows have their length."""
 WATCHED_STEPS = 3, 12
 """Settled steps in which the device is watched: the fewer if they are clear, else the more."""
 LEAST_IDLE = 0.1
@@ -95,7 +95,7 @@ class IdleRule:
             return ""
         idle, each = shares[count // 4], median(seconds for _, seconds in self._watched)
         self.note = f"the device was idle for {idle:.0%} of {count} eager steps ({shares[0]:.0%} to {shares[-1]:.0%})"
-        steps_left = self._run.steps_left().steps
+        steps_left = self._run.steps_left()
         if idle < LEAST_IDLE:
             return f"{self.note}: graphs pay off from {LEAST_IDLE:.0%} on"
         cost, sizes = RECORD_SECONDS + each, len(self._buckets.made)
@@ -110,7 +110,7 @@ class IdleRule:
         if self._saving is None:
             return True
         saving = self._saving * self._buckets.share(bucket)
-        pays = StartUpCost(recordings * fmean(self._seconds), saving).pays(self._run.steps_left().steps)
+        pays = StartUpCost(recordings * fmean(self._seconds), saving).pays(self._run.steps_left())
         (self.declined.discard if pays else self.declined.add)(bucket)
         return pays
 

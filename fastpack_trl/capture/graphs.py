@@ -217,7 +217,7 @@ class BackboneGraphs(TrainerCallback):
         bucket = self._buckets.find(Bucket.of(batch))  # also while it waits for the rule: the largest are known then
         if not self._rule.pays:
             return None
-        if self._run.step.version != self._version:  # layers run otherwise since: compiled, kept
+        if self._run.step.version != self._version:  # layers run otherwise since: kept, offloaded
             if why := self._why_not():
                 self.disable(why)
                 return None

@@ -30,6 +30,8 @@ def largest_row(run: Run, *, merges: bool) -> tuple[int, int]:
     Raises:
         ValueError: rows of any length.
     """
+    if run.image_rows is not None:
+        return run.image_rows.limit * int(run.args.per_device_train_batch_size), run.image_rows.longest
     most, facts = run.max_length, run.facts
     longest = most if facts is None or not facts.longest else min(most or 2**62, facts.longest)
     if longest is None:

@@ -31,7 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from fastpack_trl.checkpointing.streams import GIB, Streams
-from fastpack_trl.model.checkpoint_seam import Nesting, checkpoint_wrapped, is_reentrant, stock_checkpoint
+from fastpack_trl.model.checkpoint_seam import checkpoint_wrapped, is_reentrant, stock_checkpoint
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 
 logger = logging.getLogger(__name__)
@@ -323,7 +323,7 @@ def offload_checkpoints(
         stack.callback(offload.close)
         for index, layer in enumerate(layers):
             wrapper = functools.partial(offload.call, index, index >= len(layers) - keep_last)
-            stack.enter_context(checkpoint_wrapped(layer, wrapper, Nesting.OFFLOAD))
+            stack.enter_context(checkpoint_wrapped(layer, wrapper))
         yield offload
 
 

@@ -14,6 +14,7 @@ from fastpack_trl.checkpointing.budget import budget_bytes, head_bytes, largest_
 from fastpack_trl.checkpointing.offload import Mode
 from fastpack_trl.checkpointing.plan import LayerCost, Level, Plan, describe, layer_levels
 from fastpack_trl.checkpointing.streams import GIB
+from fastpack_trl.checkpointing.tower import tower_bytes
 from fastpack_trl.checkpointing.trace import layer_costs, probe_batches
 from fastpack_trl.model import sharded
 from fastpack_trl.model.checkpoint_seam import checkpointable_layers, stock_checkpoint
@@ -55,7 +56,10 @@ class ActivationMemory(TrainerCallback):
         with run.ranks.propagate_failures():  # none may run a sharded model without the others
             tokens, longest = largest_row(run, merges=merges)
             self.head_bytes, own = head_bytes(run.model, tokens), float(budget_bytes(run, gib, self._say))
-        budget = max(0, int(run.ranks.all_min([own])[0]) - self.head_bytes)
+            tower = tower_bytes(run)
+        if tower:
+            self._notes.append(f"{tower / GIB:.2f} GiB for the tower of images")
+        budget = max(0, int(run.ranks.all_min([own - tower])[0]) - self.head_bytes)
         dense, can_offload = largest_dense(run.model), not offload_unavailable(run.device)
         plan = Plan.keeping_all(count_layers(run), tokens, longest, budget, dense, can_offload)
         if level == "auto":

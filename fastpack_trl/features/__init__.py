@@ -8,7 +8,6 @@ from fastpack_trl.features import (
     cuda_graph,
     frozen_base,
     fused_layers,
-    layer_compile,
     lora,
     merge_accumulation,
     moe,
@@ -16,6 +15,7 @@ from fastpack_trl.features import (
     save_report,
     share_prefixes,
     sync_free,
+    vision_rows,
     vision_tower,
 )
 from fastpack_trl.features.feature import Feature
@@ -29,6 +29,8 @@ FEATURES: tuple[Feature, ...] = (
     # On four-bit experts PEFT's own forward would fail in the packing check.
     Feature("moe", moe.install, moe.why_not, moe.concerns, has_off=False),
     Feature("packed_attention", packed_attention.install, has_off=False, falls_back=False),
+    # Of the rows that it plans.
+    Feature("vision_rows", vision_rows.install, vision_rows.why_not, vision_rows.concerns, kinds=("sft",)),
     # Keeps copies of frozen weights before memory is planned.
     Feature("lora", lora.install, lora.why_not, lora.concerns, in_training=True, instead="PEFT"),
     # Of the layers of `lora`; changes the memory that is left to plan.
@@ -46,8 +48,6 @@ FEATURES: tuple[Feature, ...] = (
     # Needs the loss of `sync_free`.
     Feature("merge_accumulation", merge_accumulation.install, merge_accumulation.why_not, kinds=("sft", "online"),
             in_training=True),
-    # Compiles the forwards that the others have installed.
-    Feature("layer_compile", layer_compile.install, layer_compile.why_not, in_training=True, instead="eager"),
     # Records what all the others run.
     Feature("cuda_graph", cuda_graph.install, cuda_graph.why_not, in_training=True, instead="eager"),
     Feature("save_report", save_report.install, concerns=save_report.concerns, in_training=True, falls_back=False),

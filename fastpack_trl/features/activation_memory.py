@@ -13,6 +13,7 @@ from fastpack_trl.model.changes import callbacks_added, during_training, patch_a
 from fastpack_trl.model.checkpoint_seam import checkpointable_layers
 from fastpack_trl.model.facts import UNREADABLE
 from fastpack_trl.model.recompute import against_plan, check_recompute, offload_conflict, offload_unavailable
+from fastpack_trl.packing.batching import has_images
 from fastpack_trl.run import ONCE_SHARDED, Run
 
 
@@ -86,7 +87,7 @@ def plan_memory(run: Run, stack: contextlib.ExitStack) -> ActivationMemory | Non
                 level=setting,
                 gib=run.settings.activation_memory_gib,
                 mode="single_buffer" if run.settings.checkpoint_offload == "single_buffer" else "double_buffer",
-                merges=run.kind == "sft" and run.settings.merge_accumulation != "off",
+                merges=run.kind == "sft" and run.settings.merge_accumulation != "off" and not has_images(run.trainer),
             )
     except UNREADABLE as error:
         reason = f"no plan can be made: {type(error).__name__}: {error}"

@@ -16,6 +16,7 @@ from fastpack_trl.model.changes import callbacks_added, patch_attribute
 from fastpack_trl.model.checkpoint_seam import checkpointing_modules, checkpoints_reentrantly
 from fastpack_trl.model.facts import dropout_of
 from fastpack_trl.model.hooks import replaced_methods
+from fastpack_trl.packing.batching import has_images
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.run import Run, looks_inside
 
@@ -88,6 +89,7 @@ def _reasons_of_trainer(run: Run) -> Iterator[object]:
     """Yield why a trainer's calls of its backbone are not recorded."""
     trainer = run.trainer
     is_several = trainer.accelerator.num_processes > 1
+    yield has_images(trainer) and "the work of a tower depends on the sizes of its images"
     if run.kind == "sft":
         yield not run.loss_is_ours and "a loss over all logits reads sizes on the host (sync_free)"
         yield is_several and too_large(run)

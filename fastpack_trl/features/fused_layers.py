@@ -10,7 +10,6 @@ from typing import Any
 from fastpack_trl.kernels._triton import LEAST_CAPABILITY, has_triton, is_supported
 from fastpack_trl.layers.find import LIGER
 from fastpack_trl.layers.replace import fused_layers
-from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.facts import text_model
 from fastpack_trl.run import SHARDED, Run
 
@@ -42,5 +41,4 @@ def install(run: Run) -> Iterator[None]:
         fuses = bool(report.fused)
         path = "fused" if fuses else LIGER if LIGER in report.reasons.values() else "stock"
         run.set_status(FEATURE, "on" if fuses else "stock", path, str(report), holds=path != "stock")
-        with patch_attribute(run, "fused", report if fuses else None):
-            yield
+        yield

@@ -13,6 +13,7 @@ from fastpack_trl.features.feature import Met
 from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.facts import ALORA, UNREADABLE, dropout_of, is_invoked_once_per_row
 from fastpack_trl.model.hooks import BATCH_METHODS, callback_between, hook_on_a_gradient, replaced_methods
+from fastpack_trl.packing.batching import has_images
 from fastpack_trl.run import MERGED_ROW_TOKENS, Run, looks_inside, steps_in_backward
 from fastpack_trl.step.merged_completions import MergedCompletions
 from fastpack_trl.step.merging import FEATURE, Merging
@@ -92,11 +93,11 @@ def _lacks_memory(run: Run, tokens: int, width: int) -> str:
 def _of_documents(run: Run) -> Iterator[object]:
     trainer, setting, attention = run.trainer, run.settings.merge_accumulation, run.attention_path
     args, device = run.args, run.device.type
+    yield has_images(trainer) and "images of several micro-batches are not joined"
     yield not run.loss_is_ours and "loss and metrics per micro-batch need sync_free"
     dense = attention == "sdpa" and setting == "auto"
     yield dense and f"the dense mask of {attention} grows with the square of a row"
     yield (own := replaced_methods(trainer, BATCH_METHODS)) and f"{own} may expect one micro-batch"
-    yield not trainer.model_accepts_loss_kwargs and "the loss is a mean per micro-batch"
     yield callback_between(trainer)
     yield from looks_inside(run)
     yield is_invoked_once_per_row(trainer.model) and ALORA

@@ -14,6 +14,7 @@ from fastpack_trl.attention.backends import BACKENDS, choose, failure
 from fastpack_trl.attention.install import PackedAttention, packed_attention
 from fastpack_trl.errors import PackingError
 from fastpack_trl.features.verify_packing import is_examined, prove, tell_stock_error
+from fastpack_trl.features.vision_rows import switched_off
 from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.facts import asked_for, read_features
 from fastpack_trl.packing.batching import BatchPlan, vocabulary
@@ -70,6 +71,7 @@ def _tell(run: Run) -> None:
 
 def _plan(run: Run) -> BatchPlan:
     unproven = "" if run.settings.verify_packing == "off" else run.choice.unproven
+    unproven = switched_off(run) or unproven
     return run.plan_batches(run.trainer, run.choice.path, run.choice.flattens, unproven)
 
 

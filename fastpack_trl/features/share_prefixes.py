@@ -17,7 +17,7 @@ from fastpack_trl.errors import first_reason
 from fastpack_trl.model import facts
 from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.hooks import BATCH_METHODS
-from fastpack_trl.packing.batching import counts_tokens, fast_view, packing_collator, reads_rows
+from fastpack_trl.packing.batching import counts_tokens, fast_view, has_images, packing_collator, reads_rows
 from fastpack_trl.run import Run
 
 FEATURE = "share_prefixes"
@@ -35,6 +35,7 @@ def concerns(run: Run) -> bool:
 def why_not(run: Run) -> Iterator[object]:
     """Yield why documents stay whole, with the saving that this leaves out, or why prompts are repeated."""
     yield not run.packs and run.plan.reason
+    yield has_images(run.trainer) and "prefixes with images are not compared"
     yield from _in_rows_of_documents(run) if run.kind == "sft" else _for_completions(run)
 
 

@@ -12,8 +12,7 @@ from accelerate.logging import get_logger
 from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.attention.dense import stock_error
 from fastpack_trl.attention.install import PackedAttention
-from fastpack_trl.attention.probe import default_lengths
-from fastpack_trl.attention.proof import PackingProof, verify_packing
+from fastpack_trl.attention.proof import PackingProof, leak_of_stock, verify_packing
 from fastpack_trl.attention.small_copy import small_copy
 from fastpack_trl.errors import NonFiniteError, PackingError
 from fastpack_trl.model.facts import UNREADABLE, read_features
@@ -112,9 +111,8 @@ def tell_stock_error(run: Run) -> None:
     why = stock_error(stock.features)
     if not why and run.plan.kind == "packed" and not run.is_sharded and run.settings.verify_packing != "off":
         try:
-            with run.autocast():
-                proof = verify_kinds(run.model, attention=stock, lengths=default_lengths(run.model))
-            why = str(proof) if proof.leaks else ""
+            with run.autocast(), one_of_each_kind(run.model):
+                why = leak_of_stock(run.model, stock)
         except (*_CANNOT_RUN, torch.OutOfMemoryError):
             return
     if why:

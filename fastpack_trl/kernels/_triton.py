@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
-
-on_device_of = torch.cuda.device_of
-"""A context manager: Triton launches on the current device, which may not be the tensors' device."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_CAPABILITY = (8, 0)
@@ -30,6 +28,40 @@ def is_supported(device: torch.device) -> bool:
 
 def runs_triton(*tensors: Tensor | None) -> bool:
     """Return whether a kernel may take these tensors: on CUDA, contiguous or not, in fp32, bf16 or fp16."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    covered = all(tensor.is_cuda and tensor.dtype in DTYPES and is_supported(tensor.device) for tensor in given)
-    return covered and has_triton()
+    for tensor in tensors:
+        if tensor is not None and not (tensor.is_cuda and tensor.dtype in DTYPES and is_supported(tensor.device)):
+            return False
+    return has_triton()
+
+
+_compiled: dict[Any, tuple[Any, list[Any]]] = {}
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """Launch a kernel of Triton on the device of its first argument, which is a tensor.
+
+    From the second call of a variant on, the compiled kernel is called itself: Triton's own launch matches the
+    signature each time, which takes the host longer than all else in a small layer.
+
+    Args:
+        args: those that are not ``tl.constexpr``, in the order of the kernel.
+        constants: the others by name, and options such as ``num_warps``.
+    """
+    device = args[0].device
+    key = (id(kernel), device, *constants.values(), *map(_variant, args))
+    # Triton launches on the current device.
+    with torch.cuda.device_of(args[0]):
+        if key in _compiled:
+            compiled, rest = _compiled[key]
+            compiled[(*grid, 1, 1)[:3]](*args, *rest)
+            return
+        compiled = kernel[grid](*args, **constants)
+    if compiled is not None and torch.version.hip is None:  # the interpreter compiles nothing
+        _compiled[key] = compiled, [constants[name] for name in kernel.arg_names[len(args) :]]
+
+
+def _variant(value: Any) -> Any:
+    """Return what Triton compiles a variant for, as its ``specialize`` does."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    return (value == 1, value % 16 == 0, value < 2**31) if type(value) is int else type(value)

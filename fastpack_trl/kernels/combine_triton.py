@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpack_trl.kernels._triton import on_device_of
+from fastpack_trl.kernels._triton import launch
 
 _MAX_COLUMNS = 1024
 
@@ -47,13 +47,13 @@ def combine_triton(
     out = torch.empty(tokens, width, dtype=dtype or rows_sh.dtype, device=rows_sh.device)
     if tokens:
         columns = min(_MAX_COLUMNS, triton.next_power_of_2(width))
-        with on_device_of(out):
-            _combine_kernel[(tokens, triton.cdiv(width, columns))](
-                rows_sh.contiguous(), rows_sh if more_sh is None else more_sh.contiguous(), inverse_tk.contiguous(),
-                rows_sh if weights_tk is None else weights_tk.contiguous(),
-                rows_sh if bias_eh is None else bias_eh.contiguous(),
-                inverse_tk if ids_tk is None else ids_tk.contiguous(), out, width,
-                has_more=more_sh is not None, has_weights=weights_tk is not None, has_bias=bias_eh is not None,
-                top_k=top_k, columns=columns,
-            )  # fmt: skip
+        launch(
+            _combine_kernel, (tokens, triton.cdiv(width, columns)),
+            rows_sh.contiguous(), rows_sh if more_sh is None else more_sh.contiguous(), inverse_tk.contiguous(),
+            rows_sh if weights_tk is None else weights_tk.contiguous(),
+            rows_sh if bias_eh is None else bias_eh.contiguous(),
+            inverse_tk if ids_tk is None else ids_tk.contiguous(), out, width,
+            has_more=more_sh is not None, has_weights=weights_tk is not None, has_bias=bias_eh is not None,
+            top_k=top_k, columns=columns,
+        )  # fmt: skip
     return out

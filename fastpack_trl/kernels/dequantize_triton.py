@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpack_trl.kernels._triton import on_device_of
+from fastpack_trl.kernels._triton import launch
 
 _TILE = 1024
 """Packed bytes per program, four per thread: each loads 4 bytes and stores 16 (of 16-bit values)."""
@@ -62,16 +62,16 @@ def dequantize_4bit_triton(packed: Tensor, state: Any, code: Tensor) -> Tensor:
     columns = min(per_block, _TILE)
     num_values = out.numel()
     num_bytes = (num_values + 1) // 2
-    with on_device_of(out):
-        _dequantize_kernel[(triton.cdiv(num_bytes, _TILE),)](
-            stored, state.absmax, code,
-            code if inner is None else inner.absmax,
-            code if inner is None else inner.code,
-            code if inner is None else state.offset,
-            out, num_bytes, num_values,
-            bytes_per_block=per_block, blocks_per_scale=0 if inner is None else inner.blocksize,
-            rows=_TILE // columns, columns=columns, whole=num_values % (2 * _TILE) == 0,
-            # bitsandbytes rounds both product and sum; a fused multiply-add would round once and give another scale.
-            enable_fp_fusion=False, num_warps=_TILE // 128,
-        )  # fmt: skip
+    launch(
+        _dequantize_kernel, (triton.cdiv(num_bytes, _TILE),),
+        stored, state.absmax, code,
+        code if inner is None else inner.absmax,
+        code if inner is None else inner.code,
+        code if inner is None else state.offset,
+        out, num_bytes, num_values,
+        bytes_per_block=per_block, blocks_per_scale=0 if inner is None else inner.blocksize,
+        rows=_TILE // columns, columns=columns, whole=num_values % (2 * _TILE) == 0,
+        # bitsandbytes rounds both product and sum; a fused multiply-add would round once and give another scale.
+        enable_fp_fusion=False, num_warps=_TILE // 128,
+    )  # fmt: skip
     return out

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpack_trl.kernels._triton import on_device_of
+from fastpack_trl.kernels._triton import launch
 
 _PER_WARP = 1024
 _SIDE = 64
@@ -60,11 +60,11 @@ def quantize_rows_triton(
     out = torch.empty((rows, columns), dtype=dtype, device=x.device)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     padded = triton.next_power_of_2(columns)
-    with on_device_of(x):
-        _quantize_kernel[(rows,)](
-            x, x if factor is None else factor, out, scales, columns, has_factor=factor is not None,
-            largest_value=largest, least=least, columns=padded, num_warps=min(16, max(1, padded // _PER_WARP)),
-        )  # fmt: skip
+    launch(
+        _quantize_kernel, (rows,),
+        x, x if factor is None else factor, out, scales, columns, has_factor=factor is not None,
+        largest_value=largest, least=least, columns=padded, num_warps=min(16, max(1, padded // _PER_WARP)),
+    )  # fmt: skip
     return out, scales
 
 
@@ -72,8 +72,13 @@ def transposed_triton(values: Tensor) -> Tensor:
     """Transpose a matrix of one byte per value in one kernel."""
     rows, columns = values.shape
     out = torch.empty((columns, rows), dtype=values.dtype, device=values.device)
-    with on_device_of(values):
-        _transpose_kernel[(triton.cdiv(rows, _SIDE), triton.cdiv(columns, _SIDE))](
-            values.view(torch.uint8), out.view(torch.uint8), rows, columns, side=_SIDE
-        )
+    launch(
+        _transpose_kernel,
+        (triton.cdiv(rows, _SIDE), triton.cdiv(columns, _SIDE)),
+        values.view(torch.uint8),
+        out.view(torch.uint8),
+        rows,
+        columns,
+        side=_SIDE,
+    )
     return out

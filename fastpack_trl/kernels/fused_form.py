@@ -78,7 +78,10 @@ class RotaryForm:
 
 def empty_like(x: Tensor, dtype: torch.dtype, order: tuple[int, ...] | None) -> Tensor:
     """Return an empty tensor of the shape of x that is dense in the order of its dimensions given."""
-    return from_rows(x.new_empty(x.numel() // x.shape[-1], x.shape[-1], dtype=dtype), x.shape, order)
+    if order is None:
+        return x.new_empty(x.shape, dtype=dtype)
+    dense = x.new_empty([x.shape[axis] for axis in order], dtype=dtype)
+    return dense.permute([order.index(axis) for axis in range(len(order))])
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +111,13 @@ def memory_order(x: Tensor) -> tuple[int, ...] | None:
     return (*sorted(range(x.dim() - 1), key=x.stride, reverse=True), x.dim() - 1)
 
 
-def rows_of(x: Tensor, order: tuple[int, ...] | None) -> Tensor:
-    """Return x as rows (n, width) in the order of its memory, or in that of another tensor; a view if possible."""
+def rows_of(x: Tensor, order: tuple[int, ...] | None) -> tuple[Tensor, int]:
+    """Return a tensor of rows (n, width) in the order of memory of x, or of another tensor, and their stride.
+
+    It is x itself, or a view of it, if possible.
+    """
+    if order is None and x.is_contiguous():
+        return x, x.shape[-1]
     x = x if x.stride(-1) == 1 else x.contiguous()
-    return (x if order is None else x.permute(order)).flatten(0, -2)
-
-
-def from_rows(rows: Tensor, shape: torch.Size, order: tuple[int, ...] | None) -> Tensor:
-    """Return the view of rows that `rows_of` takes back."""
-    if order is None:
-        return rows.view(shape)
-    return rows.view([shape[axis] for axis in order]).permute([order.index(axis) for axis in range(len(order))])
+    rows = (x if order is None else x.permute(order)).flatten(0, -2)
+    return rows, rows.stride(0)

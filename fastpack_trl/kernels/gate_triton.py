@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpack_trl.kernels._triton import on_device_of
+from fastpack_trl.kernels._triton import launch
 from fastpack_trl.kernels.gate_form import Gate, passes_at_bounds
 
 _ROWS = 4
@@ -131,12 +131,12 @@ def gate_forward_triton(h_sf: Tensor, bias_ef: Tensor | None, expert_s: Tensor, 
     out = h_sf.new_empty(slots, inner)
     if slots:
         columns = _columns(inner)
-        with on_device_of(out):
-            _forward_kernel[(triton.cdiv(slots, _ROWS), triton.cdiv(inner, columns))](
-                h_sf.contiguous(), h_sf if bias_ef is None else bias_ef.contiguous(), expert_s, out, slots, inner,
-                gate.alpha, gate.limit, has_bias=bias_ef is not None, clamped=gate.kind == "clamped",
-                interleaved=gate.interleaved, rows=_ROWS, columns=columns,
-            )  # fmt: skip
+        launch(
+            _forward_kernel, (triton.cdiv(slots, _ROWS), triton.cdiv(inner, columns)),
+            h_sf.contiguous(), h_sf if bias_ef is None else bias_ef.contiguous(), expert_s, out, slots, inner,
+            gate.alpha, gate.limit, has_bias=bias_ef is not None, clamped=gate.kind == "clamped",
+            interleaved=gate.interleaved, rows=_ROWS, columns=columns,
+        )  # fmt: skip
     return out
 
 
@@ -149,14 +149,14 @@ def gate_backward_triton(
     grad_h, weighted_a = torch.empty_like(h_sf), torch.empty_like(grad_a_si)
     grad_weight = torch.empty(slots, dtype=torch.float32, device=h_sf.device)
     if slots:
-        with on_device_of(grad_h):
-            _backward_kernel[(triton.cdiv(slots, _ROWS),)](
-                h_sf.contiguous(), h_sf if bias_ef is None else bias_ef.contiguous(), expert_s, grad_a_si.contiguous(),
-                grad_a_si if more_si is None else more_si.contiguous(), weight_s, grad_h, weighted_a, grad_weight,
-                slots, inner, gate.alpha, gate.limit, has_more=more_si is not None, has_bias=bias_ef is not None,
-                clamped=gate.kind == "clamped", at_bounds=passes_at_bounds(),
-                interleaved=gate.interleaved, rows=_ROWS, columns=_columns(inner),
-            )  # fmt: skip
+        launch(
+            _backward_kernel, (triton.cdiv(slots, _ROWS),),
+            h_sf.contiguous(), h_sf if bias_ef is None else bias_ef.contiguous(), expert_s, grad_a_si.contiguous(),
+            grad_a_si if more_si is None else more_si.contiguous(), weight_s, grad_h, weighted_a, grad_weight,
+            slots, inner, gate.alpha, gate.limit, has_more=more_si is not None, has_bias=bias_ef is not None,
+            clamped=gate.kind == "clamped", at_bounds=passes_at_bounds(),
+            interleaved=gate.interleaved, rows=_ROWS, columns=_columns(inner),
+        )  # fmt: skip
     return grad_h, weighted_a, grad_weight
 
 

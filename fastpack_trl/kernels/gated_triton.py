@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpack_trl.kernels._triton import on_device_of
-from fastpack_trl.kernels.fused_form import GatedForm
+from fastpack_trl.kernels._triton import launch
+from fastpack_trl.kernels.fused_form import GatedForm, rows_of
 
 _ROWS, _MAX_COLUMNS, _WARPS = 4, 512, 4
 
@@ -69,12 +71,19 @@ def gated_backward_triton(
 
 def _launch(given: tuple[Tensor, ...], outs: tuple[Tensor, ...], form: GatedForm, *, back: bool) -> None:
     # Results are dense, or halves of a dense tensor: their rows are views.
-    rows = [(x if x.stride(-1) == 1 else x.contiguous()).flatten(0, -2) for x in (*given, *outs)]
-    num_rows, width = rows[0].shape
-    columns = min(_MAX_COLUMNS, triton.next_power_of_2(width))
+    width = given[0].shape[-1]
+    num_rows, (rows, strides) = (
+        given[0].numel() // width,
+        zip(*(rows_of(x, None) for x in (*given, *outs)), strict=True),
+    )
+    columns = _columns(width)
     if num_rows:
-        with on_device_of(rows[0]):
-            _kernel[(triton.cdiv(num_rows, _ROWS), triton.cdiv(width, columns))](
-                *rows, num_rows, width, *(x.stride(0) for x in rows), form.alpha, act=form.act, back=back,
-                rows=_ROWS, columns=columns, num_warps=_WARPS,
-            )  # fmt: skip
+        launch(
+            _kernel, (-(-num_rows // _ROWS), -(-width // columns)), *rows, num_rows, width, *strides, form.alpha,
+            act=form.act, back=back, rows=_ROWS, columns=columns, num_warps=_WARPS,
+        )  # fmt: skip
+
+
+@cache
+def _columns(width: int) -> int:
+    return min(_MAX_COLUMNS, triton.next_power_of_2(width))

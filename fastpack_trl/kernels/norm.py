@@ -48,7 +48,8 @@ def norm_forward(
     out = out.to(x.dtype).to(wide.dtype) if form.rounds else out
     out = out if weight is None else out * (weight.to(wide.dtype) + form.offset)
     out = out if bias is None else out + bias.to(wide.dtype)
-    return total, out.to(form.out_dtype(x, weight)), Statistics(rstd, mean)
+    # Contiguous, as torch's layer norm and the kernel return it, also of a transposed input.
+    return total, out.to(form.out_dtype(x, weight)).contiguous(), Statistics(rstd, mean)
 
 
 def norm_backward(

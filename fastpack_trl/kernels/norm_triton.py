@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpack_trl.kernels._triton import on_device_of
-from fastpack_trl.kernels.fused_form import NormForm, Statistics, from_rows, memory_order, rows_of
+from fastpack_trl.kernels._triton import launch
+from fastpack_trl.kernels.fused_form import NormForm, Statistics, empty_like, memory_order, rows_of
 
 _TILE, _PER_WARP = 2048, 512
 """Elements per program, and per warp: 16 per thread, two loads of 16 bytes each."""
@@ -98,26 +98,24 @@ def norm_forward_triton(
     x: Tensor, y: Tensor | None, weight: Tensor | None, bias: Tensor | None, form: NormForm
 ) -> tuple[Tensor, Tensor, Statistics]:
     """Compute `norm_forward` in one kernel."""
-    order = memory_order(x)
-    rows = rows_of(x, order)
-    others = rows if y is None else rows_of(y, order)
-    out = rows.new_empty(rows.shape, dtype=form.out_dtype(x, weight))
-    total = rows if y is None else rows.new_empty(rows.shape)
-    num_rows, width = rows.shape
+    order, width = memory_order(x), x.shape[-1]
+    rows, stride = rows_of(x, order)
+    others, other_stride = (rows, stride) if y is None else rows_of(y, order)
+    out = empty_like(x, form.out_dtype(x, weight), order)
+    total = x if y is None else empty_like(x, x.dtype, order)
+    num_rows = x.numel() // width
     rstd = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     mean = torch.empty_like(rstd) if form.centers else None
     if num_rows:
         per_program, columns, warps = _shape(width)
-        with on_device_of(x):
-            _forward_kernel[(triton.cdiv(num_rows, per_program),)](
-                rows, others, rows if weight is None else weight.contiguous(),
-                rows if bias is None else bias.contiguous(), total, out, rstd, rstd if mean is None else mean,
-                num_rows, width, rows.stride(0), others.stride(0), form.eps,
-                has_y=y is not None, has_weight=weight is not None, has_bias=bias is not None, centers=form.centers,
-                offset=form.offset, rounds=form.rounds, rows=per_program, columns=columns, num_warps=warps,
-            )  # fmt: skip
-    whole = x if y is None else from_rows(total, x.shape, order)
-    return whole, from_rows(out, x.shape, order), Statistics(rstd, mean)
+        launch(
+            _forward_kernel, (-(-num_rows // per_program),),
+            rows, others, rows if weight is None else weight.contiguous(), rows if bias is None else bias.contiguous(),
+            total, out, rstd, rstd if mean is None else mean, num_rows, width, stride, other_stride, form.eps,
+            has_y=y is not None, has_weight=weight is not None, has_bias=bias is not None, centers=form.centers,
+            offset=form.offset, rounds=form.rounds, rows=per_program, columns=columns, num_warps=warps,
+        )  # fmt: skip
+    return total, out, Statistics(rstd, mean)
 
 
 def norm_backward_triton(
@@ -125,28 +123,30 @@ def norm_backward_triton(
     *, of_weight: bool, of_bias: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Compute `norm_backward` in one kernel; the sums over rows need a second one."""
-    order = memory_order(x)
-    rows, grads = rows_of(x, order), rows_of(grad, order)
-    others = rows if grad_x is None else rows_of(grad_x, order)
-    out, (rstd, mean) = rows.new_empty(rows.shape), statistics
-    num_rows, width = rows.shape
+    order, width = memory_order(x), x.shape[-1]
+    (rows, stride), (grads, grad_stride) = rows_of(x, order), rows_of(grad, order)
+    others, other_stride = (rows, stride) if grad_x is None else rows_of(grad_x, order)
+    out, (rstd, mean) = empty_like(x, x.dtype, order), statistics
+    num_rows = x.numel() // width
     per_program, columns, warps = _shape(width)
-    programs = triton.cdiv(num_rows, per_program)
+    programs, sums = -(-num_rows // per_program), None
     if of_weight or of_bias:
         programs = min(programs, num_programs(x.device))
-    sums = torch.empty(of_weight + of_bias, programs, width, dtype=torch.float32, device=x.device)
+        sums = torch.empty(of_weight + of_bias, programs, width, dtype=torch.float32, device=x.device)
     if num_rows:
-        with on_device_of(x):
-            _backward_kernel[(programs,)](
-                rows, rows if weight is None else weight.contiguous(), rstd, rstd if mean is None else mean, grads,
-                others, out, sums[0] if of_weight else rstd, sums[-1] if of_bias else rstd,
-                num_rows, width, rows.stride(0), grads.stride(0), others.stride(0),
-                has_other=grad_x is not None, has_weight=weight is not None, centers=form.centers,
-                offset=form.offset, of_weight=of_weight, of_bias=of_bias, rows=per_program, columns=columns,
-                num_warps=warps,
-            )  # fmt: skip
-    total = sums.sum(1) if len(sums) else sums
-    return from_rows(out, x.shape, order), total[0] if of_weight else None, total[-1] if of_bias else None
+        launch(
+            _backward_kernel, (programs,),
+            rows, rows if weight is None else weight.contiguous(), rstd, rstd if mean is None else mean, grads,
+            others, out, sums[0] if sums is not None and of_weight else rstd,
+            sums[-1] if sums is not None and of_bias else rstd,
+            num_rows, width, stride, grad_stride, other_stride,
+            has_other=grad_x is not None, has_weight=weight is not None, centers=form.centers, offset=form.offset,
+            of_weight=of_weight, of_bias=of_bias, rows=per_program, columns=columns, num_warps=warps,
+        )  # fmt: skip
+    if sums is None:
+        return out, None, None
+    total = sums.sum(1)
+    return out, total[0] if of_weight else None, total[-1] if of_bias else None
 
 
 @cache
@@ -155,6 +155,7 @@ def num_programs(device: torch.device) -> int:
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
+@cache
 def _shape(width: int) -> tuple[int, int, int]:
     """Return rows per program, columns and warps."""
     columns = triton.next_power_of_2(width)

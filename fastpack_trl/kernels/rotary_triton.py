@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpack_trl.kernels._triton import on_device_of
+from fastpack_trl.kernels._triton import launch
 from fastpack_trl.kernels.fused_form import Layout, RotaryForm, empty_like
 from fastpack_trl.kernels.norm_triton import num_programs
 
@@ -168,14 +169,12 @@ def _launch(
     norm: Any, *, back: bool = False,
 ) -> None:  # fmt: skip
     pairs, width, tokens = form.num_pairs(cos), xs[0].shape[-1], xs[0].shape[2]
-    padded = triton.next_power_of_2(pairs)
-    rest = triton.next_power_of_2(width - 2 * pairs) if width > 2 * pairs else 0
-    rows = max(1, _TILE // triton.next_power_of_2(2 * padded + rest))
+    rows, padded, rest = _tile(pairs, width)
     cos, sin = cos.contiguous(), sin.contiguous()
     sides, programs = list[Any](), 0
     for index, (x, out, other) in enumerate(zip(xs, outs, others, strict=True)):
         num_rows = x.numel() // width
-        count = triton.cdiv(num_rows, rows) if sums is None else sums.shape[1]
+        count = -(-num_rows // rows) if sums is None else sums.shape[1]
         programs += count
         sides += [
             x, out, other, x if weights[index] is None else weights[index].contiguous(), rstds[index],
@@ -187,11 +186,19 @@ def _launch(
             sums.zero_()
         return
     styles = (form.writes, form.reads) if back else (form.reads, form.writes)
-    with on_device_of(cos):
-        _kernel[(programs,)](
-            *sides, cos, sin, tokens, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1),
-            0.0 if norm is None else norm.eps, pairs=pairs, width=width, reads=_COLUMNS[styles[0]],
-            writes=_COLUMNS[styles[1]], columns=_COLUMNS[form.columns], has_norm=norm is not None,
-            offset=0 if norm is None else norm.offset, back=back, of_weight=sums is not None, rows=rows, padded=padded,
-            rest=rest, num_warps=_WARPS,
-        )  # fmt: skip
+    launch(
+        _kernel, (programs,),
+        *sides, cos, sin, tokens, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1),
+        0.0 if norm is None else norm.eps, pairs=pairs, width=width, reads=_COLUMNS[styles[0]],
+        writes=_COLUMNS[styles[1]], columns=_COLUMNS[form.columns], has_norm=norm is not None,
+        offset=0 if norm is None else norm.offset, back=back, of_weight=sums is not None, rows=rows, padded=padded,
+        rest=rest, num_warps=_WARPS,
+    )  # fmt: skip
+
+
+@cache
+def _tile(pairs: int, width: int) -> tuple[int, int, int]:
+    """Return rows per block, and columns for one element of the pairs and for the rest of a head."""
+    padded = triton.next_power_of_2(pairs)
+    rest = triton.next_power_of_2(width - 2 * pairs) if width > 2 * pairs else 0
+    return max(1, _TILE // triton.next_power_of_2(2 * padded + rest)), padded, rest

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from fastpack_trl.model.facts import inside_peft, text_model
-from fastpack_trl.model.hooks import is_hooked
+from fastpack_trl.model.hooks import has_global_hooks, is_hooked
 
 ROTARY = "apply_rotary"
 """First letters of transformers' names for functions of (q, k, cos, sin), in the namespace of a modelling file."""
@@ -124,7 +124,8 @@ def _refusal(module: Any, part: str, rotary: tuple[tuple[ModuleType, str], ...])
 
 def hooked_inside(module: Any) -> bool:
     """Return whether a child that a fused gate does not call has hooks or a replaced forward."""
-    return any(is_hooked(child) for child in module._modules.values() if not hasattr(child, "in_features"))
+    skipped = [child for child in module._modules.values() if not hasattr(child, "in_features")]
+    return any(map(is_hooked, skipped)) or (bool(skipped) and has_global_hooks())
 
 
 def _parts(module: Any) -> list[Any]:

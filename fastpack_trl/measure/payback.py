@@ -25,12 +25,3 @@ class StartUpCost(NamedTuple):
     def pays(self, steps_left: float) -> bool:
         """Return whether it shortens the run."""
         return self.steps < steps_left
-
-
-class StepsLeft(NamedTuple):
-    """Remaining work of a run: ``StepsLeft(steps=50, rows=8)``."""
-
-    steps: int
-    """Optimizer steps."""
-    rows: int
-    """Rows per step: its micro-batches, fewer if these are merged."""

@@ -47,10 +47,12 @@ def patch_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 @contextmanager
 def restore_attributes(owners: Iterable[Any], name: str) -> Iterator[None]:
     """Restore an attribute of each of `owners` on exit."""
-    with ExitStack() as stack:
-        for owner in owners:
-            stack.callback(setattr, owner, name, getattr(owner, name))
+    before = [(owner, getattr(owner, name)) for owner in owners]
+    try:
         yield
+    finally:
+        for owner, value in reversed(before):
+            setattr(owner, name, value)
 
 
 class Patch:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from enum import IntEnum
 from functools import partial
 from typing import Any
 
@@ -34,30 +33,21 @@ keywords, runs again in backward; the hidden states come first in `args`.
 """
 
 
-class Nesting(IntEnum):
-    """Place of a wrapper, from the checkpoint function outwards."""
-
-    COMPILE = 0
-    OFFLOAD = 1
-
-
 @contextmanager
-def checkpoint_wrapped(layer: nn.Module, wrapper: Wrapper, nesting: Nesting) -> Iterator[None]:
+def checkpoint_wrapped(layer: nn.Module, wrapper: Wrapper) -> Iterator[None]:
     """Put `wrapper` around the checkpoint function of `layer`, set before or later, while the context is open.
 
-    Wrappers come and go in any order.
+    Later ones are further outside; they come and go in any order.
     """
     # Not traced: Dynamo of torch 2.11 resolves `layer.__dict__.get(CHECKPOINT)` to the property, without end.
     read = property(torch.compiler.disable(_read), _write, lambda layer: layer.__dict__.pop(CHECKPOINT))
     seam = partial(patch_attribute, type(layer), CHECKPOINT, read)
     with shared(type(layer), "_fastpack_seam", seam), shared(layer, _STACK, lambda: nullcontext(_Stack())) as stack:
-        entry = (nesting, wrapper)
-        stack.append(entry)
-        stack.sort(key=lambda each: each[0])
+        stack.append(wrapper)
         try:
             yield
         finally:
-            stack.remove(entry)
+            stack.remove(wrapper)
 
 
 def stock_checkpoint(layer: nn.Module) -> Any:
@@ -101,11 +91,6 @@ def checkpoints_reentrantly(module: Any) -> bool:
     return bool(module.gradient_checkpointing) and is_reentrant(stock_checkpoint(module))
 
 
-def checkpoints_inside_hooks() -> bool:
-    """Return whether transformers checkpoints inside the hooks of a layer, as from 5.23 on, rather than around them."""
-    return "__call__" not in GradientCheckpointingLayer.__dict__
-
-
 def layer_keywords(function: Any) -> dict[str, Any]:
     """Return the keywords of the layer in the function of its checkpoint, which wrappers may have put into theirs.
 
@@ -116,7 +101,7 @@ def layer_keywords(function: Any) -> dict[str, Any]:
     return function.keywords if isinstance(function, partial) else {}
 
 
-class _Stack(list[tuple[Nesting, Wrapper]]):
+class _Stack(list[Wrapper]):
     """The wrappers of one layer, innermost first; `wrapped` is what its property has returned last."""
 
     wrapped: _Wrapped | None = None
@@ -131,7 +116,7 @@ class _Wrapped:
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         call = self.stock
         if self.stack.wrapped is self:  # otherwise other code wrapped this one: the stack is around its wrapper
-            for _, wrapper in self.stack:
+            for wrapper in self.stack:
                 call = partial(wrapper, call)
         return call(function, *args, **kwargs)
 

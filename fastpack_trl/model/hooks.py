@@ -55,6 +55,11 @@ def is_hooked(module: Any) -> bool:
     return any(getattr(hook, "__module__", "") != _CACHES for kind in _KINDS for hook in getattr(module, kind).values())
 
 
+def has_global_hooks() -> bool:
+    """Return whether the user has a hook on all modules."""
+    return bool(_users_hook(nn.modules.module, "_global"))
+
+
 class PartsHooked:
     """Tells a forward that replaces calls of its parts whether a part has a hook and must be called.
 
@@ -69,19 +74,19 @@ class PartsHooked:
         answer = any(map(is_hooked, parts))
         if torch.compiler.is_compiling():  # in a graph torch traces the hooks on all modules
             return answer
-        answer = answer or bool(_users_hook(nn.modules.module, "_global"))
+        answer = answer or has_global_hooks()
         if answer != self._last and not in_backward():
             self._last = answer
         return self._last
 
 
-def hook_inside(module: nn.Module, name: str = "") -> str:
+def hook_inside(module: nn.Module) -> str:
     """Describe the first user hook that a call of `module` runs, e.g. ``the forward hook f on layers.1.mlp``."""
     if hook := _users_hook(nn.modules.module, "_global"):
         return f"the global {hook}"
     for inner in modules_of(module):  # a walk that makes the names takes five times as long
         if is_hooked(inner) and (hook := _users_hook(inner)):
-            own = next(own for own, hooked in module.named_modules(prefix=name) if hooked is inner)
+            own = next(own for own, hooked in module.named_modules() if hooked is inner)
             return f"the {hook} on {own or type(inner).__name__}"
     return ""
 
@@ -100,14 +105,14 @@ def _users_hook(owner: Any, prefix: str = "") -> str:
 class HookWatch:
     """The user's hooks that a call of one module runs; `found` is the last answer of `look`."""
 
-    def __init__(self, module: nn.Module, name: str = "") -> None:
-        self.module, self.name, self.found, self._handles = module, name, "", -1
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.found, self._handles = module, "", -1
 
     def look(self) -> str:
         """Return `hook_inside`, searched if a hook was found or one of any kind was registered since."""
         handles = getattr(RemovableHandle, "next_id", -1)  # grows with each registration
         if self.found or handles == -1 or handles != self._handles:
-            self.found, self._handles = hook_inside(self.module, self.name), handles
+            self.found, self._handles = hook_inside(self.module), handles
         return self.found
 
 

@@ -23,7 +23,8 @@ _HOMES = {"LoraLinear": "peft.tuners.lora.layer.Linear"} | {
         "Conv1D; torch._subclasses.fake_tensor: FakeTensor FakeTensorMode; "
         "torch.utils._pytree: tree_leaves tree_map_only; "
         "transformers.modeling_layers: GradientCheckpointingLayer; "
-        "transformers.trainer_callback: CallbackHandler; trl.trainer.sft_trainer: DataCollatorForLanguageModeling"
+        "transformers.trainer_callback: CallbackHandler; "
+        "trl.trainer.sft_trainer: DataCollatorForLanguageModeling DataCollatorForVisionLanguageModeling"
     )
 }
 """Classes and functions that this module exports by their last name; a missing class is `Absent`."""
@@ -48,7 +49,6 @@ NEEDS = {
         "moe": "transformers.integrations.moe: ALL_EXPERTS_FUNCTIONS ExpertsInterface",
         "activation_memory": f"{_LAYER}; torch.utils._pytree: tree_leaves",
         "checkpoint_offload": _LAYER,
-        "layer_compile": f"{_LAYER}; torch.nn.Module: _call_impl",
         "mfu": "trl.trainer.utils: get_peak_flops",
         "cuda_graph": "peft.tuners.tuners_utils: BaseTunerLayer; torch: _foreach_copy_ _foreach_zero_",
     }.items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
@@ -28,6 +28,11 @@ class BatchPlan:
 
     kind: Literal["packed", "padding_free", "documents", "stock"]
     reason: str
+
+
+def has_images(trainer: Any) -> bool:
+    """Return whether TRL trains on images: its collator runs the processor."""
+    return bool(getattr(trainer, "_is_vision_dataset", False))
 
 
 def is_stock_collator(collator: object) -> bool:
@@ -57,6 +62,12 @@ def plan_batches(trainer: SFTTrainer, path: str, flattens: bool, unproven: str =
     return BatchPlan("packed", source)
 
 
+def plan_padded(trainer: SFTTrainer, path: str, flattens: bool, reasons: Iterable[object]) -> BatchPlan:
+    """Return the batches of an SFT run on images, which TRL pads, unless one of `reasons` keeps them padded."""
+    every = chain(reasons, _in_any_trainer(trainer, path, images=True), _padded_in_sft(trainer))
+    return _without_padding(first_reason(chain(every, _padded(trainer, path, flattens))))
+
+
 def plan_prompt_groups(trainer: Any, path: str, flattens: bool, unproven: str = "") -> BatchPlan:
     """Return the batches of a trainer that scores completions: as rows without padding, or as TRL pads them."""
     reasons = chain(_in_any_trainer(trainer, path), _padded_prompts(trainer), _padded(trainer, path, flattens, *_SCORE))
@@ -77,11 +88,11 @@ _SEE_BATCHES = (
 _SCORE = ("_compute_loss", "compute_ref_log_probs", "_compute_kl_logps", "_get_per_token_logps_and_entropies")
 
 
-def _in_any_trainer(trainer: Any, path: str) -> Iterator[object]:
+def _in_any_trainer(trainer: Any, path: str, *, images: bool = False) -> Iterator[object]:
     """Yield reasons to keep TRL's batches that apply to every trainer."""
     parallelism = trainer.accelerator.parallelism_config
     yield path == "off" and "packed_attention is off"
-    yield getattr(trainer, "_is_vision_dataset", False) and "vision data"
+    yield not images and has_images(trainer) and "vision data"
     split = parallelism is not None and (parallelism.cp_enabled or getattr(parallelism, "sp_enabled", False))
     yield split and "context or sequence parallelism"
     yield (

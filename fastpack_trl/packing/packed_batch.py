@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastpack_trl.packing.blocks import Blocks
 from fastpack_trl.packing.shared_keys import Documents, Ints, SharedKeys, TensorFields
 
 IGNORE_INDEX = -100
@@ -107,6 +108,7 @@ class PackedBatch(TensorFields):
         labels: the labels that these two were made from; None where that is not known.
         parts: the micro-batches that `merge_batches` made the row of, first to last; empty for a row by itself.
         shared: the keys of segments that continue tokens of another one; None: no segment does.
+        blocks: the images whose tokens attend to each other; None: each token sees those up to itself.
         documents: of a row that the collator made of documents with shared prefixes, to which `labels` belong; None:
             they are the segments, one label per token.
         derived: objects built once from the batch (`derive`), shared by copies that are rebuilt field by field.
@@ -124,6 +126,7 @@ class PackedBatch(TensorFields):
     positions: TensorVersion | None = None
     parts: tuple[Part, ...] = ()
     shared: SharedKeys | None = None
+    blocks: Blocks | None = None
     documents: Documents | None = None
     derived: Derived = field(default_factory=Derived, repr=False)
 

@@ -30,7 +30,7 @@ class PackedInputs(dict[str, Any]):
 
     def copy(self) -> PackedInputs:
         """Return a shallow copy that moves to a device as this one does."""
-        return PackedInputs(self)
+        return type(self)(self)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> PackedInputs:
         """Copy to `device`; tensors that are there already are kept.
@@ -71,4 +71,8 @@ class PackedInputs(dict[str, Any]):
                 return replace(value.map(once), labels=version(value.labels), positions=version(value.positions))
             return once(value) if isinstance(value, Tensor) else convert_other(value)
 
-        return PackedInputs({key: entry(value) for key, value in self.items()})
+        return type(self)({key: entry(value) for key, value in self.items()})
+
+
+class PaddedInputs(dict[str, Any]):
+    """A padded batch of TRL's collator in a run of rows: TRL's loss, its figures gathered as those of rows."""

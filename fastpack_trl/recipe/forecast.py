@@ -334,11 +334,11 @@ def stand_in(arguments: Arguments, model: Any, gpu: Gpu) -> Any:
             on["packed_attention"] += f": {BACKENDS['varlen'].refuses(features)}"
         accelerator = SimpleNamespace(num_processes=gpu.processes, state=None)
         run: Any = SimpleNamespace(
-            settings=Settings.of(args, training=False), args=args, model=model, ranks=Ranks(1), lora=None, fused=None,
+            settings=Settings.of(args, training=False), args=args, model=model, ranks=Ranks(1), lora=None,
             device=torch.device("cuda", 0), training=True, loss_is_ours=True, report=FeatureReport(),
             compute_dtype=features.compute_dtype, is_sharded=gpu.shards, is_fsdp2=gpu.shards, is_deepspeed=False,
             kind=arguments.method.classes[0]._fastpack_of.kind, packs=backend is not None, set_status=set_status,
-            choice=choice if backend else replace(choice, refuses_compile=padded),
+            choice=choice,
             refuses_static=lambda bucket: backend.refuses_static(bucket, features) if backend else padded,
             trainer=SimpleNamespace(accelerator=accelerator, model_accepts_loss_kwargs=True), step=StepServices(),
             features=features, on=on,
@@ -347,10 +347,9 @@ def stand_in(arguments: Arguments, model: Any, gpu: Gpu) -> Any:
         with ExitStack() as stack:
             for name in ("moe", "lora"):
                 feature(name).enter(run, stack)
-            for name in ("fused_layers", "layer_compile", "cuda_graph"):
+            for name in ("fused_layers", "cuda_graph"):
                 why, weighed = feature(name).why_off(run), "" if name == "fused_layers" else ", if it pays off"
                 on[name] = f"off: {why}" if why else f"on{weighed}"
-                run.fused = run.fused or (name == "fused_layers" and not why) or None
         if gpu.shards:
             on["cuda_graph"] = "off: FSDP 2 gathers weights in a step"
         if args.bf16 and emulates_bf16(run.device):

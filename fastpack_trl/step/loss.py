@@ -127,7 +127,7 @@ class LossForward(OwnForward):
     """Lays a forward around the one that TRL gave `model`.
 
     A call with labels, their `PackedBatch` as ``loss_batch``, and ``loss_type`` returns a `ChosenLoss`; every other one
-    goes to TRL's forward.
+    goes to TRL's forward. With ``loss_means`` its total is the sum of the means over micro-batches.
 
     Attributes:
         call_backbone: calls the decoder.
@@ -206,6 +206,7 @@ def _around(call_backbone: BackboneCall, bound: Any) -> Callable[..., Any]:
         *args: Any,
         loss_batch: PackedBatch | None = None,
         loss_type: str = "nll",
+        loss_means: bool = False,
         **kwargs: Any,
     ) -> Any:
         labels: Any = kwargs.get("labels")
@@ -234,8 +235,12 @@ def _around(call_backbone: BackboneCall, bound: Any) -> Callable[..., Any]:
             sizes = [part.loss_tokens for part in parts] or [positions.numel()]
             whole = sizes if documents is None or weights is None else [documents.loss_tokens]
             counted = [part.counted or part.loss_tokens for part in parts] or whole
-        chosen = hidden.flatten(0, 1).index_select(0, positions)
-        loss = compute(chosen, *whole_head(self), next_tokens, weights=weights, loss_type=loss_type)
+        chosen, factors = hidden.flatten(0, 1).index_select(0, positions), weights
+        if loss_means:
+            of_parts = zip(sizes, counted, strict=True)
+            shares = torch.cat([torch.full((size,), 1 / max(1, n), device=hidden.device) for size, n in of_parts])
+            factors = shares if weights is None else shares * weights
+        loss = compute(chosen, *whole_head(self), next_tokens, weights=factors, loss_type=loss_type)
         asked = kwargs.get("output_router_logits")
         aux_loss = _balancing(outputs, text_config.num_experts_per_tok, loss_batch) if asked else None
         return ChosenLoss(loss.total, loss.entropy, loss.is_top1, aux_loss, weights, sizes, counted, is_edited)
@@ -309,11 +314,13 @@ def step_loss(
         outputs = _of_stock(model(**inputs, fused_lm_head=True), loss_type)
     else:
         # Without `fused_lm_head`: TRL's forward of a trainer that was made since hands the call on to ours.
-        outputs = model(**inputs, loss_batch=batch, loss_type=loss_type)
+        means = {"loss_means": True} if num_items_in_batch is None and len(batch.parts) > 1 else {}
+        outputs = model(**inputs, loss_batch=batch, loss_type=loss_type, **means)
     items: Any
     ranks = 1
     if num_items_in_batch is None:
-        items, steps = max(1, sum(outputs.counted)), 1
+        # Several micro-batches in a row: the loss is the sum of their means, which the trainer divides by their number.
+        items, steps = 1 if batch is not None and len(batch.parts) > 1 else max(1, sum(outputs.counted)), 1
     else:
         # A mean per micro-batch: with a count of the whole step nobody else divides it by the micro-batches.
         items, steps = torch.as_tensor(num_items_in_batch).clamp(min=1), trainer.current_gradient_accumulation_steps

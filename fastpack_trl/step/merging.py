@@ -98,15 +98,12 @@ class Merging:
         self._groups: dict[int, range] = {}
         """By the place of the last micro-batch of each group."""
 
-    def plan(self, batches: list[Any], num_items_in_batch: Any) -> None:
-        """Choose the groups of one optimizer step.
-
-        Without the number of tokens of the whole step each loss is a mean over its micro-batch: they cannot be merged.
-        """
+    def plan(self, batches: list[Any]) -> None:
+        """Choose the groups of one optimizer step."""
         self._step, self._groups = batches, {}
         if self.fits is None and self._bytes_per_token < math.inf:
             self.fits = self._predict()
-        if self._ended or len(batches) < 2 or num_items_in_batch is None or self.fits is None:
+        if self._ended or len(batches) < 2 or self.fits is None:
             return
         if not all(map(can_merge, batches)):
             self._run.report.remark(FEATURE, "micro-batches changed after collation run one by one")

@@ -14,6 +14,7 @@ from fastpack_trl.model.facts import text_model
 from fastpack_trl.model.hooks import hook_on_the_outputs, needs_logits
 from fastpack_trl.packing.collator import unshared
 from fastpack_trl.packing.packed_batch import PackedBatch
+from fastpack_trl.packing.packed_inputs import PaddedInputs
 from fastpack_trl.run import Run
 from fastpack_trl.step.hostwork import HostWork, LossFilter
 from fastpack_trl.step.loss import LossForward, step_loss
@@ -67,7 +68,12 @@ class SyncFreeStep:
             run.report.remark("sync_free", _EDITED_LABELS)
         # As TRL counts them, but for positions of several sections: a row may have been cut short.
         known = batch is not None and (batch.parts or batch.documents)
-        tokens = row_tokens(batch) if batch is not None and known else [inputs["position_ids"].shape[-1]]
+        if batch is not None and known:
+            tokens = row_tokens(batch)
+        elif isinstance(inputs, PaddedInputs):
+            tokens = [int(inputs["attention_mask"].sum())]
+        else:
+            tokens = [inputs["position_ids"].shape[-1]]
         self.metrics.keep(trainer, mode, table, loss_tokens, tokens)
         return loss
 
@@ -90,6 +96,7 @@ class SyncFreeStep:
 def _only_stock_batch(run: Run, inputs: Any, return_outputs: bool) -> Iterator[object]:
     trainer = run.trainer
     padded = inputs.get("position_ids") is None or inputs.get("attention_mask") is not None
+    padded = padded and not isinstance(inputs, PaddedInputs)
     if not trainer.model.training:
         unlike = return_outputs or padded
         yield unlike and trainer.compute_metrics is not None and EVALUATION

@@ -168,12 +168,14 @@ class FeaturedTrainer(_Stock):
         waits = (args.bf16_full_eval or args.fp16_full_eval) and not (run.is_sharded or self.is_model_parallel)
         if waits and next(self.model.parameters()).device.type != args.device.type:
             self._move_model_to_device(self.model, args.device)  # TRL does so later, after the packing check
+        if announce and args.use_liger_kernel:
+            from transformers.integrations.liger import apply_liger_kernel
+
+            apply_liger_kernel(self.model, args.liger_kernel_config)  # TRL does so later, after classes are compared
         run.settings, run.training, run.is_strict = Settings.of(self.args, announce), announce, announce
         with contextlib.ExitStack() as stack:
             stack.callback(setattr, run, "is_strict", False)  # also where a feature stops the run
             stack.enter_context(silence_renamed_checkpointing())
-            if announce:
-                stack.enter_context(during_training(self, at_begin=run.begin_steps))
             for feature in FEATURES:
                 feature.enter(run, stack)
             self._fastpack_enter(stack)

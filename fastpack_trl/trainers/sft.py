@@ -16,7 +16,7 @@ from fastpack_trl.checkpointing.planned import gathered_once
 from fastpack_trl.features.sync_free import prepare
 from fastpack_trl.model.changes import during_training, patch_attribute
 from fastpack_trl.model.preflight import check_given
-from fastpack_trl.packing.batching import fast_view, is_stock_collator, packing_collator, plan_batches
+from fastpack_trl.packing.batching import fast_view, has_images, is_stock_collator, packing_collator
 from fastpack_trl.packing.collator import unshared
 from fastpack_trl.packing.dataset import prepare_in_two_passes
 from fastpack_trl.packing.documents import DocumentsCollator, as_one_row
@@ -26,6 +26,15 @@ from fastpack_trl.step.metrics import FlushedOnRead
 from fastpack_trl.step.sync_free import SyncFreeStep
 from fastpack_trl.trainers.featured import FeaturedTrainer, Of, naming_faults
 from fastpack_trl.trainers.sft_step import OptimizerStep, clear_derived
+from fastpack_trl.vision.packing import BY_PLACE, Samples
+from fastpack_trl.vision.rows import (
+    ImageRows,
+    first_with_image,
+    in_step,
+    is_vision_collator,
+    naming_limit,
+    plan_batches,
+)
 
 
 class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
@@ -83,6 +92,8 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
     def _get_dataloader(self, dataset: Any, description: str, *args: Any, **kwargs: Any) -> DataLoader[Any]:
         training, collator = kwargs.get("is_training", False), self.data_collator
         if self._fastpack_collates(dataset, training, description):
+            if has_images(self):
+                return self._fastpack_image_loader(dataset, description, *args, **kwargs)
             if self.fastpack_run.packs:
                 shares = self.fastpack_run.shares_prefixes and training
                 collator, dataset = packing_collator(self, share_prefixes=shares), fast_view(dataset)
@@ -91,12 +102,30 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         with patch_attribute(self, "data_collator", collator):
             return super()._get_dataloader(dataset, description, *args, **kwargs)
 
+    def _fastpack_image_loader(self, dataset: Any, description: str, *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        rows = self.fastpack_run.image_rows if kwargs.get("is_training", False) else None
+        view, removes = dataset, self.args.remove_unused_columns
+        if isinstance(dataset, Dataset) and (rows or self.args.train_sampling_strategy in BY_PLACE):
+            view, removes = Samples(self._remove_unused_columns(dataset, description), rows and rows.rows), False
+        spare = first_with_image(dataset) if self.fastpack_run.is_sharded and self.args.world_size > 1 else None
+        with (
+            patch_attribute(self, "data_collator", ImageRows(self.data_collator, self.model, spare)),
+            patch_attribute(self.args, "remove_unused_columns", removes),
+        ):
+            return super()._get_dataloader(view, description, *args, **kwargs)
+
+    def _fastpack_with_images(self, batches: list[Any]) -> list[Any]:
+        run = self.fastpack_run
+        waits = run.is_entered and run.packs and has_images(self) and run.is_sharded and run.ranks.count > 1
+        return in_step(batches, run.ranks.all_max) if waits else batches
+
     def _fastpack_collates(self, dataset: Any, is_training: bool, description: str) -> bool:
         """Return whether a loader gets our collator; evaluation that returns predictions keeps TRL's shapes."""
         run = self.fastpack_run
         if not self.fastpack_run.is_entered or run.plan.kind == "stock":
             return False
-        if not is_stock_collator(self.data_collator):  # set by the user during the run
+        is_stock = is_vision_collator if has_images(self) else is_stock_collator
+        if not is_stock(self.data_collator):  # set by the user during the run
             why = f"data_collator was replaced by {type(self.data_collator).__name__}"
             if run.report["batches"].reason != why:
                 run.disable("batches", "stock", why)
@@ -124,8 +153,9 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         batches, num_items_in_batch = super().get_batch_samples(*args, **kwargs)
+        batches = self._fastpack_with_images(batches)
         if self.fastpack_run.is_entered:
-            self._fastpack_optimizer_step.begin(batches, num_items_in_batch)
+            self._fastpack_optimizer_step.begin(batches)
         return batches, num_items_in_batch
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
@@ -159,7 +189,8 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         run, step = self.fastpack_run, self._fastpack_step
         if step is None or not step.takes(run, inputs, return_outputs):
             return super().compute_loss(model, unshared(inputs), return_outputs, num_items_in_batch)
-        return step.batch_loss(run, model, inputs, num_items_in_batch)
+        with naming_limit(self.args.max_length):
+            return step.batch_loss(run, model, inputs, num_items_in_batch)
 
     def floating_point_ops(self, inputs: Any) -> int:
         if (step := self._fastpack_step) is not None:
@@ -183,7 +214,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         return outputs
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        stock = super().prediction_step
+        stock, inputs = super().prediction_step, self._fastpack_with_images([inputs])[0]
         if not self.fastpack_run.is_entered:
             return stock(model, inputs, *args, **kwargs)
         try:

@@ -45,7 +45,7 @@ class OptimizerStep:
         self._start: _Start | None = None
         self._done = self._step = self._before = 0
 
-    def begin(self, batches: list[Any], num_items_in_batch: Any) -> None:
+    def begin(self, batches: list[Any]) -> None:
         """Take the micro-batches that the trainer has read for a step, and plan their rows."""
         step = self._run.trainer.state.global_step
         # Micro-batches without an optimizer step: an epoch of a stream ended there, and their gradients remain.
@@ -53,8 +53,7 @@ class OptimizerStep:
         self._batches, self._done, self._start = batches, 0, None
         merging = self._run.merging
         if merging is not None:
-            merging.plan(batches, num_items_in_batch)
-        self._run.step.rows = len(batches) if merging is None else merging.rows
+            merging.plan(batches)
 
     def run(self, forward_backward: MicroStep, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
         """Run a micro-batch, or the row that it completes; return the loss, 0 for one that waits for the last of it.

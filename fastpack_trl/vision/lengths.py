@@ -36,6 +36,12 @@ def lengths_of(ends: Tensor) -> tuple[int, ...]:
     return found
 
 
+def keep_on_host(moved: Tensor, host: Tensor) -> None:
+    """Let `made_on_host` find the values of a tensor that was moved to a device, where it would read them."""
+    if moved is not host and not moved.is_inference():
+        moved.fastpack_read = moved._version, {Tensor.cpu: host}
+
+
 def made_on_host(own: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of transformers' `vision_utils` that computes on the host what it makes of grids."""
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from fastpack_trl.capture.decision import IdleRule
-from fastpack_trl.measure.payback import StepsLeft
 from fastpack_trl.packing.buckets import Bucket, Buckets
 
 SIZES = [Bucket(512 * 2**power, 4, 256) for power in range(8)]  # no row fits into the bucket of a shorter one
@@ -19,7 +18,7 @@ def decided(idle: float, seconds: float, sizes: Sequence[Bucket], left: int) -> 
     """A rule that has watched steps with rows of these sizes."""
     state, buckets = SimpleNamespace(global_step=0), Buckets()
     run: Any = SimpleNamespace(trainer=SimpleNamespace(state=state), step=SimpleNamespace(is_warmed_up=True))
-    run.steps_left = lambda: StepsLeft(left, 1)
+    run.steps_left = lambda: left
     device: Any = SimpleNamespace(watch_idle=lambda: SimpleNamespace(stop=lambda: (idle, seconds)))
     rule, reason = IdleRule(run, device, buckets, pays=False), ""
     for size in sizes:

@@ -158,14 +158,13 @@ def test_a_forecast_follows_the_rules_of_the_features(material: Material, monkey
 
     assert found() == {
         "packed_attention": "varlen", "lora": "on", "fused_layers": "on",
-        "layer_compile": "off: fused_layers is as fast from the second step on; layer_compile='on' compiles",
         "cuda_graph": "on, if it pays off",
     }  # fmt: skip
-    with_reasons(monkeypatch, "layer_compile", lambda run: iter(["a new rule"]))
+    with_reasons(monkeypatch, "fused_layers", lambda run: iter(["a new rule"]))
     monkeypatch.setattr("fastpack_trl.features.cuda_graph.LEAST_CAPABILITY", (9, 5))
     monkeypatch.setattr("fastpack_trl.features.lora.has_lora", lambda model: False)
     changed = found()
-    assert changed["layer_compile"] == "off: a new rule"
+    assert changed["fused_layers"] == "off: a new rule"
     assert changed["cuda_graph"] == "off: needs compute capability 9.5, this device has 9.0"
     assert "lora" not in changed
     monkeypatch.setattr("fastpack_trl.features.cuda_graph.LEAST_CAPABILITY", (9, 0))

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from compile_material import Counting, compile_with
 from model_material import vision_model
 from offload_material import LAYERS
 from out_of_memory import too_large
@@ -30,7 +29,7 @@ from fastpack_trl.features.activation_memory import plan_memory
 from fastpack_trl.model.checkpoint_seam import checkpointable_layers
 from fastpack_trl.testing import tiny_model
 
-OURS = ("activation_memory", "activation_memory_gib", "checkpoint_offload", "merge_accumulation", "layer_compile")
+OURS = ("activation_memory", "activation_memory_gib", "checkpoint_offload", "merge_accumulation")
 
 
 def fast(folder: Path, **more: Any) -> Any:
@@ -255,18 +254,3 @@ def test_a_step_that_fits_at_no_level_raises_the_devices_error(tmp_path: Path) -
         trainer.train()
     assert trainer.fastpack_run.memory is None
     assert trainer.args.gradient_checkpointing
-
-
-@pytest.mark.usefixtures("varlen_on_the_cpu", "offloads")
-@pytest.mark.parametrize("own", [{"activation_memory": "offload"}, {"checkpoint_offload": "double_buffer"}])
-def test_compiled_layers_leave_the_model(tmp_path: Path, own: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`layer_compile` wraps what stands around a layer's checkpoint, and is taken away before it or after it."""
-    compile_with(graphs := Counting(), monkeypatch)
-    more = {"max_steps": 2, "eval_strategy": "no", "layer_compile": "on", "activation_memory_gib": 1.0}
-    trainer = fast(tmp_path, **more, **own)
-    trainer.train()
-    assert graphs.graphs
-    for layer in checkpointable_layers(trainer.model):
-        assert type(layer._gradient_checkpointing_func).__name__ == "partial"
-        assert layer._compiled_call_impl is None
-    assert trainer.fastpack_report[next(iter(own))].status == "on"

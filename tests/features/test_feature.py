@@ -28,7 +28,6 @@ READERS = {
     "features.sync_free.head_of": "sync_free",
     "features.merge_accumulation.is_invoked_once_per_row": "merge_accumulation",
     "features.activation_memory.checkpointable_layers": "activation_memory",
-    "compile.layers.decoder_layers": "layer_compile",
     "model.facts._gaps": "packed_attention",
 }
 OPTIONS: dict[str, Any] = {"packing": True, "max_steps": 3, "gradient_accumulation_steps": 2}
@@ -46,9 +45,6 @@ def test_a_part_that_cannot_be_read_is_the_librarys_and_named(
 ) -> None:
     monkeypatch.setattr(f"fastpack_trl.{reader}", Mock(side_effect=AttributeError("no such field")))
     feature = READERS[reader]
-    # On the CPU nothing is compiled unless it is asked for by name, and then an error is one.
-    if feature == "layer_compile":
-        without_reasons(monkeypatch, "layer_compile")
     ours: Any = train(FastSFTTrainer, tmp_path, fast={"activation_memory_gib": 1.0}, **OPTIONS)
     assert_same_log(ours, stock, rtol=2e-5, atol=1e-5)
     line = ours.fastpack_report[feature]

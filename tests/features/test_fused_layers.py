@@ -18,7 +18,6 @@ from fastpack_trl import FastSFTTrainer
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.checkpointing.trace import layer_costs, probe_batches
 from fastpack_trl.features import fused_layers as feature
-from fastpack_trl.features import layer_compile
 from fastpack_trl.kernels import rotary as rotary_module
 from fastpack_trl.kernels.fused_form import NormForm
 from fastpack_trl.layers.pending import PendingNorm
@@ -73,28 +72,12 @@ def test_other_trainers_learn_as_stock(name: str, lora: bool, tmp_path: Path) ->
 
 def test_auto_needs_kernels(tmp_path: Path) -> None:
     assert_line(train(FastSFTTrainer, tmp_path, packing=True), "fused_layers", "its kernels need CUDA", status="off")
-    args, settings = SimpleNamespace(torch_compile=False), SimpleNamespace(fused_layers="auto", layer_compile="auto")
+    args, settings = SimpleNamespace(torch_compile=False), SimpleNamespace(fused_layers="auto")
     run: Any = SimpleNamespace(args=args, settings=settings, is_sharded=False, device=torch.device("cuda", 0))
     with forced_capability((7, 5)):
         assert "its kernels need compute capability 8.0" in list(feature.why_not(run))
     with forced_capability((8, 0)):
         assert not any(feature.why_not(run))
-
-
-def test_layers_that_are_fused_are_compiled_on_request_only() -> None:
-    def reasons(setting: str, fused: object) -> list[object]:
-        state = SimpleNamespace(dynamo_plugin=None)
-        run: Any = SimpleNamespace(
-            settings=SimpleNamespace(layer_compile=setting), device=torch.device("cuda", 0), fused=fused, packs=True,
-            args=SimpleNamespace(torch_compile=False), model=tiny_model("llama"), is_sharded=False,
-            choice=SimpleNamespace(refuses_compile=""),
-            trainer=SimpleNamespace(accelerator=SimpleNamespace(state=state)),
-        )  # fmt: skip
-        return [reason for reason in layer_compile.why_not(run) if reason]
-
-    assert "fused_layers is as fast" in str(*reasons("auto", object()))
-    assert not reasons("on", object())
-    assert not reasons("auto", None)
 
 
 def test_the_plan_counts_what_fused_layers_keep() -> None:

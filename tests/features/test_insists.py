@@ -67,8 +67,8 @@ CASES: dict[tuple[str, str], Case] = {
     ("fused_layers", "on"): Case(
         "torch_compile=True", late=lambda trainer: setattr(trainer.args, "torch_compile", True)
     ),
+    ("vision_rows", "on"): Case(reason="the data set has no images"),
     ("vision_tower", "on"): Case("the model has no tower"),
-    ("layer_compile", "on"): Case("per_document launches one kernel per document"),
     ("cuda_graph", "on"): Case("the model is on cpu"),
     ("moe_quantize_experts", "on"): Case("has no expert stacks", refused=True),
     ("sync_free", "on"): Case("compute_loss_func needs the full logits", given={"compute_loss_func": summed}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,16 @@ def test_ligers_patches_stay_and_are_named(tmp_path: Path) -> None:
     ours = train(FastSFTTrainer, tmp_path / "ours", fast={}, **options)
     assert "Qwen3RMSNorm: liger" in ours.fastpack_report["fused_layers"].reason
     assert_same_log(ours, train(SFTTrainer, tmp_path / "stock", **options), rtol=2e-2, atol=2e-2)
+
+
+def test_a_compiled_kernel_runs_only_what_it_was_compiled_for() -> None:
+    """In any order of dtypes, sizes (1, multiples of 16 and others) and addresses, each of them twice."""
+    form, draw = NormForm(1e-6), torch.Generator().manual_seed(0)
+    cases = list(itertools.product((torch.float32, torch.bfloat16), (1, 16, 24), (1, 16, 17), (0, 1))) * 2
+    for index in torch.randperm(len(cases), generator=draw).tolist():
+        dtype, width, rows, offset = cases[index]
+        stored = torch.randn(rows * width + offset, generator=draw).to(dtype)
+        x, weight = stored[offset:].view(rows, width), torch.randn(width, generator=draw).to(dtype)
+        on_device = stored.cuda()[offset:].view(rows, width)
+        out = norm(on_device, weight.cuda(), None, form)
+        torch.testing.assert_close(out.cpu(), norm(x, weight, None, form), rtol=1e-2, atol=1e-5)

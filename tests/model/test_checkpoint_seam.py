@@ -1,4 +1,4 @@
-"""Wrappers of a checkpoint function: one order, whoever comes first; nothing of them in a copy or afterwards."""
+"""Wrappers of a checkpoint function: later ones further outside; nothing of them in a copy or afterwards."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from compile_material import checkpoint, make
+from offload_material import enable, make
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from fastpack_trl.model.checkpoint_seam import CHECKPOINT, Nesting, checkpoint_wrapped, layer_keywords, stock_checkpoint
+from fastpack_trl.model.checkpoint_seam import CHECKPOINT, checkpoint_wrapped, layer_keywords, stock_checkpoint
 
 HIDDEN = torch.ones(2, 4, requires_grad=True)
 PLAIN, OTHER = (partial(torch_checkpoint, use_reentrant=False) for _ in range(2))
@@ -49,26 +49,26 @@ def saying(seen: list[str], name: str) -> Any:
     return wrapper
 
 
-@pytest.mark.parametrize("order", itertools.permutations(Nesting), ids=lambda order: "-".join(p.name for p in order))
-def test_wrappers_nest_in_one_order_whichever_comes_or_goes_first(order: tuple[Nesting, ...]) -> None:
+@pytest.mark.parametrize("going", itertools.permutations(["first", "second"]), ids="-".join)
+def test_wrappers_nest_as_they_come_and_go_in_any_order(going: tuple[str, ...]) -> None:
     layer, seen = Layer(PLAIN), list[str]()
     before, expected = dict(layer.__dict__), layer(HIDDEN, factor=2.0)
-    stacks = {place: ExitStack() for place in order}
-    for place in order:
-        stacks[place].enter_context(checkpoint_wrapped(layer, saying(seen, place.name), place))
+    stacks = {name: ExitStack() for name in ("first", "second")}
+    for name, stack in stacks.items():
+        stack.enter_context(checkpoint_wrapped(layer, saying(seen, name)))
     assert torch.equal(layer(HIDDEN, factor=2.0), expected)
-    assert seen == ["OFFLOAD", "COMPILE"]
-    for place in order:  # not the opposite order
-        stacks[place].close()
+    assert seen == ["second", "first"]
+    for name in going:
+        stacks[name].close()
         seen.clear()
         layer(HIDDEN)
-        assert place.name not in seen
+        assert name not in seen
     assert (seen, layer.__dict__, CHECKPOINT in vars(Layer)) == ([], before, False)
 
 
 def test_a_function_that_is_set_later_or_anew_is_wrapped_and_one_around_ours_stays() -> None:
     layer, other, seen = Layer(), Layer(PLAIN), list[str]()
-    with checkpoint_wrapped(layer, saying(seen, "ours"), Nesting.COMPILE):
+    with checkpoint_wrapped(layer, saying(seen, "ours")):
         assert not hasattr(layer, CHECKPOINT)
         for count, function in enumerate((OTHER, PLAIN), start=1):
             layer._gradient_checkpointing_func = function
@@ -87,22 +87,22 @@ def test_a_function_that_is_set_later_or_anew_is_wrapped_and_one_around_ours_sta
         assert seen == ["ours", "theirs"]
     layer(HIDDEN)
     assert seen == ["ours", "theirs", "theirs"]
-    with checkpoint_wrapped(layer, saying(seen, "ours"), Nesting.COMPILE):
+    with checkpoint_wrapped(layer, saying(seen, "ours")):
         del layer._gradient_checkpointing_func
         assert not hasattr(layer, CHECKPOINT)
     assert CHECKPOINT not in vars(Layer)
 
 
 def test_copies_and_pickles_have_the_function_that_was_set() -> None:
-    model, seen = make("llama", checkpointing=True), list[str]()
+    model, seen = make("llama"), list[str]()
     layer = model.model.layers[0]
-    with checkpoint_wrapped(layer, saying([], "ours"), Nesting.OFFLOAD):
+    with checkpoint_wrapped(layer, saying([], "ours")):
         layers = pickle.loads(pickle.dumps(layer)), copy.deepcopy(model).model.layers[0]
         alone = pickle.loads(pickle.dumps(layer._gradient_checkpointing_func))
         for function in (*(each._gradient_checkpointing_func for each in layers), alone):
             assert (function.func, function.keywords) == (torch_checkpoint, {"use_reentrant": False})
-        with checkpoint_wrapped(layers[1], saying(seen, "copy"), Nesting.OFFLOAD):  # a copy may be wrapped itself
+        with checkpoint_wrapped(layers[1], saying(seen, "copy")):  # a copy may be wrapped itself
             layers[1]._gradient_checkpointing_func(torch.sin, torch.ones(1))
         assert seen == ["copy"]
-    checkpoint(model)  # again, as a second `train()` does
+    enable(model)  # again, as a second `train()` does
     assert layer._gradient_checkpointing_func.func is torch_checkpoint

@@ -32,10 +32,10 @@ def network() -> nn.Sequential:
 @pytest.mark.parametrize("kind", REGISTER)
 def test_a_hook_inside_is_found_by_name_and_forgotten_when_it_goes(kind: str) -> None:
     model = network()
-    watch, hooked, on_part = HookWatch(model, "model"), PartsHooked(), partial(REGISTER[kind], model[1][0])
+    watch, hooked, on_part = HookWatch(model), PartsHooked(), partial(REGISTER[kind], model[1][0])
     for register, hook, expected in (
-        (on_part, nothing, f"the {kind} nothing on model.1.0"),
-        (on_part, partial(nothing, 1), f"the {kind} nothing on model.1.0"),
+        (on_part, nothing, f"the {kind} nothing on 1.0"),
+        (on_part, partial(nothing, 1), f"the {kind} nothing on 1.0"),
         (REGISTER_GLOBAL[kind], Callback(), f"the global {kind} Callback"),
     ):
         assert (watch.look(), hooked(model[0], model[1][0])) == ("", False)

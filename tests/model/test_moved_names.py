@@ -79,7 +79,7 @@ for paths in json.loads(sys.argv[1]):
 ROOT = Path(__file__).parents[2]
 DECIDES = ("batches", "packed_attention")
 """Parts without which others do not run either."""
-LAYERS = ("varlen", "lora", "activation_memory", "checkpoint_offload", "layer_compile", "mfu")
+LAYERS = ("varlen", "lora", "activation_memory", "checkpoint_offload", "mfu")
 GROUPS = (("batches",), ("packed_attention",), ("sync_free", "moe", "cuda_graph"), LAYERS)
 """Parts whose names are removed together; `frozen_base` is on by name alone."""
 ROUNDS = {group: sorted({name for part in group for name in NEEDS[part]}) for group in GROUPS}

@@ -1,21 +1,14 @@
-"""Training of hybrid models: the log is stock's, which pads; LoRA, merged rows, compiled layers, broken packages."""
+"""Training of hybrid models: the log is stock's, which pads; LoRA, merged rows, broken packages."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from compile_material import Counting, one_step
 from datasets import Dataset
 from model_material import composite_model, hybrid_model, reached
 from peft import LoraConfig
 from trainer_material import assert_same_log, both, sentences
-
-from fastpack_trl.attention.install import packed_attention
-from fastpack_trl.compile.layers import compiled_layers
-from fastpack_trl.packing.packed_batch import PackedBatch
 
 LONG = {"max_length": 256, "eval_strategy": "no", "logging_steps": 1, "per_device_train_batch_size": 2}
 MERGED = {"gradient_accumulation_steps": 2, "learning_rate": 1e-4}
@@ -38,19 +31,5 @@ def test_the_log_of_a_run_is_stocks(family: str, tmp_path: Path) -> None:
     report = {line.feature: (line.status, line.path) for line in ours.fastpack_report}
     assert report["packed_attention"] == ("on", "per_document")
     assert report["verify_packing"] == ("on", "passed")
-    assert report["merge_accumulation"][0] == ("off" if family == "composite" else "on")
+    assert report["merge_accumulation"][0] == "on"
     assert_same_log(ours, stock, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "lfm3"])
-def test_rows_of_other_lengths_share_a_graph(family: str, varlen_on_the_cpu: Any) -> None:
-    """No break inside of a layer, and one graph for a kind of layer; a row of one chunk runs eagerly."""
-    reached(family)
-    model, backend = hybrid_model(family), Counting(differentiate=family == "lfm3")
-    with packed_attention(model), compiled_layers(model, _backend=backend) as layers:
-        for lengths in ((150, 3, 40), (64, 64), (300, 9), (20, 11, 5), (129, 127)):
-            ids = torch.randint(3, 90, (1, sum(lengths)), generator=torch.Generator().manual_seed(0))
-            one_step(model, ids, PackedBatch.from_lengths(lengths, labels=ids))
-    assert layers.path == "compiled", layers.reason
-    assert backend.graphs == len(layers.kinds)

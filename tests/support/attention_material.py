@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -113,6 +114,22 @@ def packed(model: Any, ids: Tensor, batch: PackedBatch, **keywords: Any) -> Tens
     if batch.documents is not None:
         return (losses * batch.documents.loss_weights).sum()
     return losses.sum() / max(1, len(losses))
+
+
+def random_row(seed: int, documents: int | None = None, longest: int = 20) -> tuple[Tensor, PackedBatch]:
+    draw = random.Random(seed)
+    lengths = [draw.randrange(2, longest) for _ in range(documents or draw.randrange(1, 7))]
+    ids = torch.randint(3, 90, (1, sum(lengths)), generator=torch.Generator().manual_seed(seed))
+    return ids, PackedBatch.from_lengths(lengths, labels=ids)
+
+
+def one_step(model: Any, ids: Tensor, batch: PackedBatch) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of a packed row."""
+    model.zero_grad()
+    loss = packed(model, ids, batch)
+    loss.backward()
+    batch.clear_derived()
+    return loss.item(), gradients(model)
 
 
 def make_inputs(

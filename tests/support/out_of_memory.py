@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl.compile.layers import decoder_layers
+from fastpack_trl.model.checkpoint_seam import checkpointable_layers
 
 
 class InBackward(torch.autograd.Function):
@@ -30,7 +30,7 @@ class InBackward(torch.autograd.Function):
 @contextlib.contextmanager
 def too_large(trainer: FastSFTTrainer, place: str, times: int) -> Iterator[list[str]]:
     """The device is full in the forward or backward pass of a middle layer, `times` times, from its third call on."""
-    layer = decoder_layers(trainer.model)[1]
+    layer: Any = checkpointable_layers(trainer.model)[1]
     calls: list[str] = []
     seen = 0
 

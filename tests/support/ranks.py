@@ -42,15 +42,25 @@ def two_ranks(case: Callable[..., None]) -> Callable[..., None]:
     return test
 
 
-def fork_ranks(case: Callable[..., None], folder: Path, *, timeout: float = 900, **arguments: Any) -> None:
-    """Run a function of a module in two processes; fail unless both end well."""
-    start_ranks(forks.python(), *command_of(case, folder, **arguments), timeout=timeout)
+def fork_ranks(
+    case: Callable[..., None], folder: Path, *, count: int = 2, timeout: float = 900, waits: bool = False,
+    **arguments: Any,
+) -> None:  # fmt: skip
+    """Run a function of a module in two processes, or `count`; fail unless all end well.
+
+    Args:
+        waits: let all end by themselves after one has failed.
+    """
+    command = command_of(case, folder, **arguments)
+    start_ranks(forks.python(), *command, count=count, timeout=timeout, waits=waits)
 
 
-def start_ranks(*command: str, timeout: float) -> None:
-    """Run two processes of a command with torchrun's variables, without torchrun's own process."""
-    where = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    _run(list(command), [where | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"], timeout)
+def start_ranks(*command: str, count: int = 2, timeout: float, waits: bool = False) -> None:
+    """Run processes of a command with torchrun's variables, without torchrun's own process."""
+    size = str(count)
+    where = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    ranks = map(str, range(count))
+    _run(list(command), [where | {"RANK": rank, "LOCAL_RANK": rank} for rank in ranks], timeout, waits)
 
 
 def command_of(case: Callable[..., None], folder: Path, **arguments: Any) -> list[str]:
@@ -72,14 +82,14 @@ def run_ranks(*command: str, timeout: float, **more: str) -> None:
     _run(list(command), [more], timeout)
 
 
-def _run(command: list[str], variables: list[dict[str, str]], timeout: float) -> None:
-    """Run a command once for each set of variables; one that fails ends all."""
+def _run(command: list[str], variables: list[dict[str, str]], timeout: float, waits: bool = False) -> None:
+    """Run a command once for each set of variables; one that fails ends all unless it `waits`."""
     with tempfile.TemporaryFile("w+") as log:
         given = {"stdout": log, "stderr": log}
         processes = [subprocess.Popen(command, **given, env=_environment() | more) for more in variables]
         end = monotonic() + timeout
         try:
-            while None in (codes := [process.poll() for process in processes]) and not any(codes):
+            while None in (codes := [process.poll() for process in processes]) and (waits or not any(codes)):
                 if monotonic() > end:
                     raise TimeoutError(f"{' '.join(command)}: no end after {timeout} s")
                 sleep(0.02)
@@ -132,7 +142,7 @@ def _environment() -> dict[str, str]:
 
 
 def _main(file: str, name: str, folder: str, arguments: str) -> None:
-    """Run a function in this process; write the traceback of its error to ``said0`` or ``said1``."""
+    """Run a function in this process; write the traceback of its error to ``said0``, ``said1``, ..."""
     spec: Any = importlib.util.spec_from_file_location(Path(file).stem, file)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     os.chdir(folder)
@@ -142,7 +152,7 @@ def _main(file: str, name: str, folder: str, arguments: str) -> None:
     except Exception as error:
         Path(f"said{os.environ['RANK']}").write_text("".join(traceback.format_exception(error)), encoding="utf-8")
         raise
-    # Once the other has come here too, and not through the interpreter's end: threads of gloo may outlive their process
+    # Once all have come here, and not through the interpreter's end: threads of gloo may outlive their process
     # group there, which aborts the process ("terminate called without an active exception").
     import torch.distributed
 

@@ -10,7 +10,7 @@ from preference_material import NAMES, build
 PAGE = Path(__file__).parents[2] / "docs" / "preference-and-rl.md"
 FEATURES = (
     "batches", "packed_attention", "share_prefixes", "verify_packing", "merge_accumulation", "lora", "moe",
-    "fused_layers", "activation_memory", "checkpoint_offload", "layer_compile", "cuda_graph",
+    "fused_layers", "activation_memory", "checkpoint_offload", "cuda_graph",
 )  # fmt: skip
 HEADING = f"| | {' | '.join(NAMES)} |\n|{' --- |' * (len(NAMES) + 1)}\n"
 

@@ -25,7 +25,8 @@ LORA = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def run(cls: Any, config: Any, folder: Path, model: Any, *, lora: bool = False, **fields: Any) -> Any:
-    args = config(**settings(folder, **{"max_length": None, "max_steps": 4, "eval_strategy": "no", **fields}))
+    base = {"max_length": None, "max_steps": 4, "eval_strategy": "no", "optim": "sgd", "learning_rate": 0.1}
+    args = config(**settings(folder, **base | fields))
     pairs = issubclass(cls, DPOTrainer)
     more = {"ref_model": copy.deepcopy(model)} if pairs else {"peft_config": copy.copy(LORA) if lora else None}
     data = image_data(preferences=pairs)

@@ -1,1 +1,0 @@
-"""Decoder layers compiled by torch, one graph per kind of layer."""
