@@ -128,7 +128,7 @@ def test_an_older_graph_may_be_differentiated_later_and_one_not_at_all() -> None
         torch.testing.assert_close(gradients(model), stock[1], rtol=1e-5, atol=1e-7)  # another order of the sum
 
 
-def test_a_layer_compiled_inside_of_its_checkpoint_stays_compiled_and_one_around_runs_eagerly() -> None:
+def test_a_layer_that_the_user_compiles_inside_of_its_checkpoint_stays_compiled_and_one_around_runs_eagerly() -> None:
     calls: list[int] = []
 
     def counting(graph: Any, inputs: Any) -> Callable[..., Any]:

@@ -52,7 +52,6 @@ def test_a_run_learns_as_stock(options: dict[str, Any], tmp_path: Path) -> None:
     ours, stock = both(tmp_path, **more)
     assert_same_log(ours, stock)
     assert_line(ours, "fused_layers", "rotary 2 of 2, gate 2 of 2", status="on", path="fused")
-    assert ours.fastpack_run.fused is None
     assert not [name for module in ours.model.modules() for name in vars(module) if name.startswith("_fastpack_fused")]
 
 
