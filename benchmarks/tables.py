@@ -50,8 +50,11 @@ class Case:
 
 _CAPS = """*trl offload*: `activation_offloading=True`; fastpack offloads by default. 80 GiB is the whole card. One
 search per side, some of different commands: compare lengths, not times."""
+_IMAGES = """Documents with 0, 1 and 2 images in turn; LoRA on decoder and tower. *fastpack padded*: TRL's batches, the
+tower in one attention call per layer; *fastpack image rows*: rows of up to 8,192 tokens across the data set."""
 CASES = {
     "sft": Case("SFT", "Rows of real text."),
+    "images": Case("Images and text", _IMAGES),
     "memory_caps": Case("Longest row under a memory cap", _CAPS, ()),
     "start": Case("From the first step on", "By round; caches empty or *warm*. On the H100 the first run was slow."),
     "several_gpus": Case("Two GPUs", "A packed row per GPU and step. FSDP 2 logs losses in bf16.", budget=8e-3),
