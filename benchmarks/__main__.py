@@ -15,7 +15,7 @@ COMMANDS = {
     "micro": "kernels and work of the host alone, sides in turn",
     "memory_caps": "the longest packed row under caps of device memory",
     "real_weights": "what each side learns from pretrained weights: losses, held-out loss, exact matches",
-    "several_gpus": "save, resume and load under FSDP 2 or DDP",
+    "several_gpus": "save, resume and load under FSDP 2 or DDP; --gpus: speed per GPU",
     "tables": "write README's table and figure and RESULTS.md from the records",
 }
 

@@ -11,6 +11,7 @@ import datasets
 import torch
 from torch import nn
 
+from benchmarks.images import IMAGE_MODELS, image_material
 from benchmarks.models import (
     ALPHA,
     ATTENTION,
@@ -81,6 +82,8 @@ class Row:
     @property
     def depth(self) -> str:
         """Decoder layers, and those of the public model: ``4 of 24``."""
+        if self.model in IMAGE_MODELS:
+            return "{0} of {0}".format(IMAGE_MODELS[self.model].text["num_hidden_layers"])
         shape = shape_of(self.model).cut_to(self.layers)
         return f"{shape.layers} of {shape.published_layers}"
 
@@ -102,6 +105,8 @@ class Row:
         if self.is_online:
             online = {"gradient_accumulation_steps": MICRO_BATCHES, "num_generations": GROUP, "beta": 0.0}
             return found | online | {"max_completion_length": COMPLETIONS[1], "learning_rate": 1e-5}
+        if self.model in IMAGE_MODELS:
+            return found | {"max_length": None, "dataloader_num_workers": 4 if device == "cuda" else 0}
         found["max_length"] = self.tokens
         if self.method == "sft":
             found |= {"router_aux_loss_coef": 0.0} if self.kind == "nf4-experts" else {}  # the router is frozen
@@ -113,6 +118,8 @@ class Row:
 
     def material(self, device: str, seed: int) -> dict[str, Any]:
         """Return the trainer's model, data, tokenizer and adapters."""
+        if self.model in IMAGE_MODELS:
+            return image_material(self.model, self.tokens, device, seed)
         model, peft_config = self.model_and_adapters(device, seed)
         limit_memory(self.cap)
         tokenizer, examples = self.examples(int(model.config.get_text_config().vocab_size), seed)
@@ -198,6 +205,7 @@ _MODELS = (
     ("qwen3-30b-a3b", "experts", 4096), ("small", "lora", 4096), ("small", "lora", 8192),
     ("tiny-qwen3", "full", 256), ("tiny-qwen3", "nf4", 256), ("tiny-gpt-oss", "experts", 256),
     ("tiny-gpt-oss", "nf4-experts", 256), ("llama-3.2-1b", "full", 2048), ("qwen3-0.6b", "full", 2048),
+    ("qwen3-8b", "full", 4096),
     ("gpt-oss-20b", "nf4-experts", 4096), ("small-qwen3-moe", "experts", 512), ("small-gpt-oss", "experts", 512),
 )  # fmt: skip
 ROWS = {f"{model} {kind} {tokens}": Row("sft", model, tokens, kind) for model, kind, tokens in _MODELS}
@@ -214,6 +222,12 @@ for _model, _layers in {
         ROWS[f"{_method} {_name} {_examples}"] = Row(
             "preference", _model, 1024, method=_method, layers=_layers, batch=(_examples, 1), sides=PAIR
         )
+_SIDES = "trl", "fastpack padded", "fastpack"
+for _model in IMAGE_MODELS:
+    for _count in (4, 8):
+        _row = Row("images", _model, 1200, batch=(_count, 1), sides=_SIDES)
+        ROWS[f"images {_model} lora {_count}"] = _row
+        ROWS[f"ddp images {_model} lora {_count}"] = replace(_row, case="several_gpus", engine="ddp", sides=PAIR)
 _SMALL = Row("preference", "small, large vocabulary", 1024, method="dpo", batch=(4, 1), sides=PAIR)
 ROWS |= {
     "dpo small 4": _SMALL,

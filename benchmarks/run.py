@@ -135,6 +135,8 @@ SIDES = {
     "fastpack eager": Side(True, {"cuda_graph": "off"}),
     "fastpack fp8": Side(True, {"frozen_base": "fp8"}),
     "fastpack sdpa": Side(True, {"packed_attention": "sdpa"}),
+    "fastpack padded": Side(True, {"vision_rows": "off"}),
+    "fastpack image rows": Side(True, {"image_row_tokens": 8192}),
     "fastpack whole documents": Side(True, {"share_prefixes": "off"}),
     "fastpack flash-attn-4": Side(True, {"packed_attention": "flash_attention_4"}),
     "fastpack": Side(True),
@@ -161,6 +163,7 @@ def train(
     what, how = ROWS[row["row"]], SIDES[side]
     if "tokens" in row:
         what = what.stretched_to(row["tokens"], row.get("cap", 0.0))
+    what = replace(what, accumulated=row.get("accumulated", what.accumulated))
     if what.engine and how.around is compiled_regions:  # FSDP 2 wraps the model elsewhere
         how = Side()
         os.environ |= {f"ACCELERATE_DYNAMO_{name}": value for name, value in REGIONS.items()}
@@ -246,7 +249,8 @@ def launcher(row: Row, side: str, args: Namespace, caches: str, **more: Any) -> 
 def process_command(function: str, engine: str, processes: int, *flags: str) -> OwnProcess:
     """Return what calls a function in several processes under ``ddp`` or ``fsdp2``."""
     if torch.cuda.is_available():
-        flags = (*(FSDP if engine == "fsdp2" else ("--multi_gpu",)), "--mixed_precision", "bf16", *flags)
+        ddp = ("--multi_gpu",) if processes > 1 else ()
+        flags = (*(FSDP if engine == "fsdp2" else ddp), "--mixed_precision", "bf16", *flags)
         flags = (*flags, "--num_processes", str(processes), "--main_process_port", "0")  # any free port
         return OwnProcess(function, command=[sys.executable, "-m", "accelerate.commands.launch", *flags])
     if engine != "ddp":

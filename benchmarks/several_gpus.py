@@ -5,7 +5,7 @@
 
 A run is saved at its half and resumed with other weights; its losses must be those of the run that was not interrupted.
 The last checkpoint is loaded in one process; its loss must be that of the resumed model. Speed is measured by
-``python -m benchmarks run --launcher accelerate``.
+``python -m benchmarks several_gpus --gpus 8`` (`benchmarks.scaling`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import Parser
+from benchmarks import Parser, scaling
 from benchmarks.models import MODELS, shape_of
 from benchmarks.rows import Row
 from benchmarks.run import make_trainer, process_command
@@ -88,6 +88,8 @@ def _stop_after(steps: int) -> Any:
 
 def main(words: Sequence[str]) -> int:
     """Run the check, and print how far losses and the loaded model are off; 1 if that is over the budget."""
+    if "--gpus" in words:
+        return scaling.main(words)
     parser = Parser("several_gpus", __doc__)
     add = parser.add_argument
     add("--engine", choices=tuple(BUDGETS), default="ddp", help="default: ddp; fsdp2 needs GPUs")

@@ -53,10 +53,13 @@ class Case:
 _CAPS = """The longest row that trains (*tokens a step*), and the shortest that did not fit. *trl offload* sets
 `activation_offloading=True`; fastpack offloads by default. 80 GiB is the whole card. Each side was searched once, some
 by different commands, so compare lengths and not times."""
+_IMAGES = """Documents with 0, 1 and 2 images in turn; LoRA on decoder and tower. *fastpack padded* takes TRL's batches;
+the tower calls attention once per layer. *fastpack image rows* packs rows of up to 8,192 tokens."""
 _START = "Short runs, figures by round, caches empty or *warm*. On the H100 the first run of all was slow."
 _NORMS = "Gradient norms are compared, because losses hardly depend on the model."
 CASES = {
     "sft": Case("SFT", "Rows of source code; *2x4* is not packed: 4 batches of 2 documents a step."),
+    "images": Case("Images and text", _IMAGES),
     "memory_caps": Case("Longest row under a memory cap", _CAPS, ()),
     "start": Case("From the first step on", _START),
     "several_gpus": Case("Two GPUs", "One packed row per GPU and step. FSDP 2 logs losses in bf16.", budget=8e-3),

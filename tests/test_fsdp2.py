@@ -149,7 +149,7 @@ def proof(patch: pytest.MonkeyPatch) -> None:
     assert ours.fastpack_proof.proven
     assert ours.fastpack_proof.not_exercised == ()
     unpacked: Options = {"packing": False, "per_device_train_batch_size": 2}
-    with fsdp2(make(FastSFTTrainer, **unpacked)) as ours:
+    with fsdp2(make(FastSFTTrainer, fast={"verify_packing": "on"}, **unpacked)) as ours:
         with ours._fastpack_features():  # accelerate prepares no sharded model for an evaluation before training
             assert ours.fastpack_run.plan.kind == "padding_free"
         ours.train()

@@ -244,14 +244,16 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 def profile_figures(events: Iterable[Any]) -> dict[str, float]:
-    """Return launches and busy seconds of the device: a step is idle for the rest of its seconds without a profiler."""
-    launches, spans = 0, list[tuple[float, float]]()
+    """Return launches, busy seconds of the device, and exposed ones of these: it only exchanges with other devices."""
+    launches, spans, own = 0, list[tuple[float, float]](), list[tuple[float, float]]()
     for event in events:
         if event.device_type == DeviceType.CPU:
             launches += event.name.startswith(_LAUNCHES)
         elif event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
             spans.append((event.time_range.start, event.time_range.end))
-    return {"launches": launches, "busy_seconds": covered(spans) / 1e6}
+            own += [] if event.name.startswith("nccl") else spans[-1:]
+    busy = covered(spans)
+    return {"launches": launches, "busy_seconds": busy / 1e6, "exposed_seconds": (busy - covered(own)) / 1e6}
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:

@@ -20,8 +20,9 @@ MAX_WIDTH = 32768
 
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, form: NormForm) -> Tensor:
-    """Return the norm of x (..., width), in its strides; weight and bias are (width,) or None."""
-    out: Tensor = _Norm.apply(x, None, weight, bias, form)
+    """Return the norm of x (..., width) with its axes in memory order, or contiguous if it centers."""
+    # Models view what torch's layer norm returns, which is contiguous also of a transposed input.
+    out: Tensor = _Norm.apply(x.contiguous() if form.centers else x, None, weight, bias, form)
     return out
 
 
@@ -48,8 +49,7 @@ def norm_forward(
     out = out.to(x.dtype).to(wide.dtype) if form.rounds else out
     out = out if weight is None else out * (weight.to(wide.dtype) + form.offset)
     out = out if bias is None else out + bias.to(wide.dtype)
-    # Contiguous, as torch's layer norm and the kernel return it, also of a transposed input.
-    return total, out.to(form.out_dtype(x, weight)).contiguous(), Statistics(rstd, mean)
+    return total, out.to(form.out_dtype(x, weight)), Statistics(rstd, mean)
 
 
 def norm_backward(

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import models, rows, run, several_gpus
+from benchmarks import models, rows, run, scaling, several_gpus
 from benchmarks.__main__ import COMMANDS, main
+from benchmarks.images import IMAGE_MODELS
 from benchmarks.models import MODELS, build_model
 from benchmarks.rows import ROWS
 from benchmarks.run import SIDES, Windows, train
@@ -28,6 +29,7 @@ TINY = {
     "dpo tiny-qwen3 8": ("trl", "fastpack"),
     "grpo tiny-qwen3 8": ("trl", "fastpack"),
     "metadata tiny-qwen3 full 256": ("metadata per layer", "metadata once", "packed kernel"),
+    "images tiny-qwen2.5-vl lora 4": ("trl", "fastpack padded", "fastpack"),
     "routing tiny-gpt-oss frozen 64": ("expert by expert", "one sort", "fastpack same memory"),
 }
 
@@ -45,6 +47,17 @@ def test_sides_of_a_row_train_the_same_rows_to_the_same_losses(row: str, monkeyp
         assert one["tokens"] == found[0]["tokens"]
         name = "grad_norms" if row.startswith("grpo") else "losses"  # of a learner alone losses are near 0
         assert one[name] == pytest.approx(found[0][name], rel=1e-3 if name == "grad_norms" else 1e-4, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_speed_per_gpu_is_that_of_one_gpu_over_that_of_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert scaling.counts_up_to(6) == [1, 2, 4, 6]
+    words = ["--gpus", "2", "--rows", "ddp tiny-qwen3 full 256", "--sides", "fastpack", "--steps", "2"]
+    assert several_gpus.main([*words, "--threads", "1"]) == 0
+    _, one, two = (line.split(" | ") for line in capsys.readouterr().out.splitlines()[-3:])
+    assert (one[2], one[4], one[6], two[2]) == ("1", "100%", "100%", "2")
+    assert float(two[4][:-1]) == pytest.approx(100 * float(one[3]) / float(two[3]), abs=1)
+    assert float(two[6][:-1]) == pytest.approx(50 * float(one[5]) / float(two[5]), abs=1)
 
 
 @pytest.mark.slow
@@ -169,6 +182,8 @@ def test_every_row_has_a_model_fields_sides_and_a_table() -> None:
     assert README_ROWS.keys() <= ROWS.keys()
     for name, row in ROWS.items():
         assert (set(row.sides) <= SIDES.keys(), row.case in CASES) == (True, True), name
+        if row.model in IMAGE_MODELS:
+            continue
         shape = MODELS[row.model].cut_to(row.layers)
         assert row.arguments("cpu")["max_steps"] >= 20, name
         assert row.depth.split(" of ")[0] == str(shape.layers)
