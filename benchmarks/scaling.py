@@ -2,7 +2,8 @@
 
 *Weak*: each GPU has one row per step. *Strong*: a step has as many rows as there are GPUs at most, which fewer GPUs
 compute one after the other. Efficiency is the speed per GPU over that of one GPU. *waits*: share of a step in which a
-GPU does nothing but exchange with the others or wait for them.
+GPU does nothing but exchange with the others or wait for them. In rows named *uneven*, a row is one document of 16,384
+tokens or four of 4,096, in random order.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from benchmarks.run import SIDES, launcher, steps_of
 
 SCALED = (
     "ddp qwen3-0.6b lora 2048", "fsdp2 qwen3-8b lora 4096", "fsdp2 qwen3-8b full 4096",
-    "fsdp2 qwen3-30b-a3b experts 4096", "ddp images qwen2.5-vl-3b lora 4",
+    "fsdp2 qwen3-30b-a3b experts 4096", "ddp images qwen2.5-vl-3b lora 4", "ddp uneven 16384",
 )  # fmt: skip
 COLUMNS = "row", "side", "GPUs", "weak, ms", "efficiency", "strong, ms", "efficiency", "waits", "peak, GiB"
 
