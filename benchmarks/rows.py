@@ -110,7 +110,7 @@ class Row:
         found["max_length"] = self.tokens
         if self.method == "sft":
             found |= {"router_aux_loss_coef": 0.0} if self.kind == "nf4-experts" else {}  # the router is frozen
-            in_order = {"train_sampling_strategy": "sequential"} if self.documents else {}
+            in_order = {"train_sampling_strategy": "sequential"} if self.documents and not self.engine else {}
             return found | {"packing": self.batch is None} | in_order
         if self.method != "reward" and device == "cuda":  # the loss moves with what long sums lose in bf16
             found["beta"] = 0.01
@@ -254,6 +254,11 @@ for _name, _row in [*ROWS.items()]:
         for _steps in (20, 100):
             _start = replace(_row, case="start", run=_steps, sides=(*PAIR, "fastpack warm caches"))
             ROWS[f"start {_name}, {_steps} steps"] = _start
+_UNEVEN = Row("several_gpus", "qwen3-0.6b", 16_384, documents=(16_384, *[4096] * 4), engine="ddp", sides=PAIR)
+ROWS |= {
+    "ddp uneven 16384": _UNEVEN,
+    "ddp uneven tiny": replace(_UNEVEN, model="tiny-qwen3", tokens=256, documents=(256, *[64] * 4)),
+}
 _BUFFERS = "fastpack one buffer", "fastpack two buffers", "fastpack same memory", "trl offload"
 ROWS["reload qwen3-8b 49152"] = Row("reload", "qwen3-8b", 49_152, layers=12, sides=_BUFFERS)
 _ROUTING = "expert by expert", "one sort", "fastpack same memory"

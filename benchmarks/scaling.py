@@ -2,7 +2,8 @@
 
 *Weak*: each GPU has one row per step. *Strong*: a step has as many rows as there are GPUs at most, which fewer GPUs
 compute one after the other. Efficiency is the speed per GPU over that of one GPU. *waits*: share of a step in which a
-GPU does nothing but exchange with the others or wait for them.
+GPU does nothing but exchange with the others or wait for them. In rows named *uneven*, a row is one document of 16,384
+tokens or four of 4,096, in random order.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from benchmarks.run import SIDES, launcher, steps_of
 
 SCALED = (
     "ddp qwen3-0.6b lora 2048", "fsdp2 qwen3-8b lora 4096", "fsdp2 qwen3-8b full 4096",
-    "fsdp2 qwen3-30b-a3b experts 4096", "ddp images qwen2.5-vl-3b lora 4",
+    "fsdp2 qwen3-30b-a3b experts 4096", "ddp images qwen2.5-vl-3b lora 4", "ddp uneven 16384",
 )  # fmt: skip
 COLUMNS = "row", "side", "GPUs", "weak, ms", "efficiency", "strong, ms", "efficiency", "waits", "peak, GiB"
 
@@ -76,8 +77,8 @@ def table_of(records: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main(words: Sequence[str]) -> int:
-    """Measure and print the table; 1 if a run failed."""
+def parse(words: Sequence[str]) -> Namespace:
+    """Return the options."""
     parser = Parser("several_gpus", __doc__, f"rows: {', '.join(n for n, row in ROWS.items() if row.engine)}")
     add = parser.add_argument
     add("--gpus", type=int, required=True, help="the largest number of GPUs, or of processes on a CPU")
@@ -88,6 +89,11 @@ def main(words: Sequence[str]) -> int:
     args = parser.measurement(words, threads=min(8, torch.get_num_threads()))
     args.rows = known_names("row", args.rows, [name for name, row in ROWS.items() if row.engine])
     args.sides = known_names("side", args.sides, SIDES)
+    return args
+
+
+def report(args: Namespace) -> int:
+    """Measure and print the table; 1 if a run failed."""
     records: list[dict[str, Any]] = []
     for run in measure(args):
         records.append(run)
