@@ -36,8 +36,9 @@ def largest_row(run: Run, *, merges: bool) -> tuple[int, int]:
     most, facts = run.max_length, run.facts
     longest = most if facts is None or not facts.longest else min(most or 2**62, facts.longest)
     if longest is None:
-        fix = "; set image_row_tokens" * has_images(run.trainer)
-        raise ValueError(f"max_length=None, or a trainer without it: rows may have any length{fix}")
+        if has_images(run.trainer):
+            raise ValueError("rows of images may have any length: set image_row_tokens")
+        raise ValueError("max_length=None, or a trainer without it: rows may have any length")
     return row_tokens(run.args, most, longest, run.sequences, merges=merges), int(longest)
 
 
