@@ -55,21 +55,22 @@ def test_operators_pass_torchs_checks_and_count_the_flops_of_their_matmuls(kind:
     rows, a, b, grad = draw((TOKENS, WIDTH), (RANK, WIDTH), (OUT, RANK), (TOKENS, OUT))
     source, bias = draw((TOKENS, WIDTH), (OUT,))
     # Its gradient is that of `reduced` too, which is made outside: no numerical derivative of it alone.
-    whole = rows, None, rows.detach().mm(a.detach().t()), a, b, None, *base
+    suffix, of_base = ("", (base.weight,)) if kind == "dense" else ("_4bit", tuple(base))
+    project = getattr(ops, f"lora_projection{suffix}")
+    whole = rows, None, rows.detach().mm(a.detach().t()), a, b, None, *of_base
     if kind == "dense":
-        torch.library.opcheck(ops.lora_projection.default, whole)
+        torch.library.opcheck(project.default, whole)
         reduced = source.detach().mm(a.detach().t())
-        torch.library.opcheck(ops.lora_projection.default, (rows, source, reduced, a, b, bias, *base))
+        torch.library.opcheck(project.default, (rows, source, reduced, a, b, bias, *of_base))
     with FlopCounterMode(display=False) as counted:
-        (out := ops.lora_projection(*whole)).sum().backward()
+        (out := project(*whole)).sum().backward()
     with FlopCounterMode(display=False) as expected:
         reference_projection(rows, base, a, b).sum().backward()
     assert counted.get_total_flops() == expected.get_total_flops() - 2 * TOKENS * RANK * WIDTH > 0  # of `reduced`
     attended = attend(rows)
     with torch.inference_mode():
-        assert torch.equal(ops.lora_projection(*whole), out)
+        assert torch.equal(project(*whole), out)
         assert torch.equal(attend(rows), attended)
-    suffix, of_base = ("", (base.weight,)) if kind == "dense" else ("_4bit", tuple(base))
     rows, a, b, grad = (tensor.detach() for tensor in (rows, a, b, grad))
     product = rows, rows.mm(a.t()), b, None
     torch.library.opcheck(getattr(ops, "lora_product" + suffix).default, (*product, *of_base))
