@@ -171,21 +171,10 @@ class Run(Decisions):
     """
 
     disabled = shown = ""
-    is_entered = False
-    host: Any = None
-    proof: Any = None
-    examined: Any = None
-    rate: Any = None
-    backbone: Any = None
-    sync_free: Any = None
-    attention: Any = None
-    image_rows: Any = None
-    lora: Any = None
-    memory: Any = None
-    merging: Any = None
-    graphs: Any = None
-    reduce: Any = None
-    has_side_stream = False
+    is_entered = is_strict = has_side_stream = False
+    _unset: Any = None
+    host = proof = examined = rate = backbone = sync_free = _unset
+    attention = image_rows = lora = memory = merging = graphs = reduce = _unset
     shared_rows_compute: float | None = None
 
     def __init__(
@@ -196,7 +185,6 @@ class Run(Decisions):
         self._trainer: Callable[[], Any] = weakref.ref(trainer)
         self.step = StepServices()
         self.report = FeatureReport()
-        self.is_strict = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_trainer": self._trainer()}  # copies and pickles do not follow a weak reference

@@ -20,7 +20,7 @@ from fastpack_trl.model.changes import during_training, patch_attribute, silence
 from fastpack_trl.model.hooks import is_users
 from fastpack_trl.model.precision import fit_precision
 from fastpack_trl.model.preflight import bound, choose_checkpoint
-from fastpack_trl.model.upstream import missing_names
+from fastpack_trl.model.upstream import missing_reason
 from fastpack_trl.packing.batching import BatchPlan
 from fastpack_trl.packing.examples import check_given, naming_row, null_turns
 from fastpack_trl.report import FeatureReport, disabled_by_environment
@@ -64,7 +64,8 @@ class FeaturedTrainer(_Stock):
     """Returns the kind of batches, given the trainer and its attention path."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        of, disabled = self._fastpack_of, _why_disabled()
+        of = self._fastpack_of
+        disabled = "FASTPACK_DISABLE is set" if disabled_by_environment() else missing_reason("batches")
         given = bound(of.stock, self, args, kwargs)
         settings = Settings.of(given.get("args"), training=not disabled)
         run = self.fastpack_run = Run(self, settings, of.kind, self._fastpack_plan, of.sequences)
@@ -197,13 +198,6 @@ class FeaturedTrainer(_Stock):
 
     def _fastpack_enter(self, stack: contextlib.ExitStack) -> None:
         """Install the parts of this kind of trainer, after the features."""
-
-
-def _why_disabled() -> str:
-    if disabled_by_environment():
-        return "FASTPACK_DISABLE is set"
-    missing = ", ".join(missing_names("batches"))
-    return f"torch, transformers or trl lacks {missing}" if missing else ""
 
 
 def _with_gradients(trainer: FeaturedTrainer, model: Any) -> Any:

@@ -23,11 +23,10 @@ from fastpack_trl.bench.command import settings_of
 from fastpack_trl.bench.compare import LossParityError, check_losses, compare, compare_sides, table, tolerance
 from fastpack_trl.bench.learner import learner_alone
 from fastpack_trl.bench.picture import draw
-from fastpack_trl.bench.sides import train_side
+from fastpack_trl.bench.sides import LONG_RUN, train_side
 from fastpack_trl.bench.watch import GRADIENT_NORM, LOSS, SideResult, Watch, covered, run_side, without_dropout
 from fastpack_trl.cli import main as cli
 from fastpack_trl.errors import UserError
-from fastpack_trl.measure.payback import LONG_RUN
 from fastpack_trl.recipe.arguments import parse
 from fastpack_trl.recipe.methods import METHODS, SFT
 from fastpack_trl.testing import tiny_model
