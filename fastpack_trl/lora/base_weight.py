@@ -87,16 +87,15 @@ class Fp8Weight(NamedTuple):
 
     def grad_input(self, grad: Tensor) -> Tensor:
         """Return ``grad W``, (tokens, in_features), for a gradient of the output."""
-        rows = quantize_rows(grad, self.scales.view(-1))
-        return scaled_product(rows, Quantized(transposed(self.weight), self.ones), grad.dtype)
+        columns = Quantized(transposed(self.weight), self.ones)
+        return scaled_product(quantize_rows(grad, self.scales.view(-1)), columns, grad.dtype)
 
 
 def from_4bit(weight: Any) -> BaseWeight:
     """Take the parts of a bitsandbytes `Params4bit`, by reference: shapes as in `BaseWeight`."""
     state = weight.quant_state
-    nested = state.state2.blocksize if state.nested else 0
-    sizes = (nested, state.blocksize, state.quant_type, *state.shape, state.dtype)
-    return BaseWeight(weight.data, *Scales.of(state), *sizes)
+    sizes = (state.state2.blocksize if state.nested else 0, state.blocksize, state.quant_type, *state.shape)
+    return BaseWeight(weight.data, *Scales.of(state), *sizes, state.dtype)
 
 
 def loaded_weight(base: Any) -> BaseWeight:
@@ -131,13 +130,12 @@ class HasFrozenWeight(nn.Module):
     fastpack_copied_from: Any = None
     """The parameter that the copy was made from, with its version and address at that time."""
 
+    # Merging writes to ``weight.data``, which is not detected.
     def merge(self, *args: Any, **kwargs: Any) -> Any:
-        """Merge as PEFT, but drop the copy of the base first, because writes to ``weight.data`` are not detected."""
         self._fastpack_drop_copy()
         return super().merge(*args, **kwargs)
 
     def unmerge(self, *args: Any, **kwargs: Any) -> Any:
-        """Unmerge as PEFT, but drop the copy first, as `merge` does."""
         self._fastpack_drop_copy()
         return super().unmerge(*args, **kwargs)
 

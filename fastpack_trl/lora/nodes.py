@@ -132,7 +132,5 @@ def thin_product(reduced: Tensor, b: Tensor, bias: Tensor | None, out: Tensor | 
 
 
 def add_thin_gradient(total: Tensor, grad_reduced: Tensor | None, a: Tensor | None) -> Tensor:
-    """Add in place: ``total += grad_reduced A``, (tokens, in_features)."""
-    if grad_reduced is None or a is None:
-        return total
-    return torch.addmm(total, grad_reduced, a, out=total)
+    """Add in place: ``total += grad_reduced A``, (tokens, in_features), unless there is none."""
+    return total if grad_reduced is None or a is None else torch.addmm(total, grad_reduced, a, out=total)

@@ -48,9 +48,8 @@ class DeferredMetrics:
         """Keep a copy of the figures of one micro-batch, or of several in one row, without synchronizing.
 
         Args:
-            trainer: its accelerator knows the ranks.
             mode: which of TRL's lists they belong to.
-            table: (num_parts, 3) as of `StepLoss`; rows past the counts are left out.
+            table: (num_parts, 3) as of `step_loss`; rows past the counts are left out.
             loss_tokens: tokens of each part that the loss counts.
             tokens: tokens of the row of each part.
         """
@@ -82,15 +81,13 @@ class DeferredMetrics:
         if not self._batches:
             return
         self._flushes += 1
-        batches, sums = [batch for row in self._batches for batch in row], torch.cat(self._tables)
+        batches, sums = [*chain.from_iterable(self._batches)], torch.cat(self._tables)
         self._batches, self._tables = [], []
         counts = torch.tensor([[batch.valid, batch.tokens] for batch in batches], dtype=torch.float32)
         table = torch.cat([sums, counts.to(sums.device, non_blocking=True)], dim=1)
         rows = trainer.accelerator.gather(table).view(-1, *table.shape).transpose(0, 1).tolist()
         for batch, of_ranks in zip(batches, rows, strict=True):
-            entropy, correct, aux, valid, tokens = (
-                sum(column) for column in zip(*of_ranks[: batch.ranks], strict=True)
-            )
+            entropy, correct, aux, valid, tokens = map(sum, zip(*of_ranks[: batch.ranks], strict=True))
             lists = trainer._metrics[batch.mode]
             lists["entropy"].append(entropy / valid if valid > 0 else 0.0)
             lists["mean_token_accuracy"].append(correct / valid if valid > 0 else 0.0)
