@@ -144,7 +144,10 @@ class _Pass:
         self.log_probs = torch.empty(count, device=device, dtype=torch.float32)
         self.entropy = torch.empty_like(self.log_probs)
         self.is_top1 = torch.empty(count, device=device, dtype=torch.bool)
-        self.slices = _slices(weight, self.dtype)
+        # The columns of a tile per product: all if the weight is used as it is, else those converted at a time.
+        fused = weight.dtype == self.dtype and (self.dtype == torch.float32 or chunked_logprob._use_triton(device))
+        width = vocabulary if fused else VOCABULARY_SLICE
+        self.slices = [slice(start, min(start + width, vocabulary)) for start in range(0, vocabulary, width)]
 
     def tiles(self, targets: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Any]]:
         """Yield positions, their hidden states in the compute dtype, the tile, and the result of `fold`."""
@@ -255,10 +258,3 @@ def head_log_probs(
     form = (logit_scale, softcap, tile_elements)
     figures = HeadLoss(*_HeadFunction.apply(hidden, *frozen, targets, None, None, torch.is_grad_enabled(), form))
     return figures.log_probs, figures.entropy, figures.is_top1
-
-
-def _slices(weight: Tensor, dtype: torch.dtype) -> list[slice]:
-    """Return the columns of a tile per product: all if the weight is used as it is, else those converted at a time."""
-    fused = weight.dtype == dtype and (dtype == torch.float32 or chunked_logprob._use_triton(weight.device))
-    width = weight.shape[0] if fused else VOCABULARY_SLICE
-    return [slice(start, min(start + width, weight.shape[0])) for start in range(0, weight.shape[0], width)]

@@ -100,7 +100,10 @@ class Merging:
         """Choose the groups of one optimizer step."""
         self._step, self._groups = batches, {}
         if self.fits is None and self._bytes_per_token < math.inf:
-            self.fits = self._predict()
+            # At the beginning of a step optimizer states are there, gradients are not.
+            gradients = sum(p.nbytes for p in self._run.model.parameters() if p.requires_grad)
+            free = allocatable(self._run.device) - gradients
+            self.fits = max(0.0, _MEMORY_SHARE * free / self._bytes_per_token)
         if self._ended or len(batches) < 2 or self.fits is None:
             return
         if not all(map(can_merge, batches)):
@@ -108,12 +111,6 @@ class Merging:
             return
         tokens = [sum(batch["packed_batch"].seq_lengths) for batch in batches]
         self._groups = {group[-1]: group for group in group_by_tokens(tokens, min(self.target, self.fits))}
-
-    def _predict(self) -> float:
-        """Return the tokens that fit at the beginning of a step: optimizer states are there, gradients are not."""
-        free = allocatable(self._run.device)
-        free -= sum(p.nbytes for p in self._run.model.parameters() if p.requires_grad)
-        return max(0.0, _MEMORY_SHARE * free / self._bytes_per_token)
 
     @property
     def rows(self) -> int:

@@ -53,12 +53,10 @@ class FeaturedTrainer(_Stock):
     """Enters the features around methods of the TRL trainer that follows it in the method resolution order.
 
     A class that sets ``_fastpack_of`` has the constructor's signature and docstring of that TRL trainer.
-
-    Attributes:
-        fastpack_run: decisions of this trainer, for its features.
     """
 
     fastpack_run: Run
+    """Decisions of this trainer, for its features."""
     _fastpack_of: ClassVar[Of]
     _fastpack_plan: Callable[[Any, str, bool, str], BatchPlan]
     """Returns the kind of batches, given the trainer and its attention path."""
