@@ -91,10 +91,10 @@ class Probe:
 
     def separate(self, segment: int) -> Tensor:
         """Return the hidden states of one document by itself, (tokens, hidden): without `packed_batch`, TRL's way."""
-        ids, right = self.ids[:, self.paths[segment].to(self.ids.device)], nullcontext[None]()
-        if self.attention.path in BACKENDS and stock_error(self.attention.features):
-            right = patch_attribute(text_config(self.model), "_attn_implementation_internal", "eager")
-        with right:
+        ids = self.ids[:, self.paths[segment].to(self.ids.device)]
+        is_wrong = self.attention.path in BACKENDS and stock_error(self.attention.features)
+        config, name = text_config(self.model), "_attn_implementation_internal"
+        with patch_attribute(config, name, "eager") if is_wrong else nullcontext():
             return self._run(ids)[1][0, -ids.shape[1] :].detach()
 
     def _run(self, ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:

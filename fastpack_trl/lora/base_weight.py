@@ -94,8 +94,9 @@ class Fp8Weight(NamedTuple):
 def from_4bit(weight: Any) -> BaseWeight:
     """Take the parts of a bitsandbytes `Params4bit`, by reference: shapes as in `BaseWeight`."""
     state = weight.quant_state
-    sizes = (state.state2.blocksize if state.nested else 0, state.blocksize, state.quant_type, *state.shape)
-    return BaseWeight(weight.data, *Scales.of(state), *sizes, state.dtype)
+    nested = state.state2.blocksize if state.nested else 0
+    sizes = (nested, state.blocksize, state.quant_type, *state.shape, state.dtype)
+    return BaseWeight(weight.data, *Scales.of(state), *sizes)
 
 
 def loaded_weight(base: Any) -> BaseWeight:

@@ -290,7 +290,6 @@ def step_loss(
     whether the labels are no longer the collator's.
 
     Args:
-        trainer: a `SFTTrainer` whose model has a `LossForward`.
         num_items_in_batch: tokens with a loss in all micro-batches of the step (and, with
             ``average_tokens_across_devices``, of all ranks); None: the mean over this batch, as in evaluation.
         batch: of `inputs`, with `loss_positions`; None for the outputs of TRL's forward.

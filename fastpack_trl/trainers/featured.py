@@ -60,6 +60,10 @@ class FeaturedTrainer(_Stock):
     _fastpack_of: ClassVar[Of]
     _fastpack_plan: Callable[[Any, str, bool, str], BatchPlan]
     """Returns the kind of batches, given the trainer and its attention path."""
+    _fastpack_constructing: Callable[[dict[str, Any]], contextlib.AbstractContextManager[Any]]
+    """Checks the arguments; returns a context for the constructor of TRL's trainer."""
+    _fastpack_replace_forward: Callable[[], None]
+    """Replaces the forward method of the model, before accelerate wraps it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         of = self._fastpack_of
@@ -77,10 +81,6 @@ class FeaturedTrainer(_Stock):
             super().__init__(*args, **kwargs)
         self._fastpack_choose()
 
-    def _fastpack_constructing(self, given: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:
-        """Check the arguments; return a context for the constructor of TRL's trainer."""
-        raise NotImplementedError
-
     def _fastpack_choose(self) -> None:
         """Choose the attention path, once: TRL may compute reference log-probabilities while it constructs."""
         run = self.fastpack_run
@@ -90,10 +90,6 @@ class FeaturedTrainer(_Stock):
             moe.choose_experts(run)
             self._fastpack_replace_forward()
             choose_attention(run)
-
-    def _fastpack_replace_forward(self) -> None:
-        """Replace the forward method of the model, before accelerate wraps it."""
-        raise NotImplementedError
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fastpack_trl.attention.install import packed_attention
@@ -64,7 +65,9 @@ class PackedTrainer(FeaturedTrainer):
         self._fastpack_rows.form = {"share": run.shares_prefixes, "keep_width": by_longest}
         if run.packs:
             forward = self._fastpack_rows.forwards[text_model(self.model)]
-            self._fastpack_rows.head_trains = any(part is not None and part.requires_grad for part in forward.head)
+            self._fastpack_rows.head_trains = any(
+                isinstance(part, Tensor) and part.requires_grad for part in forward.head
+            )
             stack.enter_context(forward.running())
             _run_reference(self, stack)
         # Calls of the reference leave the plan of the activations.
