@@ -65,7 +65,7 @@ def any_ids(length: int = 24, seed: int = 0) -> Tensor:
 
 def step(model: Any, ids: Tensor, *, autocast: bool = False) -> Tensor:
     """Forward and backward; gradients add up."""
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast):
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
     return loss.detach()
