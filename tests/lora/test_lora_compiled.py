@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ from lora_material import adapted, any_ids
 from torch import Tensor
 
 from fastpack_trl import PackedBatch, apply_lora, packed_attention
+from fastpack_trl.checkpointing.trace import storages_saved
 
 pytestmark = pytest.mark.usefixtures("varlen_on_the_cpu")
 
@@ -52,33 +52,11 @@ def compiled(*, checkpointing: bool) -> dict[int, int]:
     with packed_attention(model, "varlen"):
         forward(model, embedded, batch).square().sum().backward()
         for count in (1, LAYERS):
-            model.zero_grad()
             backbone.layers = layers[:count]
-            out = forward(model, embedded, batch)
-            kept[count] = kept_bytes(model, out)
-            out.square().sum().backward()
+            with storages_saved(model, set()) as saved:
+                forward(model, embedded, batch)
+            kept[count] = sum(storage.nbytes() for storage in saved)
     return kept
-
-
-def kept_bytes(model: Any, out: Tensor) -> int:
-    """Bytes of the storages that the graph of an output holds, parameters left out."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    storages = [tensor.untyped_storage() for tensor in saved_by(out.grad_fn)]
-    return sum({each.data_ptr(): each.nbytes() for each in storages if each.data_ptr() not in own}.values())
-
-
-def saved_by(node: Any) -> list[Tensor]:
-    """The tensors that the compiled functions of a graph hold."""
-    found, pending, visited = [], [node], set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        with contextlib.suppress(RuntimeError):  # of a node that has none to show
-            found += [tensor for tensor in getattr(node, "saved_tensors", ()) if isinstance(tensor, Tensor)]
-        pending += [following for following, _ in node.next_functions]
-    return found
 
 
 def test_a_compiled_checkpoint_keeps_little_more_than_the_input_of_a_layer() -> None:
