@@ -1,24 +1,17 @@
-"""Pages of docs/ that name files, messages, tables and a feature are true."""
+"""Pages of docs/ that name files, messages and tables are true."""
 
 from __future__ import annotations
 
 import ast
 import re
-import sys
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 
 import hardware_doc
 import pytest
-import torch
 from pages import PAGES, ROOT, text_of
-from trainer_material import assert_same_log, both, callback
 
-from fastpack_trl.config import Settings
 from fastpack_trl.features import FEATURES
-from fastpack_trl.features.feature import Feature
-from fastpack_trl.trainers import featured as wiring
 
 PACKAGE = ROOT / "fastpack_trl"
 
@@ -71,28 +64,6 @@ def test_tables_are_what_the_rules_of_the_features_say(table: str, monkeypatch: 
     assert table != "rows" or all(f"| {name} |" in made for name in SOME_ROWS)
     is_true = {*made.splitlines()} <= {*text.splitlines()} if table == "rows" else made == text
     assert is_true, f"run: python {hardware_doc.__file__} {table}"
-
-
-def test_the_guides_option_trains_as_stock_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    guide = (ROOT / "docs" / "contributing" / "adding-an-option.md").read_text(encoding="utf-8")
-    (source,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
-    (line,) = re.findall(r"```text\n(Feature\(.*?\)),\n```", guide, re.DOTALL)
-    module, seen = ModuleType("deterministic"), []
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(compile(source, "adding-an-option.md", "exec"), vars(module))
-    monkeypatch.setattr(Settings, "deterministic", "auto", raising=False)
-    added = eval(line, {"Feature": Feature, "deterministic": module})
-    monkeypatch.setattr(wiring, "FEATURES", (*FEATURES, added))
-    watch = callback("on_step_begin", lambda *_: seen.append(torch.are_deterministic_algorithms_enabled()))
-    ours, stock = both(tmp_path, packing=True, max_steps=3, trainer={"callbacks": [watch()]})
-    assert_same_log(ours, stock, rtol=2e-5, atol=1e-5)
-    line = ours.fastpack_report["deterministic"]
-    assert (line.status, line.path, line.reason) == ("on", "torch", "on cpu; slower")
-    assert seen == [True] * 3 + [False] * 3, "ours, then stock"
-    assert not torch.are_deterministic_algorithms_enabled()
-    monkeypatch.setattr(Settings, "deterministic", "off")
-    ours.train()
-    assert ours.fastpack_report["deterministic"].reason == "switched off"
 
 
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
