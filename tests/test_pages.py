@@ -10,6 +10,7 @@ from pathlib import Path
 import hardware_doc
 import pytest
 from pages import PAGES, ROOT, text_of
+from preference_material import NAMES, build
 
 from fastpack_trl.features import FEATURES
 
@@ -143,3 +144,31 @@ def test_the_pages_stay_short() -> None:
     words = {page: len(page.read_text(encoding="utf-8").split()) for page in PAGES}
     assert words[ROOT / "README.md"] <= 900
     assert sum(count for page, count in words.items() if ROOT / "docs" in page.parents) <= 20_300
+
+
+IN_TRAINERS = (
+    "batches", "packed_attention", "share_prefixes", "verify_packing", "merge_accumulation", "lora", "moe",
+    "fused_layers", "activation_memory", "checkpoint_offload", "cuda_graph",
+)  # fmt: skip
+
+
+def test_the_page_says_what_is_on_in_which_trainer(tmp_path: Path) -> None:
+    """In one step of each on a CPU, LoRA on a tiny mixture of experts."""
+    cells: dict[str, list[str]] = {feature: [] for feature in IN_TRAINERS}
+    for name in NAMES:
+        steps = {"gradient_accumulation_steps": 2} if name in ("GRPO", "RLOO") else {}
+        trainer = build(
+            name, tmp_path / name, fast=True, family="qwen3_moe", max_steps=1, eval_strategy="no",
+            router_aux_loss_coef=None if name == "Reward" else 0.0, **steps,
+        )  # fmt: skip
+        trainer.train()
+        report = trainer.fastpack_report
+        for feature, row in cells.items():
+            row.append(report[feature].status if feature in report else "-")
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for feature, row in cells.items():
+        alike.setdefault(tuple(row), []).append(f"`{feature}`")
+    table = f"| | {' | '.join(NAMES)} |\n|{' --- |' * (len(NAMES) + 1)}\n"
+    table += "".join(f"| {', '.join(names)} | {' | '.join(row)} |\n" for row, names in alike.items())
+    page = (ROOT / "docs/preference-and-rl.md").read_text(encoding="utf-8")
+    assert table in page, f"the table should be:\n{table}"
