@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -72,21 +72,6 @@ class StepServices:
     activations_left: int | None = None
     activation_bytes: int = 0
     offloads: bool = False
-    _waiting: list[Callable[[], bool]] = field(default_factory=list)
-
-    @property
-    def is_warmed_up(self) -> bool:
-        """Nothing is left that the first steps decide, as how processes reduce their gradients."""
-        return not any(waits() for waits in self._waiting)
-
-    @contextmanager
-    def waiting_for(self, waits: Callable[[], bool]) -> Iterator[None]:
-        """Count `waits` among the decisions of the first steps, until the context ends."""
-        self._waiting.append(waits)
-        try:
-            yield
-        finally:
-            self._waiting.remove(waits)
 
 
 @dataclass(eq=False, repr=False)
@@ -261,6 +246,11 @@ class Run(Decisions):
     def max_length(self) -> int | None:
         """Tokens at which rows of the data set are cut; None if they are not or the trainer has no such field."""
         return getattr(self.args, "max_length", None)
+
+    @property
+    def is_warmed_up(self) -> bool:
+        """Nothing is left that the first steps decide: how processes reduce their gradients."""
+        return self.reduce is None or not self.reduce.is_pending
 
     def steps_left(self) -> int:
         """Return the number of remaining optimizer steps."""

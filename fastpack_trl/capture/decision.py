@@ -64,7 +64,7 @@ class IdleRule:
     @property
     def is_settled(self) -> bool:
         """The first steps are over, and so is what they decide."""
-        return self.steps_done >= EAGER_STEPS and self._run.step.is_warmed_up
+        return self.steps_done >= EAGER_STEPS and self._run.is_warmed_up
 
     def begins_step(self) -> bool:
         """Return whether this is the first forward pass of an optimizer step, which is watched from there on."""

@@ -26,7 +26,6 @@ class _MicroBatch(NamedTuple):
     """Tokens of the row; counted in training only."""
     ranks: int
     """Ranks whose part counts: the last batch of a data set may repeat rows on the others."""
-    has_aux: bool
 
 
 class DeferredMetrics:
@@ -53,11 +52,9 @@ class DeferredMetrics:
             loss_tokens: tokens of each part that the loss counts.
             tokens: tokens of the row of each part.
         """
-        ranks, has_aux = counted_ranks(trainer.accelerator), bool(trainer.aux_loss_enabled)
+        ranks = counted_ranks(trainer.accelerator)
         self._tables.append(table[: len(loss_tokens)].clone())
-        self._batches.append(
-            [_MicroBatch(mode, *counts, ranks, has_aux) for counts in zip(loss_tokens, tokens, strict=True)]
-        )
+        self._batches.append([_MicroBatch(mode, *each, ranks) for each in zip(loss_tokens, tokens, strict=True)])
 
     def rollback_point(self) -> tuple[int, int]:
         """Return the point for `rollback`: flushes so far, and rows since, which are joined once there are many."""
@@ -94,7 +91,7 @@ class DeferredMetrics:
             if batch.mode == "train":
                 trainer._total_train_tokens += int(tokens) // trainer._tp_size
             lists["num_tokens"] = [trainer._total_train_tokens]
-            if batch.has_aux:
+            if trainer.aux_loss_enabled:
                 lists["aux_loss"].append(aux / batch.ranks)
 
 
