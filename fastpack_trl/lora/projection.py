@@ -25,8 +25,8 @@ from fastpack_trl.lora.nodes import project, rows_of
 
 _NUM_TENSORS = 5
 """First fields of `BaseWeight` that are tensors; `Fp8Weight` has fewer, and nothing else."""
-_KINDS = (("", "Tensor weight"), ("_4bit", arguments_of(BaseWeight)), ("_fp8", arguments_of(Fp8Weight)))
-"""Suffix and arguments of the operators over a base weight; an operator is found by the number of these arguments."""
+_KINDS = {"dense": "Tensor weight", "4bit": arguments_of(BaseWeight), "fp8": arguments_of(Fp8Weight)}
+"""Arguments of the operators over a kind of base weight; an operator is found by the number of these arguments."""
 
 
 def lora_projection(
@@ -102,14 +102,14 @@ def _flops(rows: Tensor, *_fields: Any, out_val: Tensor, **_keywords: Any) -> in
 _products, _grad_inputs = (
     {
         fields.count(",") + 1: operator(
-            function, fake=fake, flops=_flops, name=f"{function.__name__}{suffix}",
+            function, fake=fake, flops=_flops, name=f"{function.__name__}_{kind}",
             signature=f"(Tensor rows, {fields}) -> Tensor",
         )
-        for suffix, fields in _KINDS
+        for kind, fields in _KINDS.items()
     }
     for function, fake in ((lora_product, _fake_product), (lora_grad_input, _fake_grad_input))
 )  # fmt: skip
 _projections = {
-    fields.count(",") + 1: differentiable(f"lora_base{suffix}", f"(Tensor rows, {fields}) -> Tensor", _BaseProduct)
-    for suffix, fields in _KINDS
+    fields.count(",") + 1: differentiable(f"lora_base_{kind}", f"(Tensor rows, {fields}) -> Tensor", _BaseProduct)
+    for kind, fields in _KINDS.items()
 }

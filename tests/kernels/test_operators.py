@@ -53,8 +53,8 @@ def test_operators_pass_torchs_checks_and_count_the_flops_of_their_matmuls(kind:
     """Also on fake tensors, as a partitioner asks for them, and the same bits in inference mode."""
     base, ops = any_base(kind), torch.ops.fastpack
     rows, grad = draw((TOKENS, WIDTH), (TOKENS, OUT))
-    suffix, of_base = ("", (base.weight,)) if kind == "dense" else ("_4bit", tuple(base))
-    project = getattr(ops, f"lora_base{suffix}")
+    stored, of_base = ("dense", (base.weight,)) if kind == "dense" else ("4bit", tuple(base))
+    project = getattr(ops, f"lora_base_{stored}")
     if kind == "dense":
         torch.library.opcheck(project.default, (rows, *of_base))
     with FlopCounterMode(display=False) as counted:
@@ -65,10 +65,10 @@ def test_operators_pass_torchs_checks_and_count_the_flops_of_their_matmuls(kind:
         assert torch.equal(project(rows, *of_base), out)
         assert torch.equal(attend(rows), attended)
     for name, tensor in (("lora_product", rows), ("lora_grad_input", grad)):
-        torch.library.opcheck(getattr(ops, name + suffix).default, (tensor.detach(), *of_base))
+        torch.library.opcheck(getattr(ops, f"{name}_{stored}").default, (tensor.detach(), *of_base))
     fake = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
     with fake, FlopCounterMode(display=False) as counter:
-        ops.lora_product(rows.detach(), torch.empty(OUT, WIDTH))
+        ops.lora_product_dense(rows.detach(), torch.empty(OUT, WIDTH))
     assert counter.get_total_flops() == 2 * TOKENS * OUT * WIDTH
 
 
@@ -93,7 +93,7 @@ def test_a_compiled_graph_calls_operators_without_an_autograd_wrapper(kind: str,
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     grads = (torch.autograd.grad(out.square().sum(), leaves) for out in (actual, expected))
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-4)
-    product = "lora_product" if kind == "dense" else "lora_product_4bit"
+    product = f"lora_product_{'dense' if kind == 'dense' else '4bit'}"
     backward = product.replace("product", "grad_input")
     assert set(called) == {"varlen_attention", "varlen_attention_backward", product, backward}
     # Computed again in a checkpoint, and not kept.
