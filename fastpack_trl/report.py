@@ -45,6 +45,8 @@ class FeatureReport:
     """Further figures: packing fill, documents, truncated tokens."""
     partly: set[str] = field(default_factory=set)
     """Features that handed some of their work to TRL or PEFT after the start."""
+    asked: set[str] = field(default_factory=set)
+    """Features that the user enabled by name: the banner says so if there is nothing for them to do."""
     _lines: dict[str, FeatureLine] = field(default_factory=dict)
 
     def add(self, feature: str, status: Status, path: str, reason: str = "") -> FeatureLine:
@@ -84,8 +86,8 @@ class FeatureReport:
 
     def banner(self) -> str:
         """Return the banner of a run: as `table`, but with all disabled features named in one line."""
-        shown = [line for line in self if line.status != "off"]
-        off = [line.feature for line in self if line.status == "off"]
+        shown = [line for line in self if line.status != "off" or line.feature in self.asked]
+        off = [line.feature for line in self if line not in shown]
         return self.table() if not shown or _is_set(_VERBOSE) else self._page(shown, off)
 
     def _page(self, lines: list[FeatureLine], off: Sequence[str] = ()) -> str:

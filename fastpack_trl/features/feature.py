@@ -73,6 +73,7 @@ class Feature:
                 return
             if why:
                 status: Status = "stock" if isinstance(why, Stock) else "off"
+                run.report.asked |= {self.name} if run.settings.is_explicit(self.name) else set()
                 run.set_status(self.name, status, self.instead, str(why), holds=isinstance(why, Met))
             else:
                 stack.enter_context(self.install(run))

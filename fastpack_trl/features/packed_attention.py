@@ -17,7 +17,7 @@ from fastpack_trl.features.verify_packing import is_examined, prove, tell_stock_
 from fastpack_trl.features.vision_rows import switched_off
 from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.facts import asked_for, read_features
-from fastpack_trl.packing.batching import BatchPlan, vocabulary
+from fastpack_trl.packing.batching import BatchPlan, has_images, vocabulary
 from fastpack_trl.packing.dataset import check_vocabulary, is_token_lists, padding_cost
 from fastpack_trl.packing.documents import PADDED_DOCUMENTS
 from fastpack_trl.report import Status
@@ -50,7 +50,8 @@ def plan_rows(run: Run, plan: BatchPlan | None = None) -> None:
     _tell(run)
     run.set_status("batches", "on" if run.packs else "stock", run.plan.kind.replace("_", "-"), run.plan.reason)
     if run.kind == "sft":
-        unknown = {"truncated tokens": "unknown (streamed or prepared elsewhere)"}
+        why = "not counted for images" if has_images(run.trainer) else "unknown (streamed or prepared elsewhere)"
+        unknown = {"truncated tokens": why}
         run.report.facts |= unknown if run.facts is None else run.facts.figures
     dataset = run.trainer.train_dataset
     if run.plan.kind == "documents" and isinstance(dataset, Dataset):

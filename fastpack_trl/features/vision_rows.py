@@ -18,7 +18,7 @@ from fastpack_trl.vision.packing import BY_PLACE, PackedRows, pack_samples
 logger = get_logger(__name__)
 
 FEATURE = "vision_rows"
-_CHECKED = "the packing check runs text only"
+_CHECKED = "packing is checked on text only"
 
 
 def concerns(run: Run) -> bool:
@@ -28,9 +28,10 @@ def concerns(run: Run) -> bool:
 
 def why_not(run: Run) -> Iterator[object]:
     """Yield why TRL's padded batches stay: the plan of the batches has asked `switched_off` and the family."""
-    if not has_images(run.trainer):
-        yield Met("the data set has no images")
     why, tokens = "" if run.packs else run.plan.reason, run.settings.image_row_tokens
+    if not has_images(run.trainer):
+        run.report.asked |= set() if tokens is None else {FEATURE}
+        yield Met("the data set has no images" + f": image_row_tokens={tokens} has no effect" * (tokens is not None))
     if run.training and tokens is not None and (why := why or _why_unpacked(run)):
         raise ValueError(f"image_row_tokens={tokens}: {why}; leave image_row_tokens out")
     yield why

@@ -45,7 +45,7 @@ class PackedRows:
         samples, gone = sum(map(len, self.rows)), len(self.left_out)
         named = ", ".join(map(str, self.left_out[:5])) + ", ..." * (gone > 5)
         left_out = f"; {gone:,} longer samples are left out: rows {named} of the data set" if gone else ""
-        return f"{len(self.rows):,} of {samples:,} samples, {self.fill:.1%} of {self.limit:,} tokens filled{left_out}"
+        return f"{samples:,} samples in {len(self.rows):,} rows, {self.fill:.1%} of {self.limit:,} tokens filled{left_out}"
 
 
 class Samples(MapDataset[list[dict[str, Any]]]):
@@ -84,11 +84,18 @@ def pack_samples(dataset: Any, stock: Any, limit: int, num_proc: int | None = No
         DataError: no sample is short enough.
     """
     keywords = {"remove_columns": dataset.column_names, "num_proc": num_proc, "desc": "Counting the tokens of samples"}
-    counts = dataset.map(counting(stock), with_indices=True, **keywords)
+    try:
+        counts = dataset.map(counting(stock), with_indices=True, **keywords)
+    except Exception:
+        for _ in map(Samples(dataset).__getitem__, range(len(dataset))):
+            pass  # an image that cannot be read raises here, with its row
+        raise
     tokens, pixels = (np.asarray(counts[name], dtype=np.int64) for name in ("tokens", "pixels"))
     kept = tokens <= limit
     if not kept.any():
-        raise DataError(f"every sample has more than {limit:,} tokens (the shortest {tokens.min():,}): raise the limit")
+        raise DataError(
+            f"image_row_tokens={limit}: the shortest sample has {tokens.min():,} tokens: raise it, and max_length if set"
+        )
     mean = pixels[kept].sum() / tokens[kept].sum() * limit
     most = max(int(mean * _MOST_PIXELS), int(pixels[kept].max()))
     rows = fit(tokens, pixels, limit, most)

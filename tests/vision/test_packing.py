@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from datasets.fingerprint import Hasher
 from side_by_side import assert_equal
-from trainer_material import assert_line, figures
+from trainer_material import assert_line, figures, sentences
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 from vision_material import composite, image_data
@@ -110,7 +111,7 @@ def test_counts_are_found_in_the_cache_of_another_run(tmp_path: Path) -> None:
     [
         ({"image_row_tokens": 0}, "image_row_tokens=0 must be a number of tokens >= 1"),
         ({"image_row_tokens": 9, "vision_rows": "off"}, "image_row_tokens=9 needs vision_rows='auto' or 'on'"),
-        ({"image_row_tokens": 3}, r"every sample has more than 3 tokens \(the shortest \d+\)"),
+        ({"image_row_tokens": 3}, r"image_row_tokens=3: the shortest sample has \d+ tokens"),
         ({"image_row_tokens": 70, "train_sampling_strategy": "group_by_length"}, "'group_by_length' reads single"),
         ({"image_row_tokens": 70, "packed_attention": "off"}, "image_row_tokens=70: packed_attention is off; leave"),
     ],
@@ -120,3 +121,15 @@ def test_what_cannot_be_packed_stops_with_the_value_and_the_fix(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         run(FastSFTTrainer, FastSFTConfig, tmp_path, "llava", composite("llava"), image_data(), **fields)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"image_row_tokens": 512}, {"vision_rows": "on"}, {"merge_accumulation": "on"}], ids=str
+)
+def test_the_banner_names_what_a_user_asked_for_without_effect(fields: dict[str, Any], tmp_path: Path) -> None:
+    (name, value), *_ = fields.items()
+    data = Dataset.from_dict({"text": sentences(8, 3)})
+    ours = run(FastSFTTrainer, FastSFTConfig, tmp_path, "llava", composite("llava"), data, max_steps=1, **fields)
+    shown = " ".join(ours.fastpack_report.banner().split())
+    assert f" off {'vision_rows' if name == 'image_row_tokens' else name} " in shown
+    assert name != "image_row_tokens" or f"image_row_tokens={value} has no effect" in shown

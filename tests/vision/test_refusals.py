@@ -132,9 +132,9 @@ def test_a_limit_that_cuts_placeholders_is_named(family: str, tmp_path: Path) ->
         run(FastSFTTrainer, FastSFTConfig, tmp_path, family, composite(family), data, max_steps=1, max_length=12)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("fields", [{}, {"dataloader_num_workers": 1}, {"image_row_tokens": 4096}], ids=str)
 @pytest.mark.parametrize("kind", BAD)
-def test_a_bad_image_is_named_by_its_row(kind: str, workers: int, tmp_path: Path) -> None:
+def test_a_bad_image_is_named_by_its_row(kind: str, fields: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(Exception) as raised:  # noqa: PT011 - of the processor
         run(
             FastSFTTrainer,
@@ -144,7 +144,7 @@ def test_a_bad_image_is_named_by_its_row(kind: str, workers: int, tmp_path: Path
             composite("qwen2_5_vl"),
             BAD[kind](),
             max_steps=1,
-            dataloader_num_workers=workers,
+            **fields,
         )
     text = str(raised.value) + str(getattr(raised.value, "__notes__", ""))
     assert "in row 1 of the data set" in text, text

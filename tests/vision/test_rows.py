@@ -38,7 +38,7 @@ def test_a_step_on_a_row_is_that_on_the_padded_batch(family: str, tmp_path: Path
     step = {"max_steps": 1, "per_device_train_batch_size": 8}
     stock = run(SFTTrainer, SFTConfig, tmp_path, family, model, data, **step)
     ours = run(FastSFTTrainer, FastSFTConfig, tmp_path, family, model, data, **step)
-    assert_line(ours, "vision_rows", "the packing check runs text only", status="on", path="one row per batch")
+    assert_line(ours, "vision_rows", "packing is checked on text only", status="on", path="one row per batch")
     assert_line(ours, "sync_free", path="loss, metrics, host work")
     assert_equal(figures(ours), figures(stock), rtol=1e-6, atol=1e-6)
     assert differences(ours, stock) < 3e-6
