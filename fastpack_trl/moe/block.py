@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -61,11 +61,6 @@ def traceable(state: ExpertsState) -> bool:
     return state.gate.function is None or not torch.compiler.is_compiling()
 
 
-def gate_modules(module: nn.Module) -> list[nn.Module]:
-    """Return the modules that transformers calls in the gate of an experts module and our formulas replace."""
-    return [child for child in module._modules.values() if child is not None]
-
-
 def fastpack_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Run the experts of transformers' module `self`, called as its `ExpertsInterface` calls: no keywords.
 
@@ -79,7 +74,7 @@ def fastpack_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_
     name = ""
     if state is None or not traceable(state):
         name = STOCK
-    elif state.hooked(*gate_modules(self)):
+    elif state.hooked(*self.children()):  # which transformers calls in the gate, and our formulas replace
         name = STOCK
         hand_over(self, "moe", "transformers' experts run (our kernel calls no hooks on their activation)")
     elif is_decoding(self, hidden_states):
@@ -88,8 +83,7 @@ def fastpack_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_
     if name:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-        out: Tensor = ALL_EXPERTS_FUNCTIONS[name](self, hidden_states, top_k_index, top_k_weights)
-        return out
+        return cast("Tensor", ALL_EXPERTS_FUNCTIONS[name](self, hidden_states, top_k_index, top_k_weights))
     return run_experts(self, hidden_states, top_k_index, top_k_weights, {})
 
 

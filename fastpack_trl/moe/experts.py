@@ -224,7 +224,7 @@ def experts_backward(
     grad_cast_th = grad.to(dtype)
     g_sh = grad_cast_th.index_select(0, plan.token)
     low_grad = down.low_grad(g_sh)
-    weight_s = plan.sorted_weights(weights)
+    weight_s = weights.reshape(-1).index_select(0, plan.perm)
     grad_a_si, more = down.input_grad(g_sh, low_grad)
     grad_h_sf, weighted_a_si, grad_weight_s = gate_backward(
         h, gate_up.stack.bias, plan.expert, gate, grad_a_si, weight_s, more

@@ -21,7 +21,7 @@ from fastpack_trl.errors import first_reason
 from fastpack_trl.kernels.grouped import aligned_rank
 from fastpack_trl.model.changes import Patch, hand_over, patch_attribute
 from fastpack_trl.model.hooks import PartsHooked
-from fastpack_trl.moe.block import LowRank, gate_modules, is_decoding, run_experts, traceable
+from fastpack_trl.moe.block import LowRank, is_decoding, run_experts, traceable
 from fastpack_trl.moe.layout import STACKS
 from fastpack_trl.moe.quantized import read_stack, stack_dtype
 
@@ -119,7 +119,7 @@ def _reasons_for_peft(adapter: ExpertLora) -> Iterator[object]:
         swapped = bool(getattr(wrapper, "_did_swap_in_out_features", False)) == bool(module.is_transposed)
         yield swapped and "this PEFT version stores the factors in the other order"
     # PEFT's path would call these modules; ours does not.
-    if adapter.hooked(module, *adapter.wrappers[1:], *gate_modules(module)):
+    if adapter.hooked(module, *adapter.wrappers[1:], *module.children()):
         dense = read_stack(module, STACKS[0])[1] is None
         yield dense and "hooks on the experts module, inside of it or on every module"
         # PEFT 0.21 fails from the second forward on if the stack is stored in 4 bits.

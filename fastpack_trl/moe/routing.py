@@ -34,10 +34,6 @@ class RoutingPlan(NamedTuple):
         """Return the (T, k) expert ids."""
         return self.expert.index_select(0, self.inverse.reshape(-1)).view(self.inverse.shape)
 
-    def sorted_weights(self, weights_tk: Tensor) -> Tensor:
-        """Return the (S,) routing weights in sorted order."""
-        return weights_tk.reshape(-1).index_select(0, self.perm)
-
 
 def routing_plan(ids_tk: Tensor, num_experts: int) -> RoutingPlan:
     """Sort the slots of a layer by expert: one stable sort, no host sync, deterministic.

@@ -341,10 +341,6 @@ def to_transformers_kwargs(batch: PackedBatch) -> dict[str, Any]:
     `cu_seq_lens_*` and `max_length_*` are read by its flash attention, `seq_idx` by its short convolutions.
     """
     return {
-        "position_ids": batch.position_ids,
-        "cu_seq_lens_q": batch.cu_seqlens,
-        "cu_seq_lens_k": batch.cu_seqlens,
-        "max_length_q": batch.max_seqlen,
-        "max_length_k": batch.max_seqlen,
-        "seq_idx": batch.seq_idx,
-    }
+        "position_ids": batch.position_ids, "cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens,
+        "max_length_q": batch.max_seqlen, "max_length_k": batch.max_seqlen, "seq_idx": batch.seq_idx,
+    }  # fmt: skip
