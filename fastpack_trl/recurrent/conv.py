@@ -76,5 +76,4 @@ def packed_conv(x: Tensor, weight: Tensor, bias: Tensor | None, chunks: Chunks, 
     Returns:
         Shape of `x`, with the channels of a token contiguous.
     """
-    out: Tensor = _short_conv(x[0].T, weight, bias, chunks.positions, silu)
-    return out.T[None]
+    return _short_conv(x[0].T, weight, bias, chunks.positions, silu).T[None]

@@ -6,9 +6,9 @@ two tensors, made once per batch.
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -68,8 +68,7 @@ def fla_delta_rule(
     """Compute `fla_delta` from the fields of `FlaRow`."""
     row = (part[None] for part in (query, key, value, g, beta))
     metadata = dict(zip(FlaRow._fields, fields, strict=True))
-    out: Tensor = _function(_FUNCTION)(*row, use_qk_l2norm_in_kernel=normalise, **metadata)[0]
-    return out[0]
+    return cast("Tensor", _function(_FUNCTION)(*row, use_qk_l2norm_in_kernel=normalise, **metadata)[0][0])
 
 
 _fla_delta = recomputed(fla_delta_rule, ROW + arguments_of(FlaRow), inputs=5, fake=like_value, flops=delta_flops)
@@ -79,8 +78,7 @@ def fla_delta(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, row: FlaRow, *, normalise: bool = False
 ) -> Tensor:
     """Compute `packed_delta` by fla's kernels."""
-    out: Tensor = _fla_delta(query, key, value, g, beta, normalise, *row)
-    return out
+    return _fla_delta(query, key, value, g, beta, normalise, *row)
 
 
 def is_chosen(features: ModelFeatures) -> bool:
@@ -103,12 +101,9 @@ def refusal(features: ModelFeatures) -> str:
     if features.compute_dtype.itemsize != 2:
         return f"fla computes in 16 bits, this run in {str(features.compute_dtype).removeprefix('torch.')}"
     scans = [scan for scan in features.scans if scan.kind == _KIND]
-    failures = (_failure(scan, features.compute_dtype, features.device_type) for scan in scans)
+    where = features.compute_dtype, features.device_type
+    failures = (failed_trial("fla", where[1], _MAX_ERROR, partial(_error_of, scan, *where)) for scan in scans)
     return next(filter(None, failures), "") if scans else "the sizes of its layers are not known"
-
-
-def _failure(scan: Scan, dtype: torch.dtype, device: str) -> str:
-    return failed_trial("fla", device, _MAX_ERROR, lambda: _error_of(scan, dtype, device))
 
 
 def _error_of(scan: Scan, dtype: torch.dtype, device: str) -> float:
@@ -121,9 +116,7 @@ def _error_of(scan: Scan, dtype: torch.dtype, device: str) -> float:
         torch.randn(sum(_LENGTHS), *shape, generator=generator).to(device, dtype)
         for shape in (keys, keys, values, scalars, scalars)
     )
-
-    def over(function: Any, metadata: Any) -> Any:
-        return lambda *row: function(*row, metadata, normalise=True)
-
-    row = (query, key, value, -g.float().abs(), beta.sigmoid())
-    return largest_error(over(fla_delta, fla_row(batch)), over(packed_delta, chunks_of(batch)), row)
+    row, fla, chunks = (query, key, value, -g.float().abs(), beta.sigmoid()), fla_row(batch), chunks_of(batch)
+    return largest_error(
+        lambda *row: fla_delta(*row, fla, normalise=True), lambda *row: packed_delta(*row, chunks, normalise=True), row
+    )

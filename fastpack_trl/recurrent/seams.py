@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial, update_wrapper
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
@@ -64,8 +64,7 @@ def _conv(
     _check(hidden_states.mT, chunks)
     silu = activation in ("silu", "swish")
     out = packed_conv(hidden_states, weight, bias, chunks, silu=silu)
-    activated: Tensor = out if silu or activation is None else ACT2FN[activation](out)
-    return activated
+    return out if silu or activation is None else cast("Tensor", ACT2FN[activation](out))
 
 
 def _delta_rule(

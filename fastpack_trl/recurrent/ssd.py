@@ -74,5 +74,4 @@ def packed_ssd(
         (total_tokens, heads, head size) in fp32, computed with matmuls in TF32 on CUDA if `x` has 16 bits; in float64
         if `x` is.
     """
-    out: Tensor = _mamba2(x, step, a, b, c, skip, *chunks)
-    return out
+    return _mamba2(x, step, a, b, c, skip, *chunks)
