@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -199,17 +199,11 @@ class Watch(TrainerCallback):
 
 
 def run_side(
-    build: Callable[[], Any],
-    watch: Watch,
-    *,
-    around: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext,
-    seed: int = 0,
+    build: Callable[[], Any], watch: Watch, *, around: Callable[[Any], Any] = contextlib.nullcontext, seed: int = 0
 ) -> SideResult:
     """Build a trainer, train it to the end of `watch`, free it, and return the figures.
 
-    Args:
-        around: a context of the training, given the trainer; a text that it yields is the ``path`` of the result.
-        seed: of the random numbers before the trainer is built, and before it trains.
+    `around` is a context of the training, given the trainer; a text that it yields is the ``path`` of the result.
     """
     result = watch.result
     try:

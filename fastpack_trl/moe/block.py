@@ -28,17 +28,13 @@ DECODE_TOKENS = 32
 
 @dataclass(slots=True)
 class ExpertsState:
-    """State that `apply_moe` attaches to a supported experts module.
-
-    Attributes:
-        gate: the activation between the projections.
-        hooked: whether hooks need transformers' path, which calls the gate's activation as a module.
-        installed: all other changes of the model.
-    """
+    """State that `apply_moe` attaches to a supported experts module."""
 
     gate: Gate
     hooked: PartsHooked = field(default_factory=PartsHooked)
+    """Whether hooks need transformers' path, which calls the gate's activation as a module."""
     installed: Patch | None = None
+    """All other changes of the model."""
 
 
 class LowRank(NamedTuple):
@@ -64,11 +60,7 @@ def traceable(state: ExpertsState) -> bool:
 def fastpack_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Run the experts of transformers' module `self`, called as its `ExpertsInterface` calls: no keywords.
 
-    Args:
-        self: the experts module.
-        hidden_states: (T, H).
-        top_k_index: (T, k) expert ids.
-        top_k_weights: (T, k) routing weights.
+    (T, H) hidden states with (T, k) expert ids and routing weights; returns (T, H).
     """
     state: ExpertsState | None = getattr(self, "_fastpack_moe", None)
     name = ""
@@ -90,14 +82,7 @@ def fastpack_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_
 def run_experts(
     module: Any, hidden_th: Tensor, ids_tk: Tensor, weights_tk: Tensor, factors: Mapping[str, LowRank]
 ) -> Tensor:
-    """Run our path for a supported module, with low-rank additions to its stacks.
-
-    Args:
-        module: the experts module.
-        hidden_th: (T, H).
-        ids_tk, weights_tk: (T, k) expert ids and routing weights.
-        factors: by the name of a stack, in its dtype.
-    """
+    """Run our path for a supported experts module, with low-rank additions to its stacks, by name, in their dtype."""
     state: ExpertsState = module._fastpack_moe
     if weights_tk.shape != ids_tk.shape:  # (T, E) from some routers of earlier transformers
         weights_tk = weights_tk.gather(1, ids_tk.long())

@@ -52,11 +52,7 @@ class ExpertLora:
 
 @contextlib.contextmanager
 def expert_lora(model: nn.Module) -> Iterator[list[ExpertLora]]:
-    """Run LoRA on the stacks of supported experts through the experts function; restore PEFT's forward on exit.
-
-    Yields:
-        One entry per experts module with LoRA on its stacks.
-    """
+    """Run LoRA on the stacks of supported experts through the experts function; restore PEFT's forward on exit."""
     adapters = list(_adapted(model))
     with contextlib.ExitStack() as stack:
         for adapter in adapters:

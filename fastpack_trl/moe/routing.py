@@ -36,12 +36,7 @@ class RoutingPlan(NamedTuple):
 
 
 def routing_plan(ids_tk: Tensor, num_experts: int) -> RoutingPlan:
-    """Sort the slots of a layer by expert: one stable sort, no host sync, deterministic.
-
-    Args:
-        ids_tk: (T, k) expert ids below `num_experts`, any integer dtype.
-        num_experts: E.
-    """
+    """Sort the slots of a layer by their expert ids, of any integer dtype: one stable sort, no sync, deterministic."""
     flat = ids_tk.detach().reshape(-1).to(torch.int32)
     expert, order = torch.sort(flat, stable=True)
     places = torch.arange(flat.shape[0], dtype=torch.int32, device=flat.device)

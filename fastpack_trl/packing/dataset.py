@@ -115,11 +115,7 @@ def prepare_in_two_passes(
 
 
 def _measure(documents: Dataset, prepared: Dataset, args: Any, strategy: str | None, empty: int) -> DatasetFacts:
-    """Compare documents before truncation with the prepared examples; without `strategy` nothing is packed.
-
-    Raises:
-        DataError: nothing is left to train on.
-    """
+    """Compare documents before truncation with the prepared examples; raise `DataError` if nothing is left of them."""
     max_length, lengths = args.max_length, column_lengths(documents, "input_ids")
     longest, tokens = int(lengths.max()), int(lengths.sum())
     if not len(prepared):
@@ -214,11 +210,7 @@ def counted_tokens(dataset: Dataset, *, padding_free: bool = True) -> int:
 
 
 def check_vocabulary(dataset: Dataset, vocab_size: int, *, padding_free: bool) -> None:
-    """Check every token id, and every label that may be counted, once, on the host.
-
-    Raises:
-        DataError: an id outside [0, vocab_size); names it.
-    """
+    """Raise `DataError` for a token id, or a label that may be counted, outside [0, vocab_size)."""
     for piece in pieces(dataset, *_READ[: 2 + padding_free]):
         ids = {"input_ids": piece["input_ids"][1]}
         if "labels" in piece:

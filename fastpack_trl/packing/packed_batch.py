@@ -271,11 +271,7 @@ def merge_batches(batches: Sequence[PackedBatch], labels: Tensor | None = None) 
     """Join several rows into one, on their device; documents stay documents, padding is dropped.
 
     ``seq_lengths`` (3, 2) and (4,) -> (3, 2, 4), ``cu_seqlens=[0, 3, 5, 9]``. Shared prefixes stay shared.
-    The host knows all offsets, so merging never synchronizes.
-
-    Args:
-        batches: each with `loss_positions`.
-        labels: those of the row, in the same order.
+    The host knows all offsets, so merging never synchronizes. `labels` are those of the row, in the same order.
 
     Raises:
         ValueError: no batch, or one without `loss_positions`.
