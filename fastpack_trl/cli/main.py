@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from fastpack_trl._version import __version__
 from fastpack_trl.errors import OneLineParser, TerminatedError, UserError, check_name, describe, did_you_mean
+from fastpack_trl.measure.record import check_writable, write_json
 from fastpack_trl.recipe.methods import METHODS
 
 PROG = "fastpack-trl"
@@ -109,8 +110,6 @@ def _accept_unknown(args: argparse.Namespace, words: list[str], parser: OneLineP
 
 def _run(args: argparse.Namespace) -> int:
     """Run a command; write what it has recorded, after an error as well. Only the first process of a run writes."""
-    from fastpack_trl.measure.record import check_writable, write_json
-
     record: dict[str, Any] = {}
     file = check_writable(args.json) if getattr(args, "json", None) else None
     try:
