@@ -29,16 +29,12 @@ class LayerPath(NamedTuple):
 
 @dataclass(slots=True)
 class MoeReport(contextlib.AbstractContextManager["MoeReport"]):
-    """Report of `apply_moe`, and a context manager that reverts on exit.
-
-    Attributes:
-        layers: one entry per experts module.
-        adapters: one entry per experts module with LoRA on its stacks.
-        warnings: remarks about the adapters.
-    """
+    """Report of `apply_moe`, and a context manager that reverts on exit."""
 
     layers: list[LayerPath] = field(default_factory=list)
+    """One entry per experts module."""
     adapters: list[LayerPath] = field(default_factory=list)
+    """One entry per experts module with LoRA on its stacks."""
     warnings: list[str] = field(default_factory=list)
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
 

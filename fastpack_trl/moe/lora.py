@@ -30,24 +30,19 @@ logger = logging.get_logger(__name__)
 
 @dataclass(slots=True)
 class ExpertLora:
-    """The LoRA of one experts module.
-
-    Attributes:
-        name: name of the outermost PEFT wrapper.
-        wrappers: PEFT's `ParamWrapper` of each adapted stack, outermost first.
-        module: the experts module inside.
-        reason: why PEFT's own path runs; empty if ours does. Checked in each forward, because adapters may be disabled
-            for a reference model, merged or added, and hooks may change.
-        hooked: whether hooks need PEFT's path.
-        installed: all other changes of the model.
-    """
+    """The LoRA of one experts module, under the name of its outermost PEFT wrapper."""
 
     name: str
     wrappers: list[Any]
+    """PEFT's `ParamWrapper` of each adapted stack, outermost first."""
     module: Any
+    """The experts module inside."""
     reason: str = ""
+    """Why PEFT's own path runs; empty if ours does. Checked in each forward, because adapters may be disabled for a
+    reference model, merged or added, and hooks may change."""
     hooked: PartsHooked = field(default_factory=PartsHooked)
     installed: Patch | None = None
+    """All other changes of the model."""
 
 
 @contextlib.contextmanager

@@ -57,19 +57,15 @@ def is_token_lists(dataset: Dataset, columns: Sequence[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class DatasetFacts:
-    """A map-style data set before and after preparation.
-
-    Attributes:
-        longest: tokens of the longest document: the `max_length` that truncates nothing.
-        truncated_tokens: tokens lost to `max_length`.
-        fill: share of the packed rows' capacity (rows x max_length) that holds tokens; None if nothing is packed.
-        figures: values for the report.
-    """
+    """A map-style data set before and after preparation."""
 
     longest: int
+    """Tokens of the longest document: the `max_length` that truncates nothing."""
     truncated_tokens: int
     fill: float | None
+    """Share of the packed rows' capacity (rows x max_length) that holds tokens; None if nothing is packed."""
     figures: Mapping[str, Any]
+    """Values for the report."""
 
 
 def prepare_in_two_passes(

@@ -65,8 +65,7 @@ def packed_delta(
         value: (total_tokens, heads, value size); a key head serves ``heads / key heads`` consecutive heads.
         g: (total_tokens, heads), the logarithm of the decay.
         beta: (total_tokens, heads).
-        chunks: of the row.
-        normalise: whether to scale query and key to length 1.
+        normalise: scale query and key to length 1.
 
     Returns:
         (total_tokens, heads, value size) in the dtype of `query`; computed in fp32, with matmuls in TF32 on CUDA if

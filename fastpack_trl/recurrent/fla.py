@@ -37,14 +37,12 @@ class FlaRow(NamedTuple):
     """The metadata of a packed row for the kernels, whose chunks begin with each document.
 
     ``seq_lengths=(70, 58)``: ``cu_seqlens=[0, 70, 128]``, ``chunk_indices=[[0, 0], [0, 1], [1, 0]]``.
-
-    Attributes:
-        cu_seqlens: (num_segments + 1,) int32; the batch's own.
-        chunk_indices: (chunks, 2) int32, the document of each chunk and its number there.
     """
 
     cu_seqlens: Tensor
+    """(num_segments + 1,) int32; the batch's own."""
     chunk_indices: Tensor
+    """(chunks, 2) int32, the document of each chunk and its number there."""
 
 
 def fla_row(batch: PackedBatch) -> FlaRow:

@@ -67,7 +67,6 @@ def packed_ssd(
         step: (total_tokens, heads).
         a: (heads,), at most 0.
         b, c: (total_tokens, groups, state size); a group serves ``heads / groups`` heads.
-        chunks: of the row.
         skip: (heads,).
 
     Returns:
