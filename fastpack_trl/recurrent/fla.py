@@ -99,8 +99,8 @@ def refusal(features: ModelFeatures) -> str:
     if features.compute_dtype.itemsize != 2:
         return f"fla computes in 16 bits, this run in {str(features.compute_dtype).removeprefix('torch.')}"
     scans = [scan for scan in features.scans if scan.kind == _KIND]
-    where = features.compute_dtype, features.device_type
-    failures = (failed_trial("fla", where[1], _MAX_ERROR, partial(_error_of, scan, *where)) for scan in scans)
+    dtype, device = features.compute_dtype, features.device_type
+    failures = (failed_trial("fla", device, _MAX_ERROR, partial(_error_of, scan, dtype, device)) for scan in scans)
     return next(filter(None, failures), "") if scans else "the sizes of its layers are not known"
 
 
@@ -114,7 +114,6 @@ def _error_of(scan: Scan, dtype: torch.dtype, device: str) -> float:
         torch.randn(sum(_LENGTHS), *shape, generator=generator).to(device, dtype)
         for shape in (keys, keys, values, scalars, scalars)
     )
-    row, fla, chunks = (query, key, value, -g.float().abs(), beta.sigmoid()), fla_row(batch), chunks_of(batch)
-    return largest_error(
-        lambda *row: fla_delta(*row, fla, normalise=True), lambda *row: packed_delta(*row, chunks, normalise=True), row
-    )
+    ours, by_torch = partial(fla_delta, row=fla_row(batch)), partial(packed_delta, chunks=chunks_of(batch))
+    row = (query, key, value, -g.float().abs(), beta.sigmoid())
+    return largest_error(partial(ours, normalise=True), partial(by_torch, normalise=True), row)
