@@ -122,8 +122,7 @@ def apply_moe(model: nn.Module, *, lora: bool = True, force: bool = False) -> Mo
             # Set directly, because the public setter would walk all modules and write to every sub-config.
             stack.enter_context(patch_attribute(config, "_experts_implementation_internal", NAME))
         adapters = stack.enter_context(expert_lora(model)) if lora else []
-        for adapter in adapters:
-            report.adapters.append(LayerPath(adapter.name, NAME if not adapter.reason else "peft", adapter.reason))
+        report.adapters += [LayerPath(each.name, "peft" if each.reason else NAME, each.reason) for each in adapters]
         report.warnings += router_adapters(model, modules)
         report._stack = stack.pop_all()
     changed: list[Any] = [*states.values(), *adapters]
