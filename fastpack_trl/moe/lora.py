@@ -140,8 +140,6 @@ def router_adapters(model: nn.Module, experts: dict[str, nn.Module]) -> Iterator
     for name, module in model.named_modules():
         parent, _, router = name.rpartition(".")
         if parent in inside and router in ("gate", "router") and hasattr(module, "lora_A"):
-            yield (
-                f"LoRA wraps the router ({router!r}): routing changes with the adapter; name target_modules and "
-                "target_parameters instead of 'all-linear' unless that is meant"
-            )
+            fix = "name target_modules and target_parameters instead of 'all-linear' unless that is meant"
+            yield f"LoRA wraps the router ({router!r}): routing changes with the adapter; {fix}"
             return

@@ -115,10 +115,8 @@ class PackingCollator(DataCollatorForLanguageModeling):
             return
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self.vocab_size:
-            raise ValueError(
-                f"{name} has token id {low if low < 0 else high}, outside the vocabulary [0, {self.vocab_size}): use "
-                "the tokenizer of this model, or model.resize_token_embeddings"
-            )
+            wrong, fix = low if low < 0 else high, "use the tokenizer of this model, or model.resize_token_embeddings"
+            raise ValueError(f"{name} has token id {wrong}, outside the vocabulary [0, {self.vocab_size}): {fix}")
 
 
 def unshared(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -139,18 +137,14 @@ def unshared(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
 def _read_row(index: int, example: Mapping[str, Any], columns: Sequence[str]) -> tuple[Ints, Ints, Ints]:
     """Return token ids, labels (the same object if the row has none) and document lengths, none of them 0."""
     if "input_ids" not in example:
-        raise ValueError(
-            f"row {index} has no 'input_ids' column, only {', '.join(map(repr, example)) or 'nothing'}: tokenize the "
-            "dataset, or let SFTTrainer prepare it"
-        )
+        others, fix = ", ".join(map(repr, example)), "tokenize the dataset, or let SFTTrainer prepare it"
+        raise ValueError(f"row {index} has no 'input_ids' column, only {others or 'nothing'}: {fix}")
     ids = _to_array(index, "input_ids", example["input_ids"])
     given = {name: _to_array(index, name, example[name]) for name in columns if example.get(name) is not None}
     labels, lengths = given.get("labels", ids), given.get("seq_lengths", np.array([len(ids)]))
     if len(labels) != len(ids):
-        raise ValueError(
-            f"row {index} has {len(labels)} labels for {len(ids)} input_ids: give one label per token, {IGNORE_INDEX} "
-            "where the loss does not count"
-        )
+        fix = f"give one label per token, {IGNORE_INDEX} where the loss does not count"
+        raise ValueError(f"row {index} has {len(labels)} labels for {len(ids)} input_ids: {fix}")
     if lengths.min(initial=0) < 0 or lengths.sum() != len(ids):
         raise ValueError(
             f"row {index} has seq_lengths (min {lengths.min(initial=0)}) that add up to {lengths.sum()} for {len(ids)} "
@@ -168,10 +162,8 @@ def _to_array(index: int, name: str, value: Any) -> Ints:
     if array.ndim == 1 and array.size == 0 and array.dtype != object:
         return np.empty(0, np.int64)  # an empty list has no integer type
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError(
-            f"row {index} has '{name}' of type {type(value).__name__} ({array.dtype}, {array.ndim} dimension(s)): "
-            "give one flat sequence of integers"
-        )
+        kind = f"{type(value).__name__} ({array.dtype}, {array.ndim} dimension(s))"
+        raise ValueError(f"row {index} has '{name}' of type {kind}: give one flat sequence of integers")
     return array
 
 

@@ -96,10 +96,8 @@ def prepare_in_two_passes(
         wrong = np.flatnonzero(labels != lengths)
         if wrong.size:
             row = wrong[0]
-            raise DataError(
-                f"row {row} of the {name} data set has {labels[row]} labels for {lengths[row]} input_ids: give one "
-                f"label per token, {IGNORE_INDEX} where no loss is counted"
-            )
+            has = f"row {row} of the {name} data set has {labels[row]} labels for {lengths[row]} input_ids"
+            raise DataError(f"{has}: give one label per token, {IGNORE_INDEX} where no loss is counted")
         empty = int((lengths == 0).sum())
         if empty == len(lengths):
             raise DataError(f"the {name} data set has no token: all {empty} documents are empty")
@@ -116,14 +114,10 @@ def _measure(documents: Dataset, prepared: Dataset, args: Any, strategy: str | N
     longest, tokens = int(lengths.max()), int(lengths.sum())
     if not len(prepared):
         if not counted_tokens(documents, padding_free=False):
-            raise DataError(
-                f"the train data set has no token that the loss counts: all labels are {IGNORE_INDEX}; give labels, or "
-                "completions that are not empty"
-            )
-        raise DataError(
-            f"no example of the train data set is left: max_length={max_length} cuts every completion off; "
-            f"the longest document has {longest:,} tokens: raise max_length, or shorten the prompts"
-        )
+            why = f"all labels are {IGNORE_INDEX}; give labels, or completions that are not empty"
+            raise DataError(f"the train data set has no token that the loss counts: {why}")
+        why = f"max_length={max_length} cuts every completion off; the longest document has {longest:,} tokens"
+        raise DataError(f"no example of the train data set is left: {why}: raise max_length, or shorten the prompts")
     if not counted_tokens(prepared) and counted_tokens(documents):
         fix = f"raise max_length, the longest document has {longest:,} tokens"
         raise DataError(f"max_length={max_length} leaves the train data set no token that the loss counts: {fix}")
@@ -143,9 +137,7 @@ def _measure(documents: Dataset, prepared: Dataset, args: Any, strategy: str | N
         cuts = f"{lost.sum():,} tokens ({lost.sum() / tokens:.1%}) of {(lost > 0).sum():,} documents cut by "
         cuts += f"max_length={max_length}; max_length={longest}"
         cuts += " or packing_strategy='bfd_split' keeps them" if packed else " keeps them"
-    masked = (
-        f"{padding:,} tokens with attention_mask 0, a column that TRL does not read: remove them, or set their labels"
-    )
+    masked = f"{padding:,} tokens with attention_mask 0, a column that TRL does not read"
     nothing = "none: no token of this data set is counted by the loss, nothing will be learnt"
     table: list[tuple[str, object, object]] = [
         ("documents", True, f"{len(lengths):,} ({tokens:,} tokens)"),
@@ -153,7 +145,7 @@ def _measure(documents: Dataset, prepared: Dataset, args: Any, strategy: str | N
         ("packing fill", packed, f"{fill:.1%} of {len(prepared):,} rows x {max_length or 0:,} tokens"),
         ("truncated tokens", True, cuts),
         ("documents without loss tokens", any(unscored.values()), "; ".join(filter(unscored.get, unscored))),
-        ("padding trained on", padding, f"{masked} to {IGNORE_INDEX}"),
+        ("padding trained on", padding, f"{masked}: remove them, or set their labels to {IGNORE_INDEX}"),
         ("loss tokens", not counted_tokens(prepared, padding_free=args.padding_free or packed), nothing),
     ]
     figures = {name: text for name, applies, text in table if applies}

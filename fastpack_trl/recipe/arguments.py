@@ -80,10 +80,8 @@ def parse(
             words = _words_of(config, parser, launcher, path)
             launch, launch_flags = _launch_words(words, parser, launcher, path), _launch_words(flags, parser, launcher)
             if launch_flags and not may_launch:
-                raise UserError(
-                    f"{' '.join(launch_flags)}: this process is already running, so options of `accelerate launch` "
-                    "have no effect here: give them to the launcher"
-                )
+                fix = "options of `accelerate launch` have no effect here: give them to the launcher"
+                raise UserError(f"{' '.join(launch_flags)}: this process is already running, so {fix}")
             if quick and early is not None:
                 early(parser.parse_known_args([*words, *flags])[0])
         try:

@@ -98,11 +98,9 @@ def _not_fused(_chunks: Chunks, *_args: Any, **_kwargs: Any) -> None:
 def _check(tokens: Tensor, chunks: Chunks, has_state: bool = False) -> None:
     rows, length = tokens.shape[:2]
     if has_state or rows != 1 or length != chunks.total_tokens:
-        state = " and a state" if has_state else ""
-        raise PackingError(
-            f"a recurrent layer got {rows} row(s) of {length} tokens{state}, expected one row of "
-            f"{chunks.total_tokens}: give packed rows without a cache (use_cache=False)"
-        )
+        given = f"{rows} row(s) of {length} tokens{' and a state' * has_state}"
+        fix = "give packed rows without a cache (use_cache=False)"
+        raise PackingError(f"a recurrent layer got {given}, expected one row of {chunks.total_tokens}: {fix}")
 
 
 OURS: dict[str, Callable[..., Any]] = {
