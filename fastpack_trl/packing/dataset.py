@@ -96,8 +96,8 @@ def prepare_in_two_passes(
         wrong = np.flatnonzero(labels != lengths)
         if wrong.size:
             row = wrong[0]
-            has = f"row {row} of the {name} data set has {labels[row]} labels for {lengths[row]} input_ids"
-            raise DataError(f"{has}: give one label per token, {IGNORE_INDEX} where no loss is counted")
+            problem = f"row {row} of the {name} data set has {labels[row]} labels for {lengths[row]} input_ids"
+            raise DataError(f"{problem}: give one label per token, {IGNORE_INDEX} where no loss is counted")
         empty = int((lengths == 0).sum())
         if empty == len(lengths):
             raise DataError(f"the {name} data set has no token: all {empty} documents are empty")

@@ -55,8 +55,6 @@ def letters(completions, **kwargs):
 
 def matches(completions, wanted, **kwargs):
     return [float(one in str(text)) for text, one in zip(completions, wanted)]
-
-NUMBER = 5
 """
 
 
