@@ -108,8 +108,6 @@ def _about(file: Path) -> str:
 
 def _list(found: Mapping[str, Path]) -> str:
     width = max(map(len, found)) + 2
-    rows = [
-        textwrap.fill(name.ljust(width) + _about(file), 80, subsequent_indent=" " * width, break_on_hyphens=False)
-        for name, file in found.items()
-    ]
+    wrapper = textwrap.TextWrapper(80, subsequent_indent=" " * width, break_on_hyphens=False)
+    rows = [wrapper.fill(name.ljust(width) + _about(file)) for name, file in found.items()]
     return "\n".join([*rows, "", "fastpack-trl init NAME writes one of them here."])

@@ -10,6 +10,7 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -61,11 +62,9 @@ def _parser(chosen: str | None) -> tuple[OneLineParser, OneLineParser]:
     parser.description = "Faster fine-tuning for Hugging Face TRL, on packed rows."
     parser.epilog = f"`{PROG} COMMAND --help` lists the options of a command."
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
-    add = parser.add_subparsers(dest="command", metavar="COMMAND").add_parser
-    parsers = {
-        name: add(name, help=command.help, description=command.help, allow_abbrev=False, parents=[common])
-        for name, command in COMMANDS.items()
-    }
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    add = partial(subparsers.add_parser, allow_abbrev=False, parents=[common])
+    parsers = {name: add(name, help=each.help, description=each.help) for name, each in COMMANDS.items()}
     if chosen is None:
         return parser, parser
     import_module(COMMANDS[chosen].module).add_arguments(parsers[chosen])

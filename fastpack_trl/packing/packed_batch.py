@@ -314,11 +314,9 @@ def merge_batches(batches: Sequence[PackedBatch], labels: Tensor | None = None) 
     if wholes:
         documents = Documents(
             lengths=tuple(length for whole in wholes for length in whole.lengths),
-            loss_tokens=sum(whole.loss_tokens for whole in wholes),
-            capacity=sum(whole.capacity for whole in wholes),
-            parts=tuple(sum(whole.lengths) for whole in wholes),
-            **_joined(of_documents),
-        )
+            parts=tuple(sum(whole.lengths) for whole in wholes), loss_tokens=sum(whole.loss_tokens for whole in wholes),
+            capacity=sum(whole.capacity for whole in wholes), **_joined(of_documents),
+        )  # fmt: skip
     return PackedBatch(
         seq_lengths=tuple(lengths), max_seqlen=max(lengths), parts=tuple(parts), documents=documents,
         labels=TensorVersion.of(labels) if labels is not None else None,
