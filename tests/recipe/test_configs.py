@@ -32,17 +32,30 @@ from fastpack_trl.testing import tiny_model
 
 ROOT = Path(__file__).parents[2]
 FILES = {str(path.relative_to(ROOT / "configs")): path for path in sorted((ROOT / "configs").rglob("*.yaml"))}
+FAMILIES = {
+    "quickstart-output/model": ("qwen3", None),
+    "Qwen/Qwen3-0.6B": ("qwen3", "qwen3-0.6b"),
+    "Qwen/Qwen3-8B": ("qwen3", "qwen3-8b"),
+    "Qwen/Qwen3-14B": ("qwen3", "qwen3-14b"),
+    "Qwen/Qwen3-32B": ("qwen3", "qwen3-32b"),
+    "Qwen/Qwen3-30B-A3B": ("qwen3_moe", "qwen3-30b-a3b"),
+    "meta-llama/Llama-3.2-1B": ("llama", "llama-3.2-1b"),
+    "openai/gpt-oss-20b": ("gpt_oss", "gpt-oss-20b"),
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": ("mixtral", "mixtral-8x7b"),
+    "moonshotai/Moonlight-16B-A3B-Instruct": ("deepseek_v3", "moonlight-16b-a3b"),
+}
+"""Hub name -> transformers' model type, and its shape in `SHAPES`."""
+
 SHAPES = MODELS | {
-    "model": ModelShape("qwen3", {}),  # of the quickstart
-    "mixtral-8x7b-instruct-v0.1": ModelShape("mixtral", {"num_hidden_layers": 32, "hidden_size": 4096}),
-    "moonlight-16b-a3b-instruct": ModelShape("deepseek_v3", {
+    "mixtral-8x7b": ModelShape("mixtral", {"num_hidden_layers": 32, "hidden_size": 4096}),  # transformers' defaults
+    "moonlight-16b-a3b": ModelShape("deepseek_v3", {
         "num_hidden_layers": 27, "hidden_size": 2048, "intermediate_size": 11264, "moe_intermediate_size": 1408,
         "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 163840, "n_routed_experts": 64,
         "n_shared_experts": 2, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1, "q_lora_rank": None,
         "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
     }),
 }  # fmt: skip
-"""Public shapes of the models by the last part of their names: those of the benchmarks and of other configs."""
+"""Public shapes of the models, those of the benchmarks and two more."""
 OVERRIDES = {
     # bitsandbytes packs blocks of 64 numbers, and on a CPU evaluates with 32 rows of a weight at a time.
     "qwen3": {"head_dim": 16, "intermediate_size": 64},
@@ -76,10 +89,6 @@ def read(name: str) -> dict[str, Any]:
     return found
 
 
-def shape_of(name: str) -> ModelShape:
-    return SHAPES[read(name)["model_name_or_path"].rpartition("/")[2].lower()]
-
-
 def pack_as_mxfp4(folder: Path) -> None:
     """Give a saved gpt-oss the format of the published one: experts as blocks of 32 four-bit numbers and a scale."""
     weights = load_file(folder / "model.safetensors")
@@ -99,7 +108,7 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from datasets import Dataset, DatasetDict
 
     folder = tmp_path_factory.mktemp("configs")
-    for family in {shape_of(name).model_type for name in FILES}:
+    for family in {family for family, _ in FAMILIES.values()}:
         model = tiny_model(family, hidden_size=64, **OVERRIDES.get(family, {}))
         model.save_pretrained(folder / family)
         make_tokenizer().save_pretrained(folder / family)
@@ -123,8 +132,9 @@ SMALLER = {"grpo": ["--reward_funcs", "think_format_reward", "--num_generations"
 def run(name: str, folder: Path, output: Path) -> FastSFTTrainer:
     """Two optimizer steps of the file, with its model and data replaced and its rows short."""
     config = read(name)
+    family, _ = FAMILIES[config["model_name_or_path"]]
     changed = {
-        "model_name_or_path": folder / shape_of(name).model_type, "output_dir": output,
+        "model_name_or_path": folder / family, "output_dir": output,
         "dataset_name": folder / config.get("dataset_name", ""),
         "max_steps": 2, "logging_steps": 1, "max_length": 48,
         "per_device_train_batch_size": min(2, config["per_device_train_batch_size"]),
@@ -155,7 +165,7 @@ def test_a_config_trains_as_said(name: str, stand_ins: Path, tmp_path: Path, mon
     trainer = run(name, stand_ins, tmp_path)
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     assert len(losses) == sum(map(math.isfinite, losses)) == 2
-    assert trainer.model.config.model_type == shape_of(name).model_type
+    assert trainer.model.config.model_type == FAMILIES[config["model_name_or_path"]][0]
     check_trained(trainer, config)
     check_report(trainer, config)
 
@@ -238,6 +248,10 @@ def held(name: str, folder: Path, **changed: Any) -> tuple[Any, dict[str, float]
     fixed = {part: size / 2**30 for part, size in sizes if part not in outside}
     attention = {gpu: attention_of(model.module, GPUS[gpu], arguments.training)[1].path for gpu in ("H100", "T4")}
     return arguments.training, fixed, attention
+
+
+def shape_of(name: str) -> ModelShape:
+    return SHAPES[str(FAMILIES[read(name)["model_name_or_path"]][1])]
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if "/" not in name and name != "quickstart.yaml"])
