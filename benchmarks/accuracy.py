@@ -38,7 +38,7 @@ TRAININGS = {
     for task, title in {"names": "country names", "code": "source code"}.items()
     for mode, how in {"lora": "LoRA", "full": "all weights", "nf4": "QLoRA"}.items()
 }
-SINGLE = {"dpo lora": "DPO's loss, ln 2 = 0.693 if nothing is learned", "grpo lora": "GRPO's mean reward"}
+SINGLE = {"dpo lora": "DPO's loss (ln 2 = 0.693 if nothing is learned)", "grpo lora": "GRPO's mean reward"}
 STUDENT = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
     2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045,
@@ -148,7 +148,7 @@ def page(records: Sequence[Run]) -> str:
     counted = {name: line for name, *line in verdict(shown)}.get(SIDES[DEFAULT], ["0 of 0", "0", "", "", "", "", ""])
     none = counted[0].startswith("0 ")
     said = (
-        "**No training differs from TRL's beyond its seeds**"
+        "**No single training differs from TRL's beyond its seeds**"
         if none
         else f"**Beyond their seeds differ: {counted[-1]}**"
     )
@@ -157,11 +157,11 @@ def page(records: Sequence[Run]) -> str:
     if _excludes_zero(code):
         trl = fmean(score for row in shown if "code" in row for score in shown[row].scores(TRL).values())
         word = "higher" if fmean(code) > 0 else "lower"
-        said += f" Over all trainings on source code fastpack's held-out loss is {abs(fmean(code)) / trl:.2%} {word} "
-        said += f"({told(code, '+.5f')})"
+        said += f" Over all trainings on source code together, fastpack's held-out loss of {trl:.2f} is "
+        said += f"{abs(fmean(code)) / trl:.2%} {word} ({told(code, '+.5f')})"
         gone = len(like) >= LEAST_PAIRS and not _excludes_zero(like)
         said += f"; with TRL's attention the difference is gone ({told(like, '+.5f')})." if gone else "."
-    picture = f"![Difference of held-out losses, with 95 % intervals](figures/{FIGURE.name})"
+    picture = f"![Difference of held-out losses, with 95% intervals](figures/{FIGURE.name})"
     return "\n\n".join([fill(said, 118), picture, *_single(records)])
 
 
@@ -233,7 +233,7 @@ def _single(records: Sequence[Run]) -> Iterator[str]:
     """Yield a sentence each about DPO and GRPO."""
     for row, training in trainings(records, SINGLE).items():
         ours, theirs = training.pairs(DEFAULT)[0]
-        yield f"{SINGLE[row]} (one run each): TRL {_course(theirs)}, fastpack {_course(ours)}."
+        yield f"{SINGLE[row]} went {_course(theirs)} in TRL and {_course(ours)} in fastpack, in one run each."
 
 
 def _course(run: Run) -> str:

@@ -77,8 +77,8 @@ def table_of(records: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main(words: Sequence[str]) -> int:
-    """Measure and print the table; 1 if a run failed."""
+def parse(words: Sequence[str]) -> Namespace:
+    """Return the options."""
     parser = Parser("several_gpus", __doc__, f"rows: {', '.join(n for n, row in ROWS.items() if row.engine)}")
     add = parser.add_argument
     add("--gpus", type=int, required=True, help="the largest number of GPUs, or of processes on a CPU")
@@ -89,6 +89,11 @@ def main(words: Sequence[str]) -> int:
     args = parser.measurement(words, threads=min(8, torch.get_num_threads()))
     args.rows = known_names("row", args.rows, [name for name, row in ROWS.items() if row.engine])
     args.sides = known_names("side", args.sides, SIDES)
+    return args
+
+
+def report(args: Namespace) -> int:
+    """Measure and print the table; 1 if a run failed."""
     records: list[dict[str, Any]] = []
     for run in measure(args):
         records.append(run)

@@ -11,6 +11,7 @@ The last checkpoint is loaded in one process; its loss must be that of the resum
 from __future__ import annotations
 
 import tempfile
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -86,10 +87,10 @@ def _stop_after(steps: int) -> Any:
     return StopAfter()
 
 
-def main(words: Sequence[str]) -> int:
-    """Run the check, and print how far losses and the loaded model are off; 1 if that is over the budget."""
+def parse(words: Sequence[str]) -> Namespace:
+    """Return the options, with `gpus` those of `benchmarks.scaling`."""
     if "--gpus" in words:
-        return scaling.main(words)
+        return scaling.parse(words)
     parser = Parser("several_gpus", __doc__)
     add = parser.add_argument
     add("--engine", choices=tuple(BUDGETS), default="ddp", help="default: ddp; fsdp2 needs GPUs")
@@ -101,6 +102,14 @@ def main(words: Sequence[str]) -> int:
     add("--timeout", type=float, default=300, help="seconds (default: %(default)s)")
     args = parser.parse_args(words)
     shape_of(args.model).cut_to(args.layers)
+    return args
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the check, and print how far losses and the loaded model are off; 1 if that is over the budget."""
+    args = parse(words)
+    if "gpus" in args:
+        return scaling.report(args)
     row = {"model": args.model, "tokens": args.tokens, "layers": args.layers, "engine": args.engine}
     state = ("--fsdp_state_dict_type", f"{args.state.upper()}_STATE_DICT") if args.engine == "fsdp2" else ()
     launch = process_command("benchmarks.several_gpus:check", args.engine, args.processes, *state)

@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[1]
 FIGURE = ROOT / "docs/figures/readme.svg"
 MARKS = "<!-- results -->", "<!-- /results -->"
 PITCH, TABLES = ("<!-- pitch -->", "<!-- /pitch -->"), ("<!-- tables -->", "<!-- /tables -->")
-OURS, SAME_MEMORY, FLASH = "fastpack", "fastpack same memory", "trl flash-attn-4"
+OURS, SAME_MEMORY = "fastpack", "fastpack same memory"
+TUNED = {"trl flash-attn-4": "FlashAttention-4", "trl liger": "Liger", "trl compiled": "`torch_compile`"}
 COMPARED = 24
 """Steps whose losses are compared: later on, two runs of one side in bf16 drift apart as well."""
 CEILING = 2e-3
@@ -55,7 +56,7 @@ _CAPS = """The longest row that trains (*tokens a step*), and the shortest that 
 by different commands, so compare lengths and not times."""
 _IMAGES = """Documents with 0, 1 and 2 images in turn; LoRA on decoder and tower. *fastpack padded* takes TRL's batches;
 the tower calls attention once per layer. *fastpack image rows* packs rows of up to 8,192 tokens."""
-_START = "Short runs, figures by round, caches empty or *warm*. On the H100 the first run of all was slow."
+_START = "Short runs, figures by round, caches empty or *warm*. The first run on the H100 host was slow."
 _NORMS = "Gradient norms are compared, because losses hardly depend on the model."
 CASES = {
     "sft": Case("SFT", "Rows of source code; *2x4* is not packed: 4 batches of 2 documents a step."),
@@ -176,12 +177,13 @@ class Side:
 
 
 def sides_of(records: Iterable[Run]) -> dict[str, dict[str, Side]]:
-    """Return the sides of each row, both in the order of the records."""
+    """Return the sides of each row: rows of the README first, others and sides in the order of the records."""
     found: dict[str, dict[str, list[Run]]] = {}
     for run in records:
         if run.get("seconds") or run.get("largest") == 0:
             found.setdefault(run["row"], {}).setdefault(run["side"], []).append(run)
-    return {row: {side: Side(runs) for side, runs in sides.items()} for row, sides in found.items()}
+    rows = dict.fromkeys([row for row in README_ROWS if row in found] + [*found])
+    return {row: {side: Side(runs) for side, runs in found[row].items()} for row in rows}
 
 
 def comparable(sides: Mapping[str, Side], case: Case) -> set[str]:
@@ -364,9 +366,9 @@ def pitch(records: Sequence[Run]) -> str:
     device = run["machine"]["gpu"].removeprefix("NVIDIA ").partition(" ")[0]
     fast, lean = (_speed(sides, name) for name in (OURS, SAME_MEMORY))
     return (
-        f"{said} loss in less time. On one {device}, {README_ROWS[row][0]} runs **{fast} as fast** if it may use free "
-        f"GPU memory ({gib[1]} GiB instead of {gib[0]}), and **{lean} as fast** in {gib[2]} GiB, recomputing "
-        "activations as TRL does."
+        f"{said} loss in less time. On one {device}, {README_ROWS[row][0]} runs **{fast} as fast** by default, in "
+        f"{gib[1]} GiB of GPU memory instead of {gib[0]}, and **{lean} as fast** in {gib[2]} GiB if it recomputes "
+        "activations as TRL does. Runs of under 100 steps gain less."
     )
 
 
@@ -378,21 +380,24 @@ def readme(records: Sequence[Run]) -> str:
     for row, sides in rows.items():
         gib = {name: f"{side.peak:.0f}" for name, side in sides.items() if side.peak}
         if row in README_ROWS:
-            less = f" ({gib[SAME_MEMORY]})" if SAME_MEMORY in gib else ""
             speeds = [f"**{_speed(sides, OURS)}**", _speed(sides, SAME_MEMORY)]
-            lines.append([README_ROWS[row][0], *speeds, f"{gib.get('trl', '')} → {gib.get(OURS, '')}{less}"])
-    flash = "".join(
-        f" (over FlashAttention-4: {sides[OURS].times(sides[FLASH], whole=True):.1f}x in {README_ROWS[row][0]})"
-        for row, sides in rows.items() if FLASH in sides
-    )  # fmt: skip
+            memory = " / ".join(gib.get(name, "-") for name in ("trl", OURS, SAME_MEMORY))
+            lines.append([README_ROWS[row][0], *speeds, memory])
+    first, sides = next(iter(rows.items()))
+    beside = ", ".join(
+        f"{sides[OURS].times(sides[other], whole=True):.1f}x ({name})"
+        for other, name in TUNED.items()
+        if other in sides
+    )
+    beside = f" Against tuned TRL, {README_ROWS[first][0]} gains {beside}." if beside and first in README_ROWS else ""
     devices = dict.fromkeys(sides["trl"].runs[0]["machine"]["gpu"] for sides in rows.values())
     said = (
         f"Measured on one {', '.join(devices)} for 48 or more steps and extrapolated to a run of 500 steps, start-up "
         "included. Rows are packed to 4,096 tokens of code, adapters have rank 16, weights are random and in bf16. "
-        f"TRL uses its default attention{flash}. {_start(rows, records)}[All results](benchmarks/RESULTS.md)."
+        f"TRL uses its default attention.{beside} {_start(rows, records)}[All results](benchmarks/RESULTS.md)."
     )
     picture = f"![Speed and memory of TRL and fastpack](docs/figures/{FIGURE.name})"
-    columns = "training | >speed over TRL | >speed, recom&shy;puting as TRL | >GiB, TRL → ours (recom&shy;puting)"
+    columns = "training | >speed over TRL | >speed, recom&shy;puting as TRL | >GiB: TRL / ours / recom&shy;puting"
     return "\n\n".join(filter(None, [grid(columns, lines), said, picture, _extreme(rows.get(EXTREME, {}))]))
 
 

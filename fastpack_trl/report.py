@@ -76,12 +76,11 @@ class FeatureReport:
         features = {line.feature: {"status": line.status, "path": line.path, "reason": line.reason} for line in self}
         return {"features": features, "facts": dict(self.facts)}
 
-    def __str__(self) -> str:
-        return self.table()
-
     def table(self) -> str:
         """Return every feature with its reason, then the figures, in lines of at most `WIDTH` characters."""
         return self._page(list(self))
+
+    __str__ = table
 
     def banner(self) -> str:
         """Return the banner of a run: as `table`, but with all disabled features named in one line."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -72,21 +72,6 @@ class StepServices:
     activations_left: int | None = None
     activation_bytes: int = 0
     offloads: bool = False
-    _waiting: list[Callable[[], bool]] = field(default_factory=list)
-
-    @property
-    def is_warmed_up(self) -> bool:
-        """Nothing is left that the first steps decide, as how processes reduce their gradients."""
-        return not any(waits() for waits in self._waiting)
-
-    @contextmanager
-    def waiting_for(self, waits: Callable[[], bool]) -> Iterator[None]:
-        """Count `waits` among the decisions of the first steps, until the context ends."""
-        self._waiting.append(waits)
-        try:
-            yield
-        finally:
-            self._waiting.remove(waits)
 
 
 @dataclass(eq=False, repr=False)
@@ -171,21 +156,10 @@ class Run(Decisions):
     """
 
     disabled = shown = ""
-    is_entered = False
-    host: Any = None
-    proof: Any = None
-    examined: Any = None
-    rate: Any = None
-    backbone: Any = None
-    sync_free: Any = None
-    attention: Any = None
-    image_rows: Any = None
-    lora: Any = None
-    memory: Any = None
-    merging: Any = None
-    graphs: Any = None
-    reduce: Any = None
-    has_side_stream = False
+    is_entered = is_strict = has_side_stream = False
+    _unset: Any = None
+    host = proof = examined = rate = backbone = sync_free = _unset
+    attention = image_rows = lora = memory = merging = graphs = reduce = _unset
     shared_rows_compute: float | None = None
 
     def __init__(
@@ -196,7 +170,6 @@ class Run(Decisions):
         self._trainer: Callable[[], Any] = weakref.ref(trainer)
         self.step = StepServices()
         self.report = FeatureReport()
-        self.is_strict = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_trainer": self._trainer()}  # copies and pickles do not follow a weak reference
@@ -273,6 +246,11 @@ class Run(Decisions):
     def max_length(self) -> int | None:
         """Tokens at which rows of the data set are cut; None if they are not or the trainer has no such field."""
         return getattr(self.args, "max_length", None)
+
+    @property
+    def is_warmed_up(self) -> bool:
+        """Nothing is left that the first steps decide: how processes reduce their gradients."""
+        return self.reduce is None or not self.reduce.is_pending
 
     def steps_left(self) -> int:
         """Return the number of remaining optimizer steps."""

@@ -49,7 +49,7 @@ SMALLER = {
 """Text of a Python block -> what runs in its place."""
 
 RUN_ELSEWHERE = ('"""The feature `deterministic`', '"""Packed attention in plain torch')
-"""How Python blocks begin that tests/test_pages.py and tests/attention/test_toy_backend.py run."""
+"""How Python blocks begin that tests/test_guides.py runs."""
 
 ALONE = "# In a process of its own.\n"
 """How a Python block begins that changes its process."""

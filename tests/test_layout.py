@@ -31,24 +31,24 @@ TABLE = re.findall(r"^\| *(\d*) *\| `(\w+)` \|", ARCHITECTURE, re.MULTILINE)
 """Rooms and files of the package from the highest floor to the lowest: each imports from floors below its own."""
 
 BUDGETS = {
-    "attention": 1850,
+    "attention": 1800,
     "bench": 1000,
     "callbacks": 300,
-    "capture": 1050,
+    "capture": 1000,
     "checkpointing": 1100,
     "cli": 1000,
     "features": 1650,
     "kernels": 2100,
     "layers": 950,
-    "lora": 1300,
-    "measure": 650,
+    "lora": 1200,
+    "measure": 600,
     "model": 1700,
     "moe": 950,
     "packing": 2000,
     "recipe": 2000,
     "recurrent": 750,
-    "step": 1700,
-    "trainers": 1150,
+    "step": 1650,
+    "trainers": 1100,
     "vision": 650,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""

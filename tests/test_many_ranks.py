@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +43,9 @@ def _equal() -> None:
         trainers = []
         for cls in (FastSFTTrainer, SFTTrainer):
             trainer = make(cls, **options)
-            if sharded:
-                with fsdp2(trainer):
-                    trainer.train()
-                    trained = weights(trainer)
-            else:
+            with fsdp2(trainer) if sharded else nullcontext():
                 trainer.train()
-                trained = weights(trainer)
-            trainers.append((trainer, trained))
+                trainers.append((trainer, weights(trainer)))
         (ours, mine), (stock, theirs) = trainers
         assert len(ours.train_dataset) % (2 * dist_size()), "the last batch is as large as the others"
         assert ours.fastpack_report["packed_attention"].status == "on"

@@ -1,24 +1,18 @@
-"""Pages of docs/ that name files, messages, tables and a feature are true."""
+"""Pages of docs/ that name files, messages and tables are true."""
 
 from __future__ import annotations
 
 import ast
 import re
-import sys
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 
 import hardware_doc
 import pytest
-import torch
 from pages import PAGES, ROOT, text_of
-from trainer_material import assert_same_log, both, callback
+from preference_material import NAMES, build
 
-from fastpack_trl.config import Settings
 from fastpack_trl.features import FEATURES
-from fastpack_trl.features.feature import Feature
-from fastpack_trl.trainers import featured as wiring
 
 PACKAGE = ROOT / "fastpack_trl"
 
@@ -71,28 +65,6 @@ def test_tables_are_what_the_rules_of_the_features_say(table: str, monkeypatch: 
     assert table != "rows" or all(f"| {name} |" in made for name in SOME_ROWS)
     is_true = {*made.splitlines()} <= {*text.splitlines()} if table == "rows" else made == text
     assert is_true, f"run: python {hardware_doc.__file__} {table}"
-
-
-def test_the_guides_option_trains_as_stock_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    guide = (ROOT / "docs" / "contributing" / "adding-an-option.md").read_text(encoding="utf-8")
-    (source,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
-    (line,) = re.findall(r"```text\n(Feature\(.*?\)),\n```", guide, re.DOTALL)
-    module, seen = ModuleType("deterministic"), []
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(compile(source, "adding-an-option.md", "exec"), vars(module))
-    monkeypatch.setattr(Settings, "deterministic", "auto", raising=False)
-    added = eval(line, {"Feature": Feature, "deterministic": module})
-    monkeypatch.setattr(wiring, "FEATURES", (*FEATURES, added))
-    watch = callback("on_step_begin", lambda *_: seen.append(torch.are_deterministic_algorithms_enabled()))
-    ours, stock = both(tmp_path, packing=True, max_steps=3, trainer={"callbacks": [watch()]})
-    assert_same_log(ours, stock, rtol=2e-5, atol=1e-5)
-    line = ours.fastpack_report["deterministic"]
-    assert (line.status, line.path, line.reason) == ("on", "torch", "on cpu; slower")
-    assert seen == [True] * 3 + [False] * 3, "ours, then stock"
-    assert not torch.are_deterministic_algorithms_enabled()
-    monkeypatch.setattr(Settings, "deterministic", "off")
-    ours.train()
-    assert ours.fastpack_report["deterministic"].reason == "switched off"
 
 
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
@@ -172,3 +144,31 @@ def test_the_pages_stay_short() -> None:
     words = {page: len(page.read_text(encoding="utf-8").split()) for page in PAGES}
     assert words[ROOT / "README.md"] <= 900
     assert sum(count for page, count in words.items() if ROOT / "docs" in page.parents) <= 20_300
+
+
+IN_TRAINERS = (
+    "batches", "packed_attention", "share_prefixes", "verify_packing", "merge_accumulation", "lora", "moe",
+    "fused_layers", "activation_memory", "checkpoint_offload", "cuda_graph",
+)  # fmt: skip
+
+
+def test_the_page_says_what_is_on_in_which_trainer(tmp_path: Path) -> None:
+    """In one step of each on a CPU, LoRA on a tiny mixture of experts."""
+    cells: dict[str, list[str]] = {feature: [] for feature in IN_TRAINERS}
+    for name in NAMES:
+        steps = {"gradient_accumulation_steps": 2} if name in ("GRPO", "RLOO") else {}
+        trainer = build(
+            name, tmp_path / name, fast=True, family="qwen3_moe", max_steps=1, eval_strategy="no",
+            router_aux_loss_coef=None if name == "Reward" else 0.0, **steps,
+        )  # fmt: skip
+        trainer.train()
+        report = trainer.fastpack_report
+        for feature, row in cells.items():
+            row.append(report[feature].status if feature in report else "-")
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for feature, row in cells.items():
+        alike.setdefault(tuple(row), []).append(f"`{feature}`")
+    table = f"| | {' | '.join(NAMES)} |\n|{' --- |' * (len(NAMES) + 1)}\n"
+    table += "".join(f"| {', '.join(names)} | {' | '.join(row)} |\n" for row, names in alike.items())
+    page = (ROOT / "docs/preference-and-rl.md").read_text(encoding="utf-8")
+    assert table in page, f"the table should be:\n{table}"

@@ -276,7 +276,7 @@ def test_compute_metrics_and_predict_get_the_padded_batches_of_stock(tmp_path: P
     [
         ("disabled", "fastpack", "FASTPACK_DISABLE"),
         ("off", "packed_attention", "switched off"),
-        ("moved", "fastpack", "torch, transformers or trl lacks trl.SFTTrainer._renamed_upstream"),
+        ("moved", "fastpack", "the installed trl has no trl.SFTTrainer._renamed_upstream"),
     ],
 )
 def test_where_ours_does_not_run_the_figures_are_those_of_stock(

@@ -238,8 +238,8 @@ class _Prepare:
         kwargs["packed_tokens"] = batch.total_tokens
         if self.features.mixers:
             kwargs[KEYWORD] = chunks_of(batch)
-            if self.by_fla:  # None too: layers are compiled for the number of keywords
-                kwargs[fla.KEYWORD] = None if batch.is_static else fla.fla_row(batch)
+            if self.by_fla and not batch.is_static:
+                kwargs[fla.KEYWORD] = fla.fla_row(batch)
             kwargs["use_cache"] = False  # the document of the last state would be unknown
         # transformers returns a 4-D mask unchanged: no mask is made, and nothing synchronizes.
         kwargs["attention_mask"] = batch.derive(

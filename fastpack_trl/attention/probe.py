@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -91,15 +91,11 @@ class Probe:
 
     def separate(self, segment: int) -> Tensor:
         """Return the hidden states of one document by itself, (tokens, hidden): without `packed_batch`, TRL's way."""
-        with self._right_stock():
-            ids = self.ids[:, self.paths[segment].to(self.ids.device)]
+        ids = self.ids[:, self.paths[segment].to(self.ids.device)]
+        is_wrong = self.attention.path in BACKENDS and stock_error(self.attention.features)
+        config, name = text_config(self.model), "_attn_implementation_internal"
+        with patch_attribute(config, name, "eager") if is_wrong else nullcontext():
             return self._run(ids)[1][0, -ids.shape[1] :].detach()
-
-    def _right_stock(self) -> AbstractContextManager[None]:
-        """Use the eager function if the model's own implementation in transformers is wrong."""
-        if self.attention.path not in BACKENDS or not stock_error(self.attention.features):
-            return nullcontext()
-        return patch_attribute(text_config(self.model), "_attn_implementation_internal", "eager")
 
     def _run(self, ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
         base, hidden = facts.text_model(self.model), list[Tensor]()
@@ -137,8 +133,7 @@ def measured_reach(model: nn.Module, queries: Sequence[int]) -> Iterator[dict[tu
     Layers that do not map hidden states to hidden states are left out.
 
     Args:
-        model: a causal language model, to be run on one row of embeddings that take a gradient.
-        queries: positions of tokens, counted from the end of the row: -1 is the last.
+        queries: positions of tokens, counted from the end of the row of embeddings with a gradient: -1 is the last.
 
     Yields:
         Tokens that a query sees, itself included, by the name of the layer and the position of the query.

@@ -57,9 +57,8 @@ class PackingProof:
         if self.leaks:
             source, target, size = max(self.leaks, key=lambda leak: leak[2])
             pairs = len(self.lengths) * (len(self.lengths) - 1)
-            return (
-                f"LEAK: {len(self.leaks)} of {pairs} pairs; document {target} depends on document {source} ({size:.2g})"
-            )
+            depends = f"document {target} depends on document {source}"
+            return f"LEAK: {len(self.leaks)} of {pairs} pairs; {depends} ({size:.2g})"
         if self.windows:
             layer, packed, separate = self.windows[0]
             return (
@@ -74,13 +73,9 @@ class PackingProof:
         return f"{verdict} (difference {self.difference:.1e}, {bound}){skipped}"
 
     def raise_if_failed(self, remedy: str = "") -> PackingProof:
-        """Return self, or raise.
+        """Return self; raise `PackingError` for a leak, a wrong window or a difference over the budget.
 
-        Args:
-            remedy: the fix that the message names; default: the setting that avoids the failure.
-
-        Raises:
-            PackingError: a leak, a wrong window or a difference over the budget; names the remedy.
+        The message names the `remedy`; default: the setting that avoids the failure.
         """
         if self.proven:
             return self
@@ -143,23 +138,23 @@ def verify_packing(
     return replace(proof, not_exercised=skipped, windows=windows)
 
 
-def verify_shared(model: nn.Module, attention: PackedAttention, *, seed: int = 0) -> PackingProof:
+def verify_shared(model: nn.Module, attention: PackedAttention) -> PackingProof:
     """Check as `verify_packing` that documents of `model` can share a prefix in a row, inside of `attention`.
 
     The gradient of the segment that each one continues must not be zero.
     """
     with isolated_run(model, training=False), zeros_perturbed(model):
-        return _examine(Probe(model, attention, probe.SHARED_LENGTHS, seed, probe.SHARED_PARENTS), seed + 1)
+        return _examine(Probe(model, attention, probe.SHARED_LENGTHS, 0, probe.SHARED_PARENTS))
 
 
-def leak_of_stock(model: nn.Module, stock: PackedAttention, *, seed: int = 0) -> str:
+def leak_of_stock(model: nn.Module, stock: PackedAttention) -> str:
     """Return how packed documents see each other under transformers' attention; empty if they do not."""
     with isolated_run(model, training=False), zeros_perturbed(model):
-        proof = _examine(Probe(model, stock, probe.default_lengths(model), seed), seed + 1, compares=False)
+        proof = _examine(Probe(model, stock, probe.default_lengths(model), 0), compares=False)
     return str(proof) if proof.leaks else ""
 
 
-def _examine(row: Probe, seed: int, *, compares: bool = True) -> PackingProof:
+def _examine(row: Probe, seed: int = 1, *, compares: bool = True) -> PackingProof:
     """Examine the dependences of segments on others, and the difference of documents; windows are not exercised."""
     embeddings, hidden = row.packed()
     directions = torch.Generator().manual_seed(seed)

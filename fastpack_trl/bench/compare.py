@@ -32,10 +32,9 @@ from tqdm.auto import tqdm
 
 from fastpack_trl.bench.sides import COMPILED, OURS, SIDES, STOCK, Build, train_side
 from fastpack_trl.bench.watch import GRADIENT_NORM, LOSS, TIMED, WARMUP, SideResult
-from fastpack_trl.errors import UserError, check_name
+from fastpack_trl.errors import UserError, check_name, describe
 from fastpack_trl.measure.code_hash import code_hashes
 from fastpack_trl.measure.device_memory import free_memory
-from fastpack_trl.measure.failures import FAILURES, describe_failure
 from fastpack_trl.measure.record import date_now, machine, source, versions
 from fastpack_trl.measure.tables import aligned
 
@@ -123,8 +122,8 @@ def compare_sides(
                     results[name].append(runs[name]())
                     if results[reference]:
                         check_losses(reference, results[reference][0], name, results[name][-1], gate)
-                except FAILURES as error:
-                    failed[name] = describe_failure(error)
+                except Exception as error:
+                    failed[name] = f"{type(error).__name__}: {describe(error)}"
                     if name != COMPILED and not isinstance(error, torch.OutOfMemoryError):
                         if isinstance(error, UserError):
                             raise

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from fastpack_trl.errors import UserError, describe
-from fastpack_trl.measure.failures import FAILURES, describe_failure
 from fastpack_trl.measure.record import write_json
 
 _ENDS_WITHIN = 10.0  # seconds in which processes that are told to end must do so
@@ -100,8 +99,8 @@ def _answer(task_file: str, answer_file: str) -> None:
         write({"done": getattr(import_module(module), name)(*task["arguments"], **task["options"])})
     except UserError as error:
         write({"error": describe(error)})
-    except FAILURES as error:
-        write({"failed": describe_failure(error)})
+    except Exception as error:
+        write({"failed": f"{type(error).__name__}: {describe(error)}"})
         raise
 
 

@@ -12,11 +12,12 @@ import transformers.utils
 from fastpack_trl.bench.learner import learner_alone
 from fastpack_trl.bench.watch import GRADIENT_NORM, LOSS, SETTLING, SideResult, Watch, run_side
 from fastpack_trl.errors import UserError
-from fastpack_trl.measure.payback import LONG_RUN
 from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.recipe.methods import SFT, Method
 
 STOCK, COMPILED, OURS, PLANNED = SIDES = "stock", "stock_compiled", "fastpack", "fastpack_plan"
+LONG_RUN = 10_000
+"""``max_steps``, so that features that pay off in a long run are on."""
 Build = Callable[..., Any]
 """``build(trainer_class, config_class, **changes)`` returns a new trainer; see `compare`."""
 LONG = {"max_steps": LONG_RUN, "report_to": "none", "save_strategy": "no", "eval_strategy": "no", "disable_tqdm": True}

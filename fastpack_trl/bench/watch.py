@@ -146,7 +146,7 @@ class Watch(TrainerCallback):
                 if len(result.losses) == self.gate:
                     gate.close()
                 # Features of a trainer of ours may still wait for their first steps.
-                unsettled -= not hasattr(trainer, "fastpack_run") or trainer.fastpack_run.step.is_warmed_up
+                unsettled -= not hasattr(trainer, "fastpack_run") or trainer.fastpack_run.is_warmed_up
         result.warmup_steps, result.warmup_seconds = len(result.losses), self._end - self._start
         tokens = self._tokens
         for _ in range(self.timed):

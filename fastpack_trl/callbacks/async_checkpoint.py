@@ -63,7 +63,6 @@ class AsyncCheckpointCallback(TrainerCallback, AbstractContextManager["AsyncChec
         self.offload = self._stack.enter_context(offload)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave the model as it was."""
         self.close()
 
     def close(self) -> None:

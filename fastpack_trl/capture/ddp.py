@@ -141,8 +141,7 @@ def too_large(run: Run) -> str:
 def reducing_gradients(run: Run, graphs: BackboneGraphs) -> Iterator[None]:
     """Let the gradients of several processes be reduced between micro-steps."""
     reduce = FlatReduce(run, graphs)
-    pending = run.step.waiting_for(lambda: reduce.is_pending)
-    with callbacks_added(run.trainer, reduce), patch_attribute(run, "reduce", reduce), pending:
+    with callbacks_added(run.trainer, reduce), patch_attribute(run, "reduce", reduce):
         yield
 
 

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from statistics import fmean, median
 
 from fastpack_trl.capture.device import CudaGraphs, IdleWatch
-from fastpack_trl.measure.payback import StartUpCost
 from fastpack_trl.packing.buckets import Bucket, Buckets
 from fastpack_trl.run import Run
 
@@ -65,7 +64,7 @@ class IdleRule:
     @property
     def is_settled(self) -> bool:
         """The first steps are over, and so is what they decide."""
-        return self.steps_done >= EAGER_STEPS and self._run.step.is_warmed_up
+        return self.steps_done >= EAGER_STEPS and self._run.is_warmed_up
 
     def begins_step(self) -> bool:
         """Return whether this is the first forward pass of an optimizer step, which is watched from there on."""
@@ -99,7 +98,7 @@ class IdleRule:
         if idle < LEAST_IDLE:
             return f"{self.note}: graphs pay off from {LEAST_IDLE:.0%} on"
         cost, sizes = RECORD_SECONDS + each, len(self._buckets.made)
-        if not StartUpCost(max(1, sizes) * cost, idle * each).pays(steps_left):
+        if max(1, sizes) * cost >= idle * each * steps_left:
             rows = f"{sizes} sizes of rows" if sizes > 1 else "a row"
             return f"{steps_left} steps of {each * 1e3:.0f} ms are left: recording {rows} would not be paid back"
         self.pays, self._saving, self._seconds = True, idle * each, [cost]
@@ -110,7 +109,7 @@ class IdleRule:
         if self._saving is None:
             return True
         saving = self._saving * self._buckets.share(bucket)
-        pays = StartUpCost(recordings * fmean(self._seconds), saving).pays(self._run.steps_left())
+        pays = recordings * fmean(self._seconds) < saving * self._run.steps_left()
         (self.declined.discard if pays else self.declined.add)(bucket)
         return pays
 

@@ -76,7 +76,7 @@ class Slot:
     """
 
     def __init__(self, run: Run, backbone: Any, key: Key, others: Mapping[str, Any], needs: int) -> None:
-        """`others`: router logits, and keywords without effect, as PEFT adds: layers are compiled for their number."""
+        """`others`: router logits, and keywords without effect, as PEFT adds."""
         self.inputs = StaticInputs(key.bucket, run.device)
         self._run, self._backbone, self._key, self._others = run, backbone, key, dict(others)
         self.warm, self.needs = 0, needs

@@ -52,7 +52,7 @@ def quantize_rows(x: Tensor, factor: Tensor | None = None) -> Quantized:
 
 
 def quantize_rows_torch(x: Tensor, factor: Tensor | None = None) -> Quantized:
-    """Compute `quantize_rows` in plain torch: in a graph, where a compiler joins it to what writes x."""
+    """Compute `quantize_rows` in plain torch."""
     wide = x.float() if factor is None else x.float() * factor
     largest = torch.where(wide.isnan(), 0.0, wide.abs()).amax(-1, keepdim=True)
     # Divide by a tensor: for a Python number CUDA multiplies by the inverse, which may differ in the last bit.

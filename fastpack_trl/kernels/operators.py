@@ -38,9 +38,8 @@ def arguments_of(fields: type[Any], prefix: str = "") -> str:
 
 
 def operator(
-    function: Callable[..., Any], *, fake: Callable[..., Any], flops: Callable[..., int], signature: str | None = None,
-    name: str = "",
-) -> Any:  # fmt: skip
+    function: Callable[..., Any], *, fake: Callable[..., Any], flops: Callable[..., int], signature: str, name: str = ""
+) -> Any:
     """Register `function` as ``torch.ops.fastpack.<name>`` for every device, without a derivative; return it.
 
     Args:
@@ -48,11 +47,11 @@ def operator(
         fake: of the same arguments; empty tensors of the shapes, dtypes and strides that `function` returns.
         flops: of the same arguments and the keyword `out_val`; the floating-point operations of one call. Without
             it the partitioner of a compiled graph would count the operator as free to run twice.
-        signature: ``(Tensor x, int n) -> Tensor``; default: from the annotations.
+        signature: ``(Tensor x, int n) -> Tensor``.
         name: default: the function's name.
     """
     name = name or function.__name__
-    _library.define(name + (signature or torch.library.infer_schema(function, mutates_args=())))
+    _library.define(name + signature)
     _library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     packet = getattr(torch.ops.fastpack, name)

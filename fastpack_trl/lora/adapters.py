@@ -55,15 +55,10 @@ def is_sharded(parameter: Any) -> bool:
 def cast_together(
     modules: Sequence[Any], adapters: Sequence[tuple[Tensor, Tensor, float]], dtype: torch.dtype, *, adds_up: bool
 ) -> None:
-    """Set ``module.fastpack_cast`` of each module, until the next forward of the backbone.
+    """Set ``module.fastpack_cast`` of each module from its (A, B, scaling), until the next forward of the backbone.
 
     The cast remains after a backward pass has reached it: another forward may wait for its backward, and a recompute
-    under selective checkpointing must not cast if its forward did not.
-
-    Args:
-        modules: of the projections that read the adapters.
-        adapters: (A, B, scaling) of each; parameters of one device.
-        adds_up: the backward pass adds to existing gradients, as `_add_up` does.
+    under selective checkpointing must not cast if its forward did not. `adds_up`: see `CastHook`.
     """
     scalings = [scaling for _, _, scaling in adapters]
     parameters = [tensor for a, b, _ in adapters for tensor in (a, b)]
@@ -106,12 +101,9 @@ class _CastTogether(torch.autograd.Function):
         present = [index for index, grad in enumerate(grads) if grad is not None]
         if not present:
             return (None, None, None, None, *grads)
-        sources = [grads[index] for index in present]
-        out = [torch.empty_like(grads[index], dtype=ctx.dtypes[index]) for index in present]
-        torch._foreach_copy_(out, sources)
-        results = dict(zip(present, out, strict=True))
-        of_b = [index for index in present if index % 2]
-        if of_b:
+        results = {index: torch.empty_like(grads[index], dtype=ctx.dtypes[index]) for index in present}
+        torch._foreach_copy_([*results.values()], [grads[index] for index in present])
+        if of_b := [index for index in present if index % 2]:
             torch._foreach_mul_([results[index] for index in of_b], [ctx.scalings[index // 2] for index in of_b])
         if ctx.adds_to:
             _add_up(ctx.adds_to, results)
@@ -127,12 +119,9 @@ def _below_each_other(matrices: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def _add_up(parameters: Sequence[Tensor], gradients: dict[int, Tensor]) -> None:
-    """Add gradients to existing ones in one multi-tensor kernel, and remove them from `gradients`.
+    """Add gradients, by the index of their parameter, to existing ones in one multi-tensor kernel, and remove them.
 
     Left to autograd: parameters without a gradient, frozen, with hooks, or used more than once.
-
-    Args:
-        gradients: by the index of their parameter.
     """
     owners = Counter(id(parameters[index]) for index in gradients)
     added = [
@@ -161,7 +150,6 @@ class CastHook:
 
     Args:
         modules: LoRA layers with the fast forward.
-        backbone: module with the hook.
         begin: called first, in every forward of the backbone with gradients.
 
     Attributes:
@@ -174,10 +162,9 @@ class CastHook:
         self._checkpointing = checkpointing_modules(backbone)
 
     def __call__(self, backbone: nn.Module, _args: Any) -> None:
-        if torch.compiler.is_compiling():
-            return  # the compiler of a whole model fuses the casts
-        if getattr(backbone, "_is_replica", False):
-            return  # a replica of `nn.DataParallel`, whose layers are not in this list
+        # The compiler of a whole model fuses the casts; layers of a replica of `nn.DataParallel` are not in this list.
+        if torch.compiler.is_compiling() or getattr(backbone, "_is_replica", False):
+            return
         if not torch.is_grad_enabled():
             return  # keep the casts: an earlier forward may wait for its backward and for a recompute in it
         self.begin()

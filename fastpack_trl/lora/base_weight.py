@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -81,17 +81,14 @@ class Fp8Weight(NamedTuple):
         """Return whether a projection in `dtype` can multiply by it: CUDA's FP8 matmuls return 16-bit dtypes."""
         return dtype.itemsize == 2 or not self.weight.is_cuda
 
-    def quantized_grad(self, grad: Tensor, by: Callable[..., Quantized] = quantize_rows) -> Quantized:
-        """Quantize a gradient of the output, (tokens, out_features), for `grad_input`."""
-        return by(grad, self.scales.view(-1))
-
     def product(self, rows: Quantized, dtype: torch.dtype) -> Tensor:
         """Return ``rows W^T``, (tokens, out_features), in `dtype`."""
         return scaled_product(rows, Quantized(self.weight, self.scales), dtype)
 
-    def grad_input(self, grad: Quantized, dtype: torch.dtype) -> Tensor:
-        """Return ``grad W``, (tokens, in_features), for a gradient of `quantized_grad`."""
-        return scaled_product(grad, Quantized(transposed(self.weight), self.ones), dtype)
+    def grad_input(self, grad: Tensor) -> Tensor:
+        """Return ``grad W``, (tokens, in_features), for a gradient of the output."""
+        columns = Quantized(transposed(self.weight), self.ones)
+        return scaled_product(quantize_rows(grad, self.scales.view(-1)), columns, grad.dtype)
 
 
 def from_4bit(weight: Any) -> BaseWeight:
@@ -120,7 +117,7 @@ def add_product(low: Tensor, rows: Tensor, base: BaseWeight | Fp8Weight, quantiz
 def grad_input(grad: Tensor, base: BaseWeight | Fp8Weight, total: Tensor | None = None) -> Tensor:
     """Return ``grad W``, (tokens, in_features), for a gradient of shape (tokens, out_features); added to `total`."""
     if isinstance(base, Fp8Weight):
-        out = base.grad_input(base.quantized_grad(grad), grad.dtype)
+        out = base.grad_input(grad)
         return out if total is None else total.add_(out)
     weight = base.dense(grad.dtype)
     return grad.mm(weight) if total is None else torch.addmm(total, grad, weight, out=total)
@@ -134,13 +131,12 @@ class HasFrozenWeight(nn.Module):
     fastpack_copied_from: Any = None
     """The parameter that the copy was made from, with its version and address at that time."""
 
+    # Merging writes to ``weight.data``, which is not detected.
     def merge(self, *args: Any, **kwargs: Any) -> Any:
-        """Merge as PEFT, but drop the copy of the base first, because writes to ``weight.data`` are not detected."""
         self._fastpack_drop_copy()
         return super().merge(*args, **kwargs)
 
     def unmerge(self, *args: Any, **kwargs: Any) -> Any:
-        """Unmerge as PEFT, but drop the copy first, as `merge` does."""
         self._fastpack_drop_copy()
         return super().unmerge(*args, **kwargs)
 

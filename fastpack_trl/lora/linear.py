@@ -160,20 +160,16 @@ def _fitting_dtype(x: Tensor, a: Tensor, b: Tensor, base: Any, weight: Any) -> t
     return dtype if kind == "Linear8bitLt" or autocast or weight.dtype == dtype else None
 
 
-class FastLinear(FastLora, LoraLinear):
-    """PEFT's LoRA layer over `nn.Linear` or `Conv1D`."""
-
-
 @cache
 def _fast_class(stock: Any) -> Any:
-    """Return the class to set: static for dense layers, made on use over PEFT's optional bitsandbytes layers."""
-    if stock is LoraLinear:
-        return FastLinear
+    """Return the class to set, made on use: PEFT's layers over bitsandbytes are optional."""
     return type(f"Fast{stock.__name__}", (FastLora, stock), {"__module__": __name__, "__doc__": FastLora.__doc__})
 
 
 def __getattr__(name: str) -> Any:
     # A model pickled during training refers to its classes in this module.
+    if name == "FastLinear":
+        return _fast_class(LoraLinear)
     if name in {f"Fast{stock}" for stock in _QUANTIZED}:
         from peft.tuners.lora import bnb
 

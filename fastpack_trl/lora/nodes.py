@@ -34,7 +34,8 @@ class _Projections(torch.autograd.Function):
         for base, b, bias, low in zip(bases, seconds, factors[2 * count :], reduced.split(ctx.ranks, 1), strict=True):
             outs.append(x.new_empty(*x.shape[:-1], b.shape[0]))
             # With `out=`: a selective checkpoint that keeps results of matmuls must not keep one that changes.
-            total = thin_product(low, b, bias, out=rows_of(outs[-1]))
+            total = rows_of(outs[-1])
+            torch.mm(low, b.t(), out=total) if bias is None else torch.addmm(bias, low, b.t(), out=total)
             if count > 1:
                 add_product(total, rows, base, quantized)
         # The bases are not activations, so hooks on saved tensors (offloading, checkpoints) must not see them.
@@ -74,7 +75,9 @@ class _Projections(torch.autograd.Function):
                     of_factors[index] = grad_a
         grad_dropped = thin.mm(a).view(source.shape) if ctx.is_dropped and needs_dropped else None
         if through_base is not None:
-            through_base = add_thin_gradient(through_base, None if ctx.is_dropped else thin, a).view(source.shape)
+            if not ctx.is_dropped:
+                torch.addmm(through_base, thin, a, out=through_base)
+            through_base = through_base.view(source.shape)
         return through_base, grad_dropped, None, *of_factors
 
 
@@ -124,15 +127,3 @@ def rows_of(x: Tensor) -> Tensor:
 
 def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def thin_product(reduced: Tensor, b: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """Return ``bias + reduced B^T``, (tokens, out_features), written to `out` if given."""
-    return torch.mm(reduced, b.t(), out=out) if bias is None else torch.addmm(bias, reduced, b.t(), out=out)
-
-
-def add_thin_gradient(total: Tensor, grad_reduced: Tensor | None, a: Tensor | None) -> Tensor:
-    """Add in place: ``total += grad_reduced A``, (tokens, in_features)."""
-    if grad_reduced is None or a is None:
-        return total
-    return torch.addmm(total, grad_reduced, a, out=total)

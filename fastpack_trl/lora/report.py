@@ -31,8 +31,8 @@ def keep_copies(modules: Sequence[Any], compute_dtype: torch.dtype | None) -> st
 
     They are bit-equal to the weights dequantized per use. None are kept on the CPU. `compute_dtype`: of autocast.
     """
-    dtypes = [_copy_dtype(module.base_layer, compute_dtype) for module in modules]
-    wanted = [(module, dtype) for module, dtype in zip(modules, dtypes, strict=True) if dtype is not None]
+    dtypes = ((module, _copy_dtype(module.base_layer, compute_dtype)) for module in modules)
+    wanted = [(module, dtype) for module, dtype in dtypes if dtype is not None]
     if not wanted or (budget := copy_budget(wanted[0][0].base_layer.weight.device)) is None:
         return ""
     nbytes = sum(module.in_features * module.out_features * dtype.itemsize for module, dtype in wanted)
@@ -45,7 +45,6 @@ def keep_copies(modules: Sequence[Any], compute_dtype: torch.dtype | None) -> st
 
 
 def copy_budget(device: torch.device) -> int | None:
-    """Return the bytes that all copies may take; None off CUDA."""
     return allocatable(device) // 8 if device.type == "cuda" else None
 
 

@@ -58,7 +58,7 @@ def restore_attributes(owners: Iterable[Any], name: str) -> Iterator[None]:
 class Patch:
     """Keeps a value alive on another object, such as a context that restores when it is collected; copies have None."""
 
-    def __init__(self, value: Any = None) -> None:
+    def __init__(self, value: Any) -> None:
         self.value, self.holders = value, 0
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -173,9 +173,9 @@ def zeros_perturbed(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def restore_buffers(*models: nn.Module) -> Iterator[None]:
-    """Restore the buffers of `models` on exit: the same tensors with the same content, large integers left out."""
-    before = {module: dict(module._buffers) for model in models for module in modules_of(model)}
+def restore_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers of `model` on exit: the same tensors with the same content, large integers left out."""
+    before = {module: dict(module._buffers) for module in modules_of(model)}
     # The length for which the buffer of a rotary embedding was made.
     rotary = {module: dict(vars(module)) for module in before if hasattr(module, "rope_type")}
     tensors = (tensor for buffers in before.values() for tensor in buffers.values() if tensor is not None)

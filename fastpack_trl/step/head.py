@@ -130,11 +130,8 @@ class _Pass:
         logit_scale, softcap, elements = form
         self.kernels: TorchTiles | TritonTiles
         if chunked_logprob._use_triton(device):
-            kernels, block = (
-                (chunked_logprob._forward_kernel, chunked_logprob._backward_kernel),
-                chunked_logprob._BLOCK_SIZE,
-            )
-            self.kernels = TritonTiles(logit_scale, softcap, forward=kernels[0], backward=kernels[1], block_size=block)
+            kernels = {"forward": chunked_logprob._forward_kernel, "backward": chunked_logprob._backward_kernel}
+            self.kernels = TritonTiles(logit_scale, softcap, **kernels, block_size=chunked_logprob._BLOCK_SIZE)
             # A trained weight gets its gradient added once per tile: fewer, larger tiles.
             default = TILE_ELEMENTS * (2 if trained else 1) // vocabulary
         else:
@@ -147,15 +144,16 @@ class _Pass:
         self.log_probs = torch.empty(count, device=device, dtype=torch.float32)
         self.entropy = torch.empty_like(self.log_probs)
         self.is_top1 = torch.empty(count, device=device, dtype=torch.bool)
-        self.slices = _slices(weight, self.dtype)
+        # The columns of a tile per product: all if the weight is used as it is, else those converted at a time.
+        fused = weight.dtype == self.dtype and (self.dtype == torch.float32 or chunked_logprob._use_triton(device))
+        width = vocabulary if fused else VOCABULARY_SLICE
+        self.slices = [slice(start, min(start + width, vocabulary)) for start in range(0, vocabulary, width)]
 
     def tiles(self, targets: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Any]]:
         """Yield positions, their hidden states in the compute dtype, the tile, and the result of `fold`."""
         (count, _), vocabulary = self.hidden.shape, self.weight.shape[0]
         stride = -(-vocabulary // TILE_ALIGNMENT) * TILE_ALIGNMENT
-        buffer = torch.empty(min(count, self.height), stride, device=self.hidden.device, dtype=self.dtype)[
-            :, :vocabulary
-        ]
+        buffer = self.hidden.new_empty(min(count, self.height), stride, dtype=self.dtype)[:, :vocabulary]
         for start in range(0, count, self.height):
             rows = slice(start, min(start + self.height, count))
             inputs, tile = self.hidden[rows].to(self.dtype), buffer[: rows.stop - start]
@@ -168,7 +166,7 @@ class _Pass:
 
     def through_weight(self, tile: Tensor, out: Tensor) -> None:
         """Write the gradients of hidden states, from those of a tile of logits, into `out`."""
-        part = torch.zeros(out.shape, device=out.device, dtype=torch.float32)
+        part = torch.zeros_like(out, dtype=torch.float32)
         for columns in self.slices:
             chunked_logprob._addmm_fp32(part, tile[:, columns], self.weight[columns].to(self.dtype))
         out.copy_(part)
@@ -254,19 +252,9 @@ def head_log_probs(
     """Return log-probabilities (N,) and entropies (N,), both fp32, and top-1 flags (N,), of a head without gradients.
 
     The gradient of a log-probability with respect to its hidden state is independent of the loss: it is computed while
-    the tile exists, and backward scales each row. Only log-probabilities have a gradient.
-
-    Args:
-        hidden, weight, bias, targets, logit_scale, softcap, tile_elements: see `head_loss`.
+    the tile exists, and backward scales each row. Only log-probabilities have a gradient. Arguments as of `head_loss`.
     """
     frozen = (weight.detach(), None if bias is None else bias.detach())
     form = (logit_scale, softcap, tile_elements)
     figures = HeadLoss(*_HeadFunction.apply(hidden, *frozen, targets, None, None, torch.is_grad_enabled(), form))
     return figures.log_probs, figures.entropy, figures.is_top1
-
-
-def _slices(weight: Tensor, dtype: torch.dtype) -> list[slice]:
-    """Return the columns of a tile per product: all if the weight is used as it is, else those converted at a time."""
-    fused = weight.dtype == dtype and (dtype == torch.float32 or chunked_logprob._use_triton(weight.device))
-    width = weight.shape[0] if fused else VOCABULARY_SLICE
-    return [slice(start, min(start + width, weight.shape[0])) for start in range(0, weight.shape[0], width)]

@@ -79,12 +79,7 @@ class ModelContents:
 
 
 class HostWork:
-    """Lists of modules and parameters that replace TRL's walks over the model in each step; inside `running`.
-
-    Attributes:
-        contents: the list.
-        active: inside of `running`.
-    """
+    """Lists of modules and parameters that replace TRL's walks over the model in each step, while it is `active`."""
 
     def __init__(self) -> None:
         self.contents, self.active = ModelContents(), False
@@ -95,8 +90,7 @@ class HostWork:
     @contextlib.contextmanager
     def running(self, trainer: Trainer) -> Iterator[None]:
         """Replace the walks over ``trainer.model`` until the context ends."""
-        self._per_token = self._version = None
-        model = trainer.model
+        self._per_token, self._version, model = None, None, trainer.model
         # A deep copy of the model has these methods too: they must not keep the run alive, and leave the copy alone.
         owner, ours, run = weakref.ref(model), weakref.ref(self), weakref.ref(trainer)
 

@@ -50,10 +50,8 @@ def load_balancing_losses(
     bins = counted = probabilities = torch.zeros(len(counts), first.shape[1], dtype=torch.float32, device=device)
     per_run = max(1, _CHUNK // max(1, first.numel()))
     for start in range(0, len(router_logits), per_run):
-        logits = router_logits[start : start + per_run]
-        slots, mass = checkpoint(
-            _sums, top_k, part, copies, bins, *logits, use_reentrant=False, preserve_rng_state=False
-        )
+        given = (top_k, part, copies, bins, *router_logits[start : start + per_run])
+        slots, mass = checkpoint(_sums, *given, use_reentrant=False, preserve_rng_state=False)
         counted, probabilities = counted + slots, probabilities + mass
     sizes = sizes[:, None] * len(router_logits)
     return (counted[:-1] / sizes * (probabilities[:-1] / sizes)).sum(1) * first.shape[1]

@@ -47,7 +47,7 @@ class RowOutputs(NamedTuple):
 
 
 class BackboneCall:
-    """Calls backbones on packed rows.
+    """Calls backbones, the decoders without their heads, on packed rows.
 
     Attributes:
         replay: returns the outputs of a row from a recording, or None if the backbone has to be called; set by the
@@ -58,12 +58,7 @@ class BackboneCall:
         self.replay: Callable[[Any, PackedBatch, Tensor, Mapping[str, Any]], RowOutputs | None] | None = None
 
     def __call__(self, backbone: Callable[..., Any], batch: PackedBatch, *args: Any, **kwargs: Any) -> Any:
-        """Return the outputs of ``backbone(*args, **kwargs)``.
-
-        Args:
-            backbone: the decoder without its head.
-            batch: of the row that the keywords are about, unless they were edited.
-        """
+        """Return the outputs of ``backbone(*args, **kwargs)``; the keywords are about `batch`, unless edited."""
         ids: Any = kwargs.get("input_ids")
         if self.replay is not None and not args and isinstance(ids, Tensor) and "packed_batch" in kwargs:
             own = to_transformers_kwargs(batch)
@@ -128,9 +123,6 @@ class LossForward(OwnForward):
 
     A call with labels, their `PackedBatch` as ``loss_batch``, and ``loss_type`` returns a `ChosenLoss`; every other one
     goes to TRL's forward. With ``loss_means`` its total is the sum of the means over micro-batches.
-
-    Attributes:
-        call_backbone: calls the decoder.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -249,14 +241,12 @@ def _around(call_backbone: BackboneCall, bound: Any) -> Callable[..., Any]:
 
 
 def _balancing(outputs: Any, top_k: int, batch: PackedBatch) -> Tensor:
-    """Return the load-balancing loss of each micro-batch in a row; padding does not count."""
-    length = outputs.last_hidden_state.shape[1]  # a row may have been cut short
-    parts = [part.tokens for part in batch.parts] or [min(batch.total_tokens - batch.num_padding, length)]
+    """Return the load-balancing loss of each micro-batch in a row, 0 without router logits; padding does not count."""
+    hidden = outputs.last_hidden_state  # a row may have been cut short
+    parts = [part.tokens for part in batch.parts] or [min(batch.total_tokens - batch.num_padding, hidden.shape[1])]
     copies = None if batch.documents is None else batch.documents.copies
     losses = load_balancing_losses(outputs.router_logits, top_k, parts, copies)
-    if losses is None:  # this model records no router logits
-        losses = torch.zeros(len(parts), dtype=torch.float32, device=outputs.last_hidden_state.device)
-    return losses
+    return torch.zeros(len(parts), dtype=torch.float32, device=hidden.device) if losses is None else losses
 
 
 def _find_positions(
@@ -300,7 +290,6 @@ def step_loss(
     whether the labels are no longer the collator's.
 
     Args:
-        trainer: a `SFTTrainer` whose model has a `LossForward`.
         num_items_in_batch: tokens with a loss in all micro-batches of the step (and, with
             ``average_tokens_across_devices``, of all ranks); None: the mean over this batch, as in evaluation.
         batch: of `inputs`, with `loss_positions`; None for the outputs of TRL's forward.

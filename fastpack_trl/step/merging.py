@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 
+from fastpack_trl.errors import first_reason
 from fastpack_trl.measure.device_memory import allocatable
 from fastpack_trl.model.facts import ALORA, is_invoked_once_per_row
 from fastpack_trl.model.hooks import (
@@ -78,11 +79,8 @@ class Merging:
     On CUDA the first step runs unmerged. Each of its micro-batches but the first, which makes the gradients, gives an
     upper bound of the bytes per token: the peak so far less what was allocated before it. The lowest bound is taken.
 
-    Args:
-        run: whose trainer trains.
-        target: tokens of a row above which nothing more is added; infinite for as many as fit.
-
     Attributes:
+        target: tokens of a row above which nothing more is added; infinite for as many as fit.
         measures: the first step is measured.
         fits: tokens of a row that fit into memory by prediction; None before it is measured.
     """
@@ -102,7 +100,10 @@ class Merging:
         """Choose the groups of one optimizer step."""
         self._step, self._groups = batches, {}
         if self.fits is None and self._bytes_per_token < math.inf:
-            self.fits = self._predict()
+            # At the beginning of a step optimizer states are there, gradients are not.
+            gradients = sum(p.nbytes for p in self._run.model.parameters() if p.requires_grad)
+            free = allocatable(self._run.device) - gradients
+            self.fits = max(0.0, _MEMORY_SHARE * free / self._bytes_per_token)
         if self._ended or len(batches) < 2 or self.fits is None:
             return
         if not all(map(can_merge, batches)):
@@ -111,23 +112,13 @@ class Merging:
         tokens = [sum(batch["packed_batch"].seq_lengths) for batch in batches]
         self._groups = {group[-1]: group for group in group_by_tokens(tokens, min(self.target, self.fits))}
 
-    def _predict(self) -> float:
-        """Return the tokens that fit at the beginning of a step: optimizer states are there, gradients are not."""
-        free = allocatable(self._run.device)
-        free -= sum(p.nbytes for p in self._run.model.parameters() if p.requires_grad)
-        return max(0.0, _MEMORY_SHARE * free / self._bytes_per_token)
-
     @property
     def rows(self) -> int:
         """Return the rows that the micro-batches of the step run as."""
         return len(self._groups) or len(self._step)
 
     def group(self, place: int) -> range:
-        """Return the places of the micro-batches that run now as one row; none for one that waits for the last of it.
-
-        Args:
-            place: of the present micro-batch in the step.
-        """
+        """Return the places of the micro-batches that run with that at `place`; none if it waits for the last one."""
         if self._groups and place == 0:
             self._look_for_watchers()  # callbacks have begun the step
         return self._groups.get(place, range(0)) if self._groups else range(place, place + 1)
@@ -150,12 +141,14 @@ class Merging:
         parameters = trained_parameters(trainer.optimizer) if self._all_looked_at else trainer.model.parameters()
         self._all_looked_at = True
         self._module_hooks = self._module_hooks or HookWatch(trainer.model_wrapped)  # wrapped by now
-        reason = ALORA if is_invoked_once_per_row(trainer.model) else ""  # an adapter that a callback added
-        reason = reason or callback_between(trainer) or hook_on_a_gradient(trainer.model, parameters)
-        if not reason and (hook := self._module_hooks.look()):
-            reason = f"{hook} runs once per micro-batch"
-        reason = reason or needs_logits(trainer)
-        if reason:
+        reasons = (
+            is_invoked_once_per_row(trainer.model) and ALORA,  # an adapter that a callback added
+            callback_between(trainer),
+            hook_on_a_gradient(trainer.model, parameters),
+            (hook := self._module_hooks.look()) and f"{hook} runs once per micro-batch",
+            needs_logits(trainer),
+        )
+        if reason := first_reason(reasons):
             self._run.disable(FEATURE, "stock", reason)
             self._ended, self._groups = True, {}
 

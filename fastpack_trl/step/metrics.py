@@ -26,7 +26,6 @@ class _MicroBatch(NamedTuple):
     """Tokens of the row; counted in training only."""
     ranks: int
     """Ranks whose part counts: the last batch of a data set may repeat rows on the others."""
-    has_aux: bool
 
 
 class DeferredMetrics:
@@ -48,17 +47,14 @@ class DeferredMetrics:
         """Keep a copy of the figures of one micro-batch, or of several in one row, without synchronizing.
 
         Args:
-            trainer: its accelerator knows the ranks.
             mode: which of TRL's lists they belong to.
-            table: (num_parts, 3) as of `StepLoss`; rows past the counts are left out.
+            table: (num_parts, 3) as of `step_loss`; rows past the counts are left out.
             loss_tokens: tokens of each part that the loss counts.
             tokens: tokens of the row of each part.
         """
-        ranks, has_aux = counted_ranks(trainer.accelerator), bool(trainer.aux_loss_enabled)
+        ranks = counted_ranks(trainer.accelerator)
         self._tables.append(table[: len(loss_tokens)].clone())
-        self._batches.append(
-            [_MicroBatch(mode, *counts, ranks, has_aux) for counts in zip(loss_tokens, tokens, strict=True)]
-        )
+        self._batches.append([_MicroBatch(mode, *each, ranks) for each in zip(loss_tokens, tokens, strict=True)])
 
     def rollback_point(self) -> tuple[int, int]:
         """Return the point for `rollback`: flushes so far, and rows since, which are joined once there are many."""
@@ -82,22 +78,20 @@ class DeferredMetrics:
         if not self._batches:
             return
         self._flushes += 1
-        batches, sums = [batch for row in self._batches for batch in row], torch.cat(self._tables)
+        batches, sums = [*chain.from_iterable(self._batches)], torch.cat(self._tables)
         self._batches, self._tables = [], []
         counts = torch.tensor([[batch.valid, batch.tokens] for batch in batches], dtype=torch.float32)
         table = torch.cat([sums, counts.to(sums.device, non_blocking=True)], dim=1)
         rows = trainer.accelerator.gather(table).view(-1, *table.shape).transpose(0, 1).tolist()
         for batch, of_ranks in zip(batches, rows, strict=True):
-            entropy, correct, aux, valid, tokens = (
-                sum(column) for column in zip(*of_ranks[: batch.ranks], strict=True)
-            )
+            entropy, correct, aux, valid, tokens = map(sum, zip(*of_ranks[: batch.ranks], strict=True))
             lists = trainer._metrics[batch.mode]
             lists["entropy"].append(entropy / valid if valid > 0 else 0.0)
             lists["mean_token_accuracy"].append(correct / valid if valid > 0 else 0.0)
             if batch.mode == "train":
                 trainer._total_train_tokens += int(tokens) // trainer._tp_size
             lists["num_tokens"] = [trainer._total_train_tokens]
-            if batch.has_aux:
+            if trainer.aux_loss_enabled:
                 lists["aux_loss"].append(aux / batch.ranks)
 
 

@@ -67,9 +67,10 @@ class SyncFreeStep:
         if edited:
             run.report.remark("sync_free", _EDITED_LABELS)
         # As TRL counts them, but for positions of several sections: a row may have been cut short.
-        known = batch is not None and (batch.parts or batch.documents)
-        if batch is not None and known:
-            tokens = row_tokens(batch)
+        if batch is not None and batch.parts:
+            tokens = [part.capacity for part in batch.parts]
+        elif batch is not None and batch.documents is not None:
+            tokens = [batch.documents.capacity]
         elif isinstance(inputs, PaddedInputs):
             tokens = [int(inputs["attention_mask"].sum())]
         else:
@@ -106,9 +107,3 @@ def _only_stock_batch(run: Run, inputs: Any, return_outputs: bool) -> Iterator[o
     yield inputs.get("labels") is None and "TRL's loss and metrics for batches without labels"
     why = needs_logits(trainer)
     yield why and f"{why}, on rows as collated: it was set in the middle of the run"
-
-
-def row_tokens(batch: PackedBatch) -> list[int]:
-    """Return the tokens of each row that a plain batch was made of, padding included."""
-    whole = batch.total_tokens if batch.documents is None else batch.documents.capacity
-    return [part.capacity for part in batch.parts] or [whole]

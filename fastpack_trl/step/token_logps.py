@@ -90,9 +90,7 @@ class Rows:
 class RowForward(OwnForward):
     """A forward over rows, laid around the one that `model` has; takes effect inside of `running`.
 
-    Args:
-        model: with TRL's fused head, or a classifier.
-        rows: that a call may be about; each other call goes to the forward inside.
+    The model has TRL's fused head, or is a classifier. A call about none of `rows` goes to the forward inside.
     """
 
     def __init__(self, model: nn.Module, rows: Rows) -> None:
@@ -110,16 +108,9 @@ class RowForward(OwnForward):
         return patch_attribute(self._state, "active", not self.missing)
 
     @property
-    def head_trains(self) -> bool:
-        """Return whether a gradient reaches the head."""
-        head = "" if self.missing or hasattr(self.model, "score") else head_of(self.model)
-        return not isinstance(head, str) and any(part is not None and part.requires_grad for part in head)
-
-    @property
-    def why_stock(self) -> str:
-        """Return why the model cannot run on rows, or ``""``."""
-        head = "" if self.missing or hasattr(self.model, "score") else head_of(self.model)
-        return self.missing or (head if isinstance(head, str) else "")
+    def head(self) -> tuple[Tensor | None, ...] | str:
+        """Return weight and bias of the head, none of a classifier; a text is why the model cannot run on rows."""
+        return self.missing or (() if hasattr(self.model, "score") else head_of(self.model))
 
 
 def _run_backbone(rows: Rows, backbone: Callable[..., Any], groups: PromptGroups, ids: Tensor, given: Any) -> Any:

@@ -23,10 +23,6 @@ def quick_switch(model: nn.Module, contents: ModelContents) -> contextlib.Abstra
     """Let ``disable_adapter`` of a PEFT model set one attribute of each LoRA layer, if that is enough.
 
     PEFT also clears and restores ``requires_grad`` of the adapters, which matters only with gradients enabled.
-
-    Args:
-        model: a model with or without adapters.
-        contents: lists the modules of the model.
     """
     if not hasattr(type(model), "disable_adapter") or "disable_adapter" in vars(model):
         return contextlib.nullcontext()
@@ -38,10 +34,10 @@ def quick_switch(model: nn.Module, contents: ModelContents) -> contextlib.Abstra
         with contextlib.ExitStack() as switched:
             if not layers:  # prompt learning, too, is switched off elsewhere
                 switched.enter_context(type(self).disable_adapter(self))
+            else:
+                switched.enter_context(patch_attribute(self, "_adapters_disabled", True))
             for layer in layers:
                 switched.enter_context(patch_attribute(layer, "_disable_adapters", True))
-            if layers:
-                switched.enter_context(patch_attribute(self, "_adapters_disabled", True))
             yield
 
     return patch_attribute(model, "disable_adapter", types.MethodType(disable_adapter, model))
@@ -61,11 +57,6 @@ def _layers_with_a_flag(model: nn.Module, contents: ModelContents) -> list[Any]:
 
 def _is_trained(layer: Any) -> bool:
     """Return whether exactly the active adapters of a layer train, which is how PEFT leaves them."""
-    active = layer.active_adapters
-    return all(
-        parameter.requires_grad == (name in active)
-        for kind in (layer.lora_A, layer.lora_B)
-        for name, part in kind.items()
-        for parameter in part._parameters.values()
-        if parameter is not None
-    )
+    active, factors = layer.active_adapters, (layer.lora_A, layer.lora_B)
+    parts = ((name in active, part) for factor in factors for name, part in factor.items())
+    return all(p is None or p.requires_grad == trains for trains, part in parts for p in part._parameters.values())

@@ -20,7 +20,7 @@ from fastpack_trl.model.changes import during_training, patch_attribute, silence
 from fastpack_trl.model.hooks import is_users
 from fastpack_trl.model.precision import fit_precision
 from fastpack_trl.model.preflight import bound, choose_checkpoint
-from fastpack_trl.model.upstream import missing_names
+from fastpack_trl.model.upstream import missing_reason
 from fastpack_trl.packing.batching import BatchPlan
 from fastpack_trl.packing.examples import check_given, naming_row, null_turns
 from fastpack_trl.report import FeatureReport, disabled_by_environment
@@ -53,18 +53,21 @@ class FeaturedTrainer(_Stock):
     """Enters the features around methods of the TRL trainer that follows it in the method resolution order.
 
     A class that sets ``_fastpack_of`` has the constructor's signature and docstring of that TRL trainer.
-
-    Attributes:
-        fastpack_run: decisions of this trainer, for its features.
     """
 
     fastpack_run: Run
+    """Decisions of this trainer, for its features."""
     _fastpack_of: ClassVar[Of]
     _fastpack_plan: Callable[[Any, str, bool, str], BatchPlan]
     """Returns the kind of batches, given the trainer and its attention path."""
+    _fastpack_constructing: Callable[[dict[str, Any]], contextlib.AbstractContextManager[Any]]
+    """Checks the arguments; returns a context for the constructor of TRL's trainer."""
+    _fastpack_replace_forward: Callable[[], None]
+    """Replaces the forward method of the model, before accelerate wraps it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        of, disabled = self._fastpack_of, _why_disabled()
+        of = self._fastpack_of
+        disabled = "FASTPACK_DISABLE is set" if disabled_by_environment() else missing_reason("batches")
         given = bound(of.stock, self, args, kwargs)
         settings = Settings.of(given.get("args"), training=not disabled)
         run = self.fastpack_run = Run(self, settings, of.kind, self._fastpack_plan, of.sequences)
@@ -78,10 +81,6 @@ class FeaturedTrainer(_Stock):
             super().__init__(*args, **kwargs)
         self._fastpack_choose()
 
-    def _fastpack_constructing(self, given: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:
-        """Check the arguments; return a context for the constructor of TRL's trainer."""
-        raise NotImplementedError
-
     def _fastpack_choose(self) -> None:
         """Choose the attention path, once: TRL may compute reference log-probabilities while it constructs."""
         run = self.fastpack_run
@@ -91,10 +90,6 @@ class FeaturedTrainer(_Stock):
             moe.choose_experts(run)
             self._fastpack_replace_forward()
             choose_attention(run)
-
-    def _fastpack_replace_forward(self) -> None:
-        """Replace the forward method of the model, before accelerate wraps it."""
-        raise NotImplementedError
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -197,13 +192,6 @@ class FeaturedTrainer(_Stock):
 
     def _fastpack_enter(self, stack: contextlib.ExitStack) -> None:
         """Install the parts of this kind of trainer, after the features."""
-
-
-def _why_disabled() -> str:
-    if disabled_by_environment():
-        return "FASTPACK_DISABLE is set"
-    missing = ", ".join(missing_names("batches"))
-    return f"torch, transformers or trl lacks {missing}" if missing else ""
 
 
 def _with_gradients(trainer: FeaturedTrainer, model: Any) -> Any:

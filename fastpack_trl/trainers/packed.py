@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fastpack_trl.attention.install import packed_attention
@@ -53,8 +54,10 @@ class PackedTrainer(FeaturedTrainer):
 
     def _fastpack_plan(self, trainer: Any, path: str, flattens: bool, unproven: str = "") -> BatchPlan:
         forward = self._fastpack_rows.forwards.get(text_model(trainer.model))
-        why_stock = forward.why_stock if forward is not None else "the model was replaced"
-        return BatchPlan("stock", why_stock) if why_stock else plan_prompt_groups(trainer, path, flattens, unproven)
+        head = "the model was replaced" if forward is None else forward.head
+        return (
+            BatchPlan("stock", head) if isinstance(head, str) else plan_prompt_groups(trainer, path, flattens, unproven)
+        )
 
     def _fastpack_enter(self, stack: contextlib.ExitStack) -> None:
         run = self.fastpack_run
@@ -62,7 +65,9 @@ class PackedTrainer(FeaturedTrainer):
         self._fastpack_rows.form = {"share": run.shares_prefixes, "keep_width": by_longest}
         if run.packs:
             forward = self._fastpack_rows.forwards[text_model(self.model)]
-            self._fastpack_rows.head_trains = forward.head_trains
+            self._fastpack_rows.head_trains = any(
+                isinstance(part, Tensor) and part.requires_grad for part in forward.head
+            )
             stack.enter_context(forward.running())
             _run_reference(self, stack)
         # Calls of the reference leave the plan of the activations.

@@ -23,7 +23,6 @@ from fastpack_trl.packing.documents import DocumentsCollator, as_one_row
 from fastpack_trl.packing.examples import check_label_column
 from fastpack_trl.packing.packed_inputs import PackedInputs
 from fastpack_trl.step.metrics import FlushedOnRead
-from fastpack_trl.step.sync_free import SyncFreeStep
 from fastpack_trl.trainers.featured import FeaturedTrainer, Of, naming_faults
 from fastpack_trl.trainers.sft_step import OptimizerStep, clear_derived
 from fastpack_trl.vision.packing import BY_PLACE, Samples
@@ -45,9 +44,6 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
     `args` may be a `trl.SFTConfig`, a `FastSFTConfig` or None. TRL's implementation runs if a feature does not
     support the model, data or machine; `fastpack_report` has the reason. ``FASTPACK_DISABLE=1`` disables all of them.
 
-    Attributes:
-        fastpack_run: decisions of this trainer, for its features.
-
     Raises:
         ValueError: in addition to those of `SFTTrainer`: an attention that would be wrong for the model, labels and
             tokens of different lengths, an empty data set.
@@ -68,7 +64,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
 
     def _fastpack_replace_forward(self) -> None:
         prepare(self.fastpack_run)
-        if (step := self._fastpack_step) is not None:
+        if (step := self.fastpack_run.sync_free) is not None:
             self.fastpack_run.host = step.host
 
     def _prepare_dataset(
@@ -146,11 +142,6 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
             stack.enter_context(during_training(self, at_begin=step.reset))
         stack.callback(setattr, self, "_fastpack_optimizer_step", OptimizerStep(self.fastpack_run))  # holds no batch
 
-    @property
-    def _fastpack_step(self) -> SyncFreeStep | None:
-        step: SyncFreeStep | None = self.fastpack_run.sync_free
-        return step
-
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         batches, num_items_in_batch = super().get_batch_samples(*args, **kwargs)
         batches = self._fastpack_with_images(batches)
@@ -164,14 +155,14 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         super()._track_num_input_tokens(inputs)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        run, step, forward_backward = self.fastpack_run, self._fastpack_step, super().training_step
+        run, forward_backward = self.fastpack_run, super().training_step
         try:
             if not run.training:  # features are off
                 return forward_backward(model, inputs, num_items_in_batch)
             with reduced_after(run, model), gathered_once(run):
                 # Runs merged micro-batches as one row, replays graphs, and runs the step again after an out-of-memory.
                 loss = self._fastpack_optimizer_step.run(forward_backward, model, inputs, num_items_in_batch)
-            return loss if step is None else step.filtered(self, loss)
+            return loss if run.sync_free is None else run.sync_free.filtered(self, loss)
         finally:
             clear_derived(inputs)  # masks and metadata are not needed after the backward pass
 
@@ -186,14 +177,14 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
     ) -> Any:
         if inputs.get("position_ids") is None:
             inputs.pop("packed_batch", None)  # without its positions a row is one document, as in TRL
-        run, step = self.fastpack_run, self._fastpack_step
+        run, step = self.fastpack_run, self.fastpack_run.sync_free
         if step is None or not step.takes(run, inputs, return_outputs):
             return super().compute_loss(model, unshared(inputs), return_outputs, num_items_in_batch)
         with naming_limit(self.args.max_length):
             return step.batch_loss(run, model, inputs, num_items_in_batch)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        if (step := self._fastpack_step) is not None:
+        if (step := self.fastpack_run.sync_free) is not None:
             step.filter.restore()  # this is the first call after the line that reads it
         return super().floating_point_ops(inputs)
 
@@ -231,6 +222,6 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
     def _fastpack_flush(self, alone: bool = False) -> None:
         """Flush the deferred metrics. With `alone`, other ranks may not call this: do nothing in several processes."""
         accelerator = getattr(self, "accelerator", None)  # absent while SFTTrainer constructs
-        step = self._fastpack_step
+        step = self.fastpack_run.sync_free
         if step is not None and accelerator is not None and not (alone and accelerator.num_processes > 1):
             step.metrics.flush(self)

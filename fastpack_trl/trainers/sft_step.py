@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import reduce
@@ -15,9 +14,11 @@ from accelerate.logging import get_logger
 from torch import Tensor
 
 from fastpack_trl.errors import close_frames, first_reason
+from fastpack_trl.measure.device_memory import free_memory
 from fastpack_trl.model.hooks import callback_between, hook_on_a_gradient
-from fastpack_trl.run import MicroStep, Run
+from fastpack_trl.run import MicroStep, Run, steps_in_backward
 from fastpack_trl.step.merging import merge_inputs
+from fastpack_trl.step.metrics import DeferredMetrics
 
 logger = get_logger(__name__)
 
@@ -30,9 +31,6 @@ class OptimizerStep:
 
     Before the step runs again, gradients are zeroed, and random state, metrics and token counts are restored, so no
     batch is lost and no result changes.
-
-    Args:
-        run: whose trainer trains.
     """
 
     def __init__(self, run: Run) -> None:
@@ -94,7 +92,7 @@ class OptimizerStep:
                     raise
             # Past the handler, whose exception keeps frames alive: all so far, one by one.
             model.zero_grad()
-            _empty_caches()
+            free_memory()
             self._start.restore()
             rows = [range(each, each + 1) for each in range(group.stop)]
 
@@ -105,16 +103,13 @@ class OptimizerStep:
             return "a step of several processes cannot run again, because the others wait in it"
         if not is_known or self._start is None or self._start.is_over:
             return "the micro-batches or metrics of the step are not those that the trainer has read"
-        optim = str(getattr(trainer.args.optim, "value", trainer.args.optim))
-        why = first_reason(
-            [
-                self._before > 0 and "gradients of micro-batches before it are still there",
-                self._done > 1 and callback_between(trainer),
-                "lomo" in optim and f"optim={optim!r} steps in the backward pass",
-                hook_on_a_gradient(trainer.model, trainer.model.parameters()),
-            ]
+        reasons = (
+            self._before > 0 and "gradients of micro-batches before it are still there",
+            self._done > 1 and callback_between(trainer),
+            steps_in_backward(trainer.args),
+            hook_on_a_gradient(trainer.model, trainer.model.parameters()),
         )
-        return f"the step cannot run again: {why}" if why else ""
+        return f"the step cannot run again: {why}" if (why := first_reason(reasons)) else ""
 
     def _free(self, group: range) -> bool:
         """Make the next attempt need less memory; return whether anything was left to try."""
@@ -144,7 +139,7 @@ class OptimizerStep:
                 raise
         if (graphs := self._run.graphs) is not None:
             graphs.reclaim()
-        _empty_caches()
+        free_memory()
         start.restore()
         logger.warning("an evaluation batch ran out of memory; it is run again with caches emptied")
         return attempt()
@@ -169,14 +164,14 @@ class _Start:
             for name, values in metrics.items()
         }
         self._tokens = vars(self._trainer).get("_total_train_tokens")
-        self._deferred = None if step is None else step.metrics
-        self._point = None if step is None else step.metrics.rollback_point()
+        self._deferred = DeferredMetrics() if step is None else step.metrics
+        self._point = self._deferred.rollback_point()
         self.has_emptied = False
 
     @property
     def is_over(self) -> bool:
         """Whether metrics of the step are in TRL's lists already, because they were read during the step."""
-        return self._deferred is not None and self._point is not None and self._deferred.is_past(self._point)
+        return self._deferred.is_past(self._point)
 
     def restore(self) -> None:
         """Put all of it back."""
@@ -188,8 +183,7 @@ class _Start:
                 del values[self._lengths.get((mode, name), 0) :]
         if self._tokens is not None:
             self._trainer._total_train_tokens = self._tokens
-        if self._deferred is not None and self._point is not None:
-            self._deferred.rollback(self._point)
+        self._deferred.rollback(self._point)
 
 
 def clear_derived(inputs: Any) -> None:
@@ -197,9 +191,3 @@ def clear_derived(inputs: Any) -> None:
     batch = inputs.get("packed_batch")
     if batch is not None:
         batch.clear_derived()
-
-
-def _empty_caches() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

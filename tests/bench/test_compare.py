@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,11 +23,11 @@ from fastpack_trl.bench.command import settings_of
 from fastpack_trl.bench.compare import LossParityError, check_losses, compare, compare_sides, table, tolerance
 from fastpack_trl.bench.learner import learner_alone
 from fastpack_trl.bench.picture import draw
-from fastpack_trl.bench.sides import train_side
+from fastpack_trl.bench.sides import LONG_RUN, train_side
 from fastpack_trl.bench.watch import GRADIENT_NORM, LOSS, SideResult, Watch, covered, run_side, without_dropout
 from fastpack_trl.cli import main as cli
 from fastpack_trl.errors import UserError
-from fastpack_trl.measure.payback import LONG_RUN
+from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.recipe.arguments import parse
 from fastpack_trl.recipe.methods import METHODS, SFT
 from fastpack_trl.testing import tiny_model
@@ -96,10 +97,10 @@ def test_the_picture_shows_every_side(record: dict[str, Any], tmp_path: Path) ->
 def test_a_watch_records_each_step_as_the_log_has_it_and_ends_the_run(tmp_path: Path) -> None:
     trainer, waiting = _build(tmp_path, logging_steps=3)(*SFT.classes), [True] * 2
     watch = Watch(warmup=2, timed=3, settling=1, profiled=2, kernels=str(tmp_path / "kernels"), count_syncs=True)
-    found = run_side(
-        lambda: trainer, watch,
-        around=lambda trainer: trainer.fastpack_run.step.waiting_for(lambda: bool(waiting and waiting.pop())),
-    )  # fmt: skip
+    pending = property(lambda _: bool(waiting and waiting.pop()))
+    reduce = type("Reduce", (), {"is_pending": pending, "after": lambda self, model: nullcontext()})()
+    around = patch_attribute(trainer.fastpack_run, "reduce", reduce)
+    found = run_side(lambda: trainer, watch, around=lambda _: around)
     assert trainer.state.global_step == 4 + 3 + 2 + 1  # warmed up in step 3, and one step more
     assert (found.warmup_steps, len(found.seconds)) == (4, 3)
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]

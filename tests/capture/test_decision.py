@@ -17,7 +17,7 @@ SIZES = [Bucket(512 * 2**power, 4, 256) for power in range(8)]  # no row fits in
 def decided(idle: float, seconds: float, sizes: Sequence[Bucket], left: int) -> tuple[IdleRule, Buckets, str]:
     """A rule that has watched steps with rows of these sizes."""
     state, buckets = SimpleNamespace(global_step=0), Buckets()
-    run: Any = SimpleNamespace(trainer=SimpleNamespace(state=state), step=SimpleNamespace(is_warmed_up=True))
+    run: Any = SimpleNamespace(trainer=SimpleNamespace(state=state), is_warmed_up=True)
     run.steps_left = lambda: left
     device: Any = SimpleNamespace(watch_idle=lambda: SimpleNamespace(stop=lambda: (idle, seconds)))
     rule, reason = IdleRule(run, device, buckets, pays=False), ""

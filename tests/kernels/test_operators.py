@@ -52,33 +52,24 @@ def attend(query: Tensor) -> Tensor:
 def test_operators_pass_torchs_checks_and_count_the_flops_of_their_matmuls(kind: str) -> None:
     """Also on fake tensors, as a partitioner asks for them, and the same bits in inference mode."""
     base, ops = any_base(kind), torch.ops.fastpack
-    rows, a, b, grad = draw((TOKENS, WIDTH), (RANK, WIDTH), (OUT, RANK), (TOKENS, OUT))
-    source, bias = draw((TOKENS, WIDTH), (OUT,))
-    # Its gradient is that of `reduced` too, which is made outside: no numerical derivative of it alone.
-    whole = rows, None, rows.detach().mm(a.detach().t()), a, b, None, *base
+    rows, grad = draw((TOKENS, WIDTH), (TOKENS, OUT))
+    stored, of_base = ("dense", (base.weight,)) if kind == "dense" else ("4bit", tuple(base))
+    project = getattr(ops, f"lora_base_{stored}")
     if kind == "dense":
-        torch.library.opcheck(ops.lora_projection.default, whole)
-        reduced = source.detach().mm(a.detach().t())
-        torch.library.opcheck(ops.lora_projection.default, (rows, source, reduced, a, b, bias, *base))
+        torch.library.opcheck(project.default, (rows, *of_base))
     with FlopCounterMode(display=False) as counted:
-        (out := ops.lora_projection(*whole)).sum().backward()
-    with FlopCounterMode(display=False) as expected:
-        reference_projection(rows, base, a, b).sum().backward()
-    assert counted.get_total_flops() == expected.get_total_flops() - 2 * TOKENS * RANK * WIDTH > 0  # of `reduced`
+        (out := project(rows, *of_base)).sum().backward()
+    assert counted.get_total_flops() == 2 * 2 * TOKENS * OUT * WIDTH
     attended = attend(rows)
     with torch.inference_mode():
-        assert torch.equal(ops.lora_projection(*whole), out)
+        assert torch.equal(project(rows, *of_base), out)
         assert torch.equal(attend(rows), attended)
-    suffix, of_base = ("", (base.weight,)) if kind == "dense" else ("_4bit", tuple(base))
-    rows, a, b, grad = (tensor.detach() for tensor in (rows, a, b, grad))
-    product = rows, rows.mm(a.t()), b, None
-    torch.library.opcheck(getattr(ops, "lora_product" + suffix).default, (*product, *of_base))
-    for arguments in ((grad, grad.mm(b), a), (grad, None, None)):
-        torch.library.opcheck(getattr(ops, "lora_grad_input" + suffix).default, (*arguments, *of_base))
+    for name, tensor in (("lora_product", rows), ("lora_grad_input", grad)):
+        torch.library.opcheck(getattr(ops, f"{name}_{stored}").default, (tensor.detach(), *of_base))
     fake = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
     with fake, FlopCounterMode(display=False) as counter:
-        ops.lora_product(*product, torch.empty(OUT, WIDTH))
-    assert counter.get_total_flops() == 2 * TOKENS * OUT * (WIDTH + RANK)
+        ops.lora_product_dense(rows.detach(), torch.empty(OUT, WIDTH))
+    assert counter.get_total_flops() == 2 * TOKENS * OUT * WIDTH
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -102,7 +93,7 @@ def test_a_compiled_graph_calls_operators_without_an_autograd_wrapper(kind: str,
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     grads = (torch.autograd.grad(out.square().sum(), leaves) for out in (actual, expected))
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-4)
-    product = "lora_product" if kind == "dense" else "lora_product_4bit"
+    product = f"lora_product_{'dense' if kind == 'dense' else '4bit'}"
     backward = product.replace("product", "grad_input")
     assert set(called) == {"varlen_attention", "varlen_attention_backward", product, backward}
     # Computed again in a checkpoint, and not kept.

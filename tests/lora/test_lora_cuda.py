@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lora_material
 import pytest
 import torch
 from counted_operators import kernels_of
@@ -28,11 +30,7 @@ IN_FP8 = pytest.mark.skipif(
 SHAPE = {"hidden_size": 256, "intermediate_size": 512}
 
 
-def step(model: Any, ids: torch.Tensor, *, autocast: bool = True) -> torch.Tensor:
-    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    loss.backward()
-    return loss.detach()
+step = partial(lora_material.step, autocast=True)
 
 
 def qlora(seed: int = 0) -> Any:

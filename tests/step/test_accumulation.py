@@ -12,7 +12,7 @@ import torch
 from out_of_memory import InBackward
 from peft import LoraConfig
 from torch import Tensor
-from trainer_material import Halves, assert_line, assert_same_log, both, train
+from trainer_material import Halves, assert_line, assert_same_log, both, callback, train
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 from trl import SFTTrainer
@@ -28,21 +28,14 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 SMALL = {"packing": True, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
 
 
-class _Gradients(TrainerCallback):
-    def __init__(self) -> None:
-        self.steps: list[dict[str, Tensor]] = []
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.steps.append(gradients(kwargs["model"]))
-
-
-def _with_gradients(folder: Path, fast: dict[str, Any], lora: bool, **more: Any) -> tuple[FastSFTTrainer, _Gradients]:
-    seen = _Gradients()
+def _with_gradients(folder: Path, fast: dict[str, Any], lora: bool, **more: Any) -> tuple[FastSFTTrainer, list[Any]]:
+    """A trainer, and the gradients of each of its steps."""
+    seen: list[dict[str, Tensor]] = []
+    note = callback("on_pre_optimizer_step", lambda _, model: seen.append(gradients(model)))
     peft_config = LoraConfig(target_modules="all-linear", r=4, lora_dropout=0.0, init_lora_weights=False)
-    extra = {"callbacks": [seen]} | ({"peft_config": peft_config} if lora else {})
+    extra = {"callbacks": [note()]} | ({"peft_config": peft_config} if lora else {})
     torch.manual_seed(0)
-    trainer = train(FastSFTTrainer, folder, fast=fast, trainer=extra, **(SMALL | more))
-    return trainer, seen
+    return train(FastSFTTrainer, folder, fast=fast, trainer=extra, **(SMALL | more)), seen
 
 
 @pytest.mark.parametrize(
@@ -60,10 +53,10 @@ def test_gradients_of_a_step_are_those_of_its_micro_batches_one_by_one(
     alone, expected = _with_gradients(tmp_path / "alone", ONE_BY_ONE, lora, **options)
     assert merged.fastpack_report["merge_accumulation"].status == "on"
     assert alone.fastpack_report["merge_accumulation"].reason == "switched off"
-    assert len(actual.steps) == len(expected.steps) == 2
+    assert len(actual) == len(expected) == 2
     assert len(substeps) == 2 * (2 * 3)
-    assert_gradients_close(actual.steps[0], expected.steps[0], rtol=1e-5, atol_of_all=1e-7)
-    assert_gradients_close(actual.steps[1], expected.steps[1], rtol=1e-4, atol_of_all=1e-6)  # after an update
+    assert_gradients_close(actual[0], expected[0], rtol=1e-5, atol_of_all=1e-7)
+    assert_gradients_close(actual[1], expected[1], rtol=1e-4, atol_of_all=1e-6)  # after an update
 
 
 @pytest.mark.parametrize(
@@ -133,34 +126,24 @@ def test_off_with_the_reason(tmp_path: Path, reason: str, fast: dict[str, Any], 
     assert trainer.fastpack_run.merging is None
 
 
-class _Clamps(TrainerCallback):
-    """From `event` of step `since` on, a hook clamps the gradient of each backward pass."""
-
-    def __init__(self, event: str, since: int = 0) -> None:
-        self.since = since
-        setattr(self, event, self._put)
-
-    def _put(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if state.global_step == self.since:
-            model.get_input_embeddings().weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+def _clamp(model: Any) -> None:
+    model.get_input_embeddings().weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
 
 
-class _Scales(TrainerCallback):
-    """From step `since` on a module hook scales what a submodule returns."""
+def _scale(model: Any) -> None:
+    model.model.norm.register_forward_hook(lambda _module, _args, out: out * 1.5)
 
-    def __init__(self, since: int) -> None:
-        self.since = since
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if state.global_step == self.since:
-            model.model.norm.register_forward_hook(lambda _module, _args, out: out * 1.5)
+def _from(event: str, since: int, hook: Callable[[Any], None]) -> Callable[[], TrainerCallback]:
+    """A callback that hooks the model in an event of step `since`."""
+    return callback(event, lambda state, model: hook(model) if state.global_step == since else None)
 
 
 _WATCHERS: dict[str, tuple[Callable[[], TrainerCallback], str]] = {
     "callback": (Halves, "on_substep_end of Halves"),
-    "hook": (lambda: _Clamps("on_train_begin"), "hook on the gradient of model.embed_tokens.weight"),
-    "hook later": (lambda: _Clamps("on_step_begin", 1), "hook on the gradient of model.embed_tokens.weight"),
-    "module hook later": (lambda: _Scales(1), "forward hook <lambda> on model.norm"),
+    "hook": (_from("on_train_begin", 0, _clamp), "hook on the gradient of model.embed_tokens.weight"),
+    "hook later": (_from("on_step_begin", 1, _clamp), "hook on the gradient of model.embed_tokens.weight"),
+    "module hook later": (_from("on_step_begin", 1, _scale), "forward hook <lambda> on model.norm"),
 }
 
 
@@ -249,7 +232,7 @@ def test_layer_inputs_of_a_merged_row_are_offloaded_too(tmp_path: Path) -> None:
     assert merged.fastpack_report["checkpoint_offload"].status == "on"
     assert merged.fastpack_report["merge_accumulation"].status == "on"
     # The first step runs one by one, to measure its memory.
-    assert_gradients_close(actual.steps[1], expected.steps[1], rtol=1e-4, atol_of_all=1e-6)
+    assert_gradients_close(actual[1], expected[1], rtol=1e-4, atol_of_all=1e-6)
 
 
 @pytest.mark.cuda

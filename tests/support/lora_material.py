@@ -19,6 +19,7 @@ from transformers import FineGrainedFP8Config, GPT2Config, GPT2LMHeadModel, Trai
 from transformers.integrations.finegrained_fp8 import FP8Linear, replace_with_fp8_linear
 
 from fastpack_trl import FastSFTTrainer, PackedBatch, packed_attention
+from fastpack_trl.checkpointing.trace import storages_saved
 from fastpack_trl.lora import projection
 from fastpack_trl.lora.base_weight import BaseWeight
 from fastpack_trl.lora.linear import FastLora
@@ -65,7 +66,7 @@ def any_ids(length: int = 24, seed: int = 0) -> Tensor:
 
 def step(model: Any, ids: Tensor, *, autocast: bool = False) -> Tensor:
     """Forward and backward; gradients add up."""
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast):
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
     return loss.detach()
@@ -78,22 +79,11 @@ def joint_error(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
 
 def saved_bytes(model: Any, ids: Tensor) -> int:
     """Bytes that one forward under autocast keeps for its backward, each storage once, parameters left out."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    seen: dict[int, int] = {}
-    held = []  # a freed storage's address would be given out again
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            seen[storage.data_ptr()] = storage.nbytes()
-            held.append(tensor)
-        return tensor
-
     backbone = (model.get_base_model() if hasattr(model, "get_base_model") else model).model
     embedded = backbone.embed_tokens(ids).detach().requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
+    with storages_saved(model, set()) as saved, torch.autocast("cpu", torch.bfloat16):
         backbone(inputs_embeds=embedded, use_cache=False)
-    return sum(seen.values())
+    return sum(storage.nbytes() for storage in saved)
 
 
 def products_in_backward(model: Any, ids: Tensor, width: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from preference_material import assert_same, both, build, trained
+from preference_material import assert_changed_alike, assert_same, both, build
 from trainer_material import assert_line, callback, halve
 
 from fastpack_trl.testing import count_host_syncs
@@ -28,26 +28,23 @@ def test_merged_micro_batches_log_what_stock_logs(options: dict[str, Any], tmp_p
 
 
 @pytest.mark.parametrize("name", ["GRPO", "RLOO"])
-def test_a_step_is_one_forward_and_one_backward_and_its_gradients_are_stocks(name: str, tmp_path: Path) -> None:
+def test_a_step_is_one_forward_and_one_backward_and_its_gradients_are_stocks(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = {**STEP, "max_steps": 2, "eval_strategy": "no", "optim": "sgd", "learning_rate": 0.03, "max_grad_norm": 0}
-    before = trained(build(name, tmp_path / "before", fast=False, **options).model)
-    rows: list[tuple[int, ...]] = []
+    rows: dict[bool, list[int]] = {True: [], False: []}
 
-    def count(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        rows.append(tuple(output.last_hidden_state.shape[:2])) if torch.is_grad_enabled() else None
+    def counting(trainer: Any) -> Any:
+        def count(module: Any, args: Any, output: Any) -> None:
+            of_ours = rows[hasattr(trainer, "fastpack_run")]
+            of_ours.append(len(output.last_hidden_state)) if torch.is_grad_enabled() else None
 
-    ours = build(name, tmp_path / "ours", fast=True, **options)
-    ours.model.get_base_model().model.register_forward_hook(count, with_kwargs=True)
-    with pytest.MonkeyPatch.context() as patch:  # the hook is of the test, and knows rows
-        patch.setattr("fastpack_trl.packing.batching.hook_inside", lambda _: "")
-        ours.train()
-    assert [shape[0] for shape in rows] == [1, 1]
-    stock = build(name, tmp_path / "stock", fast=False, **options)
-    stock.train()
-    mine, theirs = trained(ours.model), trained(stock.model)
-    changed = torch.cat([(theirs[key] - before[key]).flatten() for key in before])
-    apart = torch.cat([(mine[key] - theirs[key]).flatten() for key in before])
-    assert apart.norm() <= 1e-4 * changed.norm()
+        return trainer.model.get_base_model().model.register_forward_hook(count)
+
+    monkeypatch.setattr("fastpack_trl.packing.batching.hook_inside", lambda _: "")  # that of the test knows rows
+    ours, stock = both(name, tmp_path, around=counting, **options)
+    assert rows[True] == [1, 1]
+    assert_changed_alike(ours, stock)
 
 
 @pytest.mark.parametrize(

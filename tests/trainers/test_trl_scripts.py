@@ -14,6 +14,7 @@ from datasets import Dataset
 from preference_material import judged, pairs, prompts
 from sft_material import save_model
 from side_by_side import assert_equal
+from trainer_material import TIMES
 
 import fastpack_trl
 
@@ -32,7 +33,6 @@ FLAGS = {
     "report_to": "none", "use_cpu": True, "bf16": False, "learning_rate": 1e-3, "disable_tqdm": True,
 }  # fmt: skip
 ONLINE = {"num_generations": 4, "max_completion_length": 8, "reward_funcs": "think_format_reward"}
-TIMES = ("runtime", "per_second", "total_flos", "step_time")
 
 
 def log_of(name: str, folder: Path, model: Path, *, fast: bool, patch: pytest.MonkeyPatch) -> list[Any]:

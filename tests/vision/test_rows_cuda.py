@@ -1,0 +1,72 @@
+"""Rows of images on a GPU: errors no larger than those of padded batches; no layer waits or loops over documents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from counted_operators import kernels_of
+from trainer_material import assert_line
+from trl import SFTConfig, SFTTrainer
+from vision_material import composite, image_data, processor
+from vision_runs import run
+
+from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl.attention.install import packed_attention
+from fastpack_trl.measure.host_syncs import count_host_syncs
+from fastpack_trl.model.upstream import DataCollatorForVisionLanguageModeling
+from fastpack_trl.vision.rows import ImageRows
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.mark.parametrize("options", [{}, {"image_row_tokens": 96}, {"activation_memory": "off"}], ids=str)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma3", "idefics3", "mistral3"])
+def test_bf16_has_at_most_twice_the_error_of_the_padded_batch(
+    family: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    data = image_data(family=family)
+    step = {"max_steps": 1, "per_device_train_batch_size": 8, "use_cpu": False, "gradient_checkpointing": True}
+    ours = run(
+        FastSFTTrainer, FastSFTConfig, tmp_path, family, composite(family), data, bf16=True, **step, **options
+    )  # fmt: skip
+    stock = run(SFTTrainer, SFTConfig, tmp_path, family, composite(family), data, bf16=True, **step)
+    exact = run(SFTTrainer, SFTConfig, tmp_path, family, composite(family, torch.float64), data, **step)
+    assert_line(ours, "vision_rows", status="on")
+    assert ours.fastpack_run.attention_path == "varlen"
+    steps = [
+        {name: (trainer.before[name] - p.detach()).double() for name, p in trainer.model.named_parameters()}
+        for trainer in (ours, stock, exact)
+    ]
+    for name, right in steps[2].items():
+        off, own = ((found[name] - right).norm() for found in steps[:2])
+        assert off <= 2 * own + 1e-3 * right.norm() + 1e-9, name
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
+def test_neither_waits_nor_kernels_of_a_layer_depend_on_the_number_of_documents(family: str) -> None:
+    def seen(repeats: int, count: int) -> tuple[int, int]:
+        model, data = (
+            composite(family, torch.bfloat16, repeats=repeats).cuda(),
+            image_data(count, family=family, images=1),
+        )
+        collate = ImageRows(DataCollatorForVisionLanguageModeling(processor(family), completion_only_loss=True), model)
+        row = collate([dict(each) for each in data])
+        row.pop("labels")
+
+        def step() -> None:
+            model(**row.to("cuda"), use_cache=False).logits.sum().backward()
+
+        with packed_attention(model) as attention:
+            assert attention.path == "varlen"
+            step()
+            with count_host_syncs() as waits:
+                step()
+            return kernels_of(step), waits.total
+
+    (few, few_waits), (many, many_waits) = (zip(*(seen(depth, n) for depth in (1, 2)), strict=True) for n in (4, 12))
+    assert few[1] - few[0] == many[1] - many[0] > 0
+    assert few_waits[0] == few_waits[1]
+    assert many_waits[0] == many_waits[1]
