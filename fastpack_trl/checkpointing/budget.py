@@ -13,6 +13,7 @@ from fastpack_trl.checkpointing.streams import GIB
 from fastpack_trl.measure.device_memory import allocatable
 from fastpack_trl.model import sharded
 from fastpack_trl.model.facts import text_model
+from fastpack_trl.packing.batching import has_images
 from fastpack_trl.run import MERGED_ROW_TOKENS, Run
 
 MARGIN = 0.9
@@ -35,8 +36,15 @@ def largest_row(run: Run, *, merges: bool) -> tuple[int, int]:
     most, facts = run.max_length, run.facts
     longest = most if facts is None or not facts.longest else min(most or 2**62, facts.longest)
     if longest is None:
+        if has_images(run.trainer):
+            raise ValueError("rows of images may have any length: set image_row_tokens")
         raise ValueError("max_length=None, or a trainer without it: rows may have any length")
     return row_tokens(run.args, most, longest, run.sequences, merges=merges), int(longest)
+
+
+def limits(args: Any) -> str:
+    """Return the name of the field that limits rows."""
+    return "max_length" if getattr(args, "image_row_tokens", None) is None else "image_row_tokens"
 
 
 def row_tokens(args: Any, most: int | None, longest: int, sequences: int = 1, *, merges: bool) -> int:

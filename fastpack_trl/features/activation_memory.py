@@ -90,7 +90,8 @@ def plan_memory(run: Run, stack: contextlib.ExitStack) -> ActivationMemory | Non
                 merges=run.kind == "sft" and run.settings.merge_accumulation != "off" and not has_images(run.trainer),
             )
     except UNREADABLE as error:
-        reason = f"no plan can be made: {type(error).__name__}: {error}"
+        detail = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        reason = f"no plan can be made: {detail}"
         if setting != "auto":
             raise ValueError(f"activation_memory={setting!r}: {reason}; {run.remedy(FEATURE)}") from error
         run.set_status(FEATURE, "off", "stock", reason)

@@ -282,13 +282,35 @@ def _rotary(kind: Kind, precision: Precision) -> tuple[Call | None, str]:
     for home, name in kind.rotary:
         own = vars(home)[name]
         own = OWN.get(own, own)  # another model may be fused
-        turns[name], reason = _turn(own, precision, width if isinstance(width, int) else 64)
-        if reason:
+        columns = width if isinstance(width, int) else 64
+        turns[name], reason = _turn(own, precision, columns)
+        if reason and (flat := _flat_turn(own, precision, columns)) is not None:
+            turns[name] = flat
+        elif reason:
             return None, f"{name}: {reason}"
     return RotaryCall(turns), ""
 
 
-def _turn(own: Any, precision: Precision, width: int) -> tuple[Any, str]:
+def _flat_turn(own: Any, precision: Precision, width: int) -> Any:
+    """Return the turn of a tower: q and k are (tokens, heads, dim), cos and sin (tokens, columns); None if unproven."""
+
+    def batched(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        flat = (x[0].transpose(0, 1) for x in (q, k))
+        return tuple(x.transpose(0, 1)[None] for x in own(*flat, cos[0], sin[0]))
+
+    turn, reason = _turn(batched, precision, width, batch=1)
+
+    def turn_flat(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        q, k = tensor_of(q), tensor_of(k)
+        if not all(isinstance(t, Tensor) for t in (q, k, cos, sin)) or (q.dim(), k.dim(), cos.dim()) != (3, 3, 2):
+            return own(q, k, cos, sin)
+        turned = turn(*(x.transpose(0, 1)[None] for x in (q, k)), cos[None], sin[None])
+        return tuple(x[0].transpose(0, 1) for x in turned)
+
+    return None if reason else turn_flat
+
+
+def _turn(own: Any, precision: Precision, width: int, batch: int = 2) -> tuple[Any, str]:
     reasons, forms = list[str](), {}
     # Some families keep cos and sin in fp32.
     pairs = list(itertools.product(precision.dtypes(), {*precision.dtypes(), torch.float32}))
@@ -298,8 +320,8 @@ def _turn(own: Any, precision: Precision, width: int) -> tuple[Any, str]:
 
     def trial(where: Precision, candidates: Any) -> tuple[RotaryForm | None, str, list[Case]]:
         cases = [
-            Case([where.draw(q, 2, 5, heads, width, scale=scale).transpose(1, 2) for heads in (16, 8)],
-                 [where.draw(c, 2, 5, columns) for _ in range(2)], where.context)
+            Case([where.draw(q, batch, 5, heads, width, scale=scale).transpose(1, 2) for heads in (16, 8)],
+                 [where.draw(c, batch, 5, columns) for _ in range(2)], where.context)
             for q, c, scale in itertools.product(where.dtypes(), where.dtypes(), SCALES)
         ]  # fmt: skip
         return prove(own, candidates, fused, cases)

@@ -23,7 +23,7 @@ from trl import get_peft_config
 
 from fastpack_trl.attention.backends import BACKENDS, choose
 from fastpack_trl.attention.install import PackedAttention, backend_installed
-from fastpack_trl.checkpointing.budget import HEAD_BYTES, MARGIN, MARGIN_WITHOUT_RETRY, row_tokens, state_bytes
+from fastpack_trl.checkpointing.budget import HEAD_BYTES, MARGIN, MARGIN_WITHOUT_RETRY, limits, row_tokens, state_bytes
 from fastpack_trl.checkpointing.plan import LayerCost, Level, Plan
 from fastpack_trl.checkpointing.plan import describe as levels_of
 from fastpack_trl.checkpointing.planned import AMPLE
@@ -93,6 +93,8 @@ def model_of(arguments: Arguments, dtype: torch.dtype | None = None) -> Model:
         config = transformers.AutoConfig.from_pretrained(
             options.model_name_or_path, revision=options.model_revision, trust_remote_code=training.trust_remote_code
         )
+        images = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        kind = "ImageTextToText" if images and kind == "CausalLM" else kind
         dtype = dtype or getattr(torch, str(options.dtype), None) or getattr(config, "dtype", None) or torch.float32
         with torch.device("meta"):
             model: Any = getattr(transformers, f"AutoModelFor{kind}").from_config(config, dtype=dtype)
@@ -218,16 +220,18 @@ class Forecast:
 def forecast(arguments: Arguments, gpus: Sequence[Gpu]) -> dict[str, Any]:
     """Return for each GPU the memory of a step by part, the features, the longest row that fits and a suggestion.
 
-    No weights and no data are read: rows are as long as `max_length` lets them be.
+    No weights and no data are read: rows are as long as `max_length` or `image_row_tokens` lets them be.
     """
-    training, seen, most = arguments.training, dict[Any, Any](), getattr(arguments.training, "max_length", None)
+    training, seen, limit = arguments.training, dict[Any, Any](), limits(arguments.training)
+    most, images = getattr(training, limit, None), limit != "max_length"
     report: dict[str, Any] = {"row_tokens": 0, "max_length": most, "gpus": {}}
     for gpu in gpus:
-        merges = getattr(training, "merge_accumulation", "auto") != "off" and not gpu.shards
+        merges = getattr(training, "merge_accumulation", "auto") != "off" and not gpu.shards and not images
         row = None if most is None else row_tokens(training, most, most, merges=merges)
         report["row_tokens"] = row and max(row, report["row_tokens"])
         one = predict(arguments, gpu, seen)
         parts, features = one.fixed, one.run.on
+        features |= {"vision_rows": "on; the tower, whose memory grows with images, is not counted"} if images else {}
         facts = {"gib": gpu.gib, "row_tokens": row, "attention": one.run.choice.path, "features": features}
         if one.costs is None or row is None:
             facts["unknown"] = one.unknown or "max_length is not set: rows may have any length"
@@ -335,10 +339,10 @@ def stand_in(arguments: Arguments, model: Any, gpu: Gpu) -> Any:
             device=torch.device("cuda", 0), training=True, loss_is_ours=True, report=FeatureReport(),
             compute_dtype=features.compute_dtype, is_sharded=gpu.shards, is_fsdp2=gpu.shards, is_deepspeed=False,
             kind=arguments.method.classes[0]._fastpack_of.kind, packs=backend is not None, set_status=set_status,
-            choice=choice,
+            choice=choice, features=features, on=on,
             refuses_static=lambda bucket: backend.refuses_static(bucket, features) if backend else padded,
-            trainer=SimpleNamespace(accelerator=accelerator, model_accepts_loss_kwargs=True), step=StepServices(),
-            features=features, on=on,
+            trainer=SimpleNamespace(accelerator=accelerator, model_accepts_loss_kwargs=True,
+                _is_vision_dataset=limits(args) != "max_length"), step=StepServices(),
         )  # fmt: skip
         moe.choose_experts(run)
         with ExitStack() as stack:
@@ -360,7 +364,7 @@ def _change(arguments: Arguments, short: Forecast, seen: dict[Any, Any]) -> str:
     """Return what makes it fit: shorter rows, or else another engine, more GPUs, adapters or four bits."""
     if longest := short.longest_row():
         fewer = "per_device_train_batch_size: 1 and " * (arguments.training.per_device_train_batch_size > 1)
-        return f"{fewer}max_length: {longest} at most"
+        return f"{fewer}{limits(arguments.training)}: {longest} at most"
     for text, changed, gpu in _changes(arguments, short):
         known = seen if changed.model is arguments.model else seen.setdefault(text, {})
         with suppress(UserError):  # PEFT has no default target modules for this family, for example

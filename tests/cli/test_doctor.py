@@ -15,6 +15,7 @@ import torch
 import transformers  # noqa: F401
 from feature_material import with_reasons
 from sft_material import Material, refused
+from vision_material import composite
 
 from fastpack_trl.cli import doctor
 from fastpack_trl.cli import main as cli
@@ -141,6 +142,24 @@ def test_options_override_a_forecast_with_reasons(material: Material, capsys: py
         figures.append((report["row_tokens"], report["gpus"]["T4"]["parts_gib"]["activations"]))
     (short, few), (long, more) = figures
     assert (long, more > few) == (2 * short, True)
+
+
+@pytest.mark.parametrize(("family", "tokens"), [("qwen2_5_vl", 8192), ("gemma3", 1024)])
+def test_rows_of_images_are_planned_by_their_own_limit(family: str, tokens: int, tmp_path: Path) -> None:
+    file, config = tmp_path / "doctor.json", tmp_path / "sft.yaml"
+    composite(family).save_pretrained(tmp_path / "model")  # its class is named
+    values = {"model_name_or_path": str(tmp_path / "model"), "dataset_name": "any", "max_length": None}
+    config.write_text(json.dumps(values | {"output_dir": str(tmp_path / "out"), "image_row_tokens": tokens}))
+    words = ["--config", config, "--gpu", "24GiB,8.9", "--per_device_train_batch_size", 2, "--json", file]
+    assert run(*words) == 0
+    found = json.loads(file.read_text())["forecast"]
+    (gpu,) = found["gpus"].values()
+    assert (found["row_tokens"], gpu["longest_row"] > tokens) == (2 * tokens, True)
+    assert gpu["features"]["vision_rows"] == "on; the tower, whose memory grows with images, is not counted"
+    assert "work of a tower" in gpu["features"]["cuda_graph"]
+    assert run(*words, "--gpu", "1GiB,8.9", "--image_row_tokens", 10**6) == 0
+    (gpu,) = json.loads(file.read_text())["forecast"]["gpus"].values()
+    assert "image_row_tokens: " in gpu["change"]
 
 
 def test_a_forecast_follows_the_rules_of_the_features(material: Material, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,9 @@ import yaml
 from safetensors.torch import load_file, save_file
 from trainer_material import make_tokenizer, sentences
 from transformers import AutoConfig
+from vision_material import COMPOSITES, image_data, save_image_model
 
+from benchmarks.images import IMAGE_MODELS
 from benchmarks.models import MODELS, ModelShape
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.moe.layout import experts_modules
@@ -43,10 +45,15 @@ FAMILIES = {
     "openai/gpt-oss-20b": ("gpt_oss", "gpt-oss-20b"),
     "mistralai/Mixtral-8x7B-Instruct-v0.1": ("mixtral", "mixtral-8x7b"),
     "moonshotai/Moonlight-16B-A3B-Instruct": ("deepseek_v3", "moonlight-16b-a3b"),
+    "Qwen/Qwen2.5-VL-3B-Instruct": ("qwen2_5_vl", "qwen2.5-vl-3b"),
+    "google/gemma-3-4b-it": ("gemma3", "gemma3-4b"),
 }
 """Hub name -> transformers' model type, and its shape in `SHAPES`."""
 
 SHAPES = MODELS | {
+    name: ModelShape(one.family, {"text_config": one.text, "vision_config": one.tower, "tie_word_embeddings": True})
+    for name, one in IMAGE_MODELS.items()
+} | {
     "mixtral-8x7b": ModelShape("mixtral", {"num_hidden_layers": 32, "hidden_size": 4096}),  # transformers' defaults
     "moonlight-16b-a3b": ModelShape("deepseek_v3", {
         "num_hidden_layers": 27, "hidden_size": 2048, "intermediate_size": 11264, "moe_intermediate_size": 1408,
@@ -56,6 +63,7 @@ SHAPES = MODELS | {
     }),
 }  # fmt: skip
 """Public shapes of the models, those of the benchmarks and two more."""
+IMAGES = "trl-lib/llava-instruct-mix"
 OVERRIDES = {
     # bitsandbytes packs blocks of 64 numbers, and on a CPU evaluates with 32 rows of a weight at a time.
     "qwen3": {"head_dim": 16, "intermediate_size": 64},
@@ -108,15 +116,19 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from datasets import Dataset, DatasetDict
 
     folder = tmp_path_factory.mktemp("configs")
-    for family in {family for family, _ in FAMILIES.values()}:
+    families = {family for family, _ in FAMILIES.values()}
+    for family in families & COMPOSITES.keys():
+        save_image_model(family, folder / family)
+    for family in families - COMPOSITES.keys():
         model = tiny_model(family, hidden_size=64, **OVERRIDES.get(family, {}))
         model.save_pretrained(folder / family)
         make_tokenizer().save_pretrained(folder / family)
     pack_as_mxfp4(folder / "gpt_oss")
-    for dataset in {read(name).get("dataset_name") or read(name)["datasets"][0]["path"] for name in FILES}:
+    for dataset in {read(name).get("dataset_name") or read(name)["datasets"][0]["path"] for name in FILES} - {IMAGES}:
         splits = ("train", "test", "validation", "train_sft", "test_sft")
         data = {split: Dataset.from_list(rows(dataset, 24, seed)) for seed, split in enumerate(splits)}
         DatasetDict(data).save_to_disk(folder / dataset)
+    DatasetDict(train=image_data(images=1, kind="turns")).save_to_disk(folder / IMAGES)
     return folder
 
 
@@ -149,7 +161,9 @@ def run(name: str, folder: Path, output: Path) -> FastSFTTrainer:
         text = path.read_text(encoding="utf-8")
         path = output / path.name
         path.write_text(text.replace(f"path: {source}\n", f"path: {folder / source}\n"), encoding="utf-8")
-    if method(name).scores_rewards:
+    if "image_row_tokens" in config:
+        changed |= {"image_row_tokens": changed["max_length"] * 2, "dataloader_num_workers": 0}
+    if method(name).scores_rewards or "image_row_tokens" in config:
         del changed["max_length"]  # what it generates has a length of its own
     more = SMALLER.get(method(name).command, ())
     return train(["--config", str(path), *as_flags(changed), *more], method(name))
@@ -186,11 +200,15 @@ def check_trained(trainer: FastSFTTrainer, config: dict[str, Any]) -> None:
     for module in experts_modules(trainer.model) if experts else ():  # A and B for both stacks of every layer
         assert sum(name.startswith(module.split(".base_layer")[0]) for name in experts) == 4, (module, experts)
     modules = config["lora_target_modules"]
-    attention = {name.split(".self_attn.")[1].split(".")[0] for name in trained if ".self_attn." in name}
+    decoder = [name for name in trained if ".self_attn." in name and "vision" not in name]
+    attention = {name.split(".self_attn.")[1].split(".")[0] for name in decoder}
     assert attention == (set(modules) if isinstance(modules, list) else {"q_proj", "k_proj", "v_proj", "o_proj"})
     ranks = {p.shape[0] for name, p in trained.items() if "lora_A" in name and "experts" not in name}
     assert ranks == {config["lora_r"]}
-    assert all(torch.any(p != 0) for name, p in trained.items() if "lora_B" in name), "the loss reaches every adapter"
+    unused = "vision_tower.head"  # by Gemma 3
+    assert all(torch.any(p != 0) for name, p in trained.items() if "lora_B" in name and unused not in name), (
+        "the loss reaches every adapter"
+    )
 
 
 def check_report(trainer: FastSFTTrainer, config: dict[str, Any]) -> None:
@@ -202,6 +220,8 @@ def check_report(trainer: FastSFTTrainer, config: dict[str, Any]) -> None:
     paths = {"batches": "packed" if config.get("packing") else "padding-free"}
     paths |= {"share_prefixes": "prompts once"} if "share_prefixes" in config else {}
     paths |= {"moe": "fastpack"} if experts else {}
+    paths |= {"vision_rows": "rows of up to 96 tokens"} if "image_row_tokens" in config else {}
+    paths |= {"vision_tower": "one call per image"} if "vision_tower" in config else {}
     assert {name: report[name].path for name in paths} == paths, report
     assert trainer.fastpack_proof.proven
     assert ("lora" in report, "moe" in report) == (peft, bool([*experts_modules(trainer.model)]))

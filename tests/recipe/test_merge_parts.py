@@ -14,7 +14,14 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from sft_material import TEMPLATE, make_tokenizer
-from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    GenerationConfig,
+)
+from vision_material import image_data, save_image_model
 
 from fastpack_trl.cli.main import main
 from fastpack_trl.testing import tiny_model
@@ -103,6 +110,26 @@ def test_merged_folder_has_all_parts_of_the_checkpoint(tmp_path: Path, kind: str
         assert processor.image_processor.to_dict() == expected.image_processor.to_dict()
     model = AutoModelForCausalLM.from_pretrained(merged, **trust)
     assert type(model).__name__ == ("OwnForCausalLM" if kind == "code" else "Qwen3ForCausalLM")
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "qwen3_5", "llava"])
+def test_adapter_of_an_image_model_merges_with_its_processor(family: str, tmp_path: Path) -> None:
+    base = save_image_model(family, tmp_path / "base")
+    config = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules="all-linear", init_lora_weights=False)
+    model = get_peft_model(AutoModelForImageTextToText.from_pretrained(base), config).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    if family != "llava":  # as a trainer leaves it; a script may save the adapter alone
+        AutoProcessor.from_pretrained(base).save_pretrained(tmp_path / "adapter")
+    assert main(["merge", str(tmp_path / "adapter")]) == 0
+    merged = tmp_path / "adapter-merged"
+    processor, found = AutoProcessor.from_pretrained(merged), AutoModelForImageTextToText.from_pretrained(merged)
+    assert type(found) is type(model.get_base_model())
+    example = image_data(1, family=family, images=1)[0]
+    batch = processor(images=example["images"], text=example["prompt"], return_tensors="pt")
+    expected = AutoProcessor.from_pretrained(base)(images=example["images"], text=example["prompt"])
+    assert batch["input_ids"].tolist() == expected["input_ids"]
+    with torch.no_grad():
+        torch.testing.assert_close(found(**batch).logits, model(**batch).logits, rtol=1e-4, atol=1e-4)
 
 
 def rewrite(name: str, **changes: object) -> Callable[[Path], object]:

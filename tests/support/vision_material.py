@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -197,9 +198,10 @@ def processor(family: str = "qwen2_5_vl") -> Any:
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(list(TOKENS.values()), special_tokens=True)
     names = TOKENS | dict.fromkeys(("boi", "start_image"), "<boi>") | dict.fromkeys(("eoi", "end_image"), "<eoi>")
-    for name, token in (names | {"context_image": "<image>"}).items():
-        setattr(tokenizer, f"{name}_token", token)
-        setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
+    named = {f"{name}_token": token for name, token in (names | {"context_image": "<image>"}).items()}
+    tokenizer._set_model_specific_special_tokens(named)  # which a saved tokenizer has too
+    for name, token in named.items():
+        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
     size = {"shortest_edge": 64, "longest_edge": 1024}
     kind = _QWEN[not family.startswith("qwen3")]
     pixels = {"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2, "size": size}
@@ -209,6 +211,15 @@ def processor(family: str = "qwen2_5_vl") -> Any:
     return own(
         image_processor=images(**sizes), tokenizer=tokenizer, chat_template=TEMPLATE.replace("<shown>", place), **more
     )
+
+
+def save_image_model(family: str, folder: Path, **more: Any) -> Path:
+    """Save a composite model with its processor, which the auto classes load."""
+    model, made = composite(family, **more), processor(family)
+    transformers.AutoProcessor.register(type(model.config), type(made), exist_ok=True)
+    for part in (model, made):
+        part.save_pretrained(folder)
+    return folder
 
 
 def image_data(

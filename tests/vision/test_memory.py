@@ -56,3 +56,13 @@ def test_a_plan_counts_the_tower_and_the_row_of_samples(tmp_path: Path) -> None:
     assert_line(ours, "activation_memory", "GiB for the tower of images", status="on", path="checkpoint")
     assert_equal(figures(ours), figures(stock), rtol=1e-6, atol=1e-6)
     assert differences(ours, stock) < 3e-6
+
+
+def test_rows_of_any_length_have_no_plan_and_the_line_names_the_fix(tmp_path: Path) -> None:
+    why = "no plan can be made: rows of images may have any length: set image_row_tokens"
+    for family in ("llava", "qwen3_vl"):
+        model, data = composite(family), image_data(family=family)
+        ours = run(FastSFTTrainer, FastSFTConfig, tmp_path, family, model, data, max_steps=1, activation_memory_gib=1.0)
+        assert ours.fastpack_report["activation_memory"].reason == why
+    with pytest.raises(ValueError, match=f"activation_memory='checkpoint': {why}"):
+        run(FastSFTTrainer, FastSFTConfig, tmp_path, family, model, data, activation_memory="checkpoint")

@@ -75,6 +75,22 @@ def test_a_run_resumes_at_its_row_as_trls_does(tmp_path: Path) -> None:
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "packed"), [("qwen2_5_vl", {}), ("gemma3", {"image_row_tokens": 70})])
+def test_spawned_workers_make_the_same_rows(family: str, packed: dict[str, Any], tmp_path: Path) -> None:
+    """They get the collator by pickle: positions of the model's class, blocks, and the processor."""
+    model, data = composite(family), image_data(family=family)
+    spawned = {"dataloader_num_workers": 2, "dataloader_multiprocessing_context": "spawn"}
+
+    def go(**more: Any) -> Any:
+        return run(FastSFTTrainer, FastSFTConfig, tmp_path, family, model, data, **packed, **more)
+
+    ours, alone = go(**spawned), go()
+    assert figures(ours) == figures(alone)
+    for mine, theirs in zip(ours.model.parameters(), alone.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def test_counts_are_found_in_the_cache_of_another_run(tmp_path: Path) -> None:
     """`Dataset.map` finds them by the hash of the function: of processor and template, not of a limit."""
     data, model = image_data(family="llava"), composite("llava")

@@ -16,6 +16,8 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionA
 from vision_material import TOWERS, Composite, composite, step
 
 from fastpack_trl.attention.install import packed_attention
+from fastpack_trl.layers.replace import fused_layers
+from fastpack_trl.testing import gradients
 from fastpack_trl.vision.tower import one_call_towers, tower_attention
 
 GRIDS = torch.tensor([[1, 4, 4], [1, 2, 2], [1, 6, 8], [1, 10, 4]])
@@ -149,3 +151,34 @@ def test_packed_attention_brings_it_and_restores_it() -> None:
     with packed_attention(model):
         assert all(module.config is not own for module in tower_attention(model))
     assert all(module.config is own for module in tower_attention(model))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+def test_rotations_of_towers_are_fused(family: str) -> None:
+    """Their q and k are (tokens, heads, dim). At most twice the error of the model's own code against float64."""
+    model, grids = composite(family), GRIDS
+    exact = copy.deepcopy(model).double()
+    with fused_layers(model, dtype=torch.float32, autocast=False) as report:
+        fused = tower_step(model, grids)
+    own, exact = tower_step(model, grids), tower_step(exact, grids)
+    assert report.fused["rotary"] == report.found["rotary"]
+    assert fused.pop("rotations") - own.pop("rotations") == 2
+    for name, right in exact.items():
+        if name != "rotations":
+            errors = [float((found[name] - right).norm() / right.norm().clamp_min(1e-9)) for found in (fused, own)]
+            assert errors[0] <= 2 * errors[1] + 1e-6, (name, errors)
+
+
+def tower_step(model: Any, grids: Tensor) -> dict[str, Any]:
+    """Return features, gradients and the number of fused rotations in the graph of a tower."""
+    model.zero_grad()
+    weight = model.model.visual.patch_embed.proj.weight
+    pixels = torch.randn(int(grids.prod(-1).sum()), weight[0].numel(), generator=torch.Generator().manual_seed(1))
+    out = torch.cat(model.model.get_image_features(pixels.to(weight), grids, return_dict=True).pooler_output)
+    nodes, todo = set[Any](), [out.grad_fn]
+    while todo:
+        if (node := todo.pop()) is not None and node not in nodes:
+            nodes.add(node)
+            todo += [before for before, _ in node.next_functions]
+    (out * torch.arange(out.shape[-1])).mean().backward()
+    return {"rotations": sum("_Rotary" in node.name() for node in nodes), "out": out.detach(), **gradients(model)}

@@ -42,8 +42,13 @@ def test_two_ranks_learn_as_trls_under_ddp() -> None:
             assert differences(ours, stock) < 3e-6
 
 
+LAYERS = {"gemma3": ["Gemma3DecoderLayer", "SiglipEncoderLayer"]}
+"""Names for accelerate, which otherwise looks for classes that the model does not have."""
+
+
 def sharded(cls: Any, config: Any, family: str, model: Any, data: Any, **fields: Any) -> Any:
-    with fsdp2(run(cls, config, Path(cls.__name__), family, model, data, train=False, **fields)) as trainer:
+    trainer = run(cls, config, Path(cls.__name__), family, model, data, train=False, **fields)
+    with fsdp2(trainer, transformer_cls_names_to_wrap=LAYERS.get(family)):
         trainer.train()
     return trainer
 
@@ -56,7 +61,15 @@ def test_two_ranks_learn_as_trls_under_fsdp2() -> None:
     The head is frozen: TRL gathers it past its unit, and its gradient is that of one rank.
     """
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    for family, images in (("qwen2_5_vl", 1), ("mistral3", 1), ("qwen2_5_vl", None), ("qwen3_vl", None)):
+    cases = [
+        ("qwen2_5_vl", 1),
+        ("mistral3", 1),
+        ("gemma3", 1),
+        ("qwen2_5_vl", None),
+        ("qwen3_vl", None),
+        ("gemma3", None),
+    ]
+    for family, images in cases:
         model, data = composite(family), image_data(family=family, images=images)
         model.lm_head.requires_grad_(False)
         more = FIELDS | {"eval_dataset": data.select(range(4)), "eval_strategy": "steps", "eval_steps": 2}
