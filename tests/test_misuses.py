@@ -43,6 +43,7 @@ class Misuse:
     """A package that is not there."""
 
 
+EXPERTS = "use_peft: true\nlora_target_parameters: [mlp.experts.down_proj]\nlora_dropout: "
 COMMANDS = [
     Misuse("stf", "did you mean 'sft'?"),
     Misuse("--colour", "fastpack-trl --help"),
@@ -86,7 +87,7 @@ COMMANDS = [
     Misuse("sft --config {yaml}", "'sequence_len'; did you mean 'max_length'?", "sequence_len: 64"),
     Misuse("sft --config {yaml}", "sft.yaml: max_length='abc' must be a whole number", "max_length: abc"),
     Misuse("sft --config {yaml}", "max_length=0 must be >= 1", "max_length: 0"),
-    Misuse("sft --config {yaml}", "column 1 is not valid YAML: expected ',' or ']'", "packing: [true"),
+    Misuse("sft --config {yaml}", ", column 1 is not valid YAML: expected ',' or ']'", "packing: [true"),
     Misuse("sft --config {yaml}", "moe_quantize_experts='on' needs moe", "moe_quantize_experts: true\nmoe: off"),
     Misuse("sft --config {yaml}", "data 'absent.jsonl' does not exist", "dataset_name: absent.jsonl"),
     Misuse("sft --config {yaml}", "no model: set model_name_or_path", "model_name_or_path:"),
@@ -135,12 +136,17 @@ COMMANDS = [
     # sft: data and model
     Misuse("sft --config {yaml}", "no data: set dataset_name", "dataset_name:"),
     Misuse("sft --config {yaml}", "data 'a-*.jsonl' does not exist", "dataset_name: a-*.jsonl"),
-    Misuse("sft --config {yaml}", "data 'owner/absent' cannot be loaded", "dataset_name: owner/absent"),
+    Misuse("sft --config {yaml}", "'owner/absent' cannot be loaded: no such folder (", "dataset_name: owner/absent"),
     Misuse("sft --config {yaml}", "datasets='a.jsonl' must be a list of entries", "datasets: a.jsonl"),
     Misuse("sft --config {yaml}", "missing 1 required positional argument: 'path'", "datasets: [{split: train}]"),
     Misuse("sft --config {yaml}", "needs streaming: false", "streaming: true\ntest_split_size: 0.1"),
     Misuse("sft --config {yaml}", "dataset_test_split='test': no such split", "eval_strategy: epoch"),
-    Misuse("sft --config {yaml}", "model_name_or_path 'owner/none' cannot be used", "model_name_or_path: owner/none"),
+    Misuse("sft --config {yaml}", "'owner/none' cannot be used: no such folder (", "model_name_or_path: owner/none"),
+    Misuse("sft --config {yaml}", "max_length=1 leaves the train data set no token that the loss", "max_length: 1"),
+    Misuse("sft --config {yaml} --packing no", "max_length=1 leaves the train data set no token", "max_length: 1"),
+    Misuse("sft --config {yaml}", "lora_dropout=0.1 does not work with target_parameters (LoRA on", f"{EXPERTS}0.1"),
+    Misuse("sft --config {yaml} --use_dora true", "(LoRA on experts): set use_dora: False", f"{EXPERTS}0.0"),
+    Misuse("dpo --config {yaml}", "unknown key 'packing'; it is an option of sft: leave it out"),
     Misuse("sft --config {yaml}", "`pad_token` ('<nowhere>') is not found", "pad_token: <nowhere>"),
     Misuse("sft --config {yaml}", "./gone' is not a folder: pass a checkpoint", "resume_from_checkpoint: ./gone"),
     Misuse("sft --config {yaml}", "flash_attention_4", "attn_implementation: flash_atention_2"),

@@ -10,8 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fastpack_trl.bench.picture import draw, require_matplotlib
+from fastpack_trl.bench.process import OwnProcess
 from fastpack_trl.errors import UserError, preparing
+from fastpack_trl.measure.record import check_writable, finite
+from fastpack_trl.measure.tables import facts_line
+from fastpack_trl.recipe.arguments import as_flags
+from fastpack_trl.recipe.make_trainer import make_trainer, method_of_run, short_run_arguments
 from fastpack_trl.recipe.methods import add_trainer
+from fastpack_trl.recipe.yaml import load_config
+from fastpack_trl.report import disabled_by_environment
 
 BASELINES = ("stock", "stock_compiled")
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -46,18 +54,13 @@ def run(args: Namespace, record: dict[str, Any]) -> int:
     Returns 0, even if fastpack is slower; 130 after an interrupt, with the finished sides.
     """
     picture = _check(args)
-    from fastpack_trl.recipe.make_trainer import short_run_arguments
-
     with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder:
         arguments = short_run_arguments(args.config, folder, *args.more)  # a wrong value stops here
     import torch
 
     from fastpack_trl.bench.compare import compare_sides, record_of, table
-    from fastpack_trl.bench.picture import draw
-    from fastpack_trl.bench.process import OwnProcess
     from fastpack_trl.bench.sides import OURS, PLANNED
     from fastpack_trl.bench.watch import SideResult
-    from fastpack_trl.measure.tables import facts_line
 
     training = arguments.training
     if getattr(training, "use_vllm", False):
@@ -88,8 +91,6 @@ def run(args: Namespace, record: dict[str, Any]) -> int:
 def measure_side(row: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Measure one side of a YAML in this process; return its `SideResult` as plain data."""
     from fastpack_trl.bench.sides import train_side
-    from fastpack_trl.recipe.arguments import as_flags
-    from fastpack_trl.recipe.make_trainer import make_trainer, method_of_run, short_run_arguments
 
     with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder:
 
@@ -103,10 +104,6 @@ def measure_side(row: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _check(args: Namespace) -> Path | None:
     """Refuse options that do not go together; return the file of the picture."""
-    from fastpack_trl.bench.picture import require_matplotlib
-    from fastpack_trl.measure.record import check_writable
-    from fastpack_trl.report import disabled_by_environment
-
     if args.config is None:
         raise UserError("nothing to measure: give --config FILE, the YAML of a run of your own")
     for name, (least, _, _) in _NUMBERS.items():
@@ -125,9 +122,6 @@ def settings_of(arguments: Any, config: str, flags: Sequence[str]) -> dict[str, 
 
     ``{"model_name_or_path": "/data/me/Qwen3-8B", "hub_token": "..."}`` -> ``{"model_name_or_path": "Qwen3-8B"}``
     """
-    from fastpack_trl.measure.record import finite
-    from fastpack_trl.recipe.yaml import load_config
-
     named = {*load_config(config), *(word[2:].partition("=")[0].replace("-", "_") for word in flags)}
     values = {**vars(arguments.script), **vars(arguments.model), **vars(arguments.training)}
     kept = {name: value for name, value in values.items() if name in named and not name.endswith(_PRIVATE)}

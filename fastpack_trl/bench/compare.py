@@ -99,11 +99,7 @@ def compare(
 def compare_sides(
     runs: Mapping[str, Callable[[], SideResult]], *, rounds: int = ROUNDS, gate: int = GATE, progress: bool = True
 ) -> dict[str, Any]:
-    """Run each side to its end, then the next, `rounds` times in alternating order; compare losses, then times.
-
-    Args:
-        runs: by name, each trains its side and returns the result. The first one is the reference of the gate.
-        gate: first steps whose losses must agree; 0 for no gate.
+    """Run each side to its end, then the next, in alternating rounds; compare losses, those of the first side first.
 
     Returns:
         ``sides``: per side the figures, or ``failed`` with the reason; ``gate``: which figures agreed, and how closely;
@@ -154,11 +150,7 @@ def compare_sides(
 
 
 def check_losses(reference: str, first: SideResult, name: str, own: SideResult, gate: int) -> None:
-    """Check that a side computes the losses of the reference in the steps of the gate.
-
-    Raises:
-        LossParityError: a loss is further apart than `tolerance`, or not finite. It names both and the step.
-    """
+    """Raise `LossParityError` for a loss of the gate's steps that is further apart than `tolerance`, or not finite."""
     allowed = tolerance(first.dtype, first.compares)
     for step, (expected, value) in enumerate(zip(first.compared[:gate], own.compared[:gate], strict=True), 1):
         difference = abs(value - expected) / (abs(expected) or 1.0)

@@ -50,11 +50,9 @@ class OwnProcess:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self, row: Mapping[str, Any], side: str) -> dict[str, Any]:
-        """Run `function` for a side of a row and return its answer.
+        """Run `function` for a side of a row and return its answer; a `UserError` of the function is raised here.
 
-        Returns:
-            The answer; if it failed or ended without one, ``failed`` with the reason in a line and ``last_lines`` of
-            what it has printed. A `UserError` of the function is raised here.
+        If it failed or ended without one: ``failed``, the reason in a line, and ``last_lines`` of its output.
         """
         with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder:
             task, answer, log = (Path(folder, name) for name in ("task.json", "answer.json", "log"))
@@ -65,8 +63,7 @@ class OwnProcess:
         if "error" in result:
             raise UserError(f"{side}: {result['error']}")
         if failed is None and "done" in result:
-            done: dict[str, Any] = result["done"]
-            return done
+            return dict(result["done"])
         last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
         return {"failed": result.get("failed") or failed or f"its process ended: {last}", "last_lines": lines[-60:]}
 

@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -81,27 +81,24 @@ class SideResult:
 
 @dataclass(kw_only=True, eq=False)
 class Watch(TrainerCallback):
-    """Record the steps of one training from its log, and stop it after the timed ones.
-
-    Attributes:
-        warmup: minimum number of steps before the timed ones.
-        timed: number of timed steps; the device is synchronized at the end of each.
-        gate: first steps of the warm-up, with dropout off, whose losses are compared.
-        settling: steps of the warm-up after the features of a trainer of ours are decided.
-        longest_warmup: steps after which the warm-up ends in any case.
-        profiled: steps under torch.profiler after the timed ones, on a GPU or if there are `kernels`.
-        kernels: file for the profiler's table of the kernels of the last of them.
-        count_syncs: count the host syncs of one more step.
-    """
+    """Record the steps of one training from its log, and stop it after the timed ones."""
 
     warmup: int = WARMUP
+    """Minimum number of steps before the timed ones."""
     timed: int = TIMED
+    """Number of timed steps; the device is synchronized at the end of each."""
     gate: int = 0
+    """First steps of the warm-up, with dropout off, whose losses are compared."""
     settling: int = 0
+    """Steps of the warm-up after the features of a trainer of ours are decided."""
     longest_warmup: int = LONGEST_WARMUP
+    """Steps after which the warm-up ends in any case."""
     profiled: int = 0
+    """Steps under torch.profiler after the timed ones, on a GPU or if there are `kernels`."""
     kernels: str = ""
+    """File for the profiler's table of the kernels of the last of them."""
     count_syncs: bool = False
+    """Count the host syncs of one more step."""
     result: SideResult = field(init=False, default_factory=SideResult)
 
     def start(self, trainer: Any) -> Generator[None, Mapping[str, Any]]:
@@ -199,17 +196,11 @@ class Watch(TrainerCallback):
 
 
 def run_side(
-    build: Callable[[], Any],
-    watch: Watch,
-    *,
-    around: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext,
-    seed: int = 0,
+    build: Callable[[], Any], watch: Watch, *, around: Callable[[Any], Any] = contextlib.nullcontext, seed: int = 0
 ) -> SideResult:
     """Build a trainer, train it to the end of `watch`, free it, and return the figures.
 
-    Args:
-        around: a context of the training, given the trainer; a text that it yields is the ``path`` of the result.
-        seed: of the random numbers before the trainer is built, and before it trains.
+    `around` is a context of the training, given the trainer; a text that it yields is the ``path`` of the result.
     """
     result = watch.result
     try:

@@ -12,7 +12,11 @@ from typing import Any
 
 from fastpack_trl.errors import UserError, command_line, did_you_mean, one_line, printable, short_repr
 from fastpack_trl.measure.record import check_writable
+from fastpack_trl.quickstart import make_inputs
+from fastpack_trl.recipe.arguments import check
+from fastpack_trl.recipe.foreign import NEEDS_YOU, convert
 from fastpack_trl.recipe.paths import configs_folder
+from fastpack_trl.recipe.yaml import load_config
 
 QUICKSTART = "quickstart"
 _LONGEST_NAME = 255  # bytes of a file name
@@ -56,10 +60,6 @@ def _convert(args: Namespace) -> None:
     """Translate a YAML; name the omitted keys, and the command that trains with it."""
     if not args.name:
         raise UserError("no file: name a YAML of Axolotl, LLaMA-Factory or an Unsloth-style script")
-    from fastpack_trl.recipe.arguments import check
-    from fastpack_trl.recipe.foreign import NEEDS_YOU, convert
-    from fastpack_trl.recipe.yaml import load_config
-
     source = Path(args.name).expanduser()
     if source.suffix not in ("", ".yaml", ".yml", ".json") and source.is_file():
         raise UserError(f"{args.name!r}: only YAML is read; for a script see From Unsloth in docs/migrating.md")
@@ -81,8 +81,6 @@ def _init(args: Namespace) -> None:
     shipped_text, output = found[name].read_text(encoding="utf-8"), args.output or default
     file = _write(args, default, shipped_text.replace(f"configs/{name}.yaml", shlex.quote(output)))
     if name == QUICKSTART:
-        from fastpack_trl.quickstart import make_inputs
-
         print(make_inputs())
     print(f"written: {file} ({_about(found[name])})")
     if name != QUICKSTART:
@@ -110,8 +108,6 @@ def _about(file: Path) -> str:
 
 def _list(found: Mapping[str, Path]) -> str:
     width = max(map(len, found)) + 2
-    rows = [
-        textwrap.fill(name.ljust(width) + _about(file), 80, subsequent_indent=" " * width, break_on_hyphens=False)
-        for name, file in found.items()
-    ]
+    wrapper = textwrap.TextWrapper(80, subsequent_indent=" " * width, break_on_hyphens=False)
+    rows = [wrapper.fill(name.ljust(width) + _about(file)) for name, file in found.items()]
     return "\n".join([*rows, "", "fastpack-trl init NAME writes one of them here."])

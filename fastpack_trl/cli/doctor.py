@@ -15,9 +15,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from fastpack_trl.errors import UserError, preparing
+from fastpack_trl.measure.record import machine, versions
 from fastpack_trl.measure.tables import aligned
+from fastpack_trl.recipe.arguments import processes, split_off
+from fastpack_trl.recipe.gpus import COMMON, gpu_of
+from fastpack_trl.recipe.make_trainer import check_settings, make_trainer, short_run_arguments
 from fastpack_trl.recipe.methods import add_trainer
 from fastpack_trl.recipe.paths import titled
+from fastpack_trl.recipe.yaml import load_config
 
 EXTRAS = {
     "qlora": ("bitsandbytes", "4-bit and 8-bit base weights (load_in_4bit, load_in_8bit)"),
@@ -50,9 +55,6 @@ def run(args: Namespace, record: dict[str, Any]) -> int:
         raise UserError(f"{'--gpu' if args.gpu else '--trainer'} needs a config: give --config FILE")
     if args.gpus is not None and (args.gpus < 1 or not args.gpu):
         raise UserError(f"--gpus={args.gpus} must be >= 1 and needs a kind of GPU: add --gpu H100, for example")
-    from fastpack_trl.recipe.arguments import split_off
-    from fastpack_trl.recipe.yaml import load_config
-
     record["error"] = None
     config = load_config(args.config) if args.config else {}  # refuse a wrong name before looking at the machine
     from transformers.utils import is_torch_bf16_gpu_available
@@ -82,10 +84,6 @@ def _section(title: str, rows: Mapping[str, Any]) -> None:
 
 def _forecast(record: dict[str, Any], args: Namespace, folder: str) -> None:
     """Show the memory of a step on each GPU, part by part, the features, and a change if it does not fit."""
-    from fastpack_trl.recipe.arguments import processes, split_off
-    from fastpack_trl.recipe.gpus import COMMON, gpu_of
-    from fastpack_trl.recipe.make_trainer import check_settings, short_run_arguments
-
     gpus = [gpu_of(text) for text in args.gpu or COMMON]
     # Without --use_cpu transformers refuses bf16 on a machine that lacks such a GPU.
     read = partial(short_run_arguments, args.config, folder, *args.more, "--use_cpu", "True", may_launch=True)
@@ -130,7 +128,6 @@ def _size(gib: float | None) -> str:
 
 def _machine(record: dict[str, Any]) -> None:
     """Show versions, the device, what could be installed, and internal names of libraries that are not there."""
-    from fastpack_trl.measure.record import versions
     from fastpack_trl.model.upstream import look_up
 
     # "unknown": a module that was not installed as a package
@@ -155,8 +152,6 @@ def _version(package: str) -> str:
 
 def _device() -> dict[str, Any]:
     import torch
-
-    from fastpack_trl.measure.record import machine
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     facts = {name: value for name, value in machine(device).items() if value} | {"threads": torch.get_num_threads()}
@@ -200,8 +195,6 @@ def _is_there(module: str) -> bool:
 
 def _config(record: dict[str, Any], args: Namespace, folder: str) -> None:
     """Show the banner of the trainer that training would make, also if fastpack is disabled."""
-    from fastpack_trl.recipe.make_trainer import make_trainer, short_run_arguments
-
     arguments = short_run_arguments(args.config, folder, *args.more)
     if arguments.launch and "WORLD_SIZE" not in os.environ:
         print(f"one process; options of `accelerate launch` are ignored: {' '.join(arguments.launch)}\n", flush=True)

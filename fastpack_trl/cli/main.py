@@ -10,11 +10,13 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
 from fastpack_trl._version import __version__
 from fastpack_trl.errors import OneLineParser, TerminatedError, UserError, check_name, describe, did_you_mean
+from fastpack_trl.measure.record import check_writable, write_json
 from fastpack_trl.recipe.methods import METHODS
 
 PROG = "fastpack-trl"
@@ -60,11 +62,9 @@ def _parser(chosen: str | None) -> tuple[OneLineParser, OneLineParser]:
     parser.description = "Faster fine-tuning for Hugging Face TRL, on packed rows."
     parser.epilog = f"`{PROG} COMMAND --help` lists the options of a command."
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
-    add = parser.add_subparsers(dest="command", metavar="COMMAND").add_parser
-    parsers = {
-        name: add(name, help=command.help, description=command.help, allow_abbrev=False, parents=[common])
-        for name, command in COMMANDS.items()
-    }
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    add = partial(subparsers.add_parser, allow_abbrev=False, parents=[common])
+    parsers = {name: add(name, help=each.help, description=each.help) for name, each in COMMANDS.items()}
     if chosen is None:
         return parser, parser
     import_module(COMMANDS[chosen].module).add_arguments(parsers[chosen])
@@ -109,8 +109,6 @@ def _accept_unknown(args: argparse.Namespace, words: list[str], parser: OneLineP
 
 def _run(args: argparse.Namespace) -> int:
     """Run a command; write what it has recorded, after an error as well. Only the first process of a run writes."""
-    from fastpack_trl.measure.record import check_writable, write_json
-
     record: dict[str, Any] = {}
     file = check_writable(args.json) if getattr(args, "json", None) else None
     try:

@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from fastpack_trl.errors import UserError, command_line, one_line, preparing, short_repr
+from fastpack_trl.recipe.adapters import check_runs, merge_adapter, resize_to_adapter, with_adapter
+from fastpack_trl.recipe.arguments import parse
+from fastpack_trl.recipe.make_trainer import check_model, method_of_run
+from fastpack_trl.recipe.methods import METHODS, SFT
 from fastpack_trl.recipe.paths import model_folder
 
 _ADAPTER, _TOKENIZER, _OLD_TEMPLATE = "adapter_config.json", "tokenizer_config.json", "chat_template.json"
@@ -86,7 +90,6 @@ class Trained:
         `dequantized`: a base in four or eight bits is converted to dense weights of the same values.
         """
         from fastpack_trl.model.preflight import check_weights
-        from fastpack_trl.recipe.adapters import resize_to_adapter, with_adapter
 
         name, adapter = self.base or self.folder, f"the adapter {short_repr(self.folder)}"
         other = "give the model that it was trained on with --base DIR, or copy the adapter again"
@@ -124,9 +127,6 @@ class Trained:
 
 def _find(args: Namespace) -> Trained:
     """Return the model or adapter that the options name; raise `UserError` if there is none."""
-    from fastpack_trl.recipe.make_trainer import check_model, method_of_run
-    from fastpack_trl.recipe.methods import METHODS, SFT
-
     source, options = {"revision": "main", "trust_remote_code": args.trust_remote_code}, {"dtype": args.dtype}
     folder, base = _of_config(args, source, options) if args.config else (args.model, args.base)
     if not folder:
@@ -162,9 +162,6 @@ def _find(args: Namespace) -> Trained:
 
 def _of_config(args: Namespace, source: dict[str, Any], options: dict[str, Any]) -> tuple[str, str | None]:
     """Return folder and base of a YAML's run; put how the run loaded its model into `source` and `options`."""
-    from fastpack_trl.recipe.arguments import parse
-    from fastpack_trl.recipe.make_trainer import method_of_run
-
     words = ["--config", args.config, "--bf16", "False"]  # nothing is trained: no GPU is needed
     arguments = parse(words, method_of_run(args.config), may_launch=False)
     from trl import get_quantization_config
@@ -202,7 +199,6 @@ def _merge(args: Namespace) -> dict[str, Any]:
     with preparing():
         trained = _find(args)
         from fastpack_trl.model.preflight import unwritable
-        from fastpack_trl.recipe.adapters import merge_adapter
 
         if trained.base is None:
             raise UserError(f"{short_repr(trained.folder)} is a full model: there is nothing to merge")
@@ -245,8 +241,6 @@ def _generate(args: Namespace) -> dict[str, Any]:
     if trained.classifies:
         raise UserError(f"{trained.folder} is a reward model: it scores text and cannot generate")
     import torch
-
-    from fastpack_trl.recipe.adapters import check_runs
 
     with preparing():
         tokenizer, (model, _) = trained.tokenizer(), trained.load(dequantized=False)

@@ -7,6 +7,8 @@ from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from fastpack_trl.errors import NonFiniteError, UserError, check_name, describe, preparing, short_repr
+from fastpack_trl.measure.record import versions
+from fastpack_trl.recipe.make_trainer import check_model
 from fastpack_trl.recipe.paths import model_folder, titled
 from fastpack_trl.recipe.yaml import load_config
 
@@ -37,7 +39,6 @@ def run(args: Namespace, record: dict[str, Any]) -> int:
     from fastpack_trl.attention.backends import BACKENDS
     from fastpack_trl.attention.install import packed_attention
     from fastpack_trl.attention.proof import verify_packing
-    from fastpack_trl.measure.record import versions
     from fastpack_trl.model.facts import UNREADABLE, text_model
 
     check_name("--attn", args.attn, ("auto", *BACKENDS, "off"), "names")
@@ -76,7 +77,6 @@ def _load(args: Namespace) -> Any:
     from transformers import AutoModelForCausalLM
 
     from fastpack_trl.model.preflight import check_weights
-    from fastpack_trl.recipe.make_trainer import check_model
 
     trust = {"trust_remote_code": args.trust_remote_code}
     with preparing():

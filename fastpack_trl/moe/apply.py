@@ -29,16 +29,12 @@ class LayerPath(NamedTuple):
 
 @dataclass(slots=True)
 class MoeReport(contextlib.AbstractContextManager["MoeReport"]):
-    """Report of `apply_moe`, and a context manager that reverts on exit.
-
-    Attributes:
-        layers: one entry per experts module.
-        adapters: one entry per experts module with LoRA on its stacks.
-        warnings: remarks about the adapters.
-    """
+    """Report of `apply_moe`, and a context manager that reverts on exit."""
 
     layers: list[LayerPath] = field(default_factory=list)
+    """One entry per experts module."""
     adapters: list[LayerPath] = field(default_factory=list)
+    """One entry per experts module with LoRA on its stacks."""
     warnings: list[str] = field(default_factory=list)
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
 
@@ -126,8 +122,7 @@ def apply_moe(model: nn.Module, *, lora: bool = True, force: bool = False) -> Mo
             # Set directly, because the public setter would walk all modules and write to every sub-config.
             stack.enter_context(patch_attribute(config, "_experts_implementation_internal", NAME))
         adapters = stack.enter_context(expert_lora(model)) if lora else []
-        for adapter in adapters:
-            report.adapters.append(LayerPath(adapter.name, NAME if not adapter.reason else "peft", adapter.reason))
+        report.adapters += [LayerPath(each.name, "peft" if each.reason else NAME, each.reason) for each in adapters]
         report.warnings += router_adapters(model, modules)
         report._stack = stack.pop_all()
     changed: list[Any] = [*states.values(), *adapters]

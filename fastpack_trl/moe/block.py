@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,17 +28,13 @@ DECODE_TOKENS = 32
 
 @dataclass(slots=True)
 class ExpertsState:
-    """State that `apply_moe` attaches to a supported experts module.
-
-    Attributes:
-        gate: the activation between the projections.
-        hooked: whether hooks need transformers' path, which calls the gate's activation as a module.
-        installed: all other changes of the model.
-    """
+    """State that `apply_moe` attaches to a supported experts module."""
 
     gate: Gate
     hooked: PartsHooked = field(default_factory=PartsHooked)
+    """Whether hooks need transformers' path, which calls the gate's activation as a module."""
     installed: Patch | None = None
+    """All other changes of the model."""
 
 
 class LowRank(NamedTuple):
@@ -61,25 +57,16 @@ def traceable(state: ExpertsState) -> bool:
     return state.gate.function is None or not torch.compiler.is_compiling()
 
 
-def gate_modules(module: nn.Module) -> list[nn.Module]:
-    """Return the modules that transformers calls in the gate of an experts module and our formulas replace."""
-    return [child for child in module._modules.values() if child is not None]
-
-
 def fastpack_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Run the experts of transformers' module `self`, called as its `ExpertsInterface` calls: no keywords.
 
-    Args:
-        self: the experts module.
-        hidden_states: (T, H).
-        top_k_index: (T, k) expert ids.
-        top_k_weights: (T, k) routing weights.
+    (T, H) hidden states with (T, k) expert ids and routing weights; returns (T, H).
     """
     state: ExpertsState | None = getattr(self, "_fastpack_moe", None)
     name = ""
     if state is None or not traceable(state):
         name = STOCK
-    elif state.hooked(*gate_modules(self)):
+    elif state.hooked(*self.children()):  # which transformers calls in the gate, and our formulas replace
         name = STOCK
         hand_over(self, "moe", "transformers' experts run (our kernel calls no hooks on their activation)")
     elif is_decoding(self, hidden_states):
@@ -88,22 +75,14 @@ def fastpack_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_
     if name:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-        out: Tensor = ALL_EXPERTS_FUNCTIONS[name](self, hidden_states, top_k_index, top_k_weights)
-        return out
+        return cast("Tensor", ALL_EXPERTS_FUNCTIONS[name](self, hidden_states, top_k_index, top_k_weights))
     return run_experts(self, hidden_states, top_k_index, top_k_weights, {})
 
 
 def run_experts(
     module: Any, hidden_th: Tensor, ids_tk: Tensor, weights_tk: Tensor, factors: Mapping[str, LowRank]
 ) -> Tensor:
-    """Run our path for a supported module, with low-rank additions to its stacks.
-
-    Args:
-        module: the experts module.
-        hidden_th: (T, H).
-        ids_tk, weights_tk: (T, k) expert ids and routing weights.
-        factors: by the name of a stack, in its dtype.
-    """
+    """Run our path for a supported experts module, with low-rank additions to its stacks, by name, in their dtype."""
     state: ExpertsState = module._fastpack_moe
     if weights_tk.shape != ids_tk.shape:  # (T, E) from some routers of earlier transformers
         weights_tk = weights_tk.gather(1, ids_tk.long())

@@ -209,12 +209,9 @@ def experts_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def experts_backward(
     grad: Tensor, h: Tensor, low_up: Tensor, low_down: Tensor, needed: Sequence[bool], *arguments: Any
 ) -> list[Tensor]:
-    """Return the gradients that are needed, in order.
+    """Return the gradients of the tensors of `arguments` that are `needed`, in order.
 
-    Args:
-        grad: (T, H), gradient of the output.
-        h, low_up, low_down: from `experts_forward`.
-        needed: one entry per tensor of `arguments`.
+    `grad` is that of the output, (T, H); `h`, `low_up` and `low_down` come from `experts_forward`.
     """
     hidden, weights, plan, gate_up, down, gate = _Call.of(arguments, with_offsets=True)
     need_up, need_down = Stack(*needed[-2 * _STACK : -_STACK]), Stack(*needed[-_STACK:])
@@ -224,7 +221,7 @@ def experts_backward(
     grad_cast_th = grad.to(dtype)
     g_sh = grad_cast_th.index_select(0, plan.token)
     low_grad = down.low_grad(g_sh)
-    weight_s = plan.sorted_weights(weights)
+    weight_s = weights.reshape(-1).index_select(0, plan.perm)
     grad_a_si, more = down.input_grad(g_sh, low_grad)
     grad_h_sf, weighted_a_si, grad_weight_s = gate_backward(
         h, gate_up.stack.bias, plan.expert, gate, grad_a_si, weight_s, more
@@ -328,11 +325,7 @@ def experts(
 ) -> Tensor:
     """Return the output (T, H) of an experts block, differentiable in input, routing weights, stacks and factors.
 
-    Args:
-        hidden_th: (T, H); cast to the dtype of the experts, as transformers does.
-        weights_tk: (T, k) routing weights, any float dtype.
-        plan: of the (T, k) expert ids.
-        gate_up, down, form: the experts.
+    The input is cast to the dtype of the experts, as transformers does; routing weights may have any float dtype.
     """
     tensors = (hidden_th, weights_tk, *plan, *gate_up, *down)
     out: Tensor

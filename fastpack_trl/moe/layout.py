@@ -13,17 +13,13 @@ from fastpack_trl.kernels.gate_form import Gate, passes_at_bounds
 from fastpack_trl.model.hooks import users_hooks_off
 
 STACKS = ("gate_up_proj", "down_proj")
-_FLAGS = ("is_transposed", "has_bias", "has_gate", "num_experts", "config")
+_FLAGS = ("is_transposed", "has_bias", "has_gate", "num_experts", "config", "_apply_gate")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that transformers dispatches through its experts interface, keyed by name."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if all(hasattr(module, flag) for flag in _FLAGS) and hasattr(module, "_apply_gate")
-    }
+    return {name: each for name, each in model.named_modules() if all(hasattr(each, flag) for flag in _FLAGS)}
 
 
 def why_not(module: Any) -> Iterator[object]:

@@ -21,7 +21,7 @@ from fastpack_trl.errors import first_reason
 from fastpack_trl.kernels.grouped import aligned_rank
 from fastpack_trl.model.changes import Patch, hand_over, patch_attribute
 from fastpack_trl.model.hooks import PartsHooked
-from fastpack_trl.moe.block import LowRank, gate_modules, is_decoding, run_experts, traceable
+from fastpack_trl.moe.block import LowRank, is_decoding, run_experts, traceable
 from fastpack_trl.moe.layout import STACKS
 from fastpack_trl.moe.quantized import read_stack, stack_dtype
 
@@ -30,33 +30,24 @@ logger = logging.get_logger(__name__)
 
 @dataclass(slots=True)
 class ExpertLora:
-    """The LoRA of one experts module.
-
-    Attributes:
-        name: name of the outermost PEFT wrapper.
-        wrappers: PEFT's `ParamWrapper` of each adapted stack, outermost first.
-        module: the experts module inside.
-        reason: why PEFT's own path runs; empty if ours does. Checked in each forward, because adapters may be disabled
-            for a reference model, merged or added, and hooks may change.
-        hooked: whether hooks need PEFT's path.
-        installed: all other changes of the model.
-    """
+    """The LoRA of one experts module, under the name of its outermost PEFT wrapper."""
 
     name: str
     wrappers: list[Any]
+    """PEFT's `ParamWrapper` of each adapted stack, outermost first."""
     module: Any
+    """The experts module inside."""
     reason: str = ""
+    """Why PEFT's own path runs; empty if ours does. Checked in each forward, because adapters may be disabled for a
+    reference model, merged or added, and hooks may change."""
     hooked: PartsHooked = field(default_factory=PartsHooked)
     installed: Patch | None = None
+    """All other changes of the model."""
 
 
 @contextlib.contextmanager
 def expert_lora(model: nn.Module) -> Iterator[list[ExpertLora]]:
-    """Run LoRA on the stacks of supported experts through the experts function; restore PEFT's forward on exit.
-
-    Yields:
-        One entry per experts module with LoRA on its stacks.
-    """
+    """Run LoRA on the stacks of supported experts through the experts function; restore PEFT's forward on exit."""
     adapters = list(_adapted(model))
     with contextlib.ExitStack() as stack:
         for adapter in adapters:
@@ -119,7 +110,7 @@ def _reasons_for_peft(adapter: ExpertLora) -> Iterator[object]:
         swapped = bool(getattr(wrapper, "_did_swap_in_out_features", False)) == bool(module.is_transposed)
         yield swapped and "this PEFT version stores the factors in the other order"
     # PEFT's path would call these modules; ours does not.
-    if adapter.hooked(module, *adapter.wrappers[1:], *gate_modules(module)):
+    if adapter.hooked(module, *adapter.wrappers[1:], *module.children()):
         dense = read_stack(module, STACKS[0])[1] is None
         yield dense and "hooks on the experts module, inside of it or on every module"
         # PEFT 0.21 fails from the second forward on if the stack is stored in 4 bits.
@@ -149,8 +140,6 @@ def router_adapters(model: nn.Module, experts: dict[str, nn.Module]) -> Iterator
     for name, module in model.named_modules():
         parent, _, router = name.rpartition(".")
         if parent in inside and router in ("gate", "router") and hasattr(module, "lora_A"):
-            yield (
-                f"LoRA wraps the router ({router!r}): routing changes with the adapter; name target_modules and "
-                "target_parameters instead of 'all-linear' unless that is meant"
-            )
+            fix = "name target_modules and target_parameters instead of 'all-linear' unless that is meant"
+            yield f"LoRA wraps the router ({router!r}): routing changes with the adapter; {fix}"
             return

@@ -34,18 +34,9 @@ class RoutingPlan(NamedTuple):
         """Return the (T, k) expert ids."""
         return self.expert.index_select(0, self.inverse.reshape(-1)).view(self.inverse.shape)
 
-    def sorted_weights(self, weights_tk: Tensor) -> Tensor:
-        """Return the (S,) routing weights in sorted order."""
-        return weights_tk.reshape(-1).index_select(0, self.perm)
-
 
 def routing_plan(ids_tk: Tensor, num_experts: int) -> RoutingPlan:
-    """Sort the slots of a layer by expert: one stable sort, no host sync, deterministic.
-
-    Args:
-        ids_tk: (T, k) expert ids below `num_experts`, any integer dtype.
-        num_experts: E.
-    """
+    """Sort the slots of a layer by their expert ids, of any integer dtype: one stable sort, no sync, deterministic."""
     flat = ids_tk.detach().reshape(-1).to(torch.int32)
     expert, order = torch.sort(flat, stable=True)
     places = torch.arange(flat.shape[0], dtype=torch.int32, device=flat.device)

@@ -75,8 +75,9 @@ def plan_prompt_groups(trainer: Any, path: str, flattens: bool, unproven: str = 
 
 
 def _without_padding(why_padded: str) -> BatchPlan:
-    padding_free = BatchPlan("padding_free", "rows without padding, same tokens")
-    return BatchPlan("stock", why_padded) if why_padded else padding_free
+    if why_padded:
+        return BatchPlan("stock", why_padded)
+    return BatchPlan("padding_free", "rows without padding, same tokens")
 
 
 # A subclass may count on one document per row in them.
@@ -95,10 +96,8 @@ def _in_any_trainer(trainer: Any, path: str, *, images: bool = False) -> Iterato
     yield not images and has_images(trainer) and "vision data"
     split = parallelism is not None and (parallelism.cp_enabled or getattr(parallelism, "sp_enabled", False))
     yield split and "context or sequence parallelism"
-    yield (
-        trainer.args.torch_compile
-        and "torch_compile=True compiles the whole model, documents of changing length would recompile it"
-    )
+    recompiles = "torch_compile=True compiles the whole model, documents of changing length would recompile it"
+    yield trainer.args.torch_compile and recompiles
 
 
 def _only_stock(trainer: SFTTrainer, path: str) -> Iterator[object]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fastpack_trl.packing.shared_keys import Ints, TensorFields
-
-Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +35,7 @@ class Blocks(TensorFields):
     lengths: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, is_image: Bools, lengths: Ints) -> Blocks | None:
+    def of(cls, is_image: NDArray[np.bool_], lengths: Ints) -> Blocks | None:
         """Return the images of documents of these `lengths`, runs of (total_tokens,) `is_image`; None without any."""
         places = np.arange(len(is_image))
         starts = (lengths.cumsum() - lengths).repeat(lengths)  # of the document of each token

@@ -114,11 +114,8 @@ def _around(size: Bucket, most: Bucket) -> Bucket:
     if most.keys:
         size = size.with_keys
     tail = 1 + bool(most.keys)  # keys left over need a tail that sees them
-    bucket = most._replace(
-        tokens=_whole_tiles(most.tokens + bool(most.keys)),
-        max_seqlen=rounded_length(most.max_seqlen),
-        max_seqlen_k=rounded_length(most.max_seqlen_k),
-    )
+    tokens, longest = _whole_tiles(most.tokens + bool(most.keys)), rounded_length(most.max_seqlen)
+    bucket = most._replace(tokens=tokens, max_seqlen=longest, max_seqlen_k=rounded_length(most.max_seqlen_k))
     if most.keys:
         keys = max(one.keys + bucket.tokens - one.tokens for one in (size, most))
         bucket = bucket._replace(keys=-(-keys // 64) * 64)  # by little: each key left over is one of the tail's

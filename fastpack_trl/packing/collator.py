@@ -31,8 +31,8 @@ class PackingCollator(DataCollatorForLanguageModeling):
     The result has TRL's keys and values. ``input_ids`` and ``labels`` are (1, total_tokens) int64; the label of each
     first token is -100. ``packed_batch`` is the `PackedBatch` of the other tensors, with what the loss counts.
 
-    One difference is intended. The padding of `pad_to_multiple_of` is *one* further segment, with position ids that
-    documents have too, and never a document (`PackedBatch.num_padding`), where TRL makes one of each padding token.
+    One difference is intended: the padding of `pad_to_multiple_of` is *one* further segment, never a document
+    (`PackedBatch.num_padding`), where TRL makes one of each padding token.
 
     Args:
         pad_token_id: token id of the padded tail.
@@ -47,9 +47,7 @@ class PackingCollator(DataCollatorForLanguageModeling):
 
     Raises:
         ValueError: ``padding_free=False``, a padding or vocabulary that makes no sense. On a batch: no token in any
-            row, a row without ``input_ids``, a column that is not a flat sequence of integers, labels of another
-            length than the row, document lengths that are negative or do not add up to the row, an id outside the
-            vocabulary.
+            row, a missing or wrong column, lengths that do not add up to the row, an id outside the vocabulary.
     """
 
     padding_free: bool = True
@@ -61,10 +59,7 @@ class PackingCollator(DataCollatorForLanguageModeling):
         multiple, size, token = self.pad_to_multiple_of, self.vocab_size, self.pad_token_id
         outside = size is not None and multiple is not None and not (isinstance(token, int) and 0 <= token < size)
         checks = [
-            (
-                not self.padding_free,
-                "padding_free=False is not a packed batch: use TRL's DataCollatorForLanguageModeling",
-            ),
+            (not self.padding_free, "padding_free=False packs nothing: use TRL's DataCollatorForLanguageModeling"),
             (multiple is not None and multiple < 1, f"pad_to_multiple_of={multiple} must be >= 1, or None"),
             (size is not None and size < 1, f"vocab_size={size} must be the rows of the embedding, or None"),
             (multiple and not isinstance(token, int), f"pad_token_id={token!r} cannot pad: set tokenizer.pad_token"),
@@ -96,27 +91,23 @@ class PackingCollator(DataCollatorForLanguageModeling):
         if row is None:
             batch = PackedBatch.from_lengths(lengths, num_padding=num_padding, labels=targets)
         else:
-            loss_positions, loss_labels, weights = score(row, ids[0], labels)
-            copies = np.bincount(row.token_of, minlength=tokens + num_padding).astype(np.float32)
+            loss_positions, loss_labels, weights = map(torch.from_numpy, score(row, ids[0], labels))
+            token_of = torch.from_numpy(row.token_of)
             documents = Documents(
-                lengths=tuple(lengths.tolist()), token_of=torch.from_numpy(row.token_of),
-                loss_weights=torch.from_numpy(weights), copies=torch.from_numpy(copies),
-                loss_tokens=int(weights.sum(dtype=np.int64)), capacity=len(labels) + -len(labels) % multiple,
+                tuple(lengths.tolist()), token_of, weights, token_of.bincount(minlength=tokens + num_padding).float(),
+                loss_tokens=int(weights.sum(dtype=torch.int64)), capacity=len(labels) + -len(labels) % multiple,
             )  # fmt: skip
             prefixes = row.first_positions, row.key_index
             batch = replace(
                 PackedBatch.from_lengths(row.lengths, num_padding=num_padding, prefixes=prefixes),
-                loss_positions=torch.from_numpy(loss_positions),
-                loss_labels=torch.from_numpy(loss_labels),
-                labels=TensorVersion.of(targets),
+                loss_positions=loss_positions, loss_labels=loss_labels, labels=TensorVersion.of(targets),
                 documents=documents,
-            )
+            )  # fmt: skip
             ids = [ids[0][row.source_of]]
         assert batch.loss_labels is not None
         self._check_vocabulary("labels", batch.loss_labels.numpy())  # only what the loss counts
-        whole = np.full((1, batch.total_tokens), self.pad_token_id if num_padding else 0)
-        _flatten(ids, out=whole[0, :tokens])
-        inputs = {"input_ids": torch.from_numpy(whole), "labels": targets}
+        padding = np.full(num_padding, self.pad_token_id or 0)
+        inputs = {"input_ids": torch.from_numpy(_flatten([*ids, padding]).reshape(1, -1)), "labels": targets}
         return PackedInputs(inputs | to_transformers_kwargs(batch) | {"packed_batch": batch})
 
     def _check_vocabulary(self, name: str, ids: Ints) -> None:
@@ -124,10 +115,8 @@ class PackingCollator(DataCollatorForLanguageModeling):
             return
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self.vocab_size:
-            raise ValueError(
-                f"{name} has token id {low if low < 0 else high}, outside the vocabulary [0, {self.vocab_size}): use "
-                "the tokenizer of this model, or model.resize_token_embeddings"
-            )
+            wrong, fix = low if low < 0 else high, "use the tokenizer of this model, or model.resize_token_embeddings"
+            raise ValueError(f"{name} has token id {wrong}, outside the vocabulary [0, {self.vocab_size}): {fix}")
 
 
 def unshared(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -148,18 +137,14 @@ def unshared(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
 def _read_row(index: int, example: Mapping[str, Any], columns: Sequence[str]) -> tuple[Ints, Ints, Ints]:
     """Return token ids, labels (the same object if the row has none) and document lengths, none of them 0."""
     if "input_ids" not in example:
-        raise ValueError(
-            f"row {index} has no 'input_ids' column, only {', '.join(map(repr, example)) or 'nothing'}: tokenize the "
-            "dataset, or let SFTTrainer prepare it"
-        )
+        others, fix = ", ".join(map(repr, example)), "tokenize the dataset, or let SFTTrainer prepare it"
+        raise ValueError(f"row {index} has no 'input_ids' column, only {others or 'nothing'}: {fix}")
     ids = _to_array(index, "input_ids", example["input_ids"])
     given = {name: _to_array(index, name, example[name]) for name in columns if example.get(name) is not None}
     labels, lengths = given.get("labels", ids), given.get("seq_lengths", np.array([len(ids)]))
     if len(labels) != len(ids):
-        raise ValueError(
-            f"row {index} has {len(labels)} labels for {len(ids)} input_ids: give one label per token, {IGNORE_INDEX} "
-            "where the loss does not count"
-        )
+        fix = f"give one label per token, {IGNORE_INDEX} where the loss does not count"
+        raise ValueError(f"row {index} has {len(labels)} labels for {len(ids)} input_ids: {fix}")
     if lengths.min(initial=0) < 0 or lengths.sum() != len(ids):
         raise ValueError(
             f"row {index} has seq_lengths (min {lengths.min(initial=0)}) that add up to {lengths.sum()} for {len(ids)} "
@@ -177,14 +162,11 @@ def _to_array(index: int, name: str, value: Any) -> Ints:
     if array.ndim == 1 and array.size == 0 and array.dtype != object:
         return np.empty(0, np.int64)  # an empty list has no integer type
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError(
-            f"row {index} has '{name}' of type {type(value).__name__} ({array.dtype}, {array.ndim} dimension(s)): "
-            "give one flat sequence of integers"
-        )
+        kind = f"{type(value).__name__} ({array.dtype}, {array.ndim} dimension(s))"
+        raise ValueError(f"row {index} has '{name}' of type {kind}: give one flat sequence of integers")
     return array
 
 
-def _flatten(rows: Sequence[Ints], out: Ints | None = None) -> Ints:
-    """Return rows one after the other as int64, in `out` if that is given."""
-    rows = rows or [np.empty(0, np.int64)]
-    return np.concatenate(rows, out=out, dtype=None if out is not None else np.int64, casting="same_kind")
+def _flatten(rows: Sequence[Ints]) -> Ints:
+    """Return rows one after the other as int64."""
+    return np.concatenate(rows or [np.empty(0, np.int64)], dtype=np.int64, casting="same_kind")

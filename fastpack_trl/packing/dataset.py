@@ -57,19 +57,15 @@ def is_token_lists(dataset: Dataset, columns: Sequence[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class DatasetFacts:
-    """A map-style data set before and after preparation.
-
-    Attributes:
-        longest: tokens of the longest document: the `max_length` that truncates nothing.
-        truncated_tokens: tokens lost to `max_length`.
-        fill: share of the packed rows' capacity (rows x max_length) that holds tokens; None if nothing is packed.
-        figures: values for the report.
-    """
+    """A map-style data set before and after preparation."""
 
     longest: int
+    """Tokens of the longest document: the `max_length` that truncates nothing."""
     truncated_tokens: int
     fill: float | None
+    """Share of the packed rows' capacity (rows x max_length) that holds tokens; None if nothing is packed."""
     figures: Mapping[str, Any]
+    """Values for the report."""
 
 
 def prepare_in_two_passes(
@@ -100,10 +96,8 @@ def prepare_in_two_passes(
         wrong = np.flatnonzero(labels != lengths)
         if wrong.size:
             row = wrong[0]
-            raise DataError(
-                f"row {row} of the {name} data set has {labels[row]} labels for {lengths[row]} input_ids: give one "
-                f"label per token, {IGNORE_INDEX} where no loss is counted"
-            )
+            problem = f"row {row} of the {name} data set has {labels[row]} labels for {lengths[row]} input_ids"
+            raise DataError(f"{problem}: give one label per token, {IGNORE_INDEX} where no loss is counted")
         empty = int((lengths == 0).sum())
         if empty == len(lengths):
             raise DataError(f"the {name} data set has no token: all {empty} documents are empty")
@@ -115,23 +109,15 @@ def prepare_in_two_passes(
 
 
 def _measure(documents: Dataset, prepared: Dataset, args: Any, strategy: str | None, empty: int) -> DatasetFacts:
-    """Compare documents before truncation with the prepared examples; without `strategy` nothing is packed.
-
-    Raises:
-        DataError: nothing is left to train on.
-    """
+    """Compare documents before truncation with the prepared examples; raise `DataError` if nothing is left of them."""
     max_length, lengths = args.max_length, column_lengths(documents, "input_ids")
     longest, tokens = int(lengths.max()), int(lengths.sum())
     if not len(prepared):
         if not counted_tokens(documents, padding_free=False):
-            raise DataError(
-                f"the train data set has no token that the loss counts: all labels are {IGNORE_INDEX}; give labels, or "
-                "completions that are not empty"
-            )
-        raise DataError(
-            f"no example of the train data set is left: max_length={max_length} cuts every completion off; "
-            f"the longest document has {longest:,} tokens: raise max_length, or shorten the prompts"
-        )
+            why = f"all labels are {IGNORE_INDEX}; give labels, or completions that are not empty"
+            raise DataError(f"the train data set has no token that the loss counts: {why}")
+        why = f"max_length={max_length} cuts every completion off; the longest document has {longest:,} tokens"
+        raise DataError(f"no example of the train data set is left: {why}: raise max_length, or shorten the prompts")
     if not counted_tokens(prepared) and counted_tokens(documents):
         fix = f"raise max_length, the longest document has {longest:,} tokens"
         raise DataError(f"max_length={max_length} leaves the train data set no token that the loss counts: {fix}")
@@ -151,9 +137,7 @@ def _measure(documents: Dataset, prepared: Dataset, args: Any, strategy: str | N
         cuts = f"{lost.sum():,} tokens ({lost.sum() / tokens:.1%}) of {(lost > 0).sum():,} documents cut by "
         cuts += f"max_length={max_length}; max_length={longest}"
         cuts += " or packing_strategy='bfd_split' keeps them" if packed else " keeps them"
-    masked = (
-        f"{padding:,} tokens with attention_mask 0, a column that TRL does not read: remove them, or set their labels"
-    )
+    masked = f"{padding:,} tokens with attention_mask 0, a column that TRL does not read"
     nothing = "none: no token of this data set is counted by the loss, nothing will be learnt"
     table: list[tuple[str, object, object]] = [
         ("documents", True, f"{len(lengths):,} ({tokens:,} tokens)"),
@@ -161,7 +145,7 @@ def _measure(documents: Dataset, prepared: Dataset, args: Any, strategy: str | N
         ("packing fill", packed, f"{fill:.1%} of {len(prepared):,} rows x {max_length or 0:,} tokens"),
         ("truncated tokens", True, cuts),
         ("documents without loss tokens", any(unscored.values()), "; ".join(filter(unscored.get, unscored))),
-        ("padding trained on", padding, f"{masked} to {IGNORE_INDEX}"),
+        ("padding trained on", padding, f"{masked}: remove them, or set their labels to {IGNORE_INDEX}"),
         ("loss tokens", not counted_tokens(prepared, padding_free=args.padding_free or packed), nothing),
     ]
     figures = {name: text for name, applies, text in table if applies}
@@ -214,11 +198,7 @@ def counted_tokens(dataset: Dataset, *, padding_free: bool = True) -> int:
 
 
 def check_vocabulary(dataset: Dataset, vocab_size: int, *, padding_free: bool) -> None:
-    """Check every token id, and every label that may be counted, once, on the host.
-
-    Raises:
-        DataError: an id outside [0, vocab_size); names it.
-    """
+    """Raise `DataError` for a token id, or a label that may be counted, outside [0, vocab_size)."""
     for piece in pieces(dataset, *_READ[: 2 + padding_free]):
         ids = {"input_ids": piece["input_ids"][1]}
         if "labels" in piece:

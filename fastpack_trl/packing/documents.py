@@ -21,9 +21,7 @@ class DocumentsCollator:
 
     ``[{"input_ids": [5, 6, 7, 8, 9], "seq_lengths": [3, 2]}]`` -> ``input_ids=[[5, 6, 7], [8, 9, 0]]``. The loss counts
     the same tokens as in the packed row: first tokens have no label. Its padding, which TRL counts, is one more row.
-
-    Args:
-        stock: the trainer's collator, with ``padding_free=True``.
+    `stock` is the trainer's collator, with ``padding_free=True``.
     """
 
     def __init__(self, stock: DataCollatorForLanguageModeling) -> None:

@@ -161,11 +161,10 @@ def check_label_column(dataset: Dataset | IterableDataset, name: str) -> None:
     """Raise DataError if a column `labels` holds no lists of token labels, if the types of the columns are known."""
     kind = (dataset.features or {}).get("labels")
     if kind is not None and not is_integer_list(kind):
-        raise DataError(
-            f"the {name} data set has a column 'labels' of {kind}, which TRL reads as one label per token: remove it "
-            "(`dataset.remove_columns('labels')`) or rename it; token labels are lists of token ids, "
-            f"{IGNORE_INDEX} where no loss is counted"
-        )
+        problem = f"the {name} data set has a column 'labels' of {kind}, which TRL reads as one label per token"
+        fix = "remove it (`dataset.remove_columns('labels')`) or rename it"
+        lists = f"token labels are lists of token ids, {IGNORE_INDEX} where no loss is counted"
+        raise DataError(f"{problem}: {fix}; {lists}")
 
 
 def null_turns(dataset: Any) -> str:
@@ -175,10 +174,9 @@ def null_turns(dataset: Any) -> str:
     rows = {row for row, _ in _null_turns(dataset)}
     if not rows:
         return ""
-    return (
-        f"{len(rows):,} of {len(dataset):,} conversations have a turn whose content is null, which the chat template "
-        f"leaves out or writes as 'None'; the first is row {min(rows)} (the first is 0): fill it or drop the row"
-    )
+    problem = f"{len(rows):,} of {len(dataset):,} conversations have a turn whose content is null"
+    template = "which the chat template leaves out or writes as 'None'"
+    return f"{problem}, {template}; the first is row {min(rows)} (the first is 0): fill it or drop the row"
 
 
 def _null_turns(dataset: Dataset) -> Iterator[tuple[int, str]]:

@@ -271,11 +271,7 @@ def merge_batches(batches: Sequence[PackedBatch], labels: Tensor | None = None) 
     """Join several rows into one, on their device; documents stay documents, padding is dropped.
 
     ``seq_lengths`` (3, 2) and (4,) -> (3, 2, 4), ``cu_seqlens=[0, 3, 5, 9]``. Shared prefixes stay shared.
-    The host knows all offsets, so merging never synchronizes.
-
-    Args:
-        batches: each with `loss_positions`.
-        labels: those of the row, in the same order.
+    The host knows all offsets, so merging never synchronizes. `labels` are those of the row, in the same order.
 
     Raises:
         ValueError: no batch, or one without `loss_positions`.
@@ -318,11 +314,9 @@ def merge_batches(batches: Sequence[PackedBatch], labels: Tensor | None = None) 
     if wholes:
         documents = Documents(
             lengths=tuple(length for whole in wholes for length in whole.lengths),
-            loss_tokens=sum(whole.loss_tokens for whole in wholes),
-            capacity=sum(whole.capacity for whole in wholes),
-            parts=tuple(sum(whole.lengths) for whole in wholes),
-            **_joined(of_documents),
-        )
+            parts=tuple(sum(whole.lengths) for whole in wholes), loss_tokens=sum(whole.loss_tokens for whole in wholes),
+            capacity=sum(whole.capacity for whole in wholes), **_joined(of_documents),
+        )  # fmt: skip
     return PackedBatch(
         seq_lengths=tuple(lengths), max_seqlen=max(lengths), parts=tuple(parts), documents=documents,
         labels=TensorVersion.of(labels) if labels is not None else None,
@@ -341,10 +335,6 @@ def to_transformers_kwargs(batch: PackedBatch) -> dict[str, Any]:
     `cu_seq_lens_*` and `max_length_*` are read by its flash attention, `seq_idx` by its short convolutions.
     """
     return {
-        "position_ids": batch.position_ids,
-        "cu_seq_lens_q": batch.cu_seqlens,
-        "cu_seq_lens_k": batch.cu_seqlens,
-        "max_length_q": batch.max_seqlen,
-        "max_length_k": batch.max_seqlen,
-        "seq_idx": batch.seq_idx,
-    }
+        "position_ids": batch.position_ids, "cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens,
+        "max_length_q": batch.max_seqlen, "max_length_k": batch.max_seqlen, "seq_idx": batch.seq_idx,
+    }  # fmt: skip

@@ -48,10 +48,7 @@ class PackedInputs(dict[str, Any]):
 
     def pin_memory(self) -> PackedInputs:
         """Copy to page-locked host memory; called by `torch.utils.data.DataLoader`."""
-        return self._map(
-            lambda tensor: tensor.pin_memory(),
-            lambda value: value.pin_memory() if hasattr(value, "pin_memory") else value,
-        )
+        return self._map(Tensor.pin_memory, lambda one: one.pin_memory() if hasattr(one, "pin_memory") else one)
 
     def _map(self, convert: Callable[[Tensor], Tensor], convert_other: Callable[[Any], Any]) -> PackedInputs:
         converted: dict[int, Tensor] = {}

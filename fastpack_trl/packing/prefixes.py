@@ -40,16 +40,11 @@ class SharedRow(NamedTuple):
 
 
 def share(ids: NDArray[Any], lengths: Sequence[int] | Ints, least: int = LEAST_SHARED) -> SharedRow | None:
-    """Return the row of documents that share at least `least` tokens with another; None where none do.
+    """Return the row of documents that share at least `least` tokens with another; None if none do.
 
-    Args:
-        ids: (document_tokens,) integers below 2^31.
-        lengths: tokens of each document, at least 1.
-        least: tokens.
+    `ids` are (document_tokens,) integers below 2^31, `lengths` the tokens of each document, at least 1.
     """
     sizes: Ints = np.asarray(lengths, dtype=np.int64)
-    if len(sizes) < 2:
-        return None
     ends = sizes.cumsum()
     starts = ends - sizes
     order, common = _neighbours(ids, starts, sizes)
@@ -96,12 +91,8 @@ def _neighbours(ids: NDArray[Any], starts: Ints, sizes: Ints) -> tuple[Ints, Int
 def score(row: SharedRow, ids: NDArray[Any], labels: NDArray[Any]) -> tuple[Ints, Ints, NDArray[np.float32]]:
     """Return the tokens of a row whose next token the loss counts, those next tokens, and how many documents count it.
 
-    A token is listed once for each different next token.
-
-    Args:
-        row: of these documents.
-        ids: (document_tokens,).
-        labels: (document_tokens,), `IGNORE_INDEX` where no loss is counted and at the first token of each document.
+    A token is listed once for each different next token. `ids` and `labels` are (document_tokens,); labels are
+    `IGNORE_INDEX` where no loss is counted and at the first token of each document.
     """
     counted = labels != IGNORE_INDEX
     others = (counted & (labels != ids)).nonzero()[0]  # labels that are not the tokens count by themselves

@@ -58,11 +58,8 @@ class PromptGroups(TensorFields):
 def group_completions(ids: Tensor, attention_mask: Tensor, scored: Tensor, **form: Any) -> PromptGroups | str:
     """Return the row of a padded batch of prompts and completions, or why it has none.
 
-    Args:
-        ids: (rows, width) integers on the host, padded on either side.
-        attention_mask: (rows, width), 0 at padding.
-        scored: (rows, width), not 0 at tokens whose log-probability is needed. The first column never is.
-        form: of the row, see `_group`.
+    All are (rows, width) on the host: `ids` padded on either side, `attention_mask` 0 at padding, `scored` not 0 at
+    tokens whose log-probability is needed; the first column never is. `form` of the row: see `_group`.
     """
     rows, column = scored[:, 1:].numpy().nonzero()  # the column before each scored token, which predicts it
     places = rows * (ids.shape[1] - 1) + column
@@ -137,11 +134,7 @@ def _group(
 class PromptGroupsCollator:
     """Wrap a collator with TRL's keys, and add the `PromptGroups` of its batches under `KEY`, in the same worker.
 
-    Args:
-        inner: the collator.
-        find: from a batch and the prefix of its keys (``""``, ``"KL_"``) to the row of ``<prefix>input_ids``, or why
-            it has none.
-        form: of the rows, for `find`.
+    `find` returns the row of ``<prefix>input_ids`` of a batch, or why it has none: ``find(batch, "KL_", **form)``.
     """
 
     inner: Callable[[list[Any]], Any]
@@ -149,7 +142,7 @@ class PromptGroupsCollator:
     form: Mapping[str, bool]
 
     def __call__(self, examples: list[Any]) -> Any:
-        """Collate, and add the rows that are found, or the reason why one is not."""
+        """Collate, and add the rows or reasons."""
         batch = self.inner(examples)
         if not isinstance(batch, dict):
             return batch

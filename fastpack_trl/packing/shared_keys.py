@@ -38,7 +38,7 @@ class TensorFields:
 
     def pin_memory(self) -> Self:
         """Copy to page-locked host memory; called by `torch.utils.data.DataLoader`."""
-        return self.map(lambda tensor: tensor.pin_memory())
+        return self.map(Tensor.pin_memory)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -57,11 +57,8 @@ class StaticInputs:
         """Take in a row, without waiting for the device.
 
         One copy from pinned memory, of the ends of the segments; the rest is made on the device, on the current stream.
-        Earlier and later readers of the tensors must run on that stream too.
-
-        Args:
-            batch: of the row, on the device of these tensors.
-            ids: (1, total_tokens) int64.
+        Earlier and later readers of the tensors must run on that stream too. `ids` are (1, total_tokens) int64, and
+        `batch` is on the same device.
         """
         size, static = Bucket.of(batch), self.batch
         assert self.bucket.holds(size), f"a row of {size} does not fit into {self.bucket}"
@@ -105,11 +102,7 @@ def _ends(bucket: Bucket, size: Bucket, batch: PackedBatch) -> NDArray[np.int32]
 def _key_index(ends: Tensor, before: Tensor, count: int, tokens: int) -> Tensor:
     """Return (count,) int64: the own tokens of each segment as its last keys; those before them spread over the row.
 
-    Args:
-        ends: (2, segments + 1) int32, of the segments in tokens and in keys.
-        before: (segments,) int32, keys of each segment that are not its own tokens.
-        count: keys.
-        tokens: of the row.
+    `ends` are (2, segments + 1) int32, in tokens and in keys; `before`, (segments,), keys that are not own tokens.
     """
     place = torch.arange(count, dtype=torch.int32, device=ends.device)
     segment = torch.bucketize(place, ends[1, 1:], right=True, out_int32=True)

@@ -52,12 +52,9 @@ class Arguments:
 def parse(
     argv: Sequence[str], method: Method = SFT, *, may_launch: bool = True, early: Callable[[Any], None] | None = None
 ) -> Arguments:
-    """Read the YAML and the command line.
+    """Read the YAML and the command line; `early` checks the options by name before torch is imported.
 
-    Args:
-        may_launch: accept flags of `accelerate launch`. In the YAML they are accepted either way: the launched
-            processes read the same file.
-        early: further checks of the options by name, before torch is imported.
+    Flags of `accelerate launch` need `may_launch`; in the YAML they are accepted: launched processes read it too.
 
     Raises:
         UserError: a file, name or value that is wrong, with the nearest valid name; a launch flag without effect.
@@ -83,10 +80,8 @@ def parse(
             words = _words_of(config, parser, launcher, path)
             launch, launch_flags = _launch_words(words, parser, launcher, path), _launch_words(flags, parser, launcher)
             if launch_flags and not may_launch:
-                raise UserError(
-                    f"{' '.join(launch_flags)}: this process is already running, so options of `accelerate launch` "
-                    "have no effect here: give them to the launcher"
-                )
+                fix = "options of `accelerate launch` have no effect here: give them to the launcher"
+                raise UserError(f"{' '.join(launch_flags)}: this process is already running, so {fix}")
             if quick and early is not None:
                 early(parser.parse_known_args([*words, *flags])[0])
         try:

@@ -184,19 +184,16 @@ def _kind_of(layer: nn.Module) -> Any:
 
 @dataclass
 class Forecast:
-    """A model on one kind of GPU.
-
-    Attributes:
-        fixed: bytes that no row changes.
-        run: stands in for the `Run` there.
-        costs: of each layer; None if the activations are not known.
-    """
+    """A model on one kind of GPU."""
 
     gpu: Gpu
     model: Model
     fixed: dict[str, float]
+    """Bytes that no row changes."""
     run: Any
+    """Stands in for the `Run` there."""
     costs: list[LayerCost] | None = None
+    """Of each layer; None if the activations are `unknown`."""
     unknown: str = ""
 
     def need(self, tokens: int, longest: int, level: Level | None = None) -> tuple[dict[str, float], Plan]:

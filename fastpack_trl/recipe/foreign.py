@@ -122,9 +122,8 @@ def _pop(given: dict[str, Any], key: str, kind: Any, default: Any) -> Any:
 def convert(config: Mapping[str, Any], folder: Path) -> Converted:
     """Map every key of a YAML in `folder`; LLaMA-Factory's ``dataset_info.json`` is looked for there and here.
 
-    Raises:
-        UserError: a YAML of no tool that is known here, for a training that TRL has no command for, or of wrong types;
-            `arguments.check` refuses wrong values.
+    Raises `UserError` for a YAML of no tool that is known here, for a training that TRL has no command for, and for
+    wrong types; `arguments.check` refuses wrong values.
     """
     tool = tool_of(config)
     if not tool:

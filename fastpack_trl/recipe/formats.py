@@ -45,10 +45,8 @@ def reshape(split: Any, name: str, wanted: str) -> Any:
     turns = "messages" if "messages" in columns else "conversations"
     needed, to = (("instruction", "output"), _alpaca) if wanted == ALPACA else ((turns,), _sharegpt)
     if lacking := [name for name in needed if name not in columns]:
-        raise DataError(
-            f"dataset_format={wanted} needs {' and '.join(lacking)}, but the {name} data set has the columns "
-            f"{', '.join(columns)}: leave dataset_format out, or rename them"
-        )
+        data, needs = f"the {name} data set has the columns {', '.join(columns)}", " and ".join(lacking)
+        raise DataError(f"dataset_format={wanted} needs {needs}, but {data}: leave dataset_format out, or rename them")
     return split.map(to, remove_columns=columns)
 
 

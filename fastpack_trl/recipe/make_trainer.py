@@ -56,10 +56,7 @@ def make_trainer(
     callbacks: Sequence[TrainerCallback] | None = None,
     trainer_class: Callable[..., Any] | None = None,
 ) -> Any:
-    """Check, load and construct: return the trainer before its first step.
-
-    Args:
-        trainer_class: default: the one of the method.
+    """Check, load and construct: return the trainer, by default that of the method, before its first step.
 
     Raises `UserError` for what the user has to change. What the libraries raise passes: `preparing` converts it.
     """
@@ -147,10 +144,7 @@ def check_model(
 ) -> None:
     """Check by its ``config.json`` that a checkpoint is a causal language model; for rewards, or a classifier.
 
-    Args:
-        name: folder or hub name.
-        options: keywords with which its config is loaded.
-        option: what the user gave the name to, for the message of the `UserError`.
+    `options` are keywords with which it is loaded; the `UserError` names the `option` that the user gave it to.
     """
     from transformers import AutoConfig
 

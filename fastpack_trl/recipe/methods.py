@@ -50,7 +50,7 @@ class Method:
         return {own.name for kind in self.dataclasses(quick=True) for own in fields(kind)}
 
     def dataclasses(self, quick: bool = False) -> list[Any]:
-        """Return what TRL's script parses into, our configuration in place of TRL's, and our options of the data.
+        """Return what TRL's script parses into, with our configuration and our options of the data.
 
         `quick`: the configuration is made from the source of TRL's, which is not imported.
         """

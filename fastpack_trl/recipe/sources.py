@@ -32,11 +32,8 @@ def _tree(file: str) -> ast.Module:
 def _literal(node: ast.expr | None) -> Any:
     """Return the value of a literal, or the literal entries of a mapping; None for everything else."""
     if isinstance(node, ast.Dict):
-        return {
-            _literal(key): known
-            for key, value in zip(node.keys, node.values, strict=True)
-            if (known := _literal(value))
-        }
+        pairs = ((_literal(key), _literal(value)) for key, value in zip(node.keys, node.values, strict=True))
+        return {key: known for key, known in pairs if known}
     try:
         return None if node is None else ast.literal_eval(node)
     except ValueError:

@@ -64,17 +64,7 @@ _short_conv = recomputed(
 def packed_conv(x: Tensor, weight: Tensor, bias: Tensor | None, chunks: Chunks, *, silu: bool = False) -> Tensor:
     """Return ``y_t = bias + sum over s of weight_s x_(t-s)`` over those ``t-s`` in the document of ``t``.
 
-    Computed in fp32 or wider.
-
-    Args:
-        x: (1, channels, total_tokens).
-        weight: (channels, width); its last column multiplies the token itself.
-        bias: (channels,).
-        chunks: of the row.
-        silu: apply it to the sum.
-
-    Returns:
-        Shape of `x`, with the channels of a token contiguous.
+    `x` is (1, channels, total_tokens), `weight` (channels, width): its last column multiplies the token itself. The
+    result, computed in fp32 or wider, has the shape of `x`, with the channels of a token contiguous.
     """
-    out: Tensor = _short_conv(x[0].T, weight, bias, chunks.positions, silu)
-    return out.T[None]
+    return _short_conv(x[0].T, weight, bias, chunks.positions, silu).T[None]

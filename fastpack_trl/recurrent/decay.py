@@ -13,11 +13,7 @@ from fastpack_trl.packing.chunks import Chunks
 def log_decay(logs: Tensor, chunks: Chunks) -> Tensor:
     """Sum the logarithms of decays from the start of each token's document, or of its chunk, up to the token.
 
-    Args:
-        logs: (total_tokens, heads), at most 0.
-
-    Returns:
-        (chunks, heads, CHUNK) in float64, for differences: those of fp32 sums would be off by 1e-4.
+    (total_tokens, heads) -> (chunks, heads, CHUNK) in float64: differences of fp32 sums would be off by 1e-4.
     """
     return chunks.split(logs, torch.float64) @ chunks.sums.mT
 

@@ -32,14 +32,11 @@ def delta_rule(
     between = differences(sums, chunks.causal[:, None, None], dtype)
     to_end = masked_exp(sums[..., -1:] - sums, chunks.to_end[:, None, None], dtype)[..., None]
     carried = masked_exp(sums, chunks.carry_in[:, None, None], dtype)[..., None]
-
-    def flat(part: Tensor) -> Tensor:
-        return part.flatten(1, 2)
-
-    out = ChunkedRule.apply(
-        flat((k @ k.mT) * (between * rate)), flat((q @ k.mT) * between), flat(k * (carried * -rate)), flat(v * rate),
-        flat(q * carried), flat(k * to_end), flat(carried[..., -1:, :]), chunks.reach,
+    parts = (
+        (k @ k.mT) * (between * rate), (q @ k.mT) * between, k * (carried * -rate), v * rate, q * carried, k * to_end,
+        carried[..., -1:, :],
     )  # fmt: skip
+    out = ChunkedRule.apply(*(part.flatten(1, 2) for part in parts), chunks.reach)
     return chunks.join(out).to(query.dtype)
 
 
@@ -68,12 +65,10 @@ def packed_delta(
         value: (total_tokens, heads, value size); a key head serves ``heads / key heads`` consecutive heads.
         g: (total_tokens, heads), the logarithm of the decay.
         beta: (total_tokens, heads).
-        chunks: of the row.
-        normalise: whether to scale query and key to length 1.
+        normalise: scale query and key to length 1.
 
     Returns:
         (total_tokens, heads, value size) in the dtype of `query`; computed in fp32, with matmuls in TF32 on CUDA if
         `query` has 16 bits, or in float64.
     """
-    out: Tensor = _delta_rule(query, key, value, g, beta, normalise, *chunks)
-    return out
+    return _delta_rule(query, key, value, g, beta, normalise, *chunks)

@@ -6,9 +6,9 @@ two tensors, made once per batch.
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -37,14 +37,12 @@ class FlaRow(NamedTuple):
     """The metadata of a packed row for the kernels, whose chunks begin with each document.
 
     ``seq_lengths=(70, 58)``: ``cu_seqlens=[0, 70, 128]``, ``chunk_indices=[[0, 0], [0, 1], [1, 0]]``.
-
-    Attributes:
-        cu_seqlens: (num_segments + 1,) int32; the batch's own.
-        chunk_indices: (chunks, 2) int32, the document of each chunk and its number there.
     """
 
     cu_seqlens: Tensor
+    """(num_segments + 1,) int32; the batch's own."""
     chunk_indices: Tensor
+    """(chunks, 2) int32, the document of each chunk and its number there."""
 
 
 def fla_row(batch: PackedBatch) -> FlaRow:
@@ -68,8 +66,7 @@ def fla_delta_rule(
     """Compute `fla_delta` from the fields of `FlaRow`."""
     row = (part[None] for part in (query, key, value, g, beta))
     metadata = dict(zip(FlaRow._fields, fields, strict=True))
-    out: Tensor = _function(_FUNCTION)(*row, use_qk_l2norm_in_kernel=normalise, **metadata)[0]
-    return out[0]
+    return cast("Tensor", _function(_FUNCTION)(*row, use_qk_l2norm_in_kernel=normalise, **metadata)[0][0])
 
 
 _fla_delta = recomputed(fla_delta_rule, ROW + arguments_of(FlaRow), inputs=5, fake=like_value, flops=delta_flops)
@@ -79,8 +76,7 @@ def fla_delta(
     query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, row: FlaRow, *, normalise: bool = False
 ) -> Tensor:
     """Compute `packed_delta` by fla's kernels."""
-    out: Tensor = _fla_delta(query, key, value, g, beta, normalise, *row)
-    return out
+    return _fla_delta(query, key, value, g, beta, normalise, *row)
 
 
 def is_chosen(features: ModelFeatures) -> bool:
@@ -103,12 +99,9 @@ def refusal(features: ModelFeatures) -> str:
     if features.compute_dtype.itemsize != 2:
         return f"fla computes in 16 bits, this run in {str(features.compute_dtype).removeprefix('torch.')}"
     scans = [scan for scan in features.scans if scan.kind == _KIND]
-    failures = (_failure(scan, features.compute_dtype, features.device_type) for scan in scans)
+    dtype, device = features.compute_dtype, features.device_type
+    failures = (failed_trial("fla", device, _MAX_ERROR, partial(_error_of, scan, dtype, device)) for scan in scans)
     return next(filter(None, failures), "") if scans else "the sizes of its layers are not known"
-
-
-def _failure(scan: Scan, dtype: torch.dtype, device: str) -> str:
-    return failed_trial("fla", device, _MAX_ERROR, lambda: _error_of(scan, dtype, device))
 
 
 def _error_of(scan: Scan, dtype: torch.dtype, device: str) -> float:
@@ -121,9 +114,6 @@ def _error_of(scan: Scan, dtype: torch.dtype, device: str) -> float:
         torch.randn(sum(_LENGTHS), *shape, generator=generator).to(device, dtype)
         for shape in (keys, keys, values, scalars, scalars)
     )
-
-    def over(function: Any, metadata: Any) -> Any:
-        return lambda *row: function(*row, metadata, normalise=True)
-
+    ours, by_torch = partial(fla_delta, row=fla_row(batch)), partial(packed_delta, chunks=chunks_of(batch))
     row = (query, key, value, -g.float().abs(), beta.sigmoid())
-    return largest_error(over(fla_delta, fla_row(batch)), over(packed_delta, chunks_of(batch)), row)
+    return largest_error(partial(ours, normalise=True), partial(by_torch, normalise=True), row)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from fastpack_trl.kernels.operators import differentiable, operator, recording
 def recomputed(
     function: Callable[..., Tensor], arguments: str, *, inputs: int, fake: Callable[..., Tensor],
     flops: Callable[..., int], gradient: Callable[..., tuple[Tensor, ...]] | None = None,
-) -> Any:  # fmt: skip
+) -> Callable[..., Tensor]:  # fmt: skip
     """Register `function` as ``torch.ops.fastpack.<its name>``, with autograd's gradient of it; return the operator.
 
     Both passes run without autocast, and with matmuls in TF32 if the first argument has 16 bits.
@@ -66,8 +66,7 @@ def recomputed(
         def forward(ctx: Any, *fields: Any) -> Tensor:
             ctx.save_for_backward(*(field if isinstance(field, Tensor) else None for field in fields))
             ctx.constants = [None if isinstance(field, Tensor) else field for field in fields]
-            out: Tensor = run(*fields)
-            return out
+            return cast("Tensor", run(*fields))
 
         @staticmethod
         @once_differentiable
@@ -77,7 +76,7 @@ def recomputed(
             grads = zip(run_backward(grad, *fields), fields, strict=False)
             return *(None if field is None else each for each, field in grads), *[None] * (len(fields) - inputs)
 
-    return differentiable(name, f"({arguments}) -> Tensor", Recomputed)
+    return cast("Callable[..., Tensor]", differentiable(name, signature, Recomputed))
 
 
 @contextlib.contextmanager

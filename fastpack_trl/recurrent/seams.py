@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial, update_wrapper
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
@@ -64,8 +64,7 @@ def _conv(
     _check(hidden_states.mT, chunks)
     silu = activation in ("silu", "swish")
     out = packed_conv(hidden_states, weight, bias, chunks, silu=silu)
-    activated: Tensor = out if silu or activation is None else ACT2FN[activation](out)
-    return activated
+    return out if silu or activation is None else cast("Tensor", ACT2FN[activation](out))
 
 
 def _delta_rule(
@@ -99,11 +98,9 @@ def _not_fused(_chunks: Chunks, *_args: Any, **_kwargs: Any) -> None:
 def _check(tokens: Tensor, chunks: Chunks, has_state: bool = False) -> None:
     rows, length = tokens.shape[:2]
     if has_state or rows != 1 or length != chunks.total_tokens:
-        state = " and a state" if has_state else ""
-        raise PackingError(
-            f"a recurrent layer got {rows} row(s) of {length} tokens{state}, expected one row of "
-            f"{chunks.total_tokens}: give packed rows without a cache (use_cache=False)"
-        )
+        given = f"{rows} row(s) of {length} tokens{' and a state' * has_state}"
+        fix = "give packed rows without a cache (use_cache=False)"
+        raise PackingError(f"a recurrent layer got {given}, expected one row of {chunks.total_tokens}: {fix}")
 
 
 OURS: dict[str, Callable[..., Any]] = {

@@ -67,12 +67,10 @@ def packed_ssd(
         step: (total_tokens, heads).
         a: (heads,), at most 0.
         b, c: (total_tokens, groups, state size); a group serves ``heads / groups`` heads.
-        chunks: of the row.
         skip: (heads,).
 
     Returns:
         (total_tokens, heads, head size) in fp32, computed with matmuls in TF32 on CUDA if `x` has 16 bits; in float64
         if `x` is.
     """
-    out: Tensor = _mamba2(x, step, a, b, c, skip, *chunks)
-    return out
+    return _mamba2(x, step, a, b, c, skip, *chunks)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers  # noqa: F401
 from feature_material import with_reasons
-from sft_material import Material
+from sft_material import Material, refused
 from vision_material import composite
 
 from fastpack_trl.cli import doctor
@@ -26,6 +26,13 @@ ROOT = Path(__file__).parents[2]
 
 def run(*arguments: object) -> int:
     return cli.main(["doctor", *map(str, arguments)])
+
+
+def predicted(material: Material, path: Path, *words: object) -> dict[str, Any]:
+    """The forecast of a config for GPUs, with other options behind them."""
+    file = material.folder / "doctor.json"
+    assert run("--config", path, "--gpu", *words, "--json", file) == 0
+    return dict(json.loads(file.read_text())["forecast"])
 
 
 def test_it_names_versions_device_names_and_what_can_be_installed(
@@ -44,9 +51,7 @@ def test_it_names_versions_device_names_and_what_can_be_installed(
     lines = [line.split() for line in out.splitlines()]
     assert all([name, *value.split()] in lines for name, value in record["versions"].items())
     missing = {row["name"]: row for row in record["missing"]}
-    assert {name: f"pip install {package}" for name, package in packages.items()}.items() <= {
-        name: row["install"] for name, row in missing.items()
-    }.items()
+    assert {name: missing[name]["install"] for name in packages} == {n: f"pip install {packages[n]}" for n in packages}
     assert all(f"{row['needed_for']}: {row['install']}" in out for row in missing.values())
     assert packages.keys().isdisjoint(record["versions"])
     assert "found none" not in out, "what is required is installed"
@@ -74,13 +79,11 @@ def test_a_config_shows_the_report_of_its_trainer(material: Material, capsys: py
 
 
 def test_unusable_config_is_one_line_and_loses_nothing(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
-    file = material.folder / "doctor.json"
-    config = material.yaml(model_name_or_path="./nowhere")
-    assert run("--config", config, "--json", file) == cli.EXIT_USER_ERROR
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "'./nowhere' is not a folder" in line
+    file, says = material.folder / "doctor.json", "'./nowhere' is not a folder"
+    words = ("--config", material.yaml(model_name_or_path="./nowhere"), "--json", file)
+    assert says in refused(material, capsys, *words, command="doctor")
     record = json.loads(file.read_text())
-    assert "'./nowhere' is not a folder" in record["error"]
+    assert says in record["error"]
     assert "versions" in record
 
 
@@ -90,10 +93,8 @@ def test_without_a_gpu_bf16_is_refused_and_the_doctor_shows_common_gpus(
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: False)
     monkeypatch.setattr("transformers.utils.is_torch_bf16_gpu_available", lambda: False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    path = str(material.yaml(bf16=True, use_cpu=...))
-    assert cli.main(["sft", "--config", path]) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.endswith("set use_cpu: true and bf16: false, or run on a GPU")
+    path = material.yaml(bf16=True, use_cpu=...)
+    assert refused(material, capsys, "--config", path).endswith("set use_cpu: true and bf16: false, or run on a GPU")
     assert run("--config", path) == 0
     out = capsys.readouterr().out
     assert all(f"\n{name}\n" in out for name in ("T4", "4090", "A100-40", "H100"))
@@ -106,18 +107,15 @@ def test_without_a_gpu_bf16_is_refused_and_the_doctor_shows_common_gpus(
 def test_a_forecast_counts_bytes_as_the_model_has_them(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM
 
-    file = material.folder / "doctor.json"
     lora = {"use_peft": True, "lora_r": 4, "lora_target_modules": "all-linear"}
     model = AutoModelForCausalLM.from_pretrained(material.model)
     numbers = sum(parameter.numel() for parameter in model.parameters())
-    assert run("--config", material.yaml(dtype="float32"), "--gpu", "24GiB,8.9", "--json", file) == 0
-    found = json.loads(file.read_text())["forecast"]["gpus"]["24GiB,8.9"]
+    found = predicted(material, material.yaml(dtype="float32"), "24GiB,8.9")["gpus"]["24GiB,8.9"]
     counted = sum(found["parts_gib"][name] for name in ("frozen weights", "trained weights", "gradients", "optimizer"))
     assert counted * 2**30 == pytest.approx(numbers * 4 * 4), "weights, gradients and AdamW's two moments"
     assert found["total_gib"] == pytest.approx(sum(found["parts_gib"].values()))
     assert found["fits"]
-    assert run("--config", material.yaml(dtype="bfloat16", **lora), "--gpu", "T4", "h100", "--json", file) == 0
-    rows = json.loads(file.read_text())["forecast"]["gpus"]
+    rows = predicted(material, material.yaml(dtype="bfloat16", **lora), "T4", "h100")["gpus"]
     assert rows.keys() == {"T4", "H100"}
     assert rows["T4"]["parts_gib"]["frozen weights"] * 2**30 == pytest.approx(numbers * 2)
     assert all(row["parts_gib"]["activations"] > 0 and row["longest_row"] > 0 for row in rows.values())
@@ -127,7 +125,6 @@ def test_a_forecast_counts_bytes_as_the_model_has_them(material: Material, capsy
 
 
 def test_options_override_a_forecast_with_reasons(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
-    file = material.folder / "doctor.json"
     assert run("--config", material.yaml(), "--gpu", "H100") == 0
     out = capsys.readouterr().out
     assert out.startswith("planned with bf16: true, as for a GPU; the config has bf16: false")
@@ -137,13 +134,11 @@ def test_options_override_a_forecast_with_reasons(material: Material, capsys: py
     assert said in capsys.readouterr().out
     figures = []
     for length in (64, 128):
-        flags = ("--bf16", True, "--max_length", length, "--json", file)
-        assert run("--config", material.yaml(), "--gpu", "H100", "T4", *flags) == 0
+        report = predicted(material, material.yaml(), "H100", "T4", "--bf16", True, "--max_length", length)
         fast, old = capsys.readouterr().out.split("\nT4\n")
         assert "packed_attention  varlen\n" in fast
         assert "packed_attention  per_document: varlen needs compute capability 8.0, this device has 7.5\n" in old
         assert "bf16 is emulated" in old
-        report = json.loads(file.read_text())["forecast"]
         figures.append((report["row_tokens"], report["gpus"]["T4"]["parts_gib"]["activations"]))
     (short, few), (long, more) = figures
     assert (long, more > few) == (2 * short, True)
@@ -168,17 +163,12 @@ def test_rows_of_images_are_planned_by_their_own_limit(family: str, tokens: int,
 
 
 def test_a_forecast_follows_the_rules_of_the_features(material: Material, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = material.folder / "doctor.json"
-    words = ("--config", material.yaml(use_peft=True, lora_r=4), "--gpu", "H100", "--bf16", True, "--json", file)
-
     def found() -> dict[str, str]:
-        assert run(*words) == 0
-        return dict(json.loads(file.read_text())["forecast"]["gpus"]["H100"]["features"])
+        path = material.yaml(use_peft=True, lora_r=4)
+        return dict(predicted(material, path, "H100", "--bf16", True)["gpus"]["H100"]["features"])
 
-    assert found() == {
-        "packed_attention": "varlen", "lora": "on", "fused_layers": "on",
-        "cuda_graph": "on, if it pays off",
-    }  # fmt: skip
+    on = dict.fromkeys(("lora", "fused_layers"), "on")
+    assert found() == {"packed_attention": "varlen", **on, "cuda_graph": "on, if it pays off"}
     with_reasons(monkeypatch, "fused_layers", lambda run: iter(["a new rule"]))
     monkeypatch.setattr("fastpack_trl.features.cuda_graph.LEAST_CAPABILITY", (9, 5))
     monkeypatch.setattr("fastpack_trl.features.lora.has_lora", lambda model: False)
@@ -217,10 +207,9 @@ def test_a_suggestion_that_cannot_be_made_is_left_out(
 
 
 def test_several_gpus_have_a_column_per_engine(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
-    file, tables = material.folder / "doctor.json", []
+    tables = []
     for words in (["--gpus", 4], ["--accelerate_config", "fsdp2", "--num_processes", 4]):
-        assert run("--config", material.yaml(), "--gpu", "H100", "h200", "--json", file, *words) == 0
-        tables.append(json.loads(file.read_text())["forecast"])
+        tables.append(predicted(material, material.yaml(), "H100", "h200", *words))
         out = capsys.readouterr().out
         assert "4 x H100, DDP  4 x H100, FSDP 2  4 x H200, DDP  4 x H200, FSDP 2" in out
     assert tables[0] == tables[1]

@@ -55,9 +55,14 @@ def letters(completions, **kwargs):
 
 def matches(completions, wanted, **kwargs):
     return [float(one in str(text)) for text, one in zip(completions, wanted)]
-
-NUMBER = 5
 """
+
+
+@pytest.fixture(autouse=True)
+def here(material: Material, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in the folder of the test, whose rewards are not those of another."""
+    monkeypatch.chdir(material.folder)
+    monkeypatch.delitem(sys.modules, "rewards_of_a_user", raising=False)
 
 
 def material_of(material: Material, command: str, row: Mapping[str, object], **more: object) -> Path:
@@ -74,9 +79,7 @@ def run(command: str, *argv: object) -> Any:
 
 
 @pytest.mark.parametrize("kind", ROWS)
-def test_a_yaml_trains_ours_and_saves_a_model(material: Material, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.chdir(material.folder)
-    monkeypatch.delitem(sys.modules, "rewards_of_a_user", raising=False)
+def test_a_yaml_trains_ours_and_saves_a_model(material: Material, kind: str) -> None:
     command, more = kind.partition(",")[0], {"use_peft": True, "lora_r": 4}
     if kind == "grpo, messages":
         more["reward_funcs"] = ["rewards_of_a_user.matches", "think_format_reward"]
@@ -141,11 +144,8 @@ WRONG: list[tuple[str, Mapping[str, object], Mapping[str, Any], str]] = [
 
 @pytest.mark.parametrize(("command", "row", "more", "says"), WRONG)
 def test_data_rewards_and_models_of_another_kind_are_one_line(
-    material: Material, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-    command: str, row: Mapping[str, object], more: Mapping[str, Any], says: str,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(material.folder)
-    monkeypatch.delitem(sys.modules, "rewards_of_a_user", raising=False)
+    material: Material, capsys: pytest.CaptureFixture[str], command: str, row: Any, more: Mapping[str, Any], says: str
+) -> None:
     if "model_name_or_path" in more:
         AutoModelForSequenceClassification.from_pretrained(material.model).save_pretrained("classifier")
     path = material_of(material, command, row, **more)
@@ -153,13 +153,13 @@ def test_data_rewards_and_models_of_another_kind_are_one_line(
     assert says in refused(material, capsys, "--config", path, command=command)
 
 
-def test_a_causal_model_and_a_classifier_are_both_models_of_rewards(material: Material, tmp_path: Path) -> None:
+def test_a_causal_model_and_a_classifier_are_both_models_of_rewards(material: Material) -> None:
     first = material_of(material, "reward", PAIR, max_steps=1)
     run("reward", "--config", first)
     model = AutoModelForSequenceClassification.from_pretrained(material.out)
     assert model.config.num_labels == 1
     assert AutoTokenizer.from_pretrained(material.out).pad_token == "<pad>"
-    again = run("reward", "--config", first, "--model_name_or_path", material.out, "--output_dir", tmp_path / "again")
+    again = run("reward", "--config", first, "--model_name_or_path", material.out, "--output_dir", "again")
     assert again.state.global_step == 1
 
 
@@ -178,10 +178,7 @@ def test_the_keys_of_a_yaml_say_what_it_is_for(command: str, keys: Mapping[str, 
 
 
 @pytest.mark.parametrize("command", ["dpo", "grpo"])
-def test_the_doctor_shows_what_would_run(
-    material: Material, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
-    monkeypatch.chdir(material.folder)
+def test_the_doctor_shows_what_would_run(material: Material, capsys: pytest.CaptureFixture[str], command: str) -> None:
     path = material_of(material, command, ROWS[command], use_peft=True)
     assert main(["doctor", "--config", str(path), "--trainer", command]) == 0
     assert "packed_attention" in capsys.readouterr().out
@@ -189,10 +186,7 @@ def test_the_doctor_shows_what_would_run(
 
 
 @pytest.mark.parametrize(("command", "figure"), [("dpo", "loss"), ("grpo", "gradient norm")])
-def test_bench_trains_both_sides_of_a_command_to_the_same_losses(
-    material: Material, monkeypatch: pytest.MonkeyPatch, command: str, figure: str
-) -> None:
-    monkeypatch.chdir(material.folder)
+def test_bench_trains_both_sides_of_a_command_to_the_same_losses(material: Material, command: str, figure: str) -> None:
     config, steps = material_of(material, command, ROWS[command]), {"warmup": 2, "timed": 1, "gate": 2, "seed": 0}
     row = {"config": str(config), "flags": ["--trainer", command], "steps": steps}
     stock, ours = (SideResult(**measure_side(row, name)) for name in ("stock", "fastpack"))

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from counted_operators import Counted
-from moe_material import (
-    FAMILIES,
-    adapted,
-    assert_as_stock,
-    distance,
-    experts_of,
-    input_ids,
-    moe_model,
-    routed,
-    step,
-)
+from moe_material import FAMILIES, adapted, assert_as_stock, distance, experts_of, input_ids, moe_model, routed, step
 from torch import Tensor
+from transformers.integrations.moe import grouped_mm_experts_forward
 
 from fastpack_trl.kernels import grouped
 from fastpack_trl.moe.apply import apply_moe
@@ -99,16 +91,10 @@ def test_fp32_input_and_weights_beside_bf16_experts_follow_stock() -> None:
     module, (x, ids, weights, grad) = _case("qwen3_moe", torch.bfloat16)
     x, weights, grad = x.float(), weights.float(), grad.float()
     ours = _run(module, module, x, ids, weights, grad)
-    stock = _run(module, lambda *a: _stock(module, *a), x, ids, weights, grad)
+    stock = _run(module, partial(grouped_mm_experts_forward, module), x, ids, weights, grad)
     for name, value in stock.items():
         assert ours[name].dtype == value.dtype
         assert distance(ours[name], value) <= 1e-2, name
-
-
-def _stock(module: Any, *args: Tensor) -> Tensor:
-    from transformers.integrations.moe import grouped_mm_experts_forward
-
-    return grouped_mm_experts_forward(module, *args)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -178,7 +164,7 @@ def test_what_is_not_covered_keeps_stock_by_name_and_reason() -> None:
         first.has_post_expert_norm = False
         ids, weights = routed(5, 2, 4)
         x = torch.randn(5, 32)
-        assert torch.equal(first(x, ids, weights), _stock(first, x, ids, weights))
+        assert torch.equal(first(x, ids, weights), grouped_mm_experts_forward(first, x, ids, weights))
     for flag, value, reason in (("has_gate", False, "without a gate"), ("_is_expert_parallel", True, "parallel")):
         before = getattr(second, flag, False)  # transformers 5.17 has not all of them
         setattr(second, flag, value)
@@ -292,8 +278,7 @@ def test_host_waits_on_cuda_only_to_read_sizes_once_in_each_pass(family: str, lo
 
 @pytest.mark.cuda
 @pytest.mark.parametrize(
-    ("family", "skew"),
-    [(family, "uniform") for family in FAMILIES] + [("qwen3_moe", "empty"), ("qwen3_moe", "hot")],
+    ("family", "skew"), [(family, "uniform") for family in FAMILIES] + [("qwen3_moe", "empty"), ("qwen3_moe", "hot")]
 )
 def test_block_is_as_exact_as_eager_on_cuda_in_bf16(family: str, skew: str) -> None:
     module, values = _case(family, torch.bfloat16, tokens=400, skew=skew)

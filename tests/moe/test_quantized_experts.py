@@ -55,11 +55,8 @@ def test_frozen_experts_without_lora_and_decoding() -> None:
         found, expected = (model(input_ids=ids, use_cache=False).logits for model in (packed, dense))
         assert distance(found, expected) <= 1e-5
     with apply_moe(packed.eval()):
-        tokens = [
-            model.eval().generate(input_ids=input_ids(6), max_new_tokens=5, do_sample=False)
-            for model in (packed, dense)
-        ]
-    assert torch.equal(*tokens)
+        how = {"input_ids": input_ids(6), "max_new_tokens": 5, "do_sample": False}
+        assert torch.equal(*(model.eval().generate(**how) for model in (packed, dense)))
 
 
 @contextmanager

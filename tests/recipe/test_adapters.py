@@ -24,13 +24,12 @@ BOTH = {"modules_to_save": ["embed_tokens", "lm_head"]}
 UNTIED, RESIZED = "lm_head: untied from the embeddings (tie_word_embeddings=false)", "embeddings: 304 rows -> 320"
 
 
-VISION = dict(  # noqa: C408
-    hidden_size=16, depth=1, num_hidden_layers=1, num_heads=2, num_attention_heads=2, num_key_value_heads=2, head_dim=8,
-    intermediate_size=16, out_hidden_size=32,
-)  # fmt: skip
-TEXT = dict(  # noqa: C408
-    vocab_size=ROWS, hidden_size=32, intermediate_size=48, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
-)  # fmt: skip
+VISION = {
+    "hidden_size": 16, "depth": 1, "num_hidden_layers": 1, "num_heads": 2, "num_attention_heads": 2, "head_dim": 8,
+    "num_key_value_heads": 2, "intermediate_size": 16, "out_hidden_size": 32,
+}  # fmt: skip
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+TEXT = {"vocab_size": ROWS, "hidden_size": 32, "intermediate_size": 48, **HEADS}
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4": ("Gemma4ForConditionalGeneration", {
         "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 16,
@@ -95,12 +94,7 @@ def save_adapter(folder: Path, kind: str, rows: int, more: dict[str, Any], **sav
     ],
 )
 def test_merged_model_computes_what_the_adapter_does(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    kind: str,
-    rows: int,
-    more: dict[str, Any],
-    says: tuple[str, ...],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, rows: int, more: dict[str, Any], says: Any
 ) -> None:
     adapter, expected = save_adapter(tmp_path, kind, rows, more)
     assert main(["merge", str(adapter)]) == 0

@@ -14,6 +14,7 @@ from trl import SFTConfig, SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.errors import DataError
+from fastpack_trl.recipe.methods import METHODS
 
 TURNS = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
 TEXT = {"text": "the quick brown fox"}
@@ -130,37 +131,14 @@ COLUMNS: list[tuple[str, dict[str, Any], str]] = [
 def test_columns_of_another_form_are_named_alike_in_python_and_from_the_command_line(
     material: Material, capsys: pytest.CaptureFixture[str], method: str, row: dict[str, Any], says: str
 ) -> None:
-    from fastpack_trl.recipe.methods import METHODS
-
     trainer_class, config = METHODS[method.lower()].classes
-    rewards = {"reward_funcs": [len]} if method == "GRPO" else {}
+    rewards, more = {}, {"packing": ..., "max_length": ...}
+    if method == "GRPO":
+        rewards = {"reward_funcs": [len]}
+        more |= {"reward_funcs": ["accuracy_reward"], "num_generations": 2, "gradient_accumulation_steps": 2}
     args = config(output_dir=str(material.out), use_cpu=True, bf16=False, report_to=[])
     with pytest.raises(DataError) as caught:
         trainer_class(model=str(material.model), args=args, train_dataset=Dataset.from_list([row] * 4), **rewards)
     assert says in str(caught.value)
-    without = {"packing": ..., "max_length": ...}
-    more = (
-        {"reward_funcs": ["accuracy_reward"], "num_generations": 2, "gradient_accumulation_steps": 2} if rewards else {}
-    )
-    path = material.yaml(dataset_name=str(write_jsonl(material.folder / "rows.jsonl", [row] * 4)), **without, **more)
+    path = material.yaml(dataset_name=str(write_jsonl(material.folder / "rows.jsonl", [row] * 4)), **more)
     assert str(caught.value) in refused(material, capsys, "--config", path, command=method.lower())
-
-
-EXPERTS = {"use_peft": True, "lora_target_parameters": ["mlp.experts.down_proj"]}
-SETTINGS: list[tuple[str, dict[str, Any], str]] = [
-    ("sft", {"max_length": 1}, "max_length=1 leaves the train data set no token that the loss counts: raise max_"),
-    ("sft", {"max_length": 1, "packing": False}, "max_length=1 leaves the train data set no token"),
-    ("sft", EXPERTS | {"lora_dropout": 0.1}, "lora_dropout=0.1 does not work with target_parameters (LoRA on experts)"),
-    ("sft", EXPERTS | {"lora_dropout": 0.0, "use_dora": True}, "(LoRA on experts): set use_dora: False"),
-    ("dpo", {"packing": True}, "unknown key 'packing'; it is an option of sft: leave it out"),
-    ("sft", {"beta": 1}, "unknown key 'beta'; it is an option of dpo, kto, grpo, rloo: leave it out"),
-    ("sft", {"model_name_or_path": "someone/model"}, f"no such folder (looked for {Path('someone/model').absolute()})"),
-    ("sft", {"dataset_name": "rows"}, "'rows' cannot be loaded: no such folder (looked for "),
-]
-
-
-@pytest.mark.parametrize(("command", "values", "says"), SETTINGS)
-def test_setting_of_no_use_is_one_line_with_the_fix(
-    material: Material, capsys: pytest.CaptureFixture[str], command: str, values: dict[str, Any], says: str
-) -> None:
-    assert says in refused(material, capsys, "--config", material.yaml(**values), command=command)

@@ -25,7 +25,7 @@ from benchmarks.models import MODELS, ModelShape
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.moe.layout import experts_modules
 from fastpack_trl.moe.quantized import has_quantized_experts
-from fastpack_trl.recipe.arguments import parse
+from fastpack_trl.recipe.arguments import as_flags, parse
 from fastpack_trl.recipe.forecast import attention_of, fixed_bytes, model_of
 from fastpack_trl.recipe.gpus import GPUS
 from fastpack_trl.recipe.methods import METHODS, Method
@@ -165,9 +165,8 @@ def run(name: str, folder: Path, output: Path) -> FastSFTTrainer:
         changed |= {"image_row_tokens": changed["max_length"] * 2, "dataloader_num_workers": 0}
     if method(name).scores_rewards or "image_row_tokens" in config:
         del changed["max_length"]  # what it generates has a length of its own
-    flags = [word for key, value in changed.items() for word in (f"--{key}", str(value))]
-    flags += SMALLER.get(method(name).command, ())
-    return train(["--config", str(path), *flags], method(name))
+    more = SMALLER.get(method(name).command, ())
+    return train(["--config", str(path), *as_flags(changed), *more], method(name))
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -233,10 +232,8 @@ def check_report(trainer: FastSFTTrainer, config: dict[str, Any]) -> None:
 def commands(path: Path) -> list[list[str]]:
     """The lines of commands in the comments of a file or the text of a page, as words."""
     text = path.read_text(encoding="utf-8")
-    return [
-        shlex.split(line)[1:]
-        for line in re.findall(r"(?:^#? *|: )(fastpack-trl (?:sft|dpo|grpo|bench) .*)$", text, re.M)
-    ]
+    lines = re.findall(r"(?:^#? *|: )fastpack-trl ((?:sft|dpo|grpo|bench) .*)$", text, re.M)
+    return [*map(shlex.split, lines)]
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -129,14 +129,8 @@ def test_run_resumed_after_sigterm_equals_the_uninterrupted_run(
     assert resumed.state.global_step == STEPS
     expected = uninterrupted.model.state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in resumed.model.state_dict().items())
-    losses = [
-        [
-            (row["step"], row.get("loss"), row.get("eval_loss"))
-            for row in each.state.log_history
-            if "train_loss" not in row
-        ]
-        for each in (resumed, uninterrupted)
-    ]
+    logs = ([row for row in each.state.log_history if "train_loss" not in row] for each in (resumed, uninterrupted))
+    losses = [[(row["step"], row.get("loss"), row.get("eval_loss")) for row in log] for log in logs]
     assert losses[0] == losses[1]
 
 

@@ -15,13 +15,8 @@ from fastpack_trl.recipe.forecast import CONTEXT_GIB, Forecast, predict
 from fastpack_trl.recipe.gpus import Gpu
 
 GIB = 2**30
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3-8b": ("qwen3-8b", ALL),
-    "qwen3-8b-nf4": ("qwen3-8b", NF4),
-    "qwen3-14b-nf4": ("qwen3-14b", NF4),
-    "gpt-oss-20b-nf4": ("gpt-oss-20b", EXPERTS),
-}
-"""By the row of the record: its shape, and the settings of its adapters."""
+ADAPTERS = {"qwen3-8b": ALL, "qwen3-8b-nf4": NF4, "qwen3-14b-nf4": NF4, "gpt-oss-20b-nf4": EXPERTS}
+"""Settings of the adapters by the row of the record: the shape, and how its weights are stored."""
 
 
 class Recorded(NamedTuple):
@@ -48,8 +43,8 @@ def recorded() -> list[Recorded]:
 
 @cache
 def predicted(folder: Path, model: str, gib: float) -> Forecast:
-    shape, settings = MODELS[model]  # the records are of runs without fused layers
-    found = predict(arguments_of(folder, shape, **settings, fused_layers="off"), Gpu("H100", gib, (9, 0)))
+    shape, settings = model.removesuffix("-nf4"), ADAPTERS[model] | {"fused_layers": "off"}  # as recorded
+    found = predict(arguments_of(folder, shape, **settings), Gpu("H100", gib, (9, 0)))
     assert not found.unknown
     return found
 

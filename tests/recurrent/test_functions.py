@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from model_material import Inside
+from moe_material import distance
 from torch import Tensor
 from transformers.models.falcon_h1 import modeling_falcon_h1
 from transformers.models.qwen3_next import modeling_qwen3_next
@@ -157,11 +158,7 @@ def results(function: Callable[..., Tensor], arguments: list[Tensor], dtype: tor
     leaves = [argument.to(dtype).requires_grad_() for argument in arguments]
     out = function(*leaves)
     direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return [out.detach(), *torch.autograd.grad(out, leaves, direction.to(out))]
-
-
-def distance(actual: Tensor, right: Tensor) -> float:
-    return float((actual.double().cpu() - right).norm() / right.norm().clamp_min(1e-12))
+    return [value.detach().cpu() for value in (out, *torch.autograd.grad(out, leaves, direction.to(out)))]
 
 
 def assert_as_exact(actual: list[Tensor], stocks: list[Tensor], right: list[Tensor], floor: float) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
-from attention_material import packed
+from attention_material import packed, separate
 from model_material import HYBRIDS, hybrid_model, long_row, reached
 from shared_material import tree_row
 from torch import Tensor
@@ -25,21 +24,12 @@ from fastpack_trl.recurrent.seams import OURS
 from fastpack_trl.testing import count_host_syncs, gradients
 
 
-def separate(model: Any, ids: Tensor, lengths: tuple[int, ...], *, ours: bool = False) -> tuple[float, Any]:
-    """Loss and gradients of the documents one by one, by stock or by rows of one document each."""
-    model.zero_grad()
-    count, total = sum(length - 1 for length in lengths), 0.0
-    for document in ids[0].split(lengths):
-        if len(document) > 1:
-            batch = PackedBatch.from_lengths((len(document),))
-            keywords = {"packed_batch": batch, **to_transformers_kwargs(batch)} if ours else {}
-            logits = model(input_ids=document[None], use_cache=False, **keywords).logits[0, :-1]
-            loss = F.cross_entropy(logits, document[1:], reduction="sum") / count
-            loss.backward()
-            total += loss.item()
-    found = gradients(model)
-    model.zero_grad()
-    return total, found
+def in_rows_of_their_own(model: Any, ids: Tensor, batch: PackedBatch) -> dict[str, Tensor]:
+    """Gradients of the documents, each as a packed row."""
+    for document in ids.split(batch.seq_lengths, dim=1):
+        row = PackedBatch.from_lengths((document.shape[1],), labels=document)
+        (packed(model, document, row) * len(row.loss_positions) / len(batch.loss_positions)).backward()
+    return gradients(model)
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
@@ -48,7 +38,7 @@ def test_packed_loss_and_gradients_equal_separate_documents_and_are_proven(famil
         assert "conv layers" in read_features(hybrid_model(family)).gap
         return
     model, (ids, batch) = hybrid_model(family), long_row()
-    expected_loss, stock = separate(model, ids, batch.seq_lengths)
+    expected_loss, stock = separate(model, ids, batch)
     with packed_attention(model) as attention:
         assert attention.path == "per_document"
         assert "over chunks" in attention.choice.reason
@@ -60,7 +50,7 @@ def test_packed_loss_and_gradients_equal_separate_documents_and_are_proven(famil
         wide = copy.deepcopy(model).double()
         if getattr(wide.config, "_experts_implementation", None) is not None:
             wide.set_experts_implementation("eager")  # grouped matrix products know no float64
-        exact = separate(wide, ids, batch.seq_lengths, ours=True)[1]
+        exact = in_rows_of_their_own(wide, ids, batch)
     actual = gradients(model)
     assert abs(loss.item() - expected_loss) <= 1e-5
     assert actual.keys() == stock.keys() == exact.keys()
@@ -121,7 +111,7 @@ def test_ordinary_batches_stay_bit_equal_to_stock(family: str, wrapped: bool, mo
             generated = model.generate(ids, attention_mask=mask, **options)
             return generated, model(input_ids=ids, attention_mask=mask.flip(1), use_cache=False).logits
 
-    expected, loss = outputs(), separate(model, row, batch.seq_lengths)[0]
+    expected, loss = outputs(), separate(model, row, batch)[0]
     with packed_attention(model):
         assert all(vars(home).get(name) is not stock for name, stock in before.items() if stock is not None)
         with packed_attention(hybrid_model(family)):  # another model of the family, in the same process
@@ -136,7 +126,7 @@ def test_only_layers_whose_functions_are_called_pack() -> None:
     model, (ids, batch) = hybrid_model("qwen3_next"), long_row()
     layer = model.model.layers[0].linear_attn
     layer.__class__ = type("Inherits", (cls := type(layer),), {})
-    expected = separate(model, ids, batch.seq_lengths)[0]
+    expected = separate(model, ids, batch)[0]
     with packed_attention(model):
         assert abs(packed(model, ids, batch).item() - expected) <= 1e-5
     model._use_kernels = True
