@@ -87,9 +87,9 @@ class ModelSettings:
     )
     lora: Switch = choice(
         "auto",
-        "LoRA layers with fewer kernels, those of one input (q, k, v) together: auto (where supported), on or off "
-        "(PEFT's forward). Parameters and files are PEFT's. On CUDA, dequantized or cast base weights are cached for "
-        "2 bytes per weight, if all of them fit in an eighth of the free memory.",
+        "Run LoRA layers in fewer kernels, those that share an input (q, k, v) together: auto (where supported), on or "
+        "off (PEFT's forward). Parameters and files are PEFT's. On CUDA, dequantized or cast base weights are cached "
+        "for 2 bytes per weight, if all of them fit in an eighth of the free memory.",
     )
     frozen_base: Literal["as_loaded", "fp8"] = choice(
         "as_loaded",
@@ -99,20 +99,20 @@ class ModelSettings:
     )
     moe: Switch = choice(
         "auto",
-        "Mixture-of-experts layers with tokens sorted once per layer and forward, LoRA on expert stacks included: "
+        "Sort the tokens of a mixture of experts once per layer and pass, also for LoRA on expert stacks: "
         "auto (replaces grouped_mm), on (replaces any experts_implementation) or off. The routing plan takes 12 "
         "bytes per token and chosen expert.",
     )
     fused_layers: Switch = choice(
         "auto",
-        "Norms, rotations of queries and keys, and gated activations in one kernel each, forward and backward, in "
-        "every module whose class proves equal: auto (on CUDA from Ampere on), on (any device; torch's operators on a "
-        "CPU) or off. Keeps their inputs and one number per row for backward.",
+        "Run norms, rotations of queries and keys, and gated activations in one kernel each, forward and backward, in "
+        "modules that pass a comparison with their own forward: auto (on CUDA from Ampere on), on (any device; torch's "
+        "operators on a CPU) or off. Keeps their inputs and one number per row for backward.",
     )
     vision_tower: Switch = choice(
         "auto",
-        "Attention of image towers (Qwen2-VL to Qwen3.5, GLM-4V and others) over all images and windows at once, with "
-        "lengths read once per batch: auto (where the class proves equal to its own loop), on or off. One kernel per "
+        "Run the attention of image encoders (Qwen2-VL to Qwen3.5, GLM-4V and others) over all images at once, with "
+        "lengths read once per batch: auto (where a comparison with their own loop passes), on or off. One kernel per "
         "layer on CUDA in half precision, else one call per image.",
     )
     moe_quantize_experts: Literal["off", "on"] = choice(
@@ -129,7 +129,7 @@ class ModelSettings:
     )
     activation_memory_gib: float | None = option(
         None,
-        "GPU memory for activations under activation_memory, in GiB; None: what is free after model, gradients and "
+        "GPU memory for activations under activation_memory, in GiB; none: what is free after model, gradients and "
         "optimizer state, minus a tenth (minus a fifth if a step cannot run again).",
     )
     checkpoint_offload: Literal["auto", "double_buffer", "single_buffer", "off"] = choice(
@@ -194,12 +194,12 @@ class Settings(ModelSettings):
 
     vision_rows: Switch = choice(
         "auto",
-        "Batches of images and text as rows without padding, made of TRL's padded batch in the loader's workers: "
+        "Join each batch of images and text into one row without padding, in the data loader's workers: "
         "auto and on (in families whose rows were compared with padded batches) or off. Same loss and gradients.",
     )
     image_row_tokens: int | None = option(
         None,
-        "Tokens of a row of several samples of images and text, joined across the data set; None: one row per batch of "
+        "Pack samples with images across the data set into rows of at most so many tokens; none: one row per batch of "
         "TRL. Such a row counts as one example of a batch. Longer samples are left out, and counted. Costs one cached "
         "pass of the processor over the data set.",
     )

@@ -44,7 +44,7 @@ BUDGETS = {
     "measure": 600,
     "model": 1700,
     "moe": 950,
-    "packing": 2000,
+    "packing": 2050,
     "recipe": 2000,
     "recurrent": 750,
     "step": 1650,
@@ -52,7 +52,7 @@ BUDGETS = {
     "vision": 650,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 25550, "benchmarks": 3450, "tests": 28800}
+TOTALS = {"fastpack_trl": 24450, "benchmarks": 3450, "tests": 28000}
 
 
 @cache

@@ -175,7 +175,7 @@ COMMANDS = [
     Misuse("merge", "no model: give the folder that a run has written"),
     Misuse("merge adapters", "'adapters' has no adapter or model; did you mean 'adapters/checkpoint-10'?"),
     Misuse("merge --config {yaml}", "no trained model in", "output_dir: untrained"),
-    Misuse("merge {model}", "is a full model: there is nothing to merge"),
+    Misuse("merge {model}", "is a full model: use it as it is"),
     Misuse("generate {model}", "give --prompt TEXT, once per prompt"),
     Misuse("generate {yaml} --prompt a", "sft.yaml is a YAML; did you mean --config"),
     Misuse("generate left --prompt a", "the adapter's model (--base names another) './moved' is not a folder"),

@@ -201,7 +201,9 @@ def _merge(args: Namespace) -> dict[str, Any]:
         from fastpack_trl.model.preflight import unwritable
 
         if trained.base is None:
-            raise UserError(f"{short_repr(trained.folder)} is a full model: there is nothing to merge")
+            raise UserError(
+                f"{short_repr(trained.folder)} is a full model: use it as it is, or name the folder of an adapter"
+            )
         output = Path(args.output or f"{trained.folder.rstrip('/')}-merged").expanduser()
         if output.is_dir() and any(output.iterdir()):
             raise UserError(f"--output {output} is not empty: name another folder")

@@ -71,7 +71,7 @@ def install(run: Run) -> Iterator[None]:
 
 
 def _saving(computed: float | None, before: str = "") -> str:
-    return f"{before}tokens computed: {computed:.0%} of the documents' tokens" if computed else ""
+    return f"{before}{1 - computed:.0%} fewer tokens to compute" if computed else ""
 
 
 def _reasons(run: Run, little: str) -> Iterator[object]:

@@ -66,6 +66,13 @@ def naming_row(prepare: Callable[..., Any], stock: Callable[..., Any], method: s
         raise DataError(why) from error
 
 
+_TURNS = "a list of turns such as {'role': 'user', 'content': '...'}"
+_TYPES: dict[str, tuple[type, str]] = {
+    "text": (str, "a string"), "messages": (list, _TURNS), "conversations": (list, _TURNS)
+}  # fmt: skip
+"""What some columns hold."""
+
+
 def made_for(columns: Iterable[str]) -> str:
     """Return the most specific method for columns: ``["prompt", "chosen", "rejected"]`` -> ``"dpo"``; else ``""``."""
     there = set(columns)
@@ -85,6 +92,9 @@ def column_fault(
     data = f"the {name} data set has"
     if fits := [kind for kind in kinds if row.keys() >= {*kind}]:
         for column in fits[0] if len(fits) == 1 else ():
+            wanted, said = _TYPES.get("text" if column == text_field else column, (object, ""))
+            if not isinstance(row[column], wanted):
+                return f"{data} {short_repr(row[column])} in {column!r} of its first row: it must be {said}"
             turns = row[column] if column != "conversations" else None  # which TRL converts
             turn = turns[0] if isinstance(turns, list) and turns else None
             if isinstance(turn, Mapping) and {"from", "value"} <= turn.keys() and "role" not in turn:

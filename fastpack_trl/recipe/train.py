@@ -161,9 +161,11 @@ def _finish(trainer: Any, arguments: Arguments) -> None:
 
 def _last_line(trainer: Any) -> str:
     """Return the last line of a run: losses, tokens per second, peak memory, what TRL ran, and the report's path."""
-    run, parts = trainer.fastpack_run, []
+    run, parts, log = trainer.fastpack_run, list[str](), trainer.state.log_history
+    if sum("loss" in row for row in log) < 2 and log and "train_loss" in log[-1]:
+        parts.append(f"mean loss {log[-1]['train_loss']:.3f} (logging_steps: 1 shows its course)")
     for name, key in (("loss", "loss"), ("held-out loss", "eval_loss")):
-        losses = [row[key] for row in trainer.state.log_history if key in row]
+        losses = [row[key] for row in log if key in row]
         parts += [f"{name} {losses[0]:.3f} -> {losses[-1]:.3f}"] if len(losses) > 1 else []
     if (rate := run.rate) is not None and rate.per_second:
         parts.append(f"{rate.per_second:,.0f} tokens/s")

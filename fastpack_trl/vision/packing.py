@@ -45,7 +45,8 @@ class PackedRows:
         samples, gone = sum(map(len, self.rows)), len(self.left_out)
         named = ", ".join(map(str, self.left_out[:5])) + ", ..." * (gone > 5)
         left_out = f"; {gone:,} longer samples are left out: rows {named} of the data set" if gone else ""
-        return f"{samples:,} samples in {len(self.rows):,} rows, {self.fill:.1%} of {self.limit:,} tokens filled{left_out}"
+        filled = f"{self.fill:.1%} of {self.limit:,} tokens filled"
+        return f"{samples:,} samples in {len(self.rows):,} row{'s' * (len(self.rows) > 1)}, {filled}{left_out}"
 
 
 class Samples(MapDataset[list[dict[str, Any]]]):
@@ -94,7 +95,7 @@ def pack_samples(dataset: Any, stock: Any, limit: int, num_proc: int | None = No
     kept = tokens <= limit
     if not kept.any():
         raise DataError(
-            f"image_row_tokens={limit}: the shortest sample has {tokens.min():,} tokens: raise it, and max_length if set"
+            f"image_row_tokens={limit}: the shortest sample has {tokens.min():,} tokens: raise it (and max_length)"
         )
     mean = pixels[kept].sum() / tokens[kept].sum() * limit
     most = max(int(mean * _MOST_PIXELS), int(pixels[kept].max()))

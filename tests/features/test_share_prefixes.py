@@ -100,7 +100,7 @@ def test_log_and_weights_are_those_of_stock(options: dict[str, Any], tmp_path: P
     line = ours.fastpack_report["share_prefixes"]
     is_stream = options["fast"] == {"share_prefixes": "on"}
     assert line.status == "on"
-    assert ("unknown for a streamed" if is_stream else "of the documents' tokens") in line.reason
+    assert ("unknown for a streamed" if is_stream else "fewer tokens to compute") in line.reason
 
 
 def hooked() -> Any:
@@ -137,7 +137,7 @@ def test_what_cannot_share_is_named(options: dict[str, Any], reason: str, tmp_pa
     assert (line.status, line.path) == ("off", "not shared")
     assert reason in line.reason
     in_banner = ours.fastpack_report.facts.get(share_prefixes.FACT, "")
-    assert ("without that tokens computed" in in_banner) == ("without that" in line.reason)
+    assert ("fewer tokens to compute" in in_banner) == ("without that" in line.reason)
     assert in_banner or "dropout" not in reason, "what no dropout would save"
 
 
