@@ -233,7 +233,11 @@ def _single(records: Sequence[Run]) -> Iterator[str]:
     """Yield a sentence each about DPO and GRPO."""
     for row, training in trainings(records, SINGLE).items():
         ours, theirs = training.pairs(DEFAULT)[0]
-        yield f"{SINGLE[row]} went {_course(theirs)} in TRL and {_course(ours)} in fastpack, in one run each."
+        courses = dict.fromkeys((_course(theirs), _course(ours)))
+        both = (
+            f"{next(iter(courses))} in both" if len(courses) == 1 else "{} in TRL and {} in fastpack".format(*courses)
+        )
+        yield f"{SINGLE[row]} went {both}, in one run each."
 
 
 def _course(run: Run) -> str:

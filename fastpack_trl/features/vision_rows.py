@@ -13,7 +13,7 @@ from fastpack_trl.features.feature import Met
 from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.packing.batching import has_images
 from fastpack_trl.run import Run
-from fastpack_trl.vision.packing import BY_PLACE, PackedRows, pack_samples
+from fastpack_trl.vision.packing import BY_PLACE, LIMIT, PackedRows, pack_samples
 
 logger = get_logger(__name__)
 
@@ -61,12 +61,13 @@ def install(run: Run) -> Iterator[None]:
     run.report.facts["image rows"] = f"{packed}; counted in {time.perf_counter() - started:.1f} s"
     if packed.left_out:
         logger.warning(f"{FEATURE}: {packed}")
-    run.set_status(FEATURE, "on", f"rows of up to {packed.limit:,} tokens", _CHECKED)
+    by = " (max_length)" * (packed.limit < run.settings.image_row_tokens)
+    run.set_status(FEATURE, "on", f"rows of up to {packed.limit:,} tokens{by}", _CHECKED)
     with patch_attribute(run, "image_rows", packed):
         yield
 
 
 def _packed(run: Run, tokens: int) -> PackedRows:
-    trainer, limit = run.trainer, min(tokens, run.max_length or tokens)
+    trainer, (limit, name) = run.trainer, min((tokens, LIMIT), (run.max_length or tokens, "max_length"))
     with trainer.accelerator.main_process_first():  # the others find its counts in the cache
-        return pack_samples(trainer.train_dataset, trainer.data_collator, limit, run.args.dataset_num_proc)
+        return pack_samples(trainer.train_dataset, trainer.data_collator, limit, run.args.dataset_num_proc, name)

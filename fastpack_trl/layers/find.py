@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
+from collections import ChainMap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,7 +24,9 @@ OWN: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """The function of the library for each replaced rotation."""
 LIGER = "liger"
 """The reason of a module that Liger has patched."""
-_CONSTANTS = (int, float, str, bool, type(None), tuple)
+_CONSTANTS = (int, float, str, bool, type(None))
+_INTERNAL = frozenset(vars(nn.Module()))
+"""Attributes of every module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,20 +140,26 @@ def _parts(module: Any) -> list[Any]:
 def _constants(module: Any) -> tuple[Any, ...]:
     parts = _parts(module)
     values = [
-        (name, value)
-        for part in parts
-        for name, value in sorted(vars(part).items())
-        if (isinstance(value, _CONSTANTS) or inspect.isfunction(value))
+        (name, _value(value)) for part in parts for name, value in sorted(vars(part).items()) if name not in _INTERNAL
     ]
     kinds = tuple(type(child) for child in module._modules.values())
     shapes = tuple((name, p.dtype, p.shape, p.device) for name, p in module._parameters.items() if p is not None)
     return tuple(values), kinds, shapes, tuple(getattr(c, "out_features", 0) for c in module._modules.values())
 
 
+def _value(value: Any) -> Any:
+    """Return what must be equal in two modules of a kind: a constant, else the object itself, such as a config."""
+    if isinstance(value, tuple):
+        return tuple(map(_value, value))
+    return value if isinstance(value, _CONSTANTS) or inspect.isfunction(value) else id(value)
+
+
 @cache
 def _rotary_of(cls: Any) -> tuple[tuple[ModuleType, str], ...]:
     """Return where the methods of a class find functions that rotate q and k."""
-    functions: list[Callable[..., Any]] = [f for f in vars(cls).values() if inspect.isfunction(f)]
+    inherited = itertools.takewhile(lambda each: each is not nn.Module, cls.__mro__)
+    methods = ChainMap(*(dict(vars(each)) for each in inherited))  # the nearest class first
+    functions: list[Callable[..., Any]] = [f for f in methods.values() if inspect.isfunction(f)]
     return tuple(
         (sys.modules[function.__module__], name)
         for function in filter(inspect.isfunction, map(inspect.unwrap, functions))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from copy import copy
+from itertools import chain
 from typing import Any
 
 from datasets import Dataset
@@ -28,11 +29,11 @@ from fastpack_trl.trainers.sft_step import OptimizerStep, clear_derived
 from fastpack_trl.vision.packing import BY_PLACE, Samples
 from fastpack_trl.vision.rows import (
     ImageRows,
-    first_with_image,
     in_step,
     is_vision_collator,
     naming_limit,
     plan_batches,
+    smallest_with_image,
 )
 
 
@@ -103,7 +104,10 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
         view, removes = dataset, self.args.remove_unused_columns
         if isinstance(dataset, Dataset) and (rows or self.args.train_sampling_strategy in BY_PLACE):
             view, removes = Samples(self._remove_unused_columns(dataset, description), rows and rows.rows), False
-        spare = first_with_image(dataset) if self.fastpack_run.is_sharded and self.args.world_size > 1 else None
+        spare = None
+        if self.fastpack_run.is_sharded and self.args.world_size > 1:
+            kept = chain.from_iterable(view) if isinstance(view, Samples) else dataset
+            spare = smallest_with_image(kept, self.data_collator)
         with (
             patch_attribute(self, "data_collator", ImageRows(self.data_collator, self.model, spare)),
             patch_attribute(self.args, "remove_unused_columns", removes),

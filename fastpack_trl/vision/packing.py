@@ -17,6 +17,7 @@ from fastpack_trl.vision.rows import ROW, collated
 
 BY_PLACE = ("random", "sequential")
 """Values of `train_sampling_strategy` that read no example: those of a view may be lists of samples."""
+LIMIT = "image_row_tokens"
 _MOST_PIXELS = 1.5
 """Times the mean of a full row: numbers in the pixel tensors of a row, by which the work of a tower grows."""
 
@@ -74,12 +75,13 @@ class Samples(MapDataset[list[dict[str, Any]]]):
             raise
 
 
-def pack_samples(dataset: Any, stock: Any, limit: int, num_proc: int | None = None) -> PackedRows:
+def pack_samples(dataset: Any, stock: Any, limit: int, num_proc: int | None = None, name: str = LIMIT) -> PackedRows:
     """Return rows of samples of up to `limit` tokens; longer samples are left out, never cut.
 
     Args:
         dataset: a `datasets.Dataset`, whose cache keeps the counts.
         stock: TRL's collator, which runs once over each sample: exact for every processor.
+        name: of the field that limits rows, for the error.
 
     Raises:
         DataError: no sample is short enough.
@@ -91,11 +93,12 @@ def pack_samples(dataset: Any, stock: Any, limit: int, num_proc: int | None = No
         for _ in map(Samples(dataset).__getitem__, range(len(dataset))):
             pass  # an image that cannot be read raises here, with its row
         raise
+    counts.set_format(None)  # a transform of the user is for samples
     tokens, pixels = (np.asarray(counts[name], dtype=np.int64) for name in ("tokens", "pixels"))
     kept = tokens <= limit
     if not kept.any():
         raise DataError(
-            f"image_row_tokens={limit}: the shortest sample has {tokens.min():,} tokens: raise it (and max_length)"
+            f"{name}={limit}: the shortest sample has {tokens.min():,} tokens: raise it, or set max_length to null"
         )
     mean = pixels[kept].sum() / tokens[kept].sum() * limit
     most = max(int(mean * _MOST_PIXELS), int(pixels[kept].max()))

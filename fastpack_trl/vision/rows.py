@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ SPARE = "fastpack_spare"
 """Key of a row for its second version."""
 MISMATCH = "Image features and image tokens do not match"
 """Of transformers' models, if an image and its placeholders differ."""
+_TRIED = 16
 ROW = "fastpack_row"
 """Key of an example for its place in the data set."""
 
@@ -159,9 +160,11 @@ def naming_limit(max_length: int | None) -> Iterator[None]:
         raise ValueError(f"{why}: raise it, or set it to `None`.") from error
 
 
-def first_with_image(dataset: Any) -> dict[str, Any] | None:
-    """Return an example with an image; None if none of a data set has one."""
-    return next((example for example in dataset if example.get("images") or example.get("image")), None)
+def smallest_with_image(examples: Iterable[dict[str, Any]], stock: Any) -> dict[str, Any] | None:
+    """Return the example of the fewest tokens among the first ones with an image; None if none has one."""
+    count = replace(stock, max_length=None)
+    shown = (example for example in examples if example.get("images") or example.get("image"))
+    return min(islice(shown, _TRIED), key=lambda each: collated(count, [each])["attention_mask"].sum(), default=None)
 
 
 def in_step(batches: list[Any], any_rank: Callable[[list[float]], list[float]]) -> list[Any]:
@@ -195,6 +198,7 @@ def collated(stock: Any, examples: list[dict[str, Any]]) -> Any:
             try:
                 stock([example])
             except Exception:  # noqa: BLE001 - of the processor, whatever it is
-                error.add_note(f"in row {named.get(ROW, '?')} of the data set")
+                if ROW in named:
+                    error.add_note(f"in row {named[ROW]} of the data set")
                 break
         raise

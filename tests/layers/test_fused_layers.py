@@ -7,6 +7,7 @@ import pickle
 import re
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -232,6 +233,22 @@ class Scaled(LlamaRMSNorm):
         return super().forward(hidden_states) * self.scale
 
 
+class Stateful(LlamaRMSNorm):
+    def __init__(self, width: int, state: Any) -> None:
+        super().__init__(width)
+        self.state = state
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        state = self.state
+        return super().forward(hidden_states) * (state.scale if isinstance(state, SimpleNamespace) else state[0])
+
+
+HOLDERS: dict[str, Callable[[float], Any]] = {
+    "list": lambda scale: [scale], "dict": lambda scale: {0: scale}, "tensor": lambda scale: torch.tensor([scale]),
+    "object": lambda scale: SimpleNamespace(scale=scale), "tuple": lambda scale: (scale, []),
+}  # fmt: skip
+
+
 class Noisy(LlamaRMSNorm):
     def forward(self, hidden_states: Tensor) -> Tensor:
         out = super().forward(hidden_states)
@@ -252,8 +269,9 @@ def scaled(index: int) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("make", "norms"), [(lambda index: Numbered(32, index), 4), (scaled, 3), (lambda _: Noisy(32), 3)],
-    ids=["layer_idx", "buffer", "mode"],
+    ("make", "norms"), [(lambda index: Numbered(32, index), 4), (scaled, 3), (lambda _: Noisy(32), 3),
+    *((lambda index, hold=hold: Stateful(32, hold(index + 1.0)), 4) for hold in HOLDERS.values())],
+    ids=["layer_idx", "buffer", "mode", *HOLDERS],
 )  # fmt: skip
 def test_a_norm_that_differs_by_module_or_mode_is_not_proven_by_another(make: Any, norms: int) -> None:
     """The first layer of the numbered ones divides by 1: it is a plain norm."""
@@ -261,6 +279,38 @@ def test_a_norm_that_differs_by_module_or_mode_is_not_proven_by_another(make: An
     expected = step(model)
     with fused(model) as report:
         assert (report.fused["norm"], report.found["norm"]) == (norms, 5)
+        assert_gradients_close(step(model), expected, rtol=1e-4, atol_of_all=1e-6)
+
+
+class Louder(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.options = {"scale": scale}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.silu(x) * self.options["scale"]
+
+
+def test_activations_that_differ_by_module_are_not_proven_by_another() -> None:
+    model = tiny_model("llama").eval()
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.act_fn = Louder(1.0 + index)
+    expected = step(model)
+    with fused(model) as report:
+        assert (report.fused["gate"], report.found["gate"]) == (1, 2)
+        assert_gradients_close(step(model), expected, rtol=1e-4, atol_of_all=1e-6)
+
+
+def test_an_attention_that_inherits_its_forward_is_fused() -> None:
+    class Inherited(modeling_llama.LlamaAttention):
+        pass
+
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Inherited
+    expected = step(model)
+    with fused(model) as report:
+        assert report.fused["rotary"] == 2
         assert_gradients_close(step(model), expected, rtol=1e-4, atol_of_all=1e-6)
 
 

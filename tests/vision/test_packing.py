@@ -14,12 +14,13 @@ from side_by_side import assert_equal
 from trainer_material import assert_line, figures, sentences
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
-from vision_material import composite, image_data
+from vision_material import composite, image_data, processor
 from vision_runs import differences, run
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl.model.upstream import DataCollatorForVisionLanguageModeling
 from fastpack_trl.vision.packing import Samples, counting, fit, pack_samples
-from fastpack_trl.vision.rows import FAMILIES
+from fastpack_trl.vision.rows import FAMILIES, smallest_with_image
 
 PACKED = {"image_row_tokens": 70, "per_device_train_batch_size": 8}
 
@@ -52,6 +53,32 @@ def test_rows_keep_both_limits_and_fit_as_well_as_sorted_samples_can() -> None:
         assert all(tokens[row].sum() <= 30 and pixels[row].sum() <= 25 for row in rows)
         free = fit(tokens, 0 * pixels, 30, 0)
         assert len(free) <= 1.25 * tokens[tokens <= 30].sum() / 30 + 1 <= 1.25 * len(rows) + 1
+
+
+def test_samples_of_a_transform_are_counted_as_it_makes_them(tmp_path: Path) -> None:
+    def longer(batch: dict[str, Any]) -> dict[str, Any]:
+        return batch | {"prompt": [f"{prompt} w1 w2 w3" for prompt in batch["prompt"]]}
+
+    model, data = composite("llava", torch.float64), image_data(family="llava")
+    made = Dataset.from_list([longer({k: [v] for k, v in each.items()}) for each in data])
+    made = made.map(lambda each: {name: value[0] for name, value in each.items()}, features=data.features)
+    results = [
+        run(FastSFTTrainer, FastSFTConfig, tmp_path, "llava", model, each, max_steps=1, **PACKED)
+        for each in (data.with_transform(longer), made)
+    ]
+    assert_line(results[0], "vision_rows", path="rows of up to 70 tokens")
+    assert_equal(figures(results[0]), figures(results[1]), rtol=0, atol=0)
+
+
+def test_the_image_of_a_rank_without_one_is_a_small_one_of_the_kept_samples() -> None:
+    data = image_data(family="llava")
+    stock = DataCollatorForVisionLanguageModeling(processor("llava"), max_length=8, completion_only_loss=True)
+    counts = [counting(stock)(dict(each), k)["tokens"] for k, each in enumerate(data)]
+    shown = [k for k, each in enumerate(data) if each["images"]]
+    found = smallest_with_image(data, stock)
+    assert found is not None
+    assert found["prompt"] == data[min(shown, key=counts.__getitem__)]["prompt"]
+    assert smallest_with_image(image_data(3, images=0), stock) is None
 
 
 class Stop(TrainerCallback):
@@ -111,6 +138,7 @@ def test_counts_are_found_in_the_cache_of_another_run(tmp_path: Path) -> None:
     [
         ({"image_row_tokens": 0}, "image_row_tokens=0 must be a number of tokens >= 1"),
         ({"image_row_tokens": 9, "vision_rows": "off"}, "image_row_tokens=9 needs vision_rows='auto' or 'on'"),
+        ({"image_row_tokens": 512, "max_length": 5}, r"max_length=5: the shortest sample has \d+ tokens"),
         ({"image_row_tokens": 3}, r"image_row_tokens=3: the shortest sample has \d+ tokens"),
         ({"image_row_tokens": 70, "train_sampling_strategy": "group_by_length"}, "'group_by_length' reads single"),
         ({"image_row_tokens": 70, "packed_attention": "off"}, "image_row_tokens=70: packed_attention is off; leave"),
