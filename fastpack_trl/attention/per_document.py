@@ -24,6 +24,8 @@ class PerDocumentLayer(NamedTuple):
     """Keys of each segment: its own tokens, after those of a shared prefix."""
     masks: dict[int | None, Tensor]
     """Per window that a segment exceeds: (keys, keys) bool of the longest one; None: the causal mask of shared rows."""
+    repeats: bool = False
+    """Heads of keys are repeated for the kernel of the device, which a forecast on a CPU may be for."""
     key_index: Tensor | None = None
     """(total_keys,) int64 on the device: the tokens of the row that are keys (`SharedKeys`); None: each token once."""
     blocks: dict[int | None, tuple[Tensor, ...]] | None = None
@@ -66,7 +68,7 @@ class PerDocumentLayer(NamedTuple):
             return out
         groups = query.shape[1] // key.shape[1]
         # Of torch's fused kernels on CUDA, only flash takes groups of heads; what it can run has `varlen`.
-        if groups > 1 and query.is_cuda:
+        if groups > 1 and self.repeats:
             key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=call.scale,
@@ -105,7 +107,7 @@ class PerDocument(Backend):
         blocks = None
         if batch.blocks is not None:
             blocks = {window: block_masks(batch, window, device) for window in (None, *features.windows)}
-        return PerDocumentLayer(lengths, keys, masks, index, blocks)
+        return PerDocumentLayer(lengths, keys, masks, features.device_type == "cuda", index, blocks)
 
 
 def block_masks(batch: PackedBatch, window: int | None, device: torch.device) -> tuple[Tensor, ...]:
