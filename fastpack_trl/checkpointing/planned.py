@@ -12,9 +12,9 @@ from transformers import TrainerCallback
 
 from fastpack_trl.checkpointing.budget import budget_bytes, head_bytes, largest_dense, largest_row
 from fastpack_trl.checkpointing.offload import Mode
-from fastpack_trl.checkpointing.plan import LayerCost, Level, Plan, describe, layer_levels
+from fastpack_trl.checkpointing.plan import LayerCost, Level, Plan, describe, layer_functions, layer_levels
 from fastpack_trl.checkpointing.streams import GIB
-from fastpack_trl.checkpointing.tower import tower_bytes
+from fastpack_trl.checkpointing.tower import Size, is_planned_by_step, tower_cost
 from fastpack_trl.checkpointing.trace import layer_costs, probe_batches
 from fastpack_trl.model import sharded
 from fastpack_trl.model.checkpoint_seam import checkpointable_layers, stock_checkpoint
@@ -27,6 +27,8 @@ from fastpack_trl.run import Run
 logger = logging.getLogger(__name__)
 
 FEATURE = "activation_memory"
+_LESS = 0.8
+"""Of the budget, where each step has a plan of its own and one ran out of memory."""
 AMPLE = 2.0
 """Memory left per byte of gathered weights, from which on FSDP 2 keeps them; half stays for what no plan counts."""
 
@@ -52,29 +54,60 @@ class ActivationMemory(TrainerCallback):
     """
 
     def __init__(self, run: Run, *, level: str, gib: float | None, mode: Mode, merges: bool) -> None:
-        self._run, self._notes, self._mode = run, list[str](), mode
+        self._run, self._level, self._notes, self._mode = run, level, list[str](), mode
+        self._by_step = is_planned_by_step(run)
         with run.ranks.propagate_failures():  # none may run a sharded model without the others
-            tokens, longest = largest_row(run, merges=merges)
-            self.head_bytes, own = head_bytes(run.model, tokens), float(budget_bytes(run, gib, self._say))
-            tower = tower_bytes(run)
-        if tower:
-            self._notes.append(f"{tower / GIB:.2f} GiB for the tower of images")
-        budget = max(0, int(run.ranks.all_min([own - tower])[0]) - self.head_bytes)
-        dense, can_offload = largest_dense(run.model), not offload_unavailable(run.device)
-        plan = Plan.keeping_all(count_layers(run), tokens, longest, budget, dense, can_offload)
-        if level == "auto":
-            plan = plan.best()
-            if not plan.fits:
-                self._say(f"nothing fits the budget: {plan}")
-        elif level != "keep":
-            plan = plan.last_kept(0, Level[level.upper()])
-        self.plan, self._layers = plan, checkpointable_layers(run.model)
+            row = None if self._by_step else largest_row(run, merges=merges)
+            self._tower = tower_cost(run)
+            own = float(budget_bytes(run, gib, self._say))
+        self._budget = int(run.ranks.all_min([own])[0])
+        self._dense, self._can_offload = largest_dense(run.model), not offload_unavailable(run.device)
+        self._costs = count_layers(run)
+        self.plan, self._layers = self._plan(self._first(row)), checkpointable_layers(run.model)
+        if level == "auto" and not self.plan.fits:
+            self._say(f"nothing fits the budget: {self.plan}")
         self.gathered: list[Any] = []
         # What a user's hooks see is as under TRL's checkpointing, unless the user chose the level.
-        self._watches = [HookWatch(layer) for layer in self._layers if level == "auto"]
+        self._of_tower = [] if self._tower is None else list(self._tower.layers)
+        self._watches = [HookWatch(layer) for layer in (*self._layers, *self._of_tower) if level == "auto"]
         self._hooks: list[str] = []
         self._out_of_memory = ""
         self._stack = contextlib.ExitStack()
+
+    def _first(self, row: tuple[int, int] | None) -> Size:
+        """Return the size of the largest row, or that of a first step: of copies of the largest of some examples."""
+        run, each = self._run, int(self._run.args.per_device_train_batch_size)
+        largest = Size(0, 0) if self._tower is None else self._tower.largest
+        if row is None:
+            return Size(largest.tokens * each, largest.longest, largest.numbers * each)
+        return Size(*row, each * (largest.numbers if run.image_rows is None else run.image_rows.pixels))
+
+    def _plan(self, size: Size) -> Plan:
+        """Return the plan of a row."""
+        self.head_bytes = head_bytes(self._run.model, size.tokens)
+        whole, least = (0.0, 0.0) if self._tower is None else (self._tower.kept, self._tower.checkpointed)
+        self._whole, self._least = int(whole * size.numbers), int(least * size.numbers)
+        budget = max(0, self._budget - self._least - self.head_bytes)
+        plan = Plan.keeping_all(self._costs, size.tokens, size.longest, budget, self._dense, self._can_offload)
+        if self._level == "keep":
+            return plan
+        if self._level == "auto" and (self._tower is not None or not size.numbers):
+            return plan.best()
+        return plan.last_kept(0, Level[self._level.upper()] if self._level != "auto" else Level.CHECKPOINT)
+
+    @property
+    def _keeps_tower(self) -> bool:
+        """Return whether layers of towers keep everything: all of the decoder does, and there is room for it."""
+        room = self._level == "keep" or self._whole - self._least <= self.plan.left
+        return bool(self._of_tower) and self.plan.keeps_all and room and not any(self._hooks[len(self._layers) :])
+
+    def plan_step(self, batches: Sequence[Any]) -> None:
+        """Plan for the micro-batches of a step, and install what differs; by shapes, which the host knows."""
+        if self._by_step:
+            before = self._levels(), self._keeps_tower
+            self.plan = self._plan(Size.of(batches))
+            if (self._levels(), self._keeps_tower) != before:
+                self._install()
 
     def _say(self, message: str) -> None:
         self._notes.append(message)
@@ -117,13 +150,15 @@ class ActivationMemory(TrainerCallback):
         self._stack.close()
 
     def _functions(self) -> list[Any]:
-        return [(layer.gradient_checkpointing, stock_checkpoint(layer)) for layer in self._layers]
+        return [(layer.gradient_checkpointing, stock_checkpoint(layer)) for layer in (*self._layers, *self._of_tower)]
 
     def _install(self, changed: bool = True) -> None:
         self._stack.close()
         self._hooks = [watch.look() for watch in self._watches]
         run, levels = self._run, self._levels()
         self._stack.enter_context(layer_levels(self._layers, levels, self._mode))
+        if self._keeps_tower:
+            self._stack.enter_context(layer_functions(self._of_tower, [None] * len(self._of_tower)))
         run.step.offloads = Level.OFFLOAD in levels
         run.step.version += changed
         self._installed = self._functions()
@@ -131,25 +166,32 @@ class ActivationMemory(TrainerCallback):
 
     def _levels(self) -> list[Level]:
         """Return the plan's levels; a layer with a user's hook is recomputed as under TRL: the hook sees it."""
-        hooks = self._hooks or [""] * len(self._layers)
+        hooks = self._hooks[: len(self._layers)] or [""] * len(self._layers)
         levels = zip(self.plan.levels, hooks, strict=True)
         return [max(level, Level.CHECKPOINT) if hook else level for level, hook in levels]
 
     def report(self) -> None:
         """Set the plan's line in the report."""
         levels, notes = self._levels(), [str(self.plan), *self._notes, self._out_of_memory]
+        if self._tower is not None:
+            kept = (self._whole, ", kept whole") if self._keeps_tower else (self._least, "")
+            notes.insert(1, f"{kept[0] / GIB:.2f} GiB for the tower of images{kept[1]}")
+        if self._by_step:
+            notes.insert(1, "planned again for each step")
         if levels != list(self.plan.levels):
             notes.append(f"{describe(levels)} for {next(filter(None, self._hooks))}, which runs in each recompute")
         self._run.set_status(FEATURE, "on", " + ".join(map(str, sorted(set(levels)))), "; ".join(filter(None, notes)))
 
     def go_deeper(self) -> bool:
         """Install a plan with less after an out-of-memory; return False if there is none."""
-        if (plan := self.plan.deeper()) is None:
+        plan = self.plan.deeper()
+        if plan is None and not self._keeps_tower:
             return False
         told = f"a step ran out of memory with {describe(self._levels())}; it was run again with less"
         if not self._out_of_memory:
             logger.warning(f"{FEATURE}: {told}")
-        self._out_of_memory, self.plan = told, plan
+        self._out_of_memory, self.plan = told, plan or self.plan
+        self._budget = int(self._budget * _LESS)  # of the plans of later steps
         self._install()
         return True
 

@@ -1,11 +1,12 @@
-"""Bytes that the tower of a model keeps for backward in the largest row of images, counted on one example."""
+"""Bytes that the towers of a model keep for backward, counted on one example, and the sizes of a step's images."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,44 +18,80 @@ from fastpack_trl.model.changes import isolated_run
 from fastpack_trl.model.upstream import GradientCheckpointingLayer
 from fastpack_trl.packing.batching import has_images
 from fastpack_trl.run import Run
-from fastpack_trl.vision.rows import OF_IMAGES, PIXELS, collated
+from fastpack_trl.vision.rows import OF_IMAGES, PIXELS, collated, is_vision_collator
 
 _EXAMPLES = 16
 
 
-def tower_bytes(run: Run) -> int:
-    """Return what the towers keep in the largest row: of `image_row_tokens`, else of the largest of some examples.
+class Size(NamedTuple):
+    """Tokens of a row and of its longest document, and numbers in its `pixel_values`."""
 
-    It grows with the images. A sharded tower is not counted.
+    tokens: int
+    longest: int
+    numbers: int = 0
+
+    @classmethod
+    def of(cls, batches: Iterable[Any]) -> Size:
+        """Return the most of each in the micro-batches of a step, read from shapes."""
+        found = [(0, 0, 0)]
+        for batch in batches:
+            packed, ids = batch.get("packed_batch"), batch["input_ids"]
+            row = (ids.numel(), ids.shape[-1]) if packed is None else (packed.total_tokens, packed.max_seqlen)
+            found.append((*row, batch[PIXELS].numel() if PIXELS in batch else 0))
+        return cls(*map(max, zip(*found, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class TowerCost:
+    """Bytes that the towers keep for backward for each number in `pixel_values`.
+
+    Attributes:
+        kept, checkpointed: if their layers keep everything, and if they keep their inputs.
+        largest: size of the example on which they were counted, the largest of some.
+        layers: what of them can be checkpointed.
     """
+
+    kept: float
+    checkpointed: float
+    largest: Size
+    layers: tuple[GradientCheckpointingLayer, ...]
+
+
+def is_planned_by_step(run: Run) -> bool:
+    """Return whether each step has a plan of its own: images are of any size, and no row is the largest."""
+    stock = is_vision_collator(run.trainer.data_collator)
+    return run.kind == "sft" and has_images(run.trainer) and stock and run.image_rows is None and not run.is_sharded
+
+
+def tower_cost(run: Run) -> TowerCost | None:
+    """Count what the towers keep; None without images in the first examples, and for a sharded tower."""
     if not has_images(run.trainer) or run.is_sharded:
-        return 0
-    stock, each = run.trainer.data_collator, run.args.per_device_train_batch_size
-    batches = (collated(stock, [example]) for example in islice(run.trainer.train_dataset, _EXAMPLES))
+        return None
+    batches = (collated(run.trainer.data_collator, [each]) for each in islice(run.trainer.train_dataset, _EXAMPLES))
     found = [batch for batch in batches if PIXELS in batch]
     if not found:
-        return 0
+        return None
     largest = max(found, key=lambda batch: int(batch[PIXELS].numel()))
-    numbers = largest[PIXELS].numel()
-    most = numbers if run.image_rows is None else run.image_rows.pixels
     images = {name: largest[name].to(run.device) for name in OF_IMAGES & largest.keys()}
     with run.trainer.accelerator.autocast():
-        return int(
-            kept_by_tower(run.model, images, checkpoints=run.args.gradient_checkpointing) / numbers * most * each
-        )
+        kept, checkpointed = kept_by_tower(run.model, images)
+    size = Size.of([largest])
+    return TowerCost(kept / size.numbers, checkpointed / size.numbers, size, tuple(tower_layers(run.model)))
 
 
-def kept_by_tower(model: Any, images: dict[str, Tensor], *, checkpoints: bool) -> int:
-    """Return the bytes that autograd saves while a model makes features of images.
-
-    Args:
-        checkpoints: layers of towers keep their inputs alone, and all of one of them while it runs again.
-    """
-    backbone = facts.backbones(model)[0]
+def tower_layers(model: Any) -> list[GradientCheckpointingLayer]:
+    """Return the layers of towers that transformers can checkpoint."""
     decoder = set(facts.backbones(model)[-1].modules())
-    layers = [
-        each for each in backbone.modules() if isinstance(each, GradientCheckpointingLayer) and each not in decoder
-    ]
+    inside = facts.backbones(model)[0].modules()
+    return [each for each in inside if isinstance(each, GradientCheckpointingLayer) and each not in decoder]
+
+
+def kept_by_tower(model: Any, images: dict[str, Tensor]) -> tuple[int, int]:
+    """Return the bytes that autograd saves while a model makes features of images: of whole and checkpointed layers.
+
+    Checkpointed layers of towers keep their inputs, and all of one of them while it runs again.
+    """
+    backbone, layers = facts.backbones(model)[0], tower_layers(model)
     weights = {storage_of(tensor) for tensor in (*model.parameters(), *model.buffers(), *images.values())}
     saved: list[torch.UntypedStorage]
     kept, inputs = [0], [0]
@@ -66,7 +103,7 @@ def kept_by_tower(model: Any, images: dict[str, Tensor], *, checkpoints: bool) -
         before = size()
         out = function(hidden, *args, **kwargs)
         kept.append(size() - before)
-        inputs.append(hidden.nbytes)
+        inputs.append(min(hidden.nbytes, kept[-1]))
         return out
 
     with (
@@ -75,4 +112,4 @@ def kept_by_tower(model: Any, images: dict[str, Tensor], *, checkpoints: bool) -
         storages_saved(backbone, weights) as saved,
     ):
         backbone.get_image_features(**images, return_dict=True)
-        return size() - sum(kept) + (sum(inputs) + max(kept) if checkpoints else sum(kept))
+        return size(), size() - sum(kept) + sum(inputs) + max(kept)

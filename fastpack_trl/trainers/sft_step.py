@@ -52,6 +52,8 @@ class OptimizerStep:
         merging = self._run.merging
         if merging is not None:
             merging.plan(batches)
+        if self._run.memory is not None:
+            self._run.memory.plan_step(batches)
 
     def run(self, forward_backward: MicroStep, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
         """Run a micro-batch, or the row that it completes; return the loss, 0 for one that waits for the last of it.

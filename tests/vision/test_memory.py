@@ -5,17 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from out_of_memory import too_large
 from side_by_side import assert_equal
 from torch.autograd.graph import saved_tensors_hooks
 from trainer_material import assert_line, figures
+from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 from vision_material import composite, image_data
 from vision_runs import differences, run
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
-from fastpack_trl.checkpointing.tower import kept_by_tower, tower_bytes
+from fastpack_trl.checkpointing.plan import Level
+from fastpack_trl.checkpointing.tower import kept_by_tower, tower_cost, tower_layers
+from fastpack_trl.model.checkpoint_seam import checkpointable_layers
 from fastpack_trl.model.facts import backbones
 from fastpack_trl.vision.rows import OF_IMAGES
 
@@ -39,12 +44,14 @@ def test_bytes_of_a_tower_are_those_that_autograd_keeps(family: str, tmp_path: P
         features = backbones(model)[0].get_image_features(**images, return_dict=True)
     whole = sum(storage.nbytes() for storage in saved.values())
     assert features is not None
-    counted = kept_by_tower(model, images, checkpoints=False)
-    assert counted == pytest.approx(whole, rel=0.02)
-    assert kept_by_tower(model, images, checkpoints=True) < 0.8 * counted
+    kept, checkpointed = kept_by_tower(model, images)
+    assert kept == pytest.approx(whole, rel=0.02)
+    assert checkpointed < 0.8 * kept
+    cost = tower_cost(trainer.fastpack_run)
+    assert cost is not None
+    assert cost.kept > cost.checkpointed > 0
     model.requires_grad_(False)
-    assert kept_by_tower(model, images, checkpoints=False) == 0
-    assert tower_bytes(trainer.fastpack_run) > 0
+    assert kept_by_tower(model, images) == (0, 0)
 
 
 def test_a_plan_counts_the_tower_and_the_row_of_samples(tmp_path: Path) -> None:
@@ -58,11 +65,69 @@ def test_a_plan_counts_the_tower_and_the_row_of_samples(tmp_path: Path) -> None:
     assert differences(ours, stock) < 3e-6
 
 
-def test_rows_of_any_length_have_no_plan_and_the_line_names_the_fix(tmp_path: Path) -> None:
-    why = "no plan can be made: rows of images may have any length: set image_row_tokens"
-    for family in ("llava", "qwen3_vl"):
-        model, data = composite(family), image_data(family=family)
-        ours = run(FastSFTTrainer, FastSFTConfig, tmp_path, family, model, data, max_steps=1, activation_memory_gib=1.0)
-        assert ours.fastpack_report["activation_memory"].reason == why
-    with pytest.raises(ValueError, match=f"activation_memory='checkpoint': {why}"):
-        run(FastSFTTrainer, FastSFTConfig, tmp_path, family, model, data, activation_memory="checkpoint")
+@pytest.mark.parametrize("rows", ["auto", "off"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_each_step_has_a_plan_for_its_images(family: str, rows: str, tmp_path: Path) -> None:
+    """A budget between the needs of the steps: some keep everything, the tower too, and others recompute."""
+    data, levels = image_data(family=family), list[tuple[int, bool]]()
+    step = {"max_steps": 4, "per_device_train_batch_size": 2}
+    stock = run(SFTTrainer, SFTConfig, tmp_path, family, composite(family, torch.float64), data, **step)
+
+    class Levels(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            towers = {each.gradient_checkpointing for each in tower_layers(kwargs["model"])}
+            plan = ours.fastpack_run.memory.plan
+            kept = [not each.gradient_checkpointing for each in checkpointable_layers(kwargs["model"])]
+            assert [level is Level.KEEP for level in plan.levels] == kept
+            assert len(towers) == 1
+            levels.append((plan.count, towers == {False}))
+
+    def trained(gib: float) -> Any:
+        nonlocal ours
+        model, fields = composite(family, torch.float64), {"activation_memory_gib": gib, "vision_rows": rows}
+        ours = run(FastSFTTrainer, FastSFTConfig, tmp_path, family, model, data, train=False, **step, **fields)
+        ours.add_callback(Levels())
+        ours.train()
+        return ours
+
+    ours: Any = None
+    for gib in (1.0, *2.0 ** -np.arange(7.0, 14.0, 0.5)):
+        trained(gib)
+        assert_line(ours, "activation_memory", "planned again for each step", status="on")
+        assert_equal(figures(ours), figures(stock), rtol=1e-4, atol=1e-5)
+        assert differences(ours, stock) < 3e-5
+    count = max(count for count, _ in levels)
+    assert {(count, True), (count, False), (0, False)} <= set(levels)
+    per_run = [levels[at : at + 4] for at in range(0, len(levels), 4)]
+    assert any(len(set(each)) > 1 for each in per_run)
+
+
+def test_levels_that_are_asked_for_need_no_row_length(tmp_path: Path) -> None:
+    data = image_data(family="llava")
+    for level, kept in {"keep": True, "checkpoint": False}.items():
+        model, seen = composite("llava"), list[bool]()
+
+        class Layers(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                layers = (*tower_layers(kwargs["model"]), *checkpointable_layers(kwargs["model"]))
+                seen.extend(not each.gradient_checkpointing for each in layers)
+
+        options = {"max_steps": 1, "activation_memory": level, "callbacks": [Layers()]}
+        run(FastSFTTrainer, FastSFTConfig, tmp_path, "llava", model, data, **options)
+        assert set(seen) == {kept}
+
+
+def test_steps_after_an_out_of_memory_are_planned_with_less(tmp_path: Path) -> None:
+    data, budgets = image_data(family="llava"), list[int]()
+
+    class Budgets(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            budgets.append(ours.fastpack_run.memory.plan.budget)
+
+    options = {"max_steps": 5, "activation_memory_gib": 1.0, "callbacks": [Budgets()], "train": False}
+    ours = run(FastSFTTrainer, FastSFTConfig, tmp_path, "llava", composite("llava"), data, **options)
+    with too_large(ours, "forward", 1) as calls:
+        ours.train()
+    assert len(calls) == 1
+    assert "it was run again with less" in ours.fastpack_report["activation_memory"].reason
+    assert budgets[-1] < 0.85 * budgets[0]
