@@ -26,6 +26,7 @@ class NormForm:
         rounds: normalized values are rounded to the dtype of the input before the weight multiplies them (Llama);
             not in the kernel of a rotation.
         promotes: the result has the wider dtype of input and weight, else that of the input.
+        widens: the result is fp32 or wider, as CUDA's autocast has it of torch's layer norm.
     """
 
     eps: float
@@ -33,9 +34,12 @@ class NormForm:
     offset: int = 0
     rounds: bool = False
     promotes: bool = False
+    widens: bool = False
 
     def out_dtype(self, x: Tensor, weight: Tensor | None) -> torch.dtype:
         """Return the dtype of the result."""
+        if self.widens:
+            return torch.promote_types(x.dtype, torch.float32)
         return x.dtype if weight is None or not self.promotes else torch.promote_types(x.dtype, weight.dtype)
 
 

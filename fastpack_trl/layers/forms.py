@@ -121,6 +121,8 @@ def _norm(kind: Kind, precision: Precision) -> tuple[Call | None, str]:
             weights = [where.draw(w, width) for _ in names]
             tensors = [row, *weights[:differentiated]]
             cases.append(Case(tensors, weights[differentiated:], where.context))
+        if where.autocast and not where.searches:  # CUDA's autocast runs torch's layer norm in fp32, a CPU's does not
+            forms = [[form, *[replace(form, widens=True)] * form.centers] for (form,) in forms]
         return prove(own, forms, fused, cases)
 
     form, reason, cases = _prove(trial, _norm_forms(module, bool(names)), precision, probe)

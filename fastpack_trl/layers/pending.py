@@ -52,11 +52,17 @@ def _of_tensor(name: str) -> Any:
 
 
 class Pending:
-    """A tensor that is made by `make` when something reads it; `x` has its shape and dtype."""
+    """A tensor that is made when something reads it; `x` has its shape and dtype.
 
-    def __init__(self, x: Tensor, make: Callable[[], Tensor]) -> None:
-        self.x, self._make, self._has_grad = x, make, torch.is_grad_enabled()
+    It holds no reference to itself: its tensors go with the last reference to it, not with the next garbage collection.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self._has_grad = x, torch.is_grad_enabled()
         self._tensor: Tensor | None = None
+
+    def _make(self) -> Tensor:
+        raise NotImplementedError
 
     @property
     def shape(self) -> torch.Size:
@@ -112,8 +118,11 @@ class PendingNorm(Pending):
     """
 
     def __init__(self, x: Tensor, weight: Tensor, form: NormForm, moved: bool = False) -> None:
-        super().__init__(x, lambda: norm(x, weight, None, form))
+        super().__init__(x)
         self.weight, self.form, self._moved = weight, form, moved
+
+    def _make(self) -> Tensor:
+        return norm(self.x, self.weight, None, self.form)
 
     def transpose(self, first: int, second: int) -> Any:
         of_norm = self.dim() - 1 in (first % self.dim(), second % self.dim())
@@ -125,8 +134,8 @@ class PendingNorm(Pending):
 class Addend(Pending):
     """The output of an attention layer, whose sum with the residual is put off."""
 
-    def __init__(self, x: Tensor) -> None:
-        super().__init__(x, lambda: x)
+    def _make(self) -> Tensor:
+        return self.x
 
     def can_join(self, other: Any) -> bool:
         """Return whether a kernel adds it to `other`."""
@@ -137,11 +146,11 @@ class Sum(Pending):
     """``x + y``, which a norm takes into its kernel."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
-        super().__init__(x, self._add)
+        super().__init__(x)
         self._y: Any = y
         self._versions = _version(x), _version(y)
 
-    def _add(self) -> Tensor:
+    def _make(self) -> Tensor:
         self._check()
         y, self._y = self._y, None  # a sum that is made keeps neither
         return self.x + y

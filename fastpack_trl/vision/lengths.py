@@ -50,7 +50,8 @@ def made_on_host(own: Callable[..., Any]) -> Callable[..., Any]:
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if len(given) != 1 or not args or args[0] is not given[0] or torch.compiler.is_compiling():
             return own(*args, **kwargs)
-        found = own(_once(args[0], Tensor.cpu), *args[1:], **kwargs)
+        on_host = args[0] if args[0].device.type == "cpu" else _once(args[0], Tensor.cpu)
+        found = own(on_host, *args[1:], **kwargs)
         parts = [_moved(each, args[0].device) for each in (found if isinstance(found, tuple) else (found,))]
         return tuple(parts) if isinstance(found, tuple) else parts[0]
 

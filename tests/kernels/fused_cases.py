@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastpack_trl.kernels import gated as gated_module
 from fastpack_trl.kernels import norm as norm_module
@@ -77,10 +77,11 @@ NORMS = [
     NormForm(1e-6, rounds=True, promotes=True),
     NormForm(1e-6, offset=1),
     NormForm(1e-5, centers=True),
+    NormForm(1e-5, centers=True, widens=True),
 ]
 
 
-@pytest.mark.parametrize("form", NORMS, ids=["llama", "gemma", "layernorm"])
+@pytest.mark.parametrize("form", NORMS, ids=["llama", "gemma", "layernorm", "autocast layernorm"])
 @WIDTHS
 @DTYPES
 def test_norm(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, width: int, form: NormForm) -> None:
@@ -97,6 +98,11 @@ def test_norm(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, width: int, f
     compare(monkeypatch, lambda x, y, w, b: add_norm(x, y, w, b, form), [contiguous, other, *low], eps)
     frozen = compare(monkeypatch, lambda x, w, b: norm(x, w, b, form), [contiguous, *low], eps, (1, 2))
     assert len(frozen) == 2
+    if form.widens:
+        stock = nn.functional.layer_norm(
+            contiguous.float(), (width,), *(None if p is None else p.float() for p in low), 1e-5
+        )
+        torch.testing.assert_close(frozen[0], stock, rtol=1e-4, atol=1e-4)
     assert norm(contiguous[:0], low[0], low[1], form).shape == (0, 7, width)
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from counted_operators import kernels_of
 from peft import LoraConfig, get_peft_model
+from torch import nn
 from trainer_material import assert_same_log, train
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
@@ -68,6 +69,20 @@ def test_rows_of_one_token_and_of_more_than_2_to_the_31_elements() -> None:
     whole = rotary(heads, heads[:, :1], *angles, RotaryForm(), form, weight[:128], weight[:128])[0]
     alone = rotary(heads[:, :, -1:], heads[:, :1, -1:], *last, RotaryForm(), form, weight[:128], weight[:128])[0]
     assert torch.equal(whole[:, :, -1:], alone)
+
+
+@pytest.mark.parametrize("family", ["starcoder2", "falcon", "bloom", "gpt_neox"])
+def test_layer_norms_under_autocast_are_fused(family: str, tmp_path: Path) -> None:
+    fields = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **fields)).cuda()
+    with fused_layers(model, dtype=torch.bfloat16, autocast=True) as report:
+        assert "LayerNorm" not in report.reasons
+        layer = next(each for each in model.modules() if isinstance(each, nn.LayerNorm))
+        x = torch.randn(2, 32, device="cuda", dtype=torch.bfloat16)
+        with torch.autocast("cuda", torch.bfloat16):
+            assert layer(x).dtype == torch.float32
+            assert kernels_of(lambda: layer(x)) == 1
 
 
 def test_ligers_patches_stay_and_are_named(tmp_path: Path) -> None:

@@ -102,19 +102,18 @@ def test_each_step_has_a_plan_for_its_images(family: str, rows: str, tmp_path: P
     assert any(len(set(each)) > 1 for each in per_run)
 
 
-def test_levels_that_are_asked_for_need_no_row_length(tmp_path: Path) -> None:
-    data = image_data(family="llava")
-    for level, kept in {"keep": True, "checkpoint": False}.items():
-        model, seen = composite("llava"), list[bool]()
+@pytest.mark.parametrize("level", ["keep", "checkpoint"])
+def test_levels_that_are_asked_for_need_no_row_length(level: str, tmp_path: Path) -> None:
+    seen = list[bool]()
 
-        class Layers(TrainerCallback):
-            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                layers = (*tower_layers(kwargs["model"]), *checkpointable_layers(kwargs["model"]))
-                seen.extend(not each.gradient_checkpointing for each in layers)
+    class Layers(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            layers = (*tower_layers(kwargs["model"]), *checkpointable_layers(kwargs["model"]))
+            seen.extend(each.gradient_checkpointing for each in layers)
 
-        options = {"max_steps": 1, "activation_memory": level, "callbacks": [Layers()]}
-        run(FastSFTTrainer, FastSFTConfig, tmp_path, "llava", model, data, **options)
-        assert set(seen) == {kept}
+    options = {"max_steps": 1, "activation_memory": level, "callbacks": [Layers()]}
+    run(FastSFTTrainer, FastSFTConfig, tmp_path, "llava", composite("llava"), image_data(family="llava"), **options)
+    assert set(seen) == {level == "checkpoint"}
 
 
 def test_steps_after_an_out_of_memory_are_planned_with_less(tmp_path: Path) -> None:
