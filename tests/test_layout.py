@@ -35,11 +35,11 @@ BUDGETS = {
     "bench": 1000,
     "callbacks": 300,
     "capture": 1000,
-    "checkpointing": 1100,
+    "checkpointing": 1170,
     "cli": 1000,
     "features": 1650,
     "kernels": 2100,
-    "layers": 950,
+    "layers": 960,
     "lora": 1200,
     "measure": 600,
     "model": 1700,
@@ -52,7 +52,7 @@ BUDGETS = {
     "vision": 650,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 24450, "benchmarks": 3450, "tests": 28050}
+TOTALS = {"fastpack_trl": 24550, "benchmarks": 3450, "tests": 28250}
 
 
 @cache

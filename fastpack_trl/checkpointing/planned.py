@@ -59,7 +59,7 @@ class ActivationMemory(TrainerCallback):
         with run.ranks.propagate_failures():  # none may run a sharded model without the others
             row = None if self._by_step else largest_row(run, merges=merges)
             self._tower = tower_cost(run)
-            own = float(budget_bytes(run, gib, self._say))
+            own = float(budget_bytes(run, gib, self._say, of_images=self._by_step))
         self._budget = int(run.ranks.all_min([own])[0])
         self._dense, self._can_offload = largest_dense(run.model), not offload_unavailable(run.device)
         self._costs = count_layers(run)
