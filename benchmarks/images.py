@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,6 +143,12 @@ def _processor(shape: ImageModel) -> Any:
     return own(image_processor=images, tokenizer=tokenizer, chat_template="none", **more)
 
 
+def _jpeg(image: Any) -> bytes:
+    """Return a photo's format, which is also made in a tenth of the time of a PNG of noise."""
+    image.save(file := io.BytesIO(), "JPEG")
+    return file.getvalue()
+
+
 def _documents(shape: ImageModel, longest: int, seed: int) -> datasets.Dataset:
     from PIL import Image
 
@@ -156,6 +163,6 @@ def _documents(shape: ImageModel, longest: int, seed: int) -> datasets.Dataset:
         count = index % 3
         sides = np.ones((count, 2), int) if shape.sizes is None else draw.integers(*shape.sizes, (count, 2))
         noise = [draw.integers(0, 255, (*(side * shape.pixels), 3), dtype=np.uint8) for side in sides]
-        images = [Image.fromarray(each) for each in noise]
+        images = [{"bytes": _jpeg(Image.fromarray(each))} for each in noise]
         rows.append({"images": images, "prompt": words() + place * count, "completion": f" {words()}"})
     return datasets.Dataset.from_list(rows).cast_column("images", datasets.Sequence(datasets.Image()))

@@ -222,11 +222,13 @@ for _model, _layers in {
         ROWS[f"{_method} {_name} {_examples}"] = Row(
             "preference", _model, 1024, method=_method, layers=_layers, batch=(_examples, 1), sides=PAIR
         )
-_SIDES = "trl", "fastpack padded", "fastpack"
+_SIDES = "trl", "fastpack same memory", "fastpack"
 for _model in IMAGE_MODELS:
     for _count in (4, 8):
         _row = Row("images", _model, 1200, batch=(_count, 1), sides=_SIDES)
         ROWS[f"images {_model} lora {_count}"] = _row
+        _whole = replace(_row, case="start", run=20, sides=(*PAIR, "fastpack warm caches"))
+        ROWS[f"start images {_model} lora {_count}, 20 steps"] = _whole
         ROWS[f"ddp images {_model} lora {_count}"] = replace(_row, case="several_gpus", engine="ddp", sides=PAIR)
 _SMALL = Row("preference", "small, large vocabulary", 1024, method="dpo", batch=(4, 1), sides=PAIR)
 ROWS |= {

@@ -50,6 +50,8 @@ WINDOW = 10
 """Steps between two logs, which are timed together: a user's run does not wait for the device after each step."""
 LEAST_SECONDS = 15.0
 """Least time of the timed steps on a GPU: rows of new lengths are captured during the first hundred steps or more."""
+IMAGE_STEPS = 12
+"""Of the warm-up and the timed ones of a row on images."""
 LARGE = ("qwen3-8b", "qwen3-14b", "qwen3-30b-a3b")
 REGIONS = {"BACKEND": "INDUCTOR", "USE_REGIONAL_COMPILATION": "true"}
 FSDP = ("--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
@@ -210,6 +212,8 @@ def watch_of(row: Row, steps: int) -> Windows:
         return Windows(warmup=first, timed=row.run - first, longest_warmup=0, window=1)
     if row.cap or not torch.cuda.is_available():
         return Windows(warmup=2, timed=steps, settling=int(row.cap > 0), window=1)
+    if row.case == "images":  # the same batches for all sides, whose sizes differ; TRL takes seconds for one
+        return Windows(warmup=IMAGE_STEPS, timed=max(1, steps // 4), longest_warmup=IMAGE_STEPS, window=4)
     window = max(1, min(WINDOW, steps // 4))
     warmup = COMPARED if window > 1 else 6
     most = 0 if window == 1 or row.engine else (RUN - LONGEST_WARMUP) // window - 1  # ranks stop at one step
@@ -263,7 +267,8 @@ def process_command(function: str, engine: str, processes: int, *flags: str) -> 
 
 def steps_of(row: Row, asked: int | None) -> int:
     """Return the number of timed steps."""
-    return asked or (6 if not torch.cuda.is_available() else 24 if row.model in LARGE else 60)
+    on_gpu = IMAGE_STEPS if row.case == "images" else 24 if row.model in LARGE else 60
+    return asked or (on_gpu if torch.cuda.is_available() else 6)
 
 
 def measure(args: Namespace) -> Iterator[dict[str, Any]]:
@@ -292,7 +297,9 @@ def measure(args: Namespace) -> Iterator[dict[str, Any]]:
                         continue
                     if not (caches and SIDES[side].warm_caches):  # else those of the run before
                         caches = tempfile.mkdtemp(dir=folder)
-                    options = {"steps": steps_of(row, args.steps), "profiled": 3 * (number == 0 or args.profile)}
+                    # Of one step on images TRL's profile has half a million events, which take minutes to read.
+                    looks = number == 0 and (row.case != "images" or SIDES[side].ours)
+                    options = {"steps": steps_of(row, args.steps), "profiled": 3 * (looks or args.profile)}
                     start = partial(launcher, row, side, args, caches, **options)
                     found = run_once(name, side, args, start)
                     yield {"case": row.case, "row": name, "side": side, "round": number, **processes, **found, **about}
