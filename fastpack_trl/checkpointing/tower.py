@@ -20,7 +20,8 @@ from fastpack_trl.packing.batching import has_images
 from fastpack_trl.run import Run
 from fastpack_trl.vision.rows import OF_IMAGES, PIXELS, collated, is_vision_collator
 
-_EXAMPLES = 16
+_EXAMPLES, _WITH_IMAGES = 16, 4
+"""Examples that are looked at, and how many of them with images are enough."""
 
 
 class Size(NamedTuple):
@@ -68,7 +69,7 @@ def tower_cost(run: Run) -> TowerCost | None:
     if not has_images(run.trainer) or run.is_sharded:
         return None
     batches = (collated(run.trainer.data_collator, [each]) for each in islice(run.trainer.train_dataset, _EXAMPLES))
-    found = [batch for batch in batches if PIXELS in batch]
+    found = [*islice((batch for batch in batches if PIXELS in batch), _WITH_IMAGES)]
     if not found:
         return None
     largest = max(found, key=lambda batch: int(batch[PIXELS].numel()))

@@ -8,7 +8,7 @@ import sys
 from collections import ChainMap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -133,8 +133,9 @@ def hooked_inside(module: Any) -> bool:
 
 
 def _parts(module: Any) -> list[Any]:
-    """Return a module and all inside of it that has no parameters."""
-    return [module, *(child for child in module.modules() if next(child.parameters(), None) is None)]
+    """Return a module and all inside of its children without parameters: not what adapters add to its projections."""
+    plain = (child for child in module.children() if next(child.parameters(), None) is None)
+    return [module, *itertools.chain.from_iterable(child.modules() for child in plain)]
 
 
 def _constants(module: Any) -> tuple[Any, ...]:
@@ -151,6 +152,8 @@ def _value(value: Any) -> Any:
     """Return what must be equal in two modules of a kind: a constant, else the object itself, such as a config."""
     if isinstance(value, tuple):
         return tuple(map(_value, value))
+    if isinstance(value, partial):  # of GELU's approximation, say: each module has its own
+        return _value((value.func, value.args, *value.keywords.items()))
     return value if isinstance(value, _CONSTANTS) or inspect.isfunction(value) else id(value)
 
 

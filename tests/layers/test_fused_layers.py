@@ -22,6 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from fastpack_trl.kernels import gated as gated_module
 from fastpack_trl.kernels import norm as norm_module
 from fastpack_trl.kernels import rotary as rotary_module
+from fastpack_trl.layers.find import kinds_of
 from fastpack_trl.layers.replace import FusedLayers, fused_layers
 from fastpack_trl.testing import FAMILIES, assert_gradients_close, gradients, tiny_model
 
@@ -369,3 +370,13 @@ def test_inference_mode_and_an_attention_that_is_an_autograd_function(family_nam
     model.config._attn_implementation = "sdpa"
     with fused(model), torch.inference_mode():
         model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, pad_token_id=0)
+
+
+@pytest.mark.parametrize("adapter", ["lora", "dora", "none"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "phi3"])
+def test_one_proof_stands_for_the_gates_of_all_layers(name: str, adapter: str) -> None:
+    model: Any = tiny_model(name, num_hidden_layers=3)
+    if adapter != "none":
+        model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", use_dora=adapter == "dora"))
+    gates = [kind.modules for kind in kinds_of(model)[0].values() if kind.part == "gate"]
+    assert [len(modules) for modules in gates] == [3]
