@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 
-from fastpack_trl.errors import DataError, UserError, first_reason
+from fastpack_trl.errors import first_reason
 from fastpack_trl.model.facts import UNREADABLE, text_model
 from fastpack_trl.model.upstream import PARTLY, missing_reason
 from fastpack_trl.report import Status
@@ -63,8 +63,7 @@ class Feature:
         """Install the feature until `stack` closes, or set its line with the reason against it.
 
         Raises:
-            ValueError: `train` begins, the setting is explicit and the feature is unavailable.
-            UserError, DataError: another setting, or the data, is wrong.
+            ValueError: `train` begins, the setting is explicit and the feature is unavailable; or an error of its own.
             torch.AcceleratorError: the device failed, independently of the model.
         """
         if run.kind not in self.kinds or (self.in_training and not run.training):
@@ -78,11 +77,10 @@ class Feature:
                 run.set_status(self.name, status, self.instead, str(why), holds=isinstance(why, Met))
             else:
                 stack.enter_context(self.install(run))
-        except (UserError, DataError, torch.OutOfMemoryError, torch.AcceleratorError):
+        except (ValueError, torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except (*UNREADABLE, ImportError) as error:
-            asked = isinstance(error, ValueError) and run.settings.is_explicit(self.name)
-            if asked or not self.falls_back:
+            if not self.falls_back:
                 raise
             model = type(text_model(run.model)).__name__
             reason = f"{model} cannot be read: {type(error).__name__}: {error}"

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 
-from fastpack_trl.errors import UserError
 from fastpack_trl.features.feature import Stock
 from fastpack_trl.kernels._triton import is_supported
 from fastpack_trl.model.changes import remarked
@@ -56,7 +55,7 @@ def why_not(run: Run) -> Iterator[object]:
         if quantized:
             requested = _requested(run)
             remove = "moe_quantize_experts" if requested is None else "experts_implementation, or moe_quantize_experts"
-            raise UserError(
+            raise ValueError(
                 f"moe_quantize_experts='on': {why}, and TRL's experts cannot train in 4 bits; on several GPUs use DDP "
                 f"(accelerate_config: multi_gpu), otherwise remove {remove}"
             )

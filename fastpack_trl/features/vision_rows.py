@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from accelerate.logging import get_logger
 from datasets import Dataset
 
-from fastpack_trl.errors import UserError
 from fastpack_trl.features.feature import Met
 from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.packing.batching import has_images
@@ -34,7 +33,7 @@ def why_not(run: Run) -> Iterator[object]:
         run.report.asked |= set() if tokens is None else {FEATURE}
         yield Met("the data set has no images" + f": image_row_tokens={tokens} has no effect" * (tokens is not None))
     if run.training and tokens is not None and (why := why or _why_unpacked(run)):
-        raise UserError(f"image_row_tokens={tokens}: {why}; leave image_row_tokens out")
+        raise ValueError(f"image_row_tokens={tokens}: {why}; leave image_row_tokens out")
     yield why
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpack_trl.errors import DataError
 from fastpack_trl.model.facts import masks_by_kind, text_model
 from fastpack_trl.model.upstream import DataCollatorForVisionLanguageModeling
 from fastpack_trl.packing import batching
@@ -142,7 +141,7 @@ class ImageRows:
         try:
             found = self.positions.get_rope_index(**{name: batch[name] for name in accepted if name in batch})
         except (RuntimeError, StopIteration) as error:
-            raise DataError(f"{MISMATCH}: {error}") from error
+            raise ValueError(f"{MISMATCH}: {error}") from error
         sections: Tensor = found[0]
         return sections
 
@@ -158,7 +157,7 @@ def naming_limit(max_length: int | None) -> Iterator[None]:
         why = (
             f"The current `max_length` ({max_length}) is too short and causes image placeholder tokens to be truncated"
         )
-        raise DataError(f"{why}: raise it, or set it to `None`.") from error
+        raise ValueError(f"{why}: raise it, or set it to `None`.") from error
 
 
 def smallest_with_image(examples: Iterable[dict[str, Any]], stock: Any) -> dict[str, Any] | None:

@@ -91,20 +91,6 @@ def test_feature_by_name_and_device_error_stop(error: Any, tmp_path: Path, monke
         train(FastSFTTrainer, tmp_path, packing=True, fast={"moe": "on" if by_name else "auto"})
 
 
-@pytest.mark.parametrize("setting", ["auto", "on"])
-def test_a_librarys_value_error_stops_only_a_feature_by_name(
-    setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fastpack_trl.features.moe.experts_modules", Mock(side_effect=ValueError("a shape of theirs")))
-    options = {"packing": True, "max_steps": 1, "eval_strategy": "no", "fast": {"moe": setting}}
-    if setting == "on":
-        with pytest.raises(ValueError, match="a shape of theirs"):
-            train(FastSFTTrainer, tmp_path, **options)
-        return
-    line = train(FastSFTTrainer, tmp_path, **options).fastpack_report["moe"]
-    assert (line.status, "a shape of theirs" in line.reason) == ("stock", True)
-
-
 @pytest.mark.parametrize("kind", [str, Met, Stock])
 def test_processes_decide_together_and_a_reason_of_another_keeps_its_kind(kind: type[str]) -> None:
     """A process that the option does not concern takes part too: a call that it left out would be another's answer."""
