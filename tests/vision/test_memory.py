@@ -130,3 +130,19 @@ def test_steps_after_an_out_of_memory_are_planned_with_less(tmp_path: Path) -> N
     assert len(calls) == 1
     assert "it was run again with less" in ours.fastpack_report["activation_memory"].reason
     assert budgets[-1] < 0.85 * budgets[0]
+
+
+def test_a_towers_layer_with_a_users_hook_inside_is_recomputed_as_under_trl(tmp_path: Path) -> None:
+    calls = {}
+    for cls, config, more in (
+        (SFTTrainer, SFTConfig, {}),
+        (FastSFTTrainer, FastSFTConfig, {"activation_memory_gib": 1.0}),
+    ):
+        options = {"max_steps": 1, "train": False, **more}
+        trainer = run(cls, config, tmp_path, "llava", composite("llava"), image_data(family="llava"), **options)
+        seen = calls[cls] = list[bool]()
+        inner = next(tower_layers(trainer.model)[0].children())
+        inner.register_forward_pre_hook(lambda module, *_, seen=seen: seen.append(module.training))
+        trainer.train()
+    assert [*calls.values()] == [[True, True]] * 2, "forward and recompute"
+    assert_line(trainer, "activation_memory", status="on", path="keep")
