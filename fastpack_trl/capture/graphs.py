@@ -27,6 +27,7 @@ from fastpack_trl.model.hooks import HookWatch, hook_on_a_gradient, replaced_met
 from fastpack_trl.model.upstream import BaseTunerLayer
 from fastpack_trl.packing.buckets import Bucket, Buckets
 from fastpack_trl.packing.packed_batch import PackedBatch
+from fastpack_trl.packing.static_batch import Form
 from fastpack_trl.run import Run
 from fastpack_trl.step.hostwork import ModelContents
 from fastpack_trl.step.loss import ROUTER_LOGITS, RowOutputs
@@ -37,7 +38,7 @@ WARM_ROWS = 1
 """Rows of a bucket that run eagerly in its static shapes: they load and tune kernels, which cannot be recorded. One
 more if a recording fails after them."""
 MAX_RERECORDINGS = 3
-"""How often graphs are recorded again because the model was changed."""
+"""How often graphs are recorded again because the model, or the plan of its activations, was changed."""
 LOSS_METHODS = ("compute_loss", "training_step")
 """Methods of a trainer that may keep hidden states, which the next replay overwrites, or differentiate twice."""
 _training = itemgetter("training")
@@ -148,14 +149,18 @@ class BackboneGraphs(TrainerCallback):
         """Number of graphs."""
         return sum(slot.graphs for slot in self._slots.values())
 
-    def run(self, backbone: Any, batch: PackedBatch, tokens: Tensor, others: Mapping[str, Any]) -> RowOutputs | None:
+    def run(
+        self, backbone: Any, batch: PackedBatch, tokens: Tensor, others: Mapping[str, Any],
+        positions: Tensor | None = None,
+    ) -> RowOutputs | None:  # fmt: skip
         """Return the outputs of a row, or None if the caller has to run it eagerly.
 
         Args:
             backbone: the decoder without its head.
             batch: of the row.
-            tokens: (1, total_tokens) int64.
+            tokens: (1, total_tokens) ids, or (1, total_tokens, hidden) embeddings.
             others: keywords of the call besides those of a row.
+            positions: of embeddings; None: those of `batch`.
         """
         trains = torch.is_grad_enabled()
         if self.has_ended or not self._run.model.training:
@@ -173,16 +178,16 @@ class BackboneGraphs(TrainerCallback):
         if not trains and watched.state.is_adapted:
             return None  # the fast LoRA layers read casts of the last forward with gradients: a graph has its own
         if watched.recorded.setdefault(trains, state) != state:
-            self._model_changed()
+            self._drop_again("the model is changed again and again (weights moved, frozen or merged, modes)")
             return None
-        key = Key(id(backbone), trains, bool(others.get(ROUTER_LOGITS)), bucket)
+        key = Key(id(backbone), trains, bool(others.get(ROUTER_LOGITS)), bucket, Form.of(tokens, positions))
         is_recorded = key in self._slots and self._slots[key].forward is not None
         if not is_recorded and not self._rule.pays_for(bucket, 1 + len(self._freed_by(bucket))):
             return None
         if key not in self._slots:
             self._slots[key] = Slot(self._run, backbone, key, others, WARM_ROWS)
-        self._slots[key].inputs.copy_row(batch, tokens)
-        outputs = self._run_slot(self._slots[key], key, tokens.numel())
+        filled = self._slots[key].inputs.copy_row(batch, tokens, positions)
+        outputs = self._run_slot(self._slots[key], key, tokens, filled if key.form.trains else None)
         return None if outputs is None else RowOutputs(outputs[0], outputs[1:] or None)
 
     def _look_for_watchers(self, watched: _Backbone, begins: bool) -> None:
@@ -220,13 +225,19 @@ class BackboneGraphs(TrainerCallback):
         if self._run.step.version != self._version:  # layers run otherwise since: kept, offloaded
             if why := self._why_not():
                 self.disable(why)
+            else:
+                plans = "the plan of the activations changes again and again: set activation_memory='checkpoint'"
+                self._drop_again(plans, is_first=self._version is None)
+            if self.has_ended:
                 return None
-            self.drop()
             self._version = self._run.step.version
         return None if bucket is None or self._run.refuses_static(bucket) else bucket
 
-    def _run_slot(self, slot: Slot, key: Key, tokens: int) -> tuple[Tensor, ...] | None:
-        """Run the row that was copied into `slot`; None if that has to be done eagerly."""
+    def _run_slot(self, slot: Slot, key: Key, tokens: Tensor, filled: Tensor | None) -> tuple[Tensor, ...] | None:
+        """Run the row that was copied into `slot`; None if that has to be done eagerly.
+
+        `filled` are embeddings with the tail, if they need a gradient.
+        """
         if slot.forward is None and slot.warm >= slot.needs and (self._buffers is not None or not key.trains):
             self._record(slot)
             if self.has_ended:
@@ -236,13 +247,13 @@ class BackboneGraphs(TrainerCallback):
         slot.warm += 1
         self._warmed += 1
         try:
-            outputs = slot.run_eagerly()
+            outputs = slot.run_eagerly(filled)
         except PackingError as error:
             self.disable(str(error))
             return None
         if outputs[0].grad_fn is not None:
             outputs[0].grad_fn.metadata["fastpack_open"] = self._opened()
-        return of_row(outputs, tokens)
+        return of_row(outputs, tokens.shape[1])
 
     def _freed_by(self, bucket: Bucket) -> list[Slot]:
         """Return the slots whose graphs are recorded again after a bucket is: all if that is the largest."""
@@ -260,7 +271,8 @@ class BackboneGraphs(TrainerCallback):
             other.reset()
         if freed:
             self._device.forget()
-        if not self._recorded and (lacks := self._device.lacks_room()):
+        # A plan that is made for each step must leave as much again for the largest row so far.
+        if lacks := self._why_not() if freed else "" if self._recorded else self._device.lacks_room():
             self.disable(lacks)
             return
         try:
@@ -279,11 +291,11 @@ class BackboneGraphs(TrainerCallback):
             self._recorded += 1
             self._tell()
 
-    def _model_changed(self) -> None:
-        """Drop the recordings of a model that has changed since."""
-        self._changes += 1
+    def _drop_again(self, why: str, is_first: bool = False) -> None:
+        """Drop the recordings of a model that has changed since, or end it if that happens again and again."""
+        self._changes += not is_first
         if self._changes > MAX_RERECORDINGS:
-            self.disable("the model is changed again and again (weights moved, frozen or merged, modes)")
+            self.disable(why)
         else:
             self.drop()
 
@@ -293,7 +305,9 @@ class BackboneGraphs(TrainerCallback):
         if why := self._rule.end_step():
             self.disable(why)
         if not self.has_ended and self._warmed and self._buffers is None:
-            self._buffers = GradientBuffers(self._run.model.parameters())
+            # A tower stays without gradients in a step without images: to an optimizer zeros are not None.
+            inside = (parameter for each in self._backbones.values() for parameter in each.contents.parameters)
+            self._buffers = GradientBuffers(inside)
 
     def disable(self, reason: str) -> None:
         """Run all that follows eagerly; reported once."""

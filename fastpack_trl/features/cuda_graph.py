@@ -9,6 +9,8 @@ import torch
 
 from fastpack_trl.capture.ddp import reducing_gradients, too_large
 from fastpack_trl.capture.decision import EAGER_STEPS, FEATURE
+from fastpack_trl.capture.decoder import refusals as refusals_on_images
+from fastpack_trl.capture.decoder import replayed_decoder
 from fastpack_trl.capture.device import CudaGraphs, on_side_stream
 from fastpack_trl.capture.graphs import LOSS_METHODS, BackboneGraphs
 from fastpack_trl.errors import first_reason
@@ -78,8 +80,9 @@ def install(run: Run) -> Iterator[None]:
     streamed: AbstractContextManager[None] = nullcontext() if run.has_side_stream else on_side_stream(run, device)
     replaying, held = patch_attribute(run.backbone, "replay", graphs.run), patch_attribute(run, "graphs", graphs)
     reducing = reducing_gradients(run, graphs) if run.ranks.count > 1 else nullcontext()
+    below = replayed_decoder(run) if has_images(run.trainer) else nullcontext()
     try:
-        with callbacks_added(run.trainer, graphs), streamed, held, replaying, reducing:
+        with callbacks_added(run.trainer, graphs), streamed, held, replaying, below, reducing:
             yield
     finally:
         graphs.finish()
@@ -89,7 +92,9 @@ def _reasons_of_trainer(run: Run) -> Iterator[object]:
     """Yield why a trainer's calls of its backbone are not recorded."""
     trainer = run.trainer
     is_several = trainer.accelerator.num_processes > 1
-    yield has_images(trainer) and "the work of a tower depends on the sizes of its images"
+    if has_images(trainer):
+        yield from refusals_on_images(run)
+        yield run.settings.cuda_graph != "on" and "in runs on images only cuda_graph='on' records the decoder"
     if run.kind == "sft":
         yield not run.loss_is_ours and "a loss over all logits reads sizes on the host (sync_free)"
         yield is_several and too_large(run)
