@@ -38,7 +38,7 @@ WARM_ROWS = 1
 """Rows of a bucket that run eagerly in its static shapes: they load and tune kernels, which cannot be recorded. One
 more if a recording fails after them."""
 MAX_RERECORDINGS = 3
-"""How often graphs are recorded again because the model, or the plan of its activations, was changed."""
+"""How often graphs are recorded again because the model was changed."""
 LOSS_METHODS = ("compute_loss", "training_step")
 """Methods of a trainer that may keep hidden states, which the next replay overwrites, or differentiate twice."""
 _training = itemgetter("training")
@@ -100,6 +100,14 @@ def _adapter_state(layer: BaseTunerLayer) -> tuple[Any, ...]:
         tuple(active), tuple(layer.merged_adapters), layer.disable_adapters,
         tuple(scaling.values()) if isinstance(scaling, dict) else None,
     )  # fmt: skip
+
+
+def plan_lacks_room(run: Run) -> str:
+    """Return why the activation plan, which may be made for each step, leaves too little for a graph, or ``""``."""
+    held, left = run.step.activation_bytes, run.step.activations_left
+    if left is None or left >= held:
+        return ""
+    return f"graphs need {held / 2**30:.1f} GiB on top of an eager step; the plan leaves {left / 2**30:.1f}"
 
 
 class _Backbone:
@@ -178,7 +186,7 @@ class BackboneGraphs(TrainerCallback):
         if not trains and watched.state.is_adapted:
             return None  # the fast LoRA layers read casts of the last forward with gradients: a graph has its own
         if watched.recorded.setdefault(trains, state) != state:
-            self._drop_again("the model is changed again and again (weights moved, frozen or merged, modes)")
+            self._model_changed()
             return None
         key = Key(id(backbone), trains, bool(others.get(ROUTER_LOGITS)), bucket, Form.of(tokens, positions))
         is_recorded = key in self._slots and self._slots[key].forward is not None
@@ -225,11 +233,8 @@ class BackboneGraphs(TrainerCallback):
         if self._run.step.version != self._version:  # layers run otherwise since: kept, offloaded
             if why := self._why_not():
                 self.disable(why)
-            else:
-                plans = "the plan of the activations changes again and again: set activation_memory='checkpoint'"
-                self._drop_again(plans, is_first=self._version is None)
-            if self.has_ended:
                 return None
+            self.drop()
             self._version = self._run.step.version
         return None if bucket is None or self._run.refuses_static(bucket) else bucket
 
@@ -271,8 +276,7 @@ class BackboneGraphs(TrainerCallback):
             other.reset()
         if freed:
             self._device.forget()
-        # A plan that is made for each step must leave as much again for the largest row so far.
-        if lacks := self._why_not() if freed else "" if self._recorded else self._device.lacks_room():
+        if lacks := plan_lacks_room(self._run) or ("" if self._recorded else self._device.lacks_room()):
             self.disable(lacks)
             return
         try:
@@ -291,11 +295,11 @@ class BackboneGraphs(TrainerCallback):
             self._recorded += 1
             self._tell()
 
-    def _drop_again(self, why: str, is_first: bool = False) -> None:
-        """Drop the recordings of a model that has changed since, or end it if that happens again and again."""
-        self._changes += not is_first
+    def _model_changed(self) -> None:
+        """Drop the recordings of a model that has changed since."""
+        self._changes += 1
         if self._changes > MAX_RERECORDINGS:
-            self.disable(why)
+            self.disable("the model is changed again and again (weights moved, frozen or merged, modes)")
         else:
             self.drop()
 

@@ -12,7 +12,7 @@ from fastpack_trl.capture.decision import EAGER_STEPS, FEATURE
 from fastpack_trl.capture.decoder import refusals as refusals_on_images
 from fastpack_trl.capture.decoder import replayed_decoder
 from fastpack_trl.capture.device import CudaGraphs, on_side_stream
-from fastpack_trl.capture.graphs import LOSS_METHODS, BackboneGraphs
+from fastpack_trl.capture.graphs import LOSS_METHODS, BackboneGraphs, plan_lacks_room
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.changes import callbacks_added, patch_attribute
 from fastpack_trl.model.checkpoint_seam import checkpointing_modules, checkpoints_reentrantly
@@ -123,9 +123,7 @@ def _reasons_of_layers(run: Run) -> Iterator[object]:
     yield empties and f"torch_empty_cache_steps={empties} empties memory inside of the micro-step"
     yield from looks_inside(run)
     yield run.refuses_experts(run.device)
-    held, left = run.step.activation_bytes / 2**30, run.step.activations_left
-    lacks = left is not None and left < run.step.activation_bytes
-    yield lacks and f"graphs need {held:.1f} GiB on top of an eager step; the plan leaves {(left or 0) / 2**30:.1f}"
+    yield plan_lacks_room(run)
 
 
 def _dotted(capability: tuple[int, int]) -> str:
