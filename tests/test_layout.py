@@ -34,7 +34,7 @@ BUDGETS = {
     "attention": 1800,
     "bench": 1000,
     "callbacks": 300,
-    "capture": 1000,
+    "capture": 1100,
     "checkpointing": 1100,
     "cli": 1000,
     "features": 1650,

@@ -90,10 +90,13 @@ def test_a_captured_decoder_differs_from_an_eager_one_as_eager_runs_do(
         options = {"optim": "adamw_torch", "learning_rate": 1e-4, "max_grad_norm": 1.0, "cuda_graph": "on", **ON_DEVICE}
         options |= {"max_steps": 30, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
         options |= {"peft_config": adapters, "callbacks": [keeping(gradients)]}
-        data = image_data(120, family=family)
-        ours = run(FastSFTTrainer, FastSFTConfig, tmp_path / name, family, composite(family), data, **options)
-        losses = [row["loss"] for row in ours.state.log_history if "loss" in row]
-        return losses, gradients, ours.fastpack_report["cuda_graph"]
+        given = (family, composite(family), image_data(120, family=family))
+        ours = run(FastSFTTrainer, FastSFTConfig, tmp_path / name, *given, **options)
+        return (
+            [row["loss"] for row in ours.state.log_history if "loss" in row],
+            gradients,
+            ours.fastpack_report["cuda_graph"],
+        )
 
     captured = go("a")
     monkeypatch.setattr(graphs, "WARM_ROWS", 10**9)  # the same static shapes, and nothing is recorded
