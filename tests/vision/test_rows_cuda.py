@@ -92,11 +92,8 @@ def test_a_captured_decoder_differs_from_an_eager_one_as_eager_runs_do(
         options |= {"peft_config": adapters, "callbacks": [keeping(gradients)]}
         given = (family, composite(family), image_data(120, family=family))
         ours = run(FastSFTTrainer, FastSFTConfig, tmp_path / name, *given, **options)
-        return (
-            [row["loss"] for row in ours.state.log_history if "loss" in row],
-            gradients,
-            ours.fastpack_report["cuda_graph"],
-        )
+        losses = [row["loss"] for row in ours.state.log_history if "loss" in row]
+        return losses, gradients, ours.fastpack_report["cuda_graph"]
 
     captured = go("a")
     monkeypatch.setattr(graphs, "WARM_ROWS", 10**9)  # the same static shapes, and nothing is recorded
