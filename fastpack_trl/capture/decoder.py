@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,12 +32,11 @@ def refusals(run: Run) -> Iterator[object]:
 def replayed_decoder(run: Run) -> Iterator[None]:
     """Let the decoder inside of the backbone be replayed, as the whole backbone is on text."""
     decoder, call = backbones(run.model)[-1], run.backbone
-    owner = weakref.ref(decoder)  # a deep copy of the model has this forward too, and runs its own layers
 
     @functools.wraps(type(decoder).forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        outputs = None if args or self is not owner() else call.replay_decoder(self, kwargs)
-        if outputs is None:
+        outputs = None if args else call.replay_decoder(self, kwargs)
+        if outputs is None:  # also of a deep copy of the model, which has this forward too
             return type(self).forward(self, *args, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=outputs.last_hidden_state)
 
