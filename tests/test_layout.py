@@ -34,8 +34,8 @@ BUDGETS = {
     "attention": 1800,
     "bench": 1000,
     "callbacks": 300,
-    "capture": 1000,
-    "checkpointing": 1170,
+    "capture": 1100,
+    "checkpointing": 1180,
     "cli": 1000,
     "features": 1650,
     "kernels": 2100,
@@ -52,7 +52,7 @@ BUDGETS = {
     "vision": 650,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 24550, "benchmarks": 3450, "tests": 28250}
+TOTALS = {"fastpack_trl": 24700, "benchmarks": 3450, "tests": 28450}
 
 
 @cache

@@ -27,6 +27,7 @@ from fastpack_trl.model.hooks import HookWatch, hook_on_a_gradient, replaced_met
 from fastpack_trl.model.upstream import BaseTunerLayer
 from fastpack_trl.packing.buckets import Bucket, Buckets
 from fastpack_trl.packing.packed_batch import PackedBatch
+from fastpack_trl.packing.static_batch import Form
 from fastpack_trl.run import Run
 from fastpack_trl.step.hostwork import ModelContents
 from fastpack_trl.step.loss import ROUTER_LOGITS, RowOutputs
@@ -101,6 +102,14 @@ def _adapter_state(layer: BaseTunerLayer) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
+def plan_lacks_room(run: Run) -> str:
+    """Return why the activation plan, which may be made for each step, leaves too little for a graph, or ``""``."""
+    held, left = run.step.activation_bytes, run.step.activations_left
+    if left is None or left >= held:
+        return ""
+    return f"graphs need {held / 2**30:.1f} GiB on top of an eager step; the plan leaves {left / 2**30:.1f}"
+
+
 class _Backbone:
     """What is compared of one backbone from call to call."""
 
@@ -148,14 +157,18 @@ class BackboneGraphs(TrainerCallback):
         """Number of graphs."""
         return sum(slot.graphs for slot in self._slots.values())
 
-    def run(self, backbone: Any, batch: PackedBatch, tokens: Tensor, others: Mapping[str, Any]) -> RowOutputs | None:
+    def run(
+        self, backbone: Any, batch: PackedBatch, tokens: Tensor, others: Mapping[str, Any],
+        positions: Tensor | None = None,
+    ) -> RowOutputs | None:  # fmt: skip
         """Return the outputs of a row, or None if the caller has to run it eagerly.
 
         Args:
             backbone: the decoder without its head.
             batch: of the row.
-            tokens: (1, total_tokens) int64.
+            tokens: (1, total_tokens) ids, or (1, total_tokens, hidden) embeddings.
             others: keywords of the call besides those of a row.
+            positions: of embeddings; None: those of `batch`.
         """
         trains = torch.is_grad_enabled()
         if self.has_ended or not self._run.model.training:
@@ -175,14 +188,14 @@ class BackboneGraphs(TrainerCallback):
         if watched.recorded.setdefault(trains, state) != state:
             self._model_changed()
             return None
-        key = Key(id(backbone), trains, bool(others.get(ROUTER_LOGITS)), bucket)
+        key = Key(id(backbone), trains, bool(others.get(ROUTER_LOGITS)), bucket, Form.of(tokens, positions))
         is_recorded = key in self._slots and self._slots[key].forward is not None
         if not is_recorded and not self._rule.pays_for(bucket, 1 + len(self._freed_by(bucket))):
             return None
         if key not in self._slots:
             self._slots[key] = Slot(self._run, backbone, key, others, WARM_ROWS)
-        self._slots[key].inputs.copy_row(batch, tokens)
-        outputs = self._run_slot(self._slots[key], key, tokens.numel())
+        filled = self._slots[key].inputs.copy_row(batch, tokens, positions)
+        outputs = self._run_slot(self._slots[key], key, tokens, filled if key.form.trains else None)
         return None if outputs is None else RowOutputs(outputs[0], outputs[1:] or None)
 
     def _look_for_watchers(self, watched: _Backbone, begins: bool) -> None:
@@ -225,8 +238,11 @@ class BackboneGraphs(TrainerCallback):
             self._version = self._run.step.version
         return None if bucket is None or self._run.refuses_static(bucket) else bucket
 
-    def _run_slot(self, slot: Slot, key: Key, tokens: int) -> tuple[Tensor, ...] | None:
-        """Run the row that was copied into `slot`; None if that has to be done eagerly."""
+    def _run_slot(self, slot: Slot, key: Key, tokens: Tensor, filled: Tensor | None) -> tuple[Tensor, ...] | None:
+        """Run the row that was copied into `slot`; None if that has to be done eagerly.
+
+        `filled` are embeddings with the tail, if they need a gradient.
+        """
         if slot.forward is None and slot.warm >= slot.needs and (self._buffers is not None or not key.trains):
             self._record(slot)
             if self.has_ended:
@@ -236,13 +252,13 @@ class BackboneGraphs(TrainerCallback):
         slot.warm += 1
         self._warmed += 1
         try:
-            outputs = slot.run_eagerly()
+            outputs = slot.run_eagerly(filled)
         except PackingError as error:
             self.disable(str(error))
             return None
         if outputs[0].grad_fn is not None:
             outputs[0].grad_fn.metadata["fastpack_open"] = self._opened()
-        return of_row(outputs, tokens)
+        return of_row(outputs, tokens.shape[1])
 
     def _freed_by(self, bucket: Bucket) -> list[Slot]:
         """Return the slots whose graphs are recorded again after a bucket is: all if that is the largest."""
@@ -260,7 +276,7 @@ class BackboneGraphs(TrainerCallback):
             other.reset()
         if freed:
             self._device.forget()
-        if not self._recorded and (lacks := self._device.lacks_room()):
+        if lacks := plan_lacks_room(self._run) or ("" if self._recorded else self._device.lacks_room()):
             self.disable(lacks)
             return
         try:
@@ -293,7 +309,9 @@ class BackboneGraphs(TrainerCallback):
         if why := self._rule.end_step():
             self.disable(why)
         if not self.has_ended and self._warmed and self._buffers is None:
-            self._buffers = GradientBuffers(self._run.model.parameters())
+            # A tower stays without gradients in a step without images: to an optimizer zeros are not None.
+            inside = (parameter for each in self._backbones.values() for parameter in each.contents.parameters)
+            self._buffers = GradientBuffers(inside)
 
     def disable(self, reason: str) -> None:
         """Run all that follows eagerly; reported once."""

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from fastpack_trl.capture.device import CudaGraphs
 from fastpack_trl.packing.buckets import Bucket
-from fastpack_trl.packing.static_batch import StaticInputs
+from fastpack_trl.packing.static_batch import Form, StaticInputs
 from fastpack_trl.run import Run
 
 _TRAINED, _SCORED = "trained", "scored"
@@ -27,6 +27,7 @@ class Key(NamedTuple):
     routes: bool
     """Router logits are outputs."""
     bucket: Bucket
+    form: Form
 
 
 class GradientBuffers:
@@ -77,7 +78,7 @@ class Slot:
 
     def __init__(self, run: Run, backbone: Any, key: Key, others: Mapping[str, Any], needs: int) -> None:
         """`others`: router logits, and keywords without effect, as PEFT adds."""
-        self.inputs = StaticInputs(key.bucket, run.device)
+        self.inputs = StaticInputs(key.bucket, run.device, key.form)
         self._run, self._backbone, self._key, self._others = run, backbone, key, dict(others)
         self.warm, self.needs = 0, needs
         self.forward: torch.cuda.CUDAGraph | None = None
@@ -86,14 +87,18 @@ class Slot:
         """Hidden states and router logits that the forward graph writes, without a graph of autograd."""
         self.gradients: tuple[Tensor | None, ...] = ()
         """Their gradients, which the backward graph reads; None of an output that needs none."""
+        self.row_gradient: tuple[Tensor, ...] = ()
+        """The gradient of the row's embeddings, which the backward graph writes; empty if they need none."""
 
     @property
     def graphs(self) -> int:
         """Number of graphs."""
         return (self.forward is not None) + (self.backward is not None)
 
-    def run_eagerly(self) -> tuple[Tensor, ...]:
+    def run_eagerly(self, embeddings: Tensor | None = None) -> tuple[Tensor, ...]:
         """Run the row that is in the tensors; return hidden states and router logits.
+
+        `embeddings` are those in the tensors, with the autograd graph that made them.
 
         Raises:
             PackingError: something reads a value that a static row does not have.
@@ -105,9 +110,10 @@ class Slot:
         autocast = torch.autocast(
             kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind), cache_enabled=False
         )
+        row = {} if embeddings is None else {"inputs_embeds": embeddings}
         try:
             with autocast, adding_up:
-                outputs = self._backbone(**self.inputs.keywords, **self._others, use_cache=False)
+                outputs = self._backbone(**self.inputs.keywords | row, **self._others, use_cache=False)
         finally:
             self.inputs.batch.clear_derived()
         routers = getattr(outputs, "router_logits", None) if self._key.routes else None
@@ -124,7 +130,9 @@ class Slot:
             assert buffers is not None
             buffers.attach()
             try:
-                self.backward, _ = device.record(lambda: _backward(trained, gradients), pool)
+                self.backward, self.row_gradient = device.record(
+                    lambda: _backward(trained, gradients, self.inputs.tokens), pool
+                )
             except BaseException:
                 graph.reset()
                 raise
@@ -132,17 +140,17 @@ class Slot:
         self.gradients = tuple(next(made) if output.requires_grad else None for output in outputs)
         self.forward, self.outputs = graph, tuple(output.detach() for output in outputs)
 
-    def replay(self, anchor: Tensor, held: Open, buffers: GradientBuffers | None, tokens: int) -> tuple[Tensor, ...]:
-        """Replay the forward graph; return the outputs for the row of so many tokens.
+    def replay(self, anchor: Tensor, held: Open, buffers: GradientBuffers | None, row: Tensor) -> tuple[Tensor, ...]:
+        """Replay the forward graph; return the outputs for the row of these ids or embeddings.
 
         `anchor` requires a gradient, so that backward is called. It adds to `buffers`, and `held` is kept until then.
         """
         assert self.forward is not None
         if self.backward is not None:
-            replayed: tuple[Tensor, ...] = _Replay.apply(anchor, held, self, buffers, tokens)
+            replayed: tuple[Tensor, ...] = _Replay.apply(anchor, row, held, self, buffers)
             return replayed
         self.forward.replay()
-        return of_row(self.outputs, tokens)
+        return of_row(self.outputs, row.shape[1])
 
     def reset(self) -> None:
         """Drop the graphs."""
@@ -150,25 +158,26 @@ class Slot:
             if graph is not None:
                 graph.reset()
         self.forward = self.backward = None
-        self.outputs = self.gradients = ()  # they hold memory of the pools
+        self.outputs = self.gradients = self.row_gradient = ()  # they hold memory of the pools
 
 
 class _Replay(torch.autograd.Function):
-    """The outputs of a slot for its row; backward adds to the gradients of the parameters, and returns none."""
+    """The outputs of a slot for its row; backward adds to the gradients of parameters, and returns that of the row."""
 
     @staticmethod
     def forward(
-        ctx: Any, _anchor: Tensor, held: Open, slot: Slot, buffers: GradientBuffers, tokens: int
+        ctx: Any, _anchor: Tensor, row: Tensor, held: Open, slot: Slot, buffers: GradientBuffers
     ) -> tuple[Tensor, ...]:
         assert slot.forward is not None
         slot.forward.replay()
-        ctx.held, ctx.slot, ctx.backward_graph, ctx.buffers, ctx.tokens = held, slot, slot.backward, buffers, tokens
+        ctx.held, ctx.slot, ctx.backward_graph, ctx.buffers = held, slot, slot.backward, buffers
+        ctx.tokens, ctx.row_gradient = row.shape[1], slot.row_gradient
         ctx.set_materialize_grads(False)
-        return of_row(slot.outputs, tokens)
+        return of_row(slot.outputs, ctx.tokens)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         for static, given in zip(ctx.slot.gradients, gradients, strict=True):
             if static is None:
                 continue
@@ -181,7 +190,9 @@ class _Replay(torch.autograd.Function):
         ctx.backward_graph.replay()
         ctx.buffers.were_written()
         ctx.held = None
-        return None, None, None, None, None
+        # A copy, because autograd may keep it as it is, and the next replay overwrites the source.
+        row = of_row(ctx.row_gradient, ctx.tokens)[0].clone() if ctx.row_gradient else None
+        return None, row, None, None, None
 
 
 def of_row(outputs: tuple[Tensor, ...], tokens: int) -> tuple[Tensor, ...]:
@@ -189,6 +200,9 @@ def of_row(outputs: tuple[Tensor, ...], tokens: int) -> tuple[Tensor, ...]:
     return tuple(output.narrow(output.dim() - 2, 0, tokens) for output in outputs)
 
 
-def _backward(outputs: list[Tensor], gradients: list[Tensor]) -> tuple[Tensor, ...]:
+def _backward(outputs: list[Tensor], gradients: list[Tensor], row: Tensor) -> tuple[Tensor, ...]:
+    """Run backward; return the gradient of a row that needs one: each replay makes it anew, and adds to nothing."""
+    row.grad = None
     torch.autograd.backward(outputs, gradients)
-    return ()
+    made, row.grad = row.grad, None
+    return () if made is None else (made,)

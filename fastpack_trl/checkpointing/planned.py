@@ -104,10 +104,19 @@ class ActivationMemory(TrainerCallback):
     def plan_step(self, batches: Sequence[Any]) -> None:
         """Plan for the micro-batches of a step, and install what differs; by shapes, which the host knows."""
         if self._by_step:
-            before = self._levels(), self._keeps_tower
+            levels, kept = self._levels(), self._keeps_tower
             self.plan = self._plan(Size.of(batches))
-            if (self._levels(), self._keeps_tower) != before:
-                self._install()
+            self.share_rest()
+            if (self._levels(), self._keeps_tower) != (levels, kept):
+                self._install(self._levels() != levels)
+
+    def share_rest(self) -> None:
+        """Set what the plan leaves, for CUDA graphs, and what a step takes."""
+        step, plan = self._run.step, self.plan
+        left = plan.left - (self._whole - self._least if self._keeps_tower else 0)
+        # A rest in which no layer fits is not given to what saves less per byte: a prediction may be a tenth off.
+        step.activations_left = 0 if self._level == "auto" and not plan.keeps_all else left
+        step.activation_bytes, step.offloads = plan.predicted + self.head_bytes, Level.OFFLOAD in plan.levels
 
     def _say(self, message: str) -> None:
         self._notes.append(message)
@@ -160,7 +169,7 @@ class ActivationMemory(TrainerCallback):
         if self._keeps_tower:
             self._stack.enter_context(layer_functions(self._of_tower, [None] * len(self._of_tower)))
         run.step.offloads = Level.OFFLOAD in levels
-        run.step.version += changed
+        run.step.version += changed  # of the decoder: nothing is recorded of a tower
         self._installed = self._functions()
         self.report()
 

@@ -98,12 +98,9 @@ def plan_memory(run: Run, stack: contextlib.ExitStack) -> ActivationMemory | Non
         return None
     # Its own free memory may have given a process another plan; all would wait for the one that recomputes most.
     recomputed, below = run.ranks.all_max([-memory.plan.count, memory.plan.below])
-    plan = memory.plan = memory.plan.last_kept(-int(recomputed), Level(int(below)))
+    memory.plan = memory.plan.last_kept(-int(recomputed), Level(int(below)))
     memory.report()
-    # A rest that no further layer fits in is not given to what saves less per byte: a prediction may be a tenth off.
-    run.step.activations_left = 0 if setting == "auto" and not plan.keeps_all else plan.left
-    run.step.activation_bytes = plan.predicted + memory.head_bytes
-    run.step.offloads = Level.OFFLOAD in plan.levels
+    memory.share_rest()
     stack.callback(memory.end)
     stack.enter_context(callbacks_added(run.trainer, memory))
     stack.enter_context(patch_attribute(run, "memory", memory))

@@ -9,8 +9,10 @@ import torch
 
 from fastpack_trl.capture.ddp import reducing_gradients, too_large
 from fastpack_trl.capture.decision import EAGER_STEPS, FEATURE
+from fastpack_trl.capture.decoder import refusals as refusals_on_images
+from fastpack_trl.capture.decoder import replayed_decoder
 from fastpack_trl.capture.device import CudaGraphs, on_side_stream
-from fastpack_trl.capture.graphs import LOSS_METHODS, BackboneGraphs
+from fastpack_trl.capture.graphs import LOSS_METHODS, BackboneGraphs, plan_lacks_room
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.changes import callbacks_added, patch_attribute
 from fastpack_trl.model.checkpoint_seam import checkpointing_modules, checkpoints_reentrantly
@@ -78,8 +80,9 @@ def install(run: Run) -> Iterator[None]:
     streamed: AbstractContextManager[None] = nullcontext() if run.has_side_stream else on_side_stream(run, device)
     replaying, held = patch_attribute(run.backbone, "replay", graphs.run), patch_attribute(run, "graphs", graphs)
     reducing = reducing_gradients(run, graphs) if run.ranks.count > 1 else nullcontext()
+    below = replayed_decoder(run) if has_images(run.trainer) else nullcontext()
     try:
-        with callbacks_added(run.trainer, graphs), streamed, held, replaying, reducing:
+        with callbacks_added(run.trainer, graphs), streamed, held, replaying, below, reducing:
             yield
     finally:
         graphs.finish()
@@ -89,7 +92,9 @@ def _reasons_of_trainer(run: Run) -> Iterator[object]:
     """Yield why a trainer's calls of its backbone are not recorded."""
     trainer = run.trainer
     is_several = trainer.accelerator.num_processes > 1
-    yield has_images(trainer) and "the work of a tower depends on the sizes of its images"
+    if has_images(trainer):
+        yield from refusals_on_images(run)
+        yield run.settings.cuda_graph != "on" and "in runs on images only cuda_graph='on' records the decoder"
     if run.kind == "sft":
         yield not run.loss_is_ours and "a loss over all logits reads sizes on the host (sync_free)"
         yield is_several and too_large(run)
@@ -118,9 +123,7 @@ def _reasons_of_layers(run: Run) -> Iterator[object]:
     yield empties and f"torch_empty_cache_steps={empties} empties memory inside of the micro-step"
     yield from looks_inside(run)
     yield run.refuses_experts(run.device)
-    held, left = run.step.activation_bytes / 2**30, run.step.activations_left
-    lacks = left is not None and left < run.step.activation_bytes
-    yield lacks and f"graphs need {held:.1f} GiB on top of an eager step; the plan leaves {(left or 0) / 2**30:.1f}"
+    yield plan_lacks_room(run)
 
 
 def _dotted(capability: tuple[int, int]) -> str:

@@ -9,7 +9,7 @@ None in its static form: code that computes with it raises instead of going on w
 from __future__ import annotations
 
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,30 @@ from fastpack_trl.packing.packed_batch import NOT_ON_HOST, PackedBatch, to_trans
 from fastpack_trl.packing.shared_keys import SharedKeys
 
 
+class Form(NamedTuple):
+    """How a row reaches a decoder: as ids, or as embeddings, of which a tower may have made a part."""
+
+    width: tuple[int, ...] = ()
+    """(hidden,) of embeddings."""
+    dtype: torch.dtype = torch.int64
+    trains: bool = False
+    """Embeddings need a gradient."""
+    sections: int = 0
+    """Of positions; 0: they are those of the documents."""
+
+    @classmethod
+    def of(cls, tokens: Tensor, positions: Tensor | None = None) -> Form:
+        """Return the form of a row: (1, total_tokens) ids, or (1, total_tokens, hidden) embeddings.
+
+        `positions` are (1, total_tokens), or (sections, 1, total_tokens).
+        """
+        sections = 0 if positions is None or positions.dim() < 3 else len(positions)
+        return cls(tuple(tokens.shape[2:]), tokens.dtype, tokens.requires_grad, sections)
+
+
+IDS = Form()
+
+
 class StaticInputs:
     """The keywords of a backbone for any row that fits into a bucket; always the same tensors.
 
@@ -30,11 +54,13 @@ class StaticInputs:
 
     Attributes:
         bucket: the shapes.
-        keywords: ``input_ids``, those of `to_transformers_kwargs`, and ``packed_batch``.
+        keywords: ``input_ids``, those of `to_transformers_kwargs`, and ``packed_batch``; with embeddings, as a decoder
+            gets them from its model, ``inputs_embeds``, ``position_ids`` and ``packed_batch``.
         batch: the `PackedBatch` in them.
+        tokens: ids, or embeddings, then a leaf if they need a gradient.
     """
 
-    def __init__(self, bucket: Bucket, device: torch.device | str) -> None:
+    def __init__(self, bucket: Bucket, device: torch.device | str, form: Form = IDS) -> None:
         self.bucket = bucket
         row, segments = (1, bucket.tokens), bucket.segments + 1
         # A tail without documents until a row is copied in, because a recording needs a valid row.
@@ -48,40 +74,51 @@ class StaticInputs:
             cu_seqlens=ends, position_ids=torch.zeros(row, dtype=torch.int64, device=device),
             seq_idx=torch.zeros(row, dtype=torch.int32, device=device), shared=shared,
         )  # fmt: skip
-        self.ids = torch.zeros(row, dtype=torch.int64, device=device)
+        shape = (*row, *form.width)
+        self.tokens = torch.zeros(shape, dtype=form.dtype, device=device, requires_grad=form.trains)
         self.keywords: dict[str, Any] = {
-            "input_ids": self.ids, **to_transformers_kwargs(self.batch), "packed_batch": self.batch,
+            "input_ids": self.tokens, **to_transformers_kwargs(self.batch), "packed_batch": self.batch,
         }  # fmt: skip
+        self._sections = torch.zeros((form.sections, *row), dtype=torch.int64, device=device)
+        if form.width:
+            positions = self._sections if form.sections else self.batch.position_ids
+            self.keywords = {"inputs_embeds": self.tokens, "position_ids": positions, "packed_batch": self.batch}
 
-    def copy_row(self, batch: PackedBatch, ids: Tensor) -> None:
-        """Take in a row, without waiting for the device.
+    def copy_row(self, batch: PackedBatch, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Take in a row, without waiting for the device; return its tokens with the tail, with their autograd graph.
 
         One copy from pinned memory, of the ends of the segments; the rest is made on the device, on the current stream.
-        Earlier and later readers of the tensors must run on that stream too. `ids` are (1, total_tokens) int64, and
-        `batch` is on the same device.
+        Earlier and later readers of the tensors must run on that stream too. `tokens` and `positions` are as in `Form`,
+        and `batch` is on the same device.
         """
         size, static = Bucket.of(batch), self.batch
         assert self.bucket.holds(size), f"a row of {size} does not fit into {self.bucket}"
         ends = torch.from_numpy(_ends(self.bucket, size, batch))
         # New each time: torch keeps pinned memory from reuse until the copy out of it is done.
-        ends = ends.pin_memory() if self.ids.is_cuda else ends
-        ends = ends.to(self.ids.device, non_blocking=True)
-        row = torch.arange(self.bucket.tokens, dtype=torch.int32, device=self.ids.device)
+        ends = ends.pin_memory() if self.tokens.is_cuda else ends
+        ends = ends.to(self.tokens.device, non_blocking=True)
+        row = torch.arange(self.bucket.tokens, dtype=torch.int32, device=self.tokens.device)
         segment = torch.bucketize(row, ends[0, 1:], right=True, out_int32=True)
-        positions = row - ends[0].index_select(0, segment)
+        places = row - ends[0].index_select(0, segment)
         static.cu_seqlens.copy_(ends[0])
         static.seq_idx.copy_(segment)
-        self.ids.copy_(ids[0].index_select(0, row % size.tokens))
+        again = row % size.tokens
+        filled = tokens.index_select(1, again)
+        self.tokens.detach().copy_(filled.detach())
+        if len(self._sections):
+            assert positions is not None
+            self._sections.copy_(positions.index_select(-1, again))
         if static.shared is not None:
             before = ends.diff()  # keys of each segment less its tokens lie before them
             before = before[1] - before[0]
-            positions = positions + before.index_select(0, segment)
+            places = places + before.index_select(0, segment)
             static.shared.cu_seqlens_k.copy_(ends[1])
             static.shared.key_index.copy_(_key_index(ends, before, self.bucket.keys, size.tokens))
             if batch.shared is not None:
                 static.shared.key_index[: size.keys].copy_(batch.shared.key_index)
         keys = zip(batch.seq_lengths, batch.shared.prefix_lengths if batch.shared else repeat(0), strict=False)
-        static.position_ids.copy_(positions % max(map(sum, keys)))
+        static.position_ids.copy_(places % max(map(sum, keys)))
+        return filled
 
 
 def _ends(bucket: Bucket, size: Bucket, batch: PackedBatch) -> NDArray[np.int32]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 from trl import SFTTrainer
 
+from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.upstream import missing_reason
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX, PackedBatch, to_transformers_kwargs
 from fastpack_trl.step.head import head_loss, missing_tile_functions
@@ -52,10 +53,12 @@ class BackboneCall:
     Attributes:
         replay: returns the outputs of a row from a recording, or None if the backbone has to be called; set by the
             feature ``cuda_graph``.
+        batch: of the backbone that is running.
     """
 
     def __init__(self) -> None:
-        self.replay: Callable[[Any, PackedBatch, Tensor, Mapping[str, Any]], RowOutputs | None] | None = None
+        self.replay: Callable[..., RowOutputs | None] | None = None
+        self.batch: PackedBatch | None = None
 
     def __call__(self, backbone: Callable[..., Any], batch: PackedBatch, *args: Any, **kwargs: Any) -> Any:
         """Return the outputs of ``backbone(*args, **kwargs)``; the keywords are about `batch`, unless edited."""
@@ -67,7 +70,25 @@ class BackboneCall:
                 others = {name: value for name, value in kwargs.items() if name not in known}
                 if (outputs := self.replay(backbone, batch, ids, others)) is not None:
                     return outputs
-        return backbone(*args, **kwargs)
+        with patch_attribute(self, "batch", batch):
+            return backbone(*args, **kwargs)
+
+    def replay_decoder(self, decoder: Any, kwargs: Mapping[str, Any]) -> RowOutputs | None:
+        """Return the outputs of a decoder that gets embeddings from the running backbone; None if it has to be called.
+
+        Its keywords are those that the attention has put in the place of ``packed_batch``.
+        """
+        batch, row, positions = self.batch, kwargs.get("inputs_embeds"), kwargs.get("position_ids")
+        if self.replay is None or batch is None or batch.blocks is not None or not isinstance(row, Tensor):
+            return None
+        if "packed_layer" not in kwargs or not batch.describes(row, positions):
+            return None
+        if getattr(kwargs.get("attention_mask"), "shape", None) != (1, 1, 1, 1):  # a mask of the model's own
+            return None
+        known = {"inputs_embeds", "position_ids", "attention_mask", "use_cache"}
+        others = {name: value for name, value in kwargs.items() if name not in known and name[:7] != "packed_"}
+        with patch_attribute(self, "batch", None):  # a call of the decoder is of another row
+            return self.replay(decoder, batch, row, others, positions)
 
 
 @dataclass

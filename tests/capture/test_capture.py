@@ -66,10 +66,10 @@ def test_layers_get_the_keywords_of_an_eager_step(
             return value.dtype, value.dim(), value._is_view(), value.stride() == torch.empty(value.shape).stride()
         return (type(value), *map(described, value if isinstance(value, tuple) else ()), value is True)
 
-    def of_a_slot(self: slot.Slot) -> Any:
+    def of_a_slot(self: slot.Slot, *row: Any) -> Any:
         static.append(self)
         try:
-            return run_eagerly(self)
+            return run_eagerly(self, *row)
         finally:
             static.clear()
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from captured_material import assert_as_close_as_eager_runs, keeping
 from counted_operators import kernels_of
+from peft import LoraConfig
 from trainer_material import assert_line
 from trl import SFTConfig, SFTTrainer
 from vision_material import composite, image_data, processor
@@ -15,6 +17,7 @@ from vision_runs import run
 
 from fastpack_trl import FastSFTConfig, FastSFTTrainer
 from fastpack_trl.attention.install import packed_attention
+from fastpack_trl.capture import graphs
 from fastpack_trl.measure.host_syncs import count_host_syncs
 from fastpack_trl.model.upstream import DataCollatorForVisionLanguageModeling
 from fastpack_trl.vision.rows import ImageRows
@@ -70,3 +73,28 @@ def test_neither_waits_nor_kernels_of_a_layer_depend_on_the_number_of_documents(
     assert few[1] - few[0] == many[1] - many[0] > 0
     assert few_waits[0] == few_waits[1]
     assert many_waits[0] == many_waits[1]
+
+
+ON_DEVICE = {"use_cpu": False, "bf16": True}
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
+def test_a_captured_decoder_differs_from_an_eager_one_as_eager_runs_do(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With adapters in decoder and tower, whose gradients come out of replays, and micro-batches without images."""
+
+    def go(name: str) -> tuple[Any, ...]:
+        gradients: dict[str, torch.Tensor] = {}
+        adapters = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        options = {"optim": "adamw_torch", "learning_rate": 1e-4, "max_grad_norm": 1.0, "cuda_graph": "on", **ON_DEVICE}
+        options |= {"max_steps": 30, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+        options |= {"peft_config": adapters, "callbacks": [keeping(gradients)]}
+        given = (family, composite(family), image_data(120, family=family))
+        ours = run(FastSFTTrainer, FastSFTConfig, tmp_path / name, *given, **options)
+        losses = [row["loss"] for row in ours.state.log_history if "loss" in row]
+        return losses, gradients, ours.fastpack_report["cuda_graph"]
+
+    captured = go("a")
+    monkeypatch.setattr(graphs, "WARM_ROWS", 10**9)  # the same static shapes, and nothing is recorded
+    assert_as_close_as_eager_runs(captured, [go(name) for name in "bcd"])

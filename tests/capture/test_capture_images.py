@@ -1,0 +1,160 @@
+"""Runs on images whose decoder is captured below its eager tower: equal to eager runs and to TRL, step by step."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from captured_material import CAPTURED, At
+from datasets import concatenate_datasets
+from peft import LoraConfig
+from side_by_side import assert_equal
+from trainer_material import assert_line, callback, figures
+from trl import SFTConfig, SFTTrainer
+from vision_material import composite, image_data
+from vision_runs import run
+
+from fastpack_trl import FastSFTConfig, FastSFTTrainer
+from fastpack_trl.checkpointing.streams import GIB
+from fastpack_trl.model.facts import backbones
+
+LORA = {"peft_config": LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)}
+Steps = list[dict[str, torch.Tensor]]
+"""The gradients of each step by name."""
+
+
+def train(folder: Path, devices: Any, family: str, cls: Any = FastSFTTrainer, **fields: Any) -> tuple[Any, Steps]:
+    """A run of few images per step; of ours it is captured, and `devices.without` are steps replayed without images."""
+    steps: Steps = []
+    replays, devices.without = 0, list[int]()
+
+    def keep(state: Any, model: Any) -> None:
+        nonlocal replays
+        steps.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        before, replays = replays, devices.made[-1].log.count("replay") if devices.made else 0
+        devices.without += [state.global_step] * (replays > before and len(steps[-1]) < max(map(len, steps)))
+
+    config = FastSFTConfig if cls is FastSFTTrainer else SFTConfig
+    base = {"max_steps": 18, "per_device_train_batch_size": 1, "optim": "adamw_torch", "learning_rate": 1e-3}
+    base |= {"weight_decay": 0.1} | (CAPTURED if cls is FastSFTTrainer else {})
+    fields["callbacks"] = [callback("on_pre_optimizer_step", keep)(), *fields.get("callbacks", ())]
+    data, model = fields.pop("data", None) or image_data(12, family=family), composite(family, torch.float64)
+    if fields.pop("freeze", False):
+        model.get_decoder().requires_grad_(False)
+    trainer = run(cls, config, folder, family, model, data, train=False, **base | fields)
+    devices.options["model"], devices.run = trainer.model, getattr(trainer, "fastpack_run", None)
+    trainer.train()
+    return trainer, steps
+
+
+RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    **{family: (family, {}, {}) for family in ("qwen2_5_vl", "llava", "mistral3", "internvl", "smolvlm", "qwen3_5")},
+    "qwen2_5_vl-lora": ("qwen2_5_vl", LORA, {"fused_layers": "on"}),
+    "llava-lora": ("llava", LORA | {"gradient_checkpointing": True}, {}),
+    "accumulated": ("qwen2_5_vl", {"gradient_accumulation_steps": 2, "max_steps": 14}, {}),
+    "projector": ("llava", {"freeze": True}, {}),
+    "evaluated": ("mistral3", {"eval_strategy": "steps", "eval_steps": 5, "eval_dataset": image_data(4)}, {}),
+}
+"""Family, options of a run, and fields of ours."""
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_a_captured_run_on_images_trains_as_an_eager_one_and_as_trl(case: str, tmp_path: Path, devices: Any) -> None:
+    """Gradients of each step, also None of a tower in a step without images: AdamW would decay it for zeros."""
+    family, fields, fast = RUNS[case]
+    ours, mine = train(tmp_path / "on", devices, family, **fields, **fast)
+    without = devices.without
+    eager, theirs = train(tmp_path / "off", devices, family, cuda_graph="off", **fields, **fast)
+    stock, _ = train(tmp_path / "trl", devices, family, SFTTrainer, **fields)
+    assert_line(ours, "cuda_graph", "graphs of 3.00 GiB", status="on", path="captured")
+    assert devices.made[0].log.count("replay") >= 8, devices.made[0].log
+    assert without or case == "accumulated"
+    assert "forward" not in vars(backbones(ours.model)[-1])
+    for found, expected in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    assert_equal(figures(ours), figures(eager), rtol=1e-5, atol=1e-6)
+    assert_equal(figures(ours), figures(stock), rtol=2e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "reason"),
+    [
+        ("qwen3_vl", {"cuda_graph": "on"}, "the decoder adds its features between layers"),
+        ("gemma3", {"cuda_graph": "on"}, "so does the attention of the decoder to them"),
+        ("llava", {"cuda_graph": "on", "vision_rows": "off"}, "padded batches are not recorded"),
+        ("mistral3", {}, "in runs on images only cuda_graph='on' records the decoder"),
+    ],
+)
+def test_eager_runs_are_named(family: str, fields: dict[str, Any], reason: str, tmp_path: Path, devices: Any) -> None:
+    if "cuda_graph" in fields:
+        with pytest.raises(ValueError, match=f"cuda_graph='on': .*{reason}"):
+            train(tmp_path, devices, family, max_steps=1, **fields)
+        return
+    ours, _ = train(tmp_path, devices, family, **fields | {"cuda_graph": "auto"})
+    assert_line(ours, "cuda_graph", reason, status="off", path="eager")
+    assert not devices.made
+
+
+@pytest.mark.parametrize("where", ["language_model.layers.0", "multi_modal_projector"])
+def test_a_hook_in_the_decoder_ends_it_and_one_in_the_tower_runs(where: str, tmp_path: Path, devices: Any) -> None:
+    seen = list[int]()
+
+    def hook(model: Any, **_: Any) -> None:
+        model.get_submodule(f"model.{where}").register_forward_hook(lambda *_: seen.append(1))
+
+    ours, steps = train(tmp_path, devices, "llava", callbacks=[At(9, hook)])
+    images = sum("model.multi_modal_projector.linear_1.weight" in found for found in steps[9:])
+    assert 0 < images < 9
+    path, calls = ("eager", 9) if "layers" in where else ("captured", images)
+    assert_line(ours, "cuda_graph", path=path)
+    assert len(seen) == calls
+
+
+def test_a_copy_of_the_model_runs_its_own_layers_and_keeps_none(tmp_path: Path, devices: Any) -> None:
+    """As an average of weights does, made and called in the middle of a captured run."""
+    made = list[Any]()
+
+    @torch.no_grad()
+    def make(model: Any, **_: Any) -> None:
+        made.append(copy.deepcopy(model.model))  # TRL's forward of a copied model would hold the other
+        made[0].language_model.norm.weight.mul_(2.0)
+        own, doubled = (each(torch.tensor([[5, 6, 7]])).last_hidden_state for each in (model.model, made[0]))
+        torch.testing.assert_close(doubled, 2 * own)
+
+    ours, _ = train(tmp_path, devices, "llava", callbacks=[At(9, make)])
+    assert_line(ours, "cuda_graph", path="captured")
+    decoder = weakref.ref(backbones(ours.model)[-1])
+    devices.made.clear()
+    devices.options.clear()
+    del ours, devices.run
+    gc.collect()
+    assert decoder() is None
+
+
+def test_memory_is_that_of_the_plan_at_hand(tmp_path: Path, devices: Any) -> None:
+    """A step that is much larger than the first examples takes the memory of graphs, also from those after it."""
+    data = concatenate_datasets([image_data(20, family="llava"), image_data(2, family="llava", images=12)])
+    found = list[tuple[int, int, int]]()
+
+    def look(state: Any, model: Any) -> None:
+        step = devices.run.step
+        found.append((step.activation_bytes, step.activations_left, devices.made[-1].log.count("replay")))
+
+    looks = callback("on_step_end", look, "Looks")
+    options = {"train_sampling_strategy": "sequential", "max_steps": 22, "data": data, "callbacks": [looks()]}
+    ours, _ = train(tmp_path, devices, "llava", activation_memory_gib=1.0, **options)
+    assert_line(ours, "cuda_graph", path="captured")
+    needed, left, replays = zip(*found, strict=True)
+    assert needed[20] > 3 * max(needed[:20])
+    assert replays[21] > replays[20]
+    found.clear()
+    less = 1.0 - (left[20] + needed[20] / 2) / GIB
+    ours, _ = train(tmp_path, devices, "llava", activation_memory_gib=less, **options)
+    assert_line(ours, "cuda_graph", "on top of an eager step; the plan leaves 0.0", path="eager")
+    assert found[19][2] == found[21][2] > 0
+    assert found[20][1] == 0 < found[19][1]
