@@ -153,6 +153,7 @@ class NormCall:
         if (
             args or kwargs or not isinstance(x, Tensor) or tuple(t.dtype for t in given) not in self.proven
             or any(t.shape != x.shape[-1:] for t in given[1:])
+            or (self.form.widens and not torch.is_autocast_enabled(x.device.type))
         ):  # fmt: skip
             x = x if total is None else total.tensor
             return forward(module, *(() if x is None else (x,)), *args, **kwargs)

@@ -22,7 +22,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from fastpack_trl.kernels import gated as gated_module
 from fastpack_trl.kernels import norm as norm_module
 from fastpack_trl.kernels import rotary as rotary_module
+from fastpack_trl.kernels.fused_form import NormForm
 from fastpack_trl.layers.find import kinds_of
+from fastpack_trl.layers.forms import NormCall
 from fastpack_trl.layers.replace import FusedLayers, fused_layers
 from fastpack_trl.testing import FAMILIES, assert_gradients_close, gradients, tiny_model
 
@@ -370,6 +372,17 @@ def test_inference_mode_and_an_attention_that_is_an_autograd_function(family_nam
     model.config._attn_implementation = "sdpa"
     with fused(model), torch.inference_mode():
         model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, pad_token_id=0)
+
+
+def test_a_norm_that_is_fp32_under_autocast_keeps_its_dtype_outside() -> None:
+    """As in a callback that generates: the next projection has 16-bit weights."""
+    layer, x = nn.LayerNorm(8).bfloat16(), torch.randn(2, 8).bfloat16()
+    call = NormCall(NormForm(1e-5, centers=True, widens=True), ("weight", "bias"), frozenset({(x.dtype,) * 3}))
+    assert torch.equal(call(layer, nn.LayerNorm.forward, x), layer(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = call(layer, nn.LayerNorm.forward, x)
+    assert inside.dtype == torch.float32
+    torch.testing.assert_close(inside, layer.float()(x.float()))
 
 
 @pytest.mark.parametrize("adapter", ["lora", "dora", "none"])
