@@ -130,7 +130,7 @@ class ModelSettings:
     activation_memory_gib: float | None = option(
         None,
         "GPU memory for activations under activation_memory, in GiB; none: what is free after model, gradients and "
-        "optimizer state, minus a tenth (minus a fifth if a step cannot run again).",
+        "optimizer state, minus a tenth (minus a fifth, for images a third, if a step cannot run again).",
     )
     checkpoint_offload: Literal["auto", "double_buffer", "single_buffer", "off"] = choice(
         "auto",

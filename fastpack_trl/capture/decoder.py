@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,12 +16,16 @@ from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.facts import backbones, masks_by_kind
 from fastpack_trl.run import Run
 
+_OURS = weakref.WeakSet[Any]()
+"""Functions that ask for a replay; copies of a model share them."""
 _SIZES = "the work of a tower depends on the sizes of its images"
 
 
 def refusals(run: Run) -> Iterator[object]:
     """Yield why the decoder of a run on images is not recorded apart from the towers."""
-    forward = inspect.signature(backbones(run.model)[-1].forward).parameters
+    decoder = backbones(run.model)[-1]
+    forward = inspect.signature(decoder.forward).parameters
+    yield "forward" in vars(decoder) and not _is_ours(decoder) and "the forward of the decoder was replaced"
     yield not run.packs and f"{_SIZES}, and padded batches are not recorded"
     yield "deepstack_visual_embeds" in forward and f"{_SIZES}, and the decoder adds its features between layers"
     yield masks_by_kind(run.model) and f"{_SIZES}, and so does the attention of the decoder to them"
@@ -31,14 +36,24 @@ def refusals(run: Run) -> Iterator[object]:
 @contextmanager
 def replayed_decoder(run: Run) -> Iterator[None]:
     """Let the decoder inside of the backbone be replayed, as the whole backbone is on text."""
-    decoder, call = backbones(run.model)[-1], run.backbone
+    decoder, call, runs = backbones(run.model)[-1], run.backbone, weakref.ref(run)
 
     @functools.wraps(type(decoder).forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        outputs = None if args else call.replay_decoder(self, kwargs)
-        if outputs is None:  # also of a deep copy of the model, which has this forward too
+        outputs = None
+        if _is_ours(self):
+            outputs = None if args else call.replay_decoder(self, kwargs)
+        elif (now := runs()) is not None and now.graphs is not None and not now.graphs.has_ended:
+            now.graphs.disable("the forward of the decoder was replaced")  # a recording would run it twice
+        # Also in a deep copy of the model, which has this forward too.
+        if outputs is None:
             return type(self).forward(self, *args, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=outputs.last_hidden_state)
 
+    _OURS.add(forward)
     with patch_attribute(decoder, "forward", types.MethodType(forward, decoder)):
         yield
+
+
+def _is_ours(decoder: Any) -> bool:
+    return getattr(vars(decoder).get("forward"), "__func__", None) in _OURS

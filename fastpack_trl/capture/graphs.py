@@ -153,6 +153,11 @@ class BackboneGraphs(TrainerCallback):
             backbone.recorded.clear()
 
     @property
+    def held(self) -> int:
+        """Bytes of the graphs."""
+        return self._device.held if self.graphs else 0
+
+    @property
     def graphs(self) -> int:
         """Number of graphs."""
         return sum(slot.graphs for slot in self._slots.values())
@@ -346,7 +351,7 @@ class BackboneGraphs(TrainerCallback):
         """Report what there is."""
         declined = len(self._rule.declined)
         unpaid = f"not recorded, as it would not be paid back: {declined} sizes of rows" if declined else ""
-        memory = f"{self.graphs} graph{'s' * (self.graphs != 1)} of {self._device.held / 2**30:.2f} GiB"
+        memory = f"{self.graphs} graph{'s' * (self.graphs != 1)} of {self.held / 2**30:.2f} GiB"
         self._run.set_status(FEATURE, "on", "captured", "; ".join(filter(None, (self._rule.note, memory, unpaid))))
 
     def drop(self) -> None:

@@ -40,7 +40,8 @@ def largest_row(run: Run, *, merges: bool) -> tuple[int, int]:
     longest = most if facts is None or not facts.longest else min(most or 2**62, facts.longest)
     if longest is None:
         if has_images(run.trainer):
-            raise ValueError("rows of images may have any length: set image_row_tokens")
+            fix = "set max_length, or image_row_tokens if the collator is TRL's"
+            raise ValueError(f"rows of images may have any length: {fix}")
         raise ValueError("max_length=None, or a trainer without it: rows may have any length")
     return row_tokens(run.args, most, longest, run.sequences, merges=merges), int(longest)
 

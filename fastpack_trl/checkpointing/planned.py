@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 FEATURE = "activation_memory"
 _LESS = 0.8
-"""Of the budget, where each step has a plan of its own and one ran out of memory."""
+"""Budget of later steps, as a share of what was predicted for one that ran out of memory."""
 AMPLE = 2.0
 """Memory left per byte of gathered weights, from which on FSDP 2 keeps them; half stays for what no plan counts."""
 
@@ -55,7 +55,7 @@ class ActivationMemory(TrainerCallback):
 
     def __init__(self, run: Run, *, level: str, gib: float | None, mode: Mode, merges: bool) -> None:
         self._run, self._level, self._notes, self._mode = run, level, list[str](), mode
-        self._by_step = is_planned_by_step(run)
+        self._by_step, self._limit = is_planned_by_step(run), (2**31, Level.KEEP)
         with run.ranks.propagate_failures():  # none may run a sharded model without the others
             row = None if self._by_step else largest_row(run, merges=merges)
             self._tower = tower_cost(run)
@@ -71,7 +71,7 @@ class ActivationMemory(TrainerCallback):
         self._of_tower = [] if self._tower is None else list(self._tower.layers)
         self._watches = [HookWatch(layer) for layer in (*self._layers, *self._of_tower) if level == "auto"]
         self._hooks: list[str] = []
-        self._out_of_memory = ""
+        self._out_of_memory, self._has_failed = "", False
         self._stack = contextlib.ExitStack()
 
     def _first(self, row: tuple[int, int] | None) -> Size:
@@ -85,15 +85,15 @@ class ActivationMemory(TrainerCallback):
     def _plan(self, size: Size) -> Plan:
         """Return the plan of a row."""
         self.head_bytes = head_bytes(self._run.model, size.tokens)
-        whole, least = (0.0, 0.0) if self._tower is None else (self._tower.kept, self._tower.checkpointed)
-        self._whole, self._least = int(whole * size.numbers), int(least * size.numbers)
-        budget = max(0, self._budget - self._least - self.head_bytes)
+        self._whole, self._least = (0, 0) if self._tower is None else self._tower.at(size.numbers)
+        held = 0 if self._run.graphs is None else self._run.graphs.held
+        budget = max(0, self._budget - held - self._least - self.head_bytes)
         plan = Plan.keeping_all(self._costs, size.tokens, size.longest, budget, self._dense, self._can_offload)
-        if self._level == "keep":
-            return plan
-        if self._level == "auto" and (self._tower is not None or not size.numbers):
-            return plan.best()
-        return plan.last_kept(0, Level[self._level.upper()] if self._level != "auto" else Level.CHECKPOINT)
+        if self._level == "auto":
+            return plan.best() if self._tower is not None or not size.numbers else plan.last_kept(0)
+        most, deepest = self._limit
+        level = Level[self._level.upper()]
+        return plan.last_kept(min(most, plan.count * (level is Level.KEEP)), max(level, deepest, Level.CHECKPOINT))
 
     @property
     def _keeps_tower(self) -> bool:
@@ -104,7 +104,7 @@ class ActivationMemory(TrainerCallback):
     def plan_step(self, batches: Sequence[Any]) -> None:
         """Plan for the micro-batches of a step, and install what differs; by shapes, which the host knows."""
         if self._by_step:
-            levels, kept = self._levels(), self._keeps_tower
+            self._has_failed, levels, kept = False, self._levels(), self._keeps_tower
             self.plan = self._plan(Size.of(batches))
             self.share_rest()
             if (self._levels(), self._keeps_tower) != (levels, kept):
@@ -186,7 +186,8 @@ class ActivationMemory(TrainerCallback):
             kept = (self._whole, ", kept whole") if self._keeps_tower else (self._least, "")
             notes.insert(1, f"{kept[0] / GIB:.2f} GiB for the tower of images{kept[1]}")
         if self._by_step:
-            notes.insert(1, "planned again for each step")
+            without = "" if self._tower else "; none of the first examples has an image: steps with images recompute"
+            notes.insert(1, f"planned again for each step{without}")
         if levels != list(self.plan.levels):
             notes.append(f"{describe(levels)} for {next(filter(None, self._hooks))}, which runs in each recompute")
         self._run.set_status(FEATURE, "on", " + ".join(map(str, sorted(set(levels)))), "; ".join(filter(None, notes)))
@@ -199,8 +200,11 @@ class ActivationMemory(TrainerCallback):
         told = f"a step ran out of memory with {describe(self._levels())}; it was run again with less"
         if not self._out_of_memory:
             logger.warning(f"{FEATURE}: {told}")
+        if not self._has_failed:  # steps of this size are planned with less from here on
+            failed = self.plan.predicted + self.head_bytes + (self._whole if self._keeps_tower else self._least)
+            self._budget, self._has_failed = min(self._budget, int(failed * _LESS)), True
         self._out_of_memory, self.plan = told, plan or self.plan
-        self._budget = int(self._budget * _LESS)  # of the plans of later steps
+        self._limit = self.plan.count, self.plan.below
         self._install()
         return True
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,20 +44,28 @@ class Size(NamedTuple):
         return cls(*map(max, zip(*found, strict=True)))
 
 
-@dataclass(frozen=True, slots=True)
-class TowerCost:
-    """Bytes that the towers keep for backward for each number in `pixel_values`.
+class TowerCost(NamedTuple):
+    """Bytes that towers keep for backward: ``linear * n + square * n^2`` of n numbers in `pixel_values`.
+
+    Some mask the patches of all images by one square; the others have 0 there.
 
     Attributes:
-        kept, checkpointed: if their layers keep everything, and if they keep their inputs.
-        largest: size of the example on which they were counted, the largest of some.
+        kept, checkpointed: linear and square, if their layers keep everything, and if they keep their inputs.
+        largest: size of the largest of some examples.
         layers: what of them can be checkpointed.
     """
 
-    kept: float
-    checkpointed: float
+    kept: tuple[float, float]
+    checkpointed: tuple[float, float]
     largest: Size
     layers: tuple[GradientCheckpointingLayer, ...]
+
+    def at(self, numbers: int) -> tuple[int, int]:
+        """Return what they keep if they keep everything, and if they are checkpointed."""
+        kept, checkpointed = (
+            int(linear * numbers + square * numbers**2) for linear, square in (self.kept, self.checkpointed)
+        )
+        return kept, checkpointed
 
 
 def is_planned_by_step(run: Run) -> bool:
@@ -68,16 +78,43 @@ def tower_cost(run: Run) -> TowerCost | None:
     """Count what the towers keep; None without images in the first examples, and for a sharded tower."""
     if not has_images(run.trainer) or run.is_sharded:
         return None
-    batches = (collated(run.trainer.data_collator, [each]) for each in islice(run.trainer.train_dataset, _EXAMPLES))
-    found = [*islice((batch for batch in batches if PIXELS in batch), _WITH_IMAGES)]
-    if not found:
-        return None
-    largest = max(found, key=lambda batch: int(batch[PIXELS].numel()))
-    images = {name: largest[name].to(run.device) for name in OF_IMAGES & largest.keys()}
-    with run.trainer.accelerator.autocast():
-        kept, checkpointed = kept_by_tower(run.model, images)
-    size = Size.of([largest])
-    return TowerCost(kept / size.numbers, checkpointed / size.numbers, size, tuple(tower_layers(run.model)))
+    with _random_states_kept():
+        batches = (
+            (collated(run.trainer.data_collator, [dict(each)]), each)
+            for each in islice(run.trainer.train_dataset, _EXAMPLES)
+        )
+        found = [*islice(((batch, each) for batch, each in batches if PIXELS in batch), _WITH_IMAGES)]
+        if not found:
+            return None
+        smallest = min(found, key=lambda pair: int(pair[0][PIXELS].numel()))
+        twice = collated(run.trainer.data_collator, [dict(smallest[1]), dict(smallest[1])])
+    counts = []
+    for batch in (smallest[0], twice):
+        images = {name: batch[name].to(run.device) for name in OF_IMAGES & batch.keys()}
+        with run.trainer.accelerator.autocast():
+            counts.append(kept_by_tower(run.model, images))
+    one, two = (int(batch[PIXELS].numel()) for batch in (smallest[0], twice))
+    kept, checkpointed = (_through(one, two, *bytes_kept) for bytes_kept in zip(*counts, strict=True))
+    largest = Size.of([max((batch for batch, _ in found), key=lambda batch: int(batch[PIXELS].numel()))])
+    return TowerCost(kept, checkpointed, largest, tuple(tower_layers(run.model)))
+
+
+def _through(one: int, two: int, of_one: float, of_two: float) -> tuple[float, float]:
+    """Return linear and square terms through two counts, the latter not below 0."""
+    square = max(0.0, (of_two / two - of_one / one) / (two - one)) if two > one else 0.0
+    return of_one / one - square * one, square
+
+
+@contextmanager
+def _random_states_kept() -> Iterator[None]:
+    """Let transforms of a data set draw numbers that the run then draws again."""
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - that of the user's transforms
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
 
 
 def tower_layers(model: Any) -> list[GradientCheckpointingLayer]:

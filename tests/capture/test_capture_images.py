@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from datasets import concatenate_datasets
 from peft import LoraConfig
 from side_by_side import assert_equal
 from trainer_material import assert_line, callback, figures
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from trl import SFTConfig, SFTTrainer
 from vision_material import composite, image_data
 from vision_runs import run
@@ -44,6 +47,7 @@ def train(folder: Path, devices: Any, family: str, cls: Any = FastSFTTrainer, **
     base |= {"weight_decay": 0.1} | (CAPTURED if cls is FastSFTTrainer else {})
     fields["callbacks"] = [callback("on_pre_optimizer_step", keep)(), *fields.get("callbacks", ())]
     data, model = fields.pop("data", None) or image_data(12, family=family), composite(family, torch.float64)
+    fields.pop("prepare", lambda model: None)(model)
     if fields.pop("freeze", False):
         model.get_decoder().requires_grad_(False)
     trainer = run(cls, config, folder, family, model, data, train=False, **base | fields)
@@ -100,6 +104,32 @@ def test_eager_runs_are_named(family: str, fields: dict[str, Any], reason: str, 
     assert not devices.made
 
 
+@pytest.mark.parametrize("moment", [0, 9])
+def test_a_replaced_forward_of_the_decoder_runs_once(moment: int, tmp_path: Path, devices: Any) -> None:
+    """Before the run it is refused by name; in the middle, around ours, it ends the recordings."""
+
+    def replace(model: Any, **_: Any) -> None:
+        decoder = backbones(model)[-1]
+        found = vars(decoder).get("forward")
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            outputs = (found or partial(type(self).forward, self))(*args, **kwargs)
+            return BaseModelOutputWithPast(last_hidden_state=1.5 * outputs.last_hidden_state)
+
+        decoder.forward = MethodType(forward, decoder)
+
+    fields = {"callbacks": [At(moment, replace)]} if moment else {"prepare": replace}
+    if not moment:
+        with pytest.raises(ValueError, match="cuda_graph='on': the forward of the decoder was replaced"):
+            train(tmp_path, devices, "llava", **fields)
+        return
+    ours, mine = train(tmp_path / "on", devices, "llava", **fields)
+    _, theirs = train(tmp_path / "off", devices, "llava", cuda_graph="off", **fields)
+    assert_line(ours, "cuda_graph", "the forward of the decoder was replaced", status="off", path="eager")
+    for found, expected in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("where", ["language_model.layers.0", "multi_modal_projector"])
 def test_a_hook_in_the_decoder_ends_it_and_one_in_the_tower_runs(where: str, tmp_path: Path, devices: Any) -> None:
     seen = list[int]()
@@ -139,6 +169,7 @@ def test_a_copy_of_the_model_runs_its_own_layers_and_keeps_none(tmp_path: Path, 
 def test_memory_is_that_of_the_plan_at_hand(tmp_path: Path, devices: Any) -> None:
     """A step that is much larger than the first examples takes the memory of graphs, also from those after it."""
     data = concatenate_datasets([image_data(20, family="llava"), image_data(2, family="llava", images=12)])
+    devices.options["held"] = 0
     found = list[tuple[int, int, int]]()
 
     def look(state: Any, model: Any) -> None:

@@ -141,7 +141,7 @@ ROOMS = [(name.rpartition(".")[2], TICKED.findall(rooms)) for own, _, rooms, _ i
 USED = {(name, room) for name, rooms in ROOMS for room in rooms}
 LIBRARIES = ("accelerate", "peft", "torch", "transformers", "trl")
 PUBLIC = re.compile(
-    r"accelerate\.(logging|utils)|trl\.rewards|transformers\.utils|torch\.(profiler|nn(\.functional|\.modules(\.module)?|\.parallel)?"
+    r"accelerate\.(logging|utils)|trl\.rewards|transformers\.(modeling_outputs|utils)|torch\.(profiler|nn(\.functional|\.modules(\.module)?|\.parallel)?"
     r"|nn\.attention\.flex_attention|func|autograd(\.function|\.graph)?|utils\.(benchmark|checkpoint|data|flop_counter|hooks))"
 )
 """Modules below the top that their libraries document."""
