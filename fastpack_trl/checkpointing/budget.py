@@ -22,8 +22,7 @@ MARGIN = 0.9
 MARGIN_WITHOUT_RETRY = 0.8
 """The same where a step that runs out of memory ends the run: several processes, and trainers other than SFT's."""
 MARGIN_OF_IMAGES = 0.65
-"""The same for steps on images: no two have the same sizes, which leaves gaps in what torch holds. For a peak of 44 GiB
-in steps of Qwen2.5-VL-3B it held 91, of 141 that were there."""
+"""The same for steps on images: no two have the same sizes, which leaves gaps in what torch holds. Not measured."""
 HEAD_BYTES = 12
 """Per token and hidden unit: the last norm and its input at two bytes, their gradients at four, two of these alive."""
 
