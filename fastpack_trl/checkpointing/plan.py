@@ -158,12 +158,12 @@ class Plan:
         need their memory one after the other. An input that is fetched meanwhile is not counted: recorded peaks are
         rather below the prediction without it.
         """
-        held = peak = 0
-        for index, level in enumerate(self.levels):
+        held, peak, levels = 0, 0, self.levels
+        for index, level in enumerate(levels):
             whole, own = self.kept[index], self.inputs[index]
             held += {Level.KEEP: whole, Level.CHECKPOINT: own, Level.OFFLOAD: 0}[level]
             peak = max(peak, held + self.working[index] + (0 if level is Level.KEEP else whole))
-            if self.levels[index : index + 2] == (Level.OFFLOAD, Level.KEEP):
+            if levels[index : index + 2] == (Level.OFFLOAD, Level.KEEP):
                 held += own  # stays on the device, see `layer_levels`
         return peak
 
