@@ -13,7 +13,7 @@ from typing import Any
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from fastpack_trl.model.changes import patch_attribute
-from fastpack_trl.model.facts import backbones, masks_by_kind
+from fastpack_trl.model.facts import backbones
 from fastpack_trl.run import Run
 
 _OURS = weakref.WeakSet[Any]()
@@ -28,7 +28,6 @@ def refusals(run: Run) -> Iterator[object]:
     yield "forward" in vars(decoder) and not _is_ours(decoder) and "the forward of the decoder was replaced"
     yield not run.packs and f"{_SIZES}, and padded batches are not recorded"
     yield "deepstack_visual_embeds" in forward and f"{_SIZES}, and the decoder adds its features between layers"
-    yield masks_by_kind(run.model) and f"{_SIZES}, and so does the attention of the decoder to them"
     several = run.ranks.count > 1 and not run.is_sharded
     yield several and "several processes: a step of one may have no image, and no gradient for the tower"
 

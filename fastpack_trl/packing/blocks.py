@@ -24,7 +24,8 @@ class Blocks(TensorFields):
         tokens: (image_tokens,) int64, the tokens of all images.
         key_index: (block_keys,) int64, the keys of each image, one after the other.
         cu_seqlens, cu_seqlens_k: (images + 1,) int32, in image tokens and in keys.
-        lengths: tokens and keys of each image, on the host.
+        lengths: tokens and keys of each image, on the host; None of a static batch.
+        longest: most tokens and keys of an image, on the host; at least, in a static batch.
     """
 
     key_ends: Tensor
@@ -33,6 +34,7 @@ class Blocks(TensorFields):
     cu_seqlens: Tensor
     cu_seqlens_k: Tensor
     lengths: tuple[tuple[int, int], ...]
+    longest: tuple[int, int]
 
     @classmethod
     def of(cls, is_image: NDArray[np.bool_], lengths: Ints) -> Blocks | None:
@@ -49,6 +51,6 @@ class Blocks(TensorFields):
         sums = keys.cumsum()
         index = np.arange(sums[-1]) - (sums - keys - starts[last - 1]).repeat(keys)
         cu, cu_k = (torch.from_numpy(np.append(0, each.cumsum()).astype(np.int32)) for each in (counts, keys))
-        both = tuple(zip(counts.tolist(), keys.tolist(), strict=True))
+        both, longest = tuple(zip(counts.tolist(), keys.tolist(), strict=True)), (int(counts.max()), int(keys.max()))
         key_ends, image_tokens, key_index = map(torch.from_numpy, (ends, tokens, index))
-        return cls(key_ends, image_tokens, key_index, cu, cu_k, both)
+        return cls(key_ends, image_tokens, key_index, cu, cu_k, both, longest)

@@ -36,11 +36,20 @@ class Bucket(NamedTuple):
     """Entries of `SharedKeys.key_index`; 0: the row holds every document whole."""
     max_seqlen_k: int = 0
     """Keys of the segment that has most; at least, in a static batch."""
+    images: int = 0
+    """Segments of `Blocks`; 0: no tokens attend to each other."""
+    image_tokens: int = 0
+    """Of these images."""
+    image_keys: int = 0
+    """Entries of `Blocks.key_index`."""
 
     @classmethod
     def of(cls, batch: PackedBatch) -> Bucket:
         """Return the size of a plain batch, or the bucket of a static one."""
         size = cls(batch.total_tokens, batch.cu_seqlens.numel() - 1, batch.max_seqlen)
+        if (blocks := batch.blocks) is not None:
+            counts = blocks.cu_seqlens.numel() - 1, blocks.tokens.numel(), blocks.key_index.numel()
+            size = cls(*size[:5], *counts)
         if batch.shared is None:
             return size
         return size._replace(keys=batch.shared.key_index.numel(), max_seqlen_k=batch.shared.max_seqlen_k)
@@ -60,17 +69,30 @@ class Bucket(NamedTuple):
         """Cost in tokens, for comparisons."""
         # Forward has blocks of queries, backward of keys: if nothing is shared these are the same.
         blocks = self.segments * (self.max_seqlen + max(self.max_seqlen, self.max_seqlen_k)) / 2
-        return self.tokens + _BLOCK_COST * blocks + _KEY_COST * self.keys
+        blocks += self.images * self.max_seqlen
+        return self.tokens + _BLOCK_COST * blocks + _KEY_COST * (self.keys + self.image_keys)
 
     def pieces_of(self, size: Bucket) -> int:
         """Return the segments of the tail: none has more tokens, or sees more keys, than the bucket's longest."""
         pieces = -(-(self.tokens - size.tokens) // self.max_seqlen)
         return max(pieces, -(-(self.keys - size.with_keys.keys) // self.max_seqlen_k)) if self.keys else pieces
 
+    def image_pieces_of(self, size: Bucket) -> int:
+        """Return the images made of what is left over: none has more tokens or keys than the bucket's longest."""
+        left = max(self.image_tokens - size.image_tokens, self.image_keys - size.image_keys)
+        return -(-left // self.max_seqlen)
+
+    def _holds_images(self, size: Bucket) -> bool:
+        """What is left over is of the tail, and each image made of it has a token and a key."""
+        pieces, tail = self.image_pieces_of(size), self.tokens - size.tokens
+        left = self.image_tokens - size.image_tokens, self.image_keys - size.image_keys
+        return min(*left, self.images - size.images) >= pieces and (pieces == 0 or tail > 0)
+
     def holds(self, size: Bucket) -> bool:
-        """Return whether a row of this size fits; one without shared tokens fits into a bucket with keys too."""
+        """Return whether a row of this size fits; one without shared tokens or images into a bucket with them too."""
         tail, pieces = self.tokens - size.tokens, self.pieces_of(size)
         fits = tail >= 0 and size.max_seqlen <= self.max_seqlen and size.segments + pieces <= self.segments
+        fits = fits and self._holds_images(size)
         if not self.keys:
             return fits and not size.keys
         # Every token of the tail is its own key, and every piece of it has a token.
@@ -114,11 +136,18 @@ def _around(size: Bucket, most: Bucket) -> Bucket:
     if most.keys:
         size = size.with_keys
     tail = 1 + bool(most.keys)  # keys left over need a tail that sees them
-    tokens, longest = _whole_tiles(most.tokens + bool(most.keys)), rounded_length(most.max_seqlen)
+    tokens, longest = _whole_tiles(most.tokens + bool(most.keys or most.images)), rounded_length(most.max_seqlen)
     bucket = most._replace(tokens=tokens, max_seqlen=longest, max_seqlen_k=rounded_length(most.max_seqlen_k))
     if most.keys:
         keys = max(one.keys + bucket.tokens - one.tokens for one in (size, most))
         bucket = bucket._replace(keys=-(-keys // 64) * 64)  # by little: each key left over is one of the tail's
+    if most.images:
+        # So many more that each image of the tail has a token and a key.
+        more = max(most.image_tokens, most.image_keys) // longest + 2
+        tokens, keys = _whole_tiles(most.image_tokens + more), _whole_tiles(most.image_keys + more)
+        bucket = bucket._replace(image_tokens=tokens, image_keys=keys)
+        images = max(one.images + bucket.image_pieces_of(one) for one in (size, most))
+        bucket = bucket._replace(images=rounded_up(images, 2, 1))
     needed = max(one.segments + bucket.pieces_of(one) for one in (size, most)) + tail
     return bucket._replace(segments=rounded_up(needed, 2, 1))  # 1, 2, 3, 4, 6, 8, 12, 16, ...
 

@@ -1,9 +1,10 @@
 """The static form of a packed row: tensors of shapes that depend on its bucket only, filled in place batch after batch.
 
 A CUDA graph replays the work of the device and reads the same tensors. So everything that changes from row to row must
-be in them: the row is filled up by a tail without documents, `cu_seqlens` by segments of length 0, the
-keys of shared prefixes by more of them for the tail, whose gradients are zero. What the host knows of a plain batch is
-None in its static form: code that computes with it raises instead of going on with the lengths of another batch.
+be in them: the row is filled up by a tail without documents, `cu_seqlens` by segments of length 0, the keys of shared
+prefixes and the images whose tokens attend to each other by more of them for the tail, whose gradients are zero. What
+the host knows of a plain batch is None in its static form: code that computes with it raises instead of going on with
+the lengths of another batch.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fastpack_trl.packing.blocks import Blocks
 from fastpack_trl.packing.buckets import Bucket
 from fastpack_trl.packing.packed_batch import NOT_ON_HOST, PackedBatch, to_transformers_kwargs
 from fastpack_trl.packing.shared_keys import SharedKeys
@@ -69,10 +71,11 @@ class StaticInputs:
         if bucket.keys:
             index = torch.zeros(bucket.keys, dtype=torch.int64, device=device)
             shared = SharedKeys(NOT_ON_HOST, index, ends.clone(), bucket.max_seqlen_k)
+        blocks = _images(bucket, device) if bucket.images else None
         self.batch = PackedBatch(
             seq_lengths=NOT_ON_HOST, num_padding=NOT_ON_HOST, parts=NOT_ON_HOST, max_seqlen=bucket.max_seqlen,
             cu_seqlens=ends, position_ids=torch.zeros(row, dtype=torch.int64, device=device),
-            seq_idx=torch.zeros(row, dtype=torch.int32, device=device), shared=shared,
+            seq_idx=torch.zeros(row, dtype=torch.int32, device=device), shared=shared, blocks=blocks,
         )  # fmt: skip
         shape = (*row, *form.width)
         self.tokens = torch.zeros(shape, dtype=form.dtype, device=device, requires_grad=form.trains)
@@ -93,10 +96,7 @@ class StaticInputs:
         """
         size, static = Bucket.of(batch), self.batch
         assert self.bucket.holds(size), f"a row of {size} does not fit into {self.bucket}"
-        ends = torch.from_numpy(_ends(self.bucket, size, batch))
-        # New each time: torch keeps pinned memory from reuse until the copy out of it is done.
-        ends = ends.pin_memory() if self.tokens.is_cuda else ends
-        ends = ends.to(self.tokens.device, non_blocking=True)
+        ends = self._on_device(_ends(self.bucket, size, batch))
         row = torch.arange(self.bucket.tokens, dtype=torch.int32, device=self.tokens.device)
         segment = torch.bucketize(row, ends[0, 1:], right=True, out_int32=True)
         places = row - ends[0].index_select(0, segment)
@@ -116,23 +116,59 @@ class StaticInputs:
             static.shared.key_index.copy_(_key_index(ends, before, self.bucket.keys, size.tokens))
             if batch.shared is not None:
                 static.shared.key_index[: size.keys].copy_(batch.shared.key_index)
+        if static.blocks is not None:
+            self._copy_images(static.blocks, batch.blocks, size)
         keys = zip(batch.seq_lengths, batch.shared.prefix_lengths if batch.shared else repeat(0), strict=False)
         static.position_ids.copy_(places % max(map(sum, keys)))
         return filled
 
+    def _on_device(self, ends: NDArray[np.int32]) -> Tensor:
+        # New each time: torch keeps pinned memory from reuse until the copy out of it is done.
+        made = torch.from_numpy(ends)
+        made = made.pin_memory() if self.tokens.is_cuda else made
+        return made.to(self.tokens.device, non_blocking=True)
+
+    def _copy_images(self, static: Blocks, given: Blocks | None, size: Bucket) -> None:
+        """Take in the images of a row, and as further ones tokens of the tail."""
+        bucket, pieces = self.bucket, self.bucket.image_pieces_of(size)
+        lengths = np.array(given.lengths if given else (), np.int64).reshape(-1, 2).T
+        totals = bucket.image_tokens, bucket.image_keys
+        ends = [_filled(*pair, pieces, bucket.images + 1) for pair in zip(lengths, totals, strict=True)]
+        for cu, made in zip((static.cu_seqlens, static.cu_seqlens_k), self._on_device(np.stack(ends)), strict=True):
+            cu.copy_(made)
+        tail = bucket.tokens - size.tokens
+        for name in ("tokens", "key_index"):
+            index: Tensor = getattr(static, name)
+            index.copy_(size.tokens + torch.arange(len(index), device=index.device) % max(1, tail))
+            if given is not None:
+                own: Tensor = getattr(given, name)
+                index[: len(own)].copy_(own)
+
+
+def _images(bucket: Bucket, device: torch.device | str) -> Blocks:
+    """Return images without tokens, until a row is copied in."""
+    tokens, keys = (torch.zeros(count, dtype=torch.int64, device=device) for count in bucket[-2:])
+    ends = torch.arange(bucket.images + 1, device=device)
+    cu, cu_k = ((ends * bucket.max_seqlen).clamp(max=count).int() for count in bucket[-2:])
+    return Blocks(NOT_ON_HOST, tokens, keys, cu, cu_k, NOT_ON_HOST, (bucket.max_seqlen, bucket.max_seqlen))
+
 
 def _ends(bucket: Bucket, size: Bucket, batch: PackedBatch) -> NDArray[np.int32]:
     """Return `cu_seqlens` of a row and its tail, (1, segments + 1); with keys two rows, `cu_seqlens_k` second."""
-    pieces = bucket.pieces_of(size)
-    lengths = np.concatenate([batch.segment_lengths, _even(bucket.tokens - size.tokens, pieces)])
-    found: NDArray[np.int32] = np.full((1 + bool(bucket.keys), bucket.segments + 1), bucket.tokens, np.int32)
-    found[0, : len(lengths) + 1] = np.append(0, lengths.cumsum())
+    pieces, entries = bucket.pieces_of(size), bucket.segments + 1
+    lengths = np.array(batch.segment_lengths)
+    found = [_filled(lengths, bucket.tokens, pieces, entries)]
     if bucket.keys:
-        keys = np.array(batch.segment_lengths)
-        keys = keys if batch.shared is None else keys + np.array(batch.shared.prefix_lengths)
-        keys = np.concatenate([keys, _even(bucket.keys - size.with_keys.keys, pieces)])
-        found[1] = bucket.keys
-        found[1, : len(keys) + 1] = np.append(0, keys.cumsum())
+        keys = lengths if batch.shared is None else lengths + np.array(batch.shared.prefix_lengths)
+        found.append(_filled(keys, bucket.keys, pieces, entries))
+    return np.stack(found)
+
+
+def _filled(lengths: NDArray[np.int64], total: int, pieces: int, entries: int) -> NDArray[np.int32]:
+    """Return (entries,) ends of segments of these lengths and of so many `pieces` up to `total`, then empty ones."""
+    lengths = np.concatenate([lengths, _even(total - lengths.sum(), pieces)])
+    found: NDArray[np.int32] = np.full(entries, total, np.int32)
+    found[: len(lengths) + 1] = np.append(0, lengths.cumsum())
     return found
 
 

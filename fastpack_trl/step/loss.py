@@ -79,11 +79,13 @@ class BackboneCall:
         Its keywords are those that the attention has put in the place of ``packed_batch``.
         """
         batch, row, positions = self.batch, kwargs.get("inputs_embeds"), kwargs.get("position_ids")
-        if self.replay is None or batch is None or batch.blocks is not None or not isinstance(row, Tensor):
+        if self.replay is None or batch is None or not isinstance(row, Tensor):
             return None
         if "packed_layer" not in kwargs or not batch.describes(row, positions):
             return None
-        if getattr(kwargs.get("attention_mask"), "shape", None) != (1, 1, 1, 1):  # a mask of the model's own
+        mask = kwargs.get("attention_mask")
+        masks = mask.values() if isinstance(mask, dict) else (mask,)  # one for each kind of layer
+        if any(getattr(one, "shape", None) != (1, 1, 1, 1) for one in masks):  # of the model's own
             return None
         known = {"inputs_embeds", "position_ids", "attention_mask", "use_cache"}
         others = {name: value for name, value in kwargs.items() if name not in known and name[:7] != "packed_"}

@@ -24,7 +24,23 @@ def sharing(draw: st.DrawFn) -> Bucket:
     return Bucket(prefix + sum(own), len(own), prefix + own[0], keys, prefix + max(own))
 
 
+@st.composite
+def with_images(draw: st.DrawFn) -> Bucket:
+    """The size of a row some of whose documents have images, each with a text before it."""
+    lengths, keys, tokens = draw(st.lists(st.integers(1, 900), min_size=1, max_size=12)), list[int](), 0
+    for length in lengths:
+        start = 0
+        for image in draw(st.lists(st.integers(1, 300), max_size=4)):
+            if start + image <= length:
+                start += image
+                tokens += image
+                keys.append(start)
+    size = Bucket(sum(lengths), len(lengths), max(lengths))
+    return size._replace(images=len(keys), image_tokens=tokens, image_keys=sum(keys))
+
+
 sizes = plain | sharing()
+of_images = plain | with_images()
 
 
 def packed_rows(row: int, mean: int) -> list[Bucket]:
@@ -59,7 +75,7 @@ def shared_rows(prefix: int, own: int) -> list[Bucket]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(sizes, min_size=1, max_size=40))
+@given(st.lists(sizes, min_size=1, max_size=40) | st.lists(of_images, min_size=1, max_size=40))
 def test_a_bucket_holds_its_row_and_there_are_few(rows: list[Bucket]) -> None:
     buckets = Buckets()
     for size in rows:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import reduce
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from static_material import bucket_for, make_inputs, make_rows, rows, surplus, to_static
 
-from fastpack_trl.packing.buckets import Bucket
+from fastpack_trl.attention.row_backend import attend_blocks
+from fastpack_trl.packing.blocks import Blocks
+from fastpack_trl.packing.buckets import Bucket, Buckets
 from fastpack_trl.packing.packed_batch import PackedBatch, to_transformers_kwargs
 from fastpack_trl.packing.shared_keys import SharedKeys
 from fastpack_trl.packing.static_batch import StaticInputs
@@ -113,6 +118,55 @@ def test_keys_that_are_left_over_need_a_tail_that_sees_them() -> None:
     assert full._replace(keys=full.keys + 5, tokens=full.tokens + 1, segments=9).holds(size)
     assert not full._replace(keys=full.keys + 5, tokens=full.tokens + 6, segments=9).holds(size), "nor a key for each"
     assert not full._replace(keys=0).holds(size)
+
+
+def row_of_images(seed: int) -> tuple[Any, Blocks | None]:
+    """A row, the tokens of whose images attend to each other; each third row has none."""
+    draw = np.random.default_rng(seed)
+    inputs = make_inputs(draw.integers(1, 40, draw.integers(1, 6)).tolist(), seed=seed)
+    batch = inputs["packed_batch"]
+    image = draw.random(batch.total_tokens).repeat(5)[: batch.total_tokens] < 0.6 * (seed % 3 > 0)
+    blocks = Blocks.of(image, np.array(batch.seq_lengths))
+    inputs["packed_batch"] = replace(batch, blocks=blocks)
+    return inputs, blocks
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_images_of_a_static_row_see_what_they_see_in_the_row(device: str) -> None:
+    """Outputs and gradients of one set of tensors for row after row; what is left over is finite and of the tail."""
+    dtype = torch.float64 if device == "cpu" else torch.bfloat16
+    rows = [row_of_images(seed) for seed in range(24)]
+    sizes = [Bucket.of(inputs["packed_batch"]) for inputs, _ in rows]
+    bucket = Buckets().find(reduce(Bucket.joined, sizes))
+    assert bucket is not None
+    assert all(map(bucket.holds, sizes))
+    static = StaticInputs(bucket, device)
+    torch.manual_seed(0)
+    for inputs, plain in rows:
+        given = inputs.to(device)
+        with count_host_syncs(device=device) as syncs:
+            static.copy_row(given["packed_batch"], given["input_ids"])
+        assert syncs.total == 0, syncs
+        found, tokens = static.batch.blocks, given["packed_batch"].total_tokens
+        assert found is not None
+        count = 0 if plain is None else len(plain.tokens)
+        assert found.tokens[count:].min() >= tokens
+        queries, keys = found.cu_seqlens.diff(), found.cu_seqlens_k.diff()
+        assert torch.equal(queries > 0, keys > 0)
+        assert max(queries.max(), keys.max()) <= bucket.max_seqlen
+        assert [found.cu_seqlens[-1], found.cu_seqlens_k[-1]] == [len(found.tokens), len(found.key_index)]
+        wide = torch.randn(3, bucket.tokens, 2, 8, dtype=dtype, device=device, requires_grad=True)
+        for window in (None, 5):
+            out = attend_blocks(found, *wide, 0.3, window)
+            assert out.isfinite().all()
+            up = torch.randn_like(out)
+            up[count:] = 0  # as the loss has none there
+            (gradient,) = torch.autograd.grad(out, wide, up)
+            assert not gradient[:, tokens:].any()
+            if plain is not None:
+                expected = attend_blocks(plain.to(device), *wide, 0.3, window)
+                torch.testing.assert_close(out[:count], expected)
+                torch.testing.assert_close(gradient, *torch.autograd.grad(expected, wide, up[:count]))
 
 
 @pytest.mark.cuda
