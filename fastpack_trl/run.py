@@ -61,14 +61,16 @@ class StepServices:
     """State of a run's steps, which changes from step to step.
 
     Attributes:
-        version: grows whenever layers begin to run otherwise (kept, offloaded).
+        levels: how the layers of the decoder run (kept, recomputed, offloaded), of which graphs are; empty: as TRL's.
+        by_step: each step may have others.
         activations_left: bytes that the plan of the activations leaves of its budget, 0 if it recomputes a layer for
             want of memory; None without such a plan. Copies of frozen weights take of it, then CUDA graphs.
         activation_bytes: memory of the activations of a step by that plan: a CUDA graph holds as much once more.
         offloads: layer inputs go to host memory.
     """
 
-    version: int = 0
+    levels: tuple[object, ...] = ()
+    by_step: bool = False
     activations_left: int | None = None
     activation_bytes: int = 0
     offloads: bool = False

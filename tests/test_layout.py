@@ -34,7 +34,7 @@ BUDGETS = {
     "attention": 1800,
     "bench": 1000,
     "callbacks": 300,
-    "capture": 1100,
+    "capture": 1150,
     "checkpointing": 1225,
     "cli": 1000,
     "features": 1650,
@@ -52,7 +52,7 @@ BUDGETS = {
     "vision": 650,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 24760, "benchmarks": 3450, "tests": 28500}
+TOTALS = {"fastpack_trl": 24860, "benchmarks": 3450, "tests": 28600}
 
 
 @cache

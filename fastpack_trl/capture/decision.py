@@ -34,6 +34,7 @@ class IdleRule:
         device: is watched.
         buckets: of the rows so far.
         pays: graphs are recorded at once, as with ``cuda_graph="on"``.
+        share: of the layers of a step that graphs replay: the host goes on launching those of towers.
 
     Attributes:
         pays: graphs are recorded.
@@ -41,8 +42,8 @@ class IdleRule:
         declined: buckets whose rows run eagerly: recording them would not be paid back.
     """
 
-    def __init__(self, run: Run, device: CudaGraphs, buckets: Buckets, *, pays: bool) -> None:
-        self._run, self._device, self._buckets = run, device, buckets
+    def __init__(self, run: Run, device: CudaGraphs, buckets: Buckets, *, pays: bool, share: float = 1.0) -> None:
+        self._share, self._run, self._device, self._buckets = share, run, device, buckets
         self._saving: float | None = None  # seconds per step; None: nothing is weighed
         self._seconds = list[float]()  # of each recording, at first as assumed
         self.declined = set[Bucket]()
@@ -97,11 +98,11 @@ class IdleRule:
         steps_left = self._run.steps_left()
         if idle < LEAST_IDLE:
             return f"{self.note}: graphs pay off from {LEAST_IDLE:.0%} on"
-        cost, sizes = RECORD_SECONDS + each, len(self._buckets.made)
-        if max(1, sizes) * cost >= idle * each * steps_left:
+        cost, saved, sizes = RECORD_SECONDS + each, self._share * idle * each, len(self._buckets.made)
+        if max(1, sizes) * cost >= saved * steps_left:
             rows = f"{sizes} sizes of rows" if sizes > 1 else "a row"
             return f"{steps_left} steps of {each * 1e3:.0f} ms are left: recording {rows} would not be paid back"
-        self.pays, self._saving, self._seconds = True, idle * each, [cost]
+        self.pays, self._saving, self._seconds = True, saved, [cost]
         return ""
 
     def pays_for(self, bucket: Bucket, recordings: int = 1) -> bool:

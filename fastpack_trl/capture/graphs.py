@@ -37,6 +37,9 @@ logger = get_logger(__name__)
 WARM_ROWS = 1
 """Rows of a bucket that run eagerly in its static shapes: they load and tune kernels, which cannot be recorded. One
 more if a recording fails after them."""
+OTHER_ROWS = 32
+"""Rows one after the other whose step has other memory levels than the graphs, and that run eagerly beside them; where
+more follow, that is how steps are now."""
 MAX_RERECORDINGS = 3
 """How often graphs are recorded again because the model was changed."""
 LOSS_METHODS = ("compute_loss", "training_step")
@@ -128,27 +131,31 @@ class BackboneGraphs(TrainerCallback):
         device: records and replays.
         why_not: returns why calls cannot be captured as things are now; empty if they can.
         insists: nothing is weighed, and a run without a recording is told.
+        share: of the layers of a step that are recorded.
 
     Attributes:
         has_ended: all that follows runs eagerly.
     """
 
-    def __init__(self, run: Run, device: CudaGraphs, why_not: Callable[[], str], *, insists: bool) -> None:
+    def __init__(
+        self, run: Run, device: CudaGraphs, why_not: Callable[[], str], *, insists: bool, share: float = 1.0
+    ) -> None:
         self._run, self._device, self._why_not = run, device, why_not
         self._buckets, self._insists = Buckets(), insists
-        self._rule = IdleRule(run, device, self._buckets, pays=insists)
+        self._rule = IdleRule(run, device, self._buckets, pays=insists, share=share)
         self._anchor = torch.empty(0, device=run.device, requires_grad=True)
         self._backbones: dict[int, _Backbone] = {}
         self._open: weakref.ref[Open] | None = None
         self._watching = ExitStack()
-        self.has_ended = False
+        self.has_ended, self._lacked = False, ""
         self._warmed = self._recorded = self._changes = 0
         self._forget()
 
     def _forget(self) -> None:
         self._slots: dict[Key, Slot] = {}
         self._buffers: GradientBuffers | None = None
-        self._version: int | None = None
+        self._levels: tuple[object, ...] | None = None
+        self._others = 0
         for backbone in self._backbones.values():
             backbone.recorded.clear()
 
@@ -197,6 +204,9 @@ class BackboneGraphs(TrainerCallback):
         is_recorded = key in self._slots and self._slots[key].forward is not None
         if not is_recorded and not self._rule.pays_for(bucket, 1 + len(self._freed_by(bucket))):
             return None
+        if not is_recorded and self._run.step.by_step and (lacks := plan_lacks_room(self._run)):
+            self._lacked = f": {lacks}"  # another step may leave room
+            return None
         if key not in self._slots:
             self._slots[key] = Slot(self._run, backbone, key, others, WARM_ROWS)
         filled = self._slots[key].inputs.copy_row(batch, tokens, positions)
@@ -235,12 +245,18 @@ class BackboneGraphs(TrainerCallback):
         bucket = self._buckets.find(Bucket.of(batch))  # also while it waits for the rule: the largest are known then
         if not self._rule.pays:
             return None
-        if self._run.step.version != self._version:  # layers run otherwise since: kept, offloaded
+        if self._run.step.levels != self._levels:  # layers run otherwise since: kept, offloaded
+            if self._run.step.by_step and self.graphs:
+                self._others += 1
+                if self._others > OTHER_ROWS:
+                    self._model_changed()
+                return None
             if why := self._why_not():
                 self.disable(why)
                 return None
             self.drop()
-            self._version = self._run.step.version
+            self._levels = self._run.step.levels
+        self._others = 0
         return None if bucket is None or self._run.refuses_static(bucket) else bucket
 
     def _run_slot(self, slot: Slot, key: Key, tokens: Tensor, filled: Tensor | None) -> tuple[Tensor, ...] | None:
@@ -304,7 +320,7 @@ class BackboneGraphs(TrainerCallback):
         """Drop the recordings of a model that has changed since."""
         self._changes += 1
         if self._changes > MAX_RERECORDINGS:
-            self.disable("the model is changed again and again (weights moved, frozen or merged, modes)")
+            self.disable("the model is changed again and again (weights moved, frozen or merged, modes, memory levels)")
         else:
             self.drop()
 
@@ -339,7 +355,7 @@ class BackboneGraphs(TrainerCallback):
             self._tell()
         elif not self.has_ended:
             unpaid = ": recording would not be paid back" if self._rule.declined else ""
-            why = f"no row was recorded in {self._rule.steps_done} steps" + unpaid
+            why = f"no row was recorded in {self._rule.steps_done} steps{unpaid or self._lacked}"
             if self._insists:
                 self._run.disable(FEATURE, "eager", why)
             else:

@@ -56,6 +56,7 @@ class ActivationMemory(TrainerCallback):
     def __init__(self, run: Run, *, level: str, gib: float | None, mode: Mode, merges: bool) -> None:
         self._run, self._level, self._notes, self._mode = run, level, list[str](), mode
         self._by_step, self._limit = is_planned_by_step(run), (2**31, Level.KEEP)
+        run.step.by_step = self._by_step
         with run.ranks.propagate_failures():  # none may run a sharded model without the others
             row = None if self._by_step else largest_row(run, merges=merges)
             self._tower = tower_cost(run)
@@ -108,7 +109,7 @@ class ActivationMemory(TrainerCallback):
             self.plan = self._plan(Size.of(batches))
             self.share_rest()
             if (self._levels(), self._keeps_tower) != (levels, kept):
-                self._install(self._levels() != levels)
+                self._install()
 
     def share_rest(self) -> None:
         """Set what the plan leaves, for CUDA graphs, and what a step takes."""
@@ -145,7 +146,7 @@ class ActivationMemory(TrainerCallback):
         """Install again if a hook of the user came or went, or if TRL's generation switched checkpointing on."""
         changed = [watch.look() for watch in self._watches] != self._hooks
         if changed or self._functions() != self._installed:
-            self._install(changed)
+            self._install()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Report the peak of what torch reserved."""
@@ -155,21 +156,21 @@ class ActivationMemory(TrainerCallback):
 
     def end(self) -> None:
         """Restore every layer."""
-        self._run.step.activations_left, self._run.step.offloads = None, False
+        step = self._run.step
+        step.activations_left, step.offloads, step.levels, step.by_step = None, False, (), False
         self._stack.close()
 
     def _functions(self) -> list[Any]:
         return [(layer.gradient_checkpointing, stock_checkpoint(layer)) for layer in (*self._layers, *self._of_tower)]
 
-    def _install(self, changed: bool = True) -> None:
+    def _install(self) -> None:
         self._stack.close()
         self._hooks = [watch.look() for watch in self._watches]
         run, levels = self._run, self._levels()
         self._stack.enter_context(layer_levels(self._layers, levels, self._mode))
         if self._keeps_tower:
             self._stack.enter_context(layer_functions(self._of_tower, [None] * len(self._of_tower)))
-        run.step.offloads = Level.OFFLOAD in levels
-        run.step.version += changed  # of the decoder: nothing is recorded of a tower
+        run.step.offloads, run.step.levels = Level.OFFLOAD in levels, tuple(levels)
         self._installed = self._functions()
         self.report()
 

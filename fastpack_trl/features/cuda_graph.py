@@ -10,7 +10,7 @@ import torch
 from fastpack_trl.capture.ddp import reducing_gradients, too_large
 from fastpack_trl.capture.decision import EAGER_STEPS, FEATURE
 from fastpack_trl.capture.decoder import refusals as refusals_on_images
-from fastpack_trl.capture.decoder import replayed_decoder
+from fastpack_trl.capture.decoder import replayed_decoder, share_of_decoder
 from fastpack_trl.capture.device import CudaGraphs, on_side_stream
 from fastpack_trl.capture.graphs import LOSS_METHODS, BackboneGraphs, plan_lacks_room
 from fastpack_trl.errors import first_reason
@@ -74,13 +74,15 @@ def install(run: Run) -> Iterator[None]:
     large models more than graphs gain, and beside a small one there is mostly room for both.
     """
     device, insists = CudaGraphs(run.device), run.settings.cuda_graph == "on"
-    graphs = BackboneGraphs(run, device, lambda: first_reason(refusals(run)), insists=insists)
+    of_images = has_images(run.trainer)
+    share = share_of_decoder(run.model) if of_images else 1.0
+    graphs = BackboneGraphs(run, device, lambda: first_reason(refusals(run)), insists=insists, share=share)
     weighed = "" if insists else ", if the device waits for the host there"
     run.set_status(FEATURE, "on", "pending", f"from step {EAGER_STEPS + 1} on{weighed}")
     streamed: AbstractContextManager[None] = nullcontext() if run.has_side_stream else on_side_stream(run, device)
     replaying, held = patch_attribute(run.backbone, "replay", graphs.run), patch_attribute(run, "graphs", graphs)
     reducing = reducing_gradients(run, graphs) if run.ranks.count > 1 else nullcontext()
-    below = replayed_decoder(run) if has_images(run.trainer) else nullcontext()
+    below = replayed_decoder(run) if of_images else nullcontext()
     try:
         with callbacks_added(run.trainer, graphs), streamed, held, replaying, below, reducing:
             yield
@@ -94,7 +96,6 @@ def _reasons_of_trainer(run: Run) -> Iterator[object]:
     is_several = trainer.accelerator.num_processes > 1
     if has_images(trainer):
         yield from refusals_on_images(run)
-        yield run.settings.cuda_graph != "on" and "in runs on images only cuda_graph='on' records the decoder"
     if run.kind == "sft":
         yield not run.loss_is_ours and "a loss over all logits reads sizes on the host (sync_free)"
         yield is_several and too_large(run)
@@ -123,7 +124,7 @@ def _reasons_of_layers(run: Run) -> Iterator[object]:
     yield empties and f"torch_empty_cache_steps={empties} empties memory inside of the micro-step"
     yield from looks_inside(run)
     yield run.refuses_experts(run.device)
-    yield plan_lacks_room(run)
+    yield not run.step.by_step and plan_lacks_room(run)
 
 
 def _dotted(capability: tuple[int, int]) -> str:

@@ -185,10 +185,8 @@ def test_generation_between_steps_leaves_the_plan(tmp_path: Path) -> None:
     trainer = fast(tmp_path, activation_memory="keep", gradient_checkpointing=True)
     for event, act in (("on_step_end", generate), ("on_substep_end", look)):
         trainer.add_callback(callback(event, act)())
-    version = trainer.fastpack_run.step.version
     trainer.train()
     assert seen == [[False] * LAYERS] * 3
-    assert trainer.fastpack_run.step.version == version + 1, "graphs stay"
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
