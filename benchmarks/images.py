@@ -82,8 +82,8 @@ IMAGE_MODELS = {
 }  # fmt: skip
 
 
-def image_material(name: str, longest: int, device: str, seed: int) -> dict[str, Any]:
-    """Return model, processor, data and adapters of a trainer.
+def image_material(name: str, kind: str, longest: int, device: str, seed: int) -> dict[str, Any]:
+    """Return model, processor, data and, of the kind ``lora``, adapters of a trainer.
 
     Documents have 0, 1 and 2 images in turn and texts of 20 to `longest` words, by a log-normal distribution.
 
@@ -103,9 +103,10 @@ def image_material(name: str, longest: int, device: str, seed: int) -> dict[str,
     with torch.device(device):
         weights = torch.bfloat16 if device == "cuda" else torch.float32
         model = transformers.AutoModelForImageTextToText.from_config(config, dtype=weights)
+    adapters = LoraConfig(r=RANK, task_type="CAUSAL_LM", target_modules="all-linear") if kind == "lora" else None
     return {
         "model": model, "processing_class": _processor(shape), "train_dataset": _documents(shape, longest, seed),
-        "peft_config": LoraConfig(r=RANK, task_type="CAUSAL_LM", target_modules="all-linear"),
+        "peft_config": adapters,
     }  # fmt: skip
 
 

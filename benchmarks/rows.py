@@ -106,7 +106,9 @@ class Row:
             online = {"gradient_accumulation_steps": MICRO_BATCHES, "num_generations": GROUP, "beta": 0.0}
             return found | online | {"max_completion_length": COMPLETIONS[1], "learning_rate": 1e-5}
         if self.model in IMAGE_MODELS:
-            return found | {"max_length": None, "dataloader_num_workers": 4 if device == "cuda" else 0}
+            in_order = {"train_sampling_strategy": "sequential"} if self.case == "images" else {}
+            workers = {"dataloader_num_workers": 4 if device == "cuda" else 0}
+            return found | in_order | workers | {"max_length": None}
         found["max_length"] = self.tokens
         if self.method == "sft":
             found |= {"router_aux_loss_coef": 0.0} if self.kind == "nf4-experts" else {}  # the router is frozen
@@ -119,7 +121,7 @@ class Row:
     def material(self, device: str, seed: int) -> dict[str, Any]:
         """Return the trainer's model, data, tokenizer and adapters."""
         if self.model in IMAGE_MODELS:
-            return image_material(self.model, self.tokens, device, seed)
+            return image_material(self.model, self.kind, self.tokens, device, seed)
         model, peft_config = self.model_and_adapters(device, seed)
         limit_memory(self.cap)
         tokenizer, examples = self.examples(int(model.config.get_text_config().vocab_size), seed)
@@ -227,6 +229,7 @@ for _model in IMAGE_MODELS:
     for _count in (4, 8):
         _row = Row("images", _model, 1200, batch=(_count, 1), sides=_SIDES)
         ROWS[f"images {_model} lora {_count}"] = _row
+        ROWS[f"images {_model} full {_count}"] = replace(_row, kind="full")
         _whole = replace(_row, case="start", run=20, sides=(*PAIR, "fastpack warm caches"))
         ROWS[f"start images {_model} lora {_count}, 20 steps"] = _whole
         ROWS[f"ddp images {_model} lora {_count}"] = replace(_row, case="several_gpus", engine="ddp", sides=PAIR)

@@ -50,8 +50,9 @@ WINDOW = 10
 """Steps between two logs, which are timed together: a user's run does not wait for the device after each step."""
 LEAST_SECONDS = 15.0
 """Least time of the timed steps on a GPU: rows of new lengths are captured during the first hundred steps or more."""
-IMAGE_STEPS = 12
-"""Of the warm-up and the timed ones of a row on images."""
+IMAGE_STEPS, IMAGE_WARMUP = 12, 60
+"""Timed steps of a row on images, as many before them for TRL, which takes seconds for one, and those before ours, in
+which rows of most sizes are captured. First and timed steps have the same documents on all sides (`documents_of`)."""
 LARGE = ("qwen3-8b", "qwen3-14b", "qwen3-30b-a3b")
 REGIONS = {"BACKEND": "INDUCTOR", "USE_REGIONAL_COMPILATION": "true"}
 FSDP = ("--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
@@ -184,7 +185,7 @@ def train(
             return trainer
 
         around = learner_alone if what.is_online else how.around
-        watch = replace(watch_of(what, steps), profiled=profiled, kernels=profile)
+        watch = replace(watch_of(what, steps, how.ours), profiled=profiled, kernels=profile)
         result = run_side(build, watch, around=around, seed=seed)
     more |= {"flash_attn_4": version("flash-attn-4")} if FLASH_4 in side else {}
     more |= {"ooms": torch.cuda.memory_stats().get("num_ooms")} if what.cap and device == "cuda" else {}
@@ -202,18 +203,30 @@ def make_trainer(row: Row, ours: bool, fields: Mapping[str, Any], seed: int) -> 
         getattr(fastpack_trl if ours else trl, f"{'Fast' * ours}{name}{what}") for what in ("Trainer", "Config")
     )
     args = config(**fields)
-    return kind(args=args, **row.material(args.device.type, seed))
+    material = row.material(args.device.type, seed)
+    if row.case == "images":
+        material["train_dataset"] = documents_of(material["train_dataset"], row, ours)
+    return kind(args=args, **material)
 
 
-def watch_of(row: Row, steps: int) -> Windows:
+def documents_of(data: Any, row: Row, ours: bool) -> Any:
+    """Return the documents of a side's steps: those of ours, without those of the steps that TRL's warm-up lacks."""
+    batch = (row.batch or (1, 1))[0]
+    longest, warmup = (watch_of(row, IMAGE_STEPS, each).warmup * batch for each in (True, ours))
+    order = [*range(warmup), *range(longest, longest + 2 * IMAGE_STEPS * batch)]
+    return data.select([index % len(data) for index in order])
+
+
+def watch_of(row: Row, steps: int, ours: bool = True) -> Windows:
     """Return the watch of a run: all steps of a whole run, or `steps` after those that decide and settle."""
     if row.run:
         first = row.run // 2
         return Windows(warmup=first, timed=row.run - first, longest_warmup=0, window=1)
     if row.cap or not torch.cuda.is_available():
         return Windows(warmup=2, timed=steps, settling=int(row.cap > 0), window=1)
-    if row.case == "images":  # the same batches for all sides, whose sizes differ; TRL takes seconds for one
-        return Windows(warmup=IMAGE_STEPS, timed=max(1, steps // 4), longest_warmup=IMAGE_STEPS, window=4)
+    if row.case == "images":
+        warmup = IMAGE_WARMUP if ours else IMAGE_STEPS
+        return Windows(warmup=warmup, timed=max(1, steps // 4), longest_warmup=warmup, window=4)
     window = max(1, min(WINDOW, steps // 4))
     warmup = COMPARED if window > 1 else 6
     most = 0 if window == 1 or row.engine else (RUN - LONGEST_WARMUP) // window - 1  # ranks stop at one step

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
 from benchmarks import models, rows, run, scaling, several_gpus
 from benchmarks.__main__ import COMMANDS, main
 from benchmarks.images import IMAGE_MODELS
 from benchmarks.models import MODELS, build_model
 from benchmarks.rows import ROWS
-from benchmarks.run import SIDES, Windows, train
+from benchmarks.run import SIDES, Windows, train, watch_of
 from benchmarks.tables import CASES, README_ROWS
 from fastpack_trl import FastSFTConfig
 
@@ -49,6 +50,20 @@ def test_sides_of_a_row_train_the_same_rows_to_the_same_losses(row: str, monkeyp
         assert one[name] == pytest.approx(found[0][name], rel=1e-3 if name == "grad_norms" else 1e-4, abs=1e-6)
 
 
+def test_on_images_all_sides_time_the_same_documents_after_warm_ups_of_other_lengths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    row, data = ROWS["images gemma3-4b full 4"], Dataset.from_dict({"number": range(240)})
+    sides = {ours: run.documents_of(data, row, ours)["number"][:] for ours in (True, False)}
+    warmups = {ours: 4 * watch_of(row, 12, ours).warmup for ours in (True, False)}
+    assert warmups == {True: 240, False: 48}
+    assert sides[True][:48] == sides[False][:48]
+    first, timed = sides[True][:48], {ours: sides[ours][warmups[ours] :] for ours in (True, False)}
+    assert timed[True] == timed[False] == [*range(96)]
+    assert first == [*range(48)]
+
+
 @pytest.mark.slow
 def test_speed_per_gpu_is_that_of_one_gpu_over_that_of_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert scaling.counts_up_to(6) == [1, 2, 4, 6]
@@ -75,7 +90,7 @@ def test_steps_between_logs_are_timed_at_once(least: float, windows: int, monkey
     waits = list[int]()
     monkeypatch.setattr(run, "LEAST_SECONDS", least)
     monkeypatch.setattr(Windows, "_synchronize", lambda watch: waits.append(len(watch.result.losses)))
-    monkeypatch.setattr(run, "watch_of", lambda _row, _steps: Windows(warmup=2, timed=2, window=3, most=4))
+    monkeypatch.setattr(run, "watch_of", lambda _row, _steps, _ours: Windows(warmup=2, timed=2, window=3, most=4))
     found = train({"row": "tiny-qwen3 full 256"}, "fastpack", seed=0, steps=6, threads=1, profiled=0)
     assert (len(found["seconds"]), found["steps"], [*found["losses"]]) == (windows, 3 * windows, ["1", "2"])
     assert found["tokens"] == pytest.approx(3 * windows * 256, rel=0.05)
