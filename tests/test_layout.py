@@ -44,7 +44,7 @@ BUDGETS = {
     "measure": 600,
     "model": 1700,
     "moe": 950,
-    "packing": 2050,
+    "packing": 2150,
     "recipe": 2000,
     "recurrent": 750,
     "step": 1650,

@@ -115,25 +115,22 @@ def attend_blocks(
         window: tokens before it that a query sees, itself included, and all after it to the end of its image.
     """
     query = query.index_select(0, blocks.tokens)
-    keyed = [gather_keys(each, blocks.key_index) for each in (key, value)]
+    key, value = (gather_keys(each, blocks.key_index) for each in (key, value))
     if query.is_cuda:
         segments = (blocks.cu_seqlens, blocks.cu_seqlens_k, *map(rounded_length, blocks.longest), 0.0, False, False)
         sizes = {"window_size_left": window - 1 if window else -1, "window_size_right": -1}
-        out: Tensor = torch.ops.aten._flash_attention_forward(query, *keyed, *segments, scale=scale, **sizes)[0]
+        out: Tensor = torch.ops.aten._flash_attention_forward(query, key, value, *segments, scale=scale, **sizes)[0]
         return out
     # By tensors alone, as the kernel does: of static blocks the host knows no length.
-    (image, place), (of, key_place) = (
-        _places(ends, len(each)) for ends, each in ((blocks.cu_seqlens, query), (blocks.cu_seqlens_k, keyed[0]))
-    )
+    (image, place), (of, key_place) = _places(blocks.cu_seqlens, query), _places(blocks.cu_seqlens_k, key)
     last = (place + (blocks.cu_seqlens_k.diff() - blocks.cu_seqlens.diff())[image])[:, None]
     mask = (image[:, None] == of) & (key_place > last - (window or len(key_place)))
-    q, k, v = (each.transpose(0, 1)[None] for each in (query, *keyed))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
-    return out[0].transpose(0, 1)
+    q, k, v = (each.transpose(0, 1)[None] for each in (query, key, value))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)[0].transpose(0, 1)
 
 
-def _places(ends: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the segment of each of `count` entries, and its place in it, by the (segments + 1,) `ends`."""
-    entries = torch.arange(count, dtype=ends.dtype, device=ends.device)
+def _places(ends: Tensor, of: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the segment of each entry of a tensor, and its place in it, by the (segments + 1,) `ends`."""
+    entries = torch.arange(len(of), dtype=ends.dtype, device=ends.device)
     segment = torch.bucketize(entries, ends[1:], right=True)
     return segment, entries - ends[segment]

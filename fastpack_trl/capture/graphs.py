@@ -355,7 +355,7 @@ class BackboneGraphs(TrainerCallback):
             self._tell()
         elif not self.has_ended:
             unpaid = ": recording would not be paid back" if self._rule.declined else ""
-            why = f"no row was recorded in {self._rule.steps_done} steps{unpaid or self._lacked}"
+            why = f"no row was recorded in {self._rule.steps_done} steps" + (unpaid or self._lacked)
             if self._insists:
                 self._run.disable(FEATURE, "eager", why)
             else:

@@ -156,7 +156,7 @@ def test_rows_of_images_are_planned_by_their_own_limit(family: str, tokens: int,
     (gpu,) = found["gpus"].values()
     assert (found["row_tokens"], gpu["longest_row"] > tokens) == (2 * tokens, True)
     assert gpu["features"]["vision_rows"] == "on; the tower, whose memory grows with images, is not counted"
-    assert "images" in gpu["features"]["cuda_graph"]
+    assert gpu["features"]["cuda_graph"] == "on, if it pays off"
     assert run(*words, "--gpu", "1GiB,8.9", "--image_row_tokens", 10**6) == 0
     (gpu,) = json.loads(file.read_text())["forecast"]["gpus"].values()
     assert "image_row_tokens: " in gpu["change"]
