@@ -16,7 +16,7 @@ from fastpack_trl.errors import UserError
 WORDS = 8192
 """Size of the vocabulary of texts; the tokens of images come after it."""
 MARKS = ("<image>", "<video>", "<boi>", "<eoi>")
-EXAMPLES = 240
+EXAMPLES = 300
 
 
 @dataclass(frozen=True, slots=True)

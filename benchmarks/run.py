@@ -204,7 +204,7 @@ def make_trainer(row: Row, ours: bool, fields: Mapping[str, Any], seed: int) -> 
     )
     args = config(**fields)
     material = row.material(args.device.type, seed)
-    if row.case == "images":
+    if row.case == "images" and "image_row_tokens" not in fields:
         material["train_dataset"] = documents_of(material["train_dataset"], row, ours)
     return kind(args=args, **material)
 
@@ -213,7 +213,7 @@ def documents_of(data: Any, row: Row, ours: bool) -> Any:
     """Return the documents of a side's steps: those of ours, without those of the steps that TRL's warm-up lacks."""
     batch = (row.batch or (1, 1))[0]
     longest, warmup = (watch_of(row, IMAGE_STEPS, each).warmup * batch for each in (True, ours))
-    order = [*range(warmup), *range(longest, longest + 2 * IMAGE_STEPS * batch)]
+    order = [*range(warmup), *range(longest, longest + 10 * IMAGE_STEPS * batch)]
     return data.select([index % len(data) for index in order])
 
 

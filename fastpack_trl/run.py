@@ -62,15 +62,18 @@ class StepServices:
 
     Attributes:
         levels: how the layers of the decoder run (kept, recomputed, offloaded), of which graphs are; empty: as TRL's.
-        by_step: each step may have others.
+        by_step: each step has a plan of its own.
+        is_recordable: none of them recomputes or offloads in this step alone, for want of memory.
         activations_left: bytes that the plan of the activations leaves of its budget, 0 if it recomputes a layer for
-            want of memory; None without such a plan. Copies of frozen weights take of it, then CUDA graphs.
+            want of memory; None without such a plan. Copies of frozen weights take of it, then CUDA graphs. With plans
+            by step what three of four steps leave beside the graphs.
         activation_bytes: memory of the activations of a step by that plan: a CUDA graph holds as much once more.
         offloads: layer inputs go to host memory.
     """
 
     levels: tuple[object, ...] = ()
     by_step: bool = False
+    is_recordable: bool = True
     activations_left: int | None = None
     activation_bytes: int = 0
     offloads: bool = False

@@ -35,7 +35,7 @@ BUDGETS = {
     "bench": 1000,
     "callbacks": 300,
     "capture": 1150,
-    "checkpointing": 1225,
+    "checkpointing": 1250,
     "cli": 1000,
     "features": 1650,
     "kernels": 2100,
@@ -52,7 +52,7 @@ BUDGETS = {
     "vision": 650,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 24860, "benchmarks": 3460, "tests": 28600}
+TOTALS = {"fastpack_trl": 24900, "benchmarks": 3460, "tests": 28700}
 
 
 @cache

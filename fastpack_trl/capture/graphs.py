@@ -37,9 +37,6 @@ logger = get_logger(__name__)
 WARM_ROWS = 1
 """Rows of a bucket that run eagerly in its static shapes: they load and tune kernels, which cannot be recorded. One
 more if a recording fails after them."""
-OTHER_ROWS = 32
-"""Rows one after the other whose step has other memory levels than the graphs, and that run eagerly beside them; where
-more follow, that is how steps are now."""
 MAX_RERECORDINGS = 3
 """How often graphs are recorded again because the model was changed."""
 LOSS_METHODS = ("compute_loss", "training_step")
@@ -155,7 +152,6 @@ class BackboneGraphs(TrainerCallback):
         self._slots: dict[Key, Slot] = {}
         self._buffers: GradientBuffers | None = None
         self._levels: tuple[object, ...] | None = None
-        self._others = 0
         for backbone in self._backbones.values():
             backbone.recorded.clear()
 
@@ -204,8 +200,7 @@ class BackboneGraphs(TrainerCallback):
         is_recorded = key in self._slots and self._slots[key].forward is not None
         if not is_recorded and not self._rule.pays_for(bucket, 1 + len(self._freed_by(bucket))):
             return None
-        if not is_recorded and self._run.step.by_step and (lacks := plan_lacks_room(self._run)):
-            self._lacked = f": {lacks}"  # another step may leave room
+        if not is_recorded and self._lacks_room():
             return None
         if key not in self._slots:
             self._slots[key] = Slot(self._run, backbone, key, others, WARM_ROWS)
@@ -240,24 +235,25 @@ class BackboneGraphs(TrainerCallback):
 
     def _bucket(self, batch: PackedBatch) -> Bucket | None:
         """Return the shapes of a row; None if it runs eagerly in its own."""
-        if not self._rule.is_settled:
+        if not self._rule.is_settled or not self._run.step.is_recordable:
+            return None
+        if not self.graphs and self._lacks_room():
             return None
         bucket = self._buckets.find(Bucket.of(batch))  # also while it waits for the rule: the largest are known then
         if not self._rule.pays:
             return None
         if self._run.step.levels != self._levels:  # layers run otherwise since: kept, offloaded
-            if self._run.step.by_step and self.graphs:
-                self._others += 1
-                if self._others > OTHER_ROWS:
-                    self._model_changed()
-                return None
             if why := self._why_not():
                 self.disable(why)
                 return None
             self.drop()
             self._levels = self._run.step.levels
-        self._others = 0
         return None if bucket is None or self._run.refuses_static(bucket) else bucket
+
+    def _lacks_room(self) -> bool:
+        """Return whether nothing can be recorded now, though it may be in another step."""
+        self._lacked = plan_lacks_room(self._run) if self._run.step.by_step else ""
+        return bool(self._lacked)
 
     def _run_slot(self, slot: Slot, key: Key, tokens: Tensor, filled: Tensor | None) -> tuple[Tensor, ...] | None:
         """Run the row that was copied into `slot`; None if that has to be done eagerly.
@@ -320,7 +316,7 @@ class BackboneGraphs(TrainerCallback):
         """Drop the recordings of a model that has changed since."""
         self._changes += 1
         if self._changes > MAX_RERECORDINGS:
-            self.disable("the model is changed again and again (weights moved, frozen or merged, modes, memory levels)")
+            self.disable("the model is changed again and again (weights moved, frozen or merged, modes)")
         else:
             self.drop()
 
@@ -351,11 +347,13 @@ class BackboneGraphs(TrainerCallback):
     def finish(self) -> None:
         """Report the run, and drop the graphs."""
         self._rule.close()
-        if self._recorded and not self.has_ended:
+        if not self.has_ended and (self.graphs or (self._recorded and not self._lacked)):
             self._tell()
         elif not self.has_ended:
-            unpaid = ": recording would not be paid back" if self._rule.declined else ""
-            why = f"no row was recorded in {self._rule.steps_done} steps" + (unpaid or self._lacked)
+            unpaid = "recording would not be paid back" if self._rule.declined else self._lacked
+            steps = self._rule.steps_done
+            why = f"no graph is left after {steps} steps" if self._recorded else f"no row was recorded in {steps} steps"
+            why += unpaid and f": {unpaid}"
             if self._insists:
                 self._run.disable(FEATURE, "eager", why)
             else:
@@ -368,7 +366,9 @@ class BackboneGraphs(TrainerCallback):
         declined = len(self._rule.declined)
         unpaid = f"not recorded, as it would not be paid back: {declined} sizes of rows" if declined else ""
         memory = f"{self.graphs} graph{'s' * (self.graphs != 1)} of {self.held / 2**30:.2f} GiB"
-        self._run.set_status(FEATURE, "on", "captured", "; ".join(filter(None, (self._rule.note, memory, unpaid))))
+        self._run.set_status(
+            FEATURE, "on", "captured", "; ".join(filter(None, (self._rule.note, memory, unpaid, self._lacked)))
+        )
 
     def drop(self) -> None:
         """Drop all graphs; they are recorded again from the rows that follow."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,7 +57,6 @@ class ActivationMemory(TrainerCallback):
     def __init__(self, run: Run, *, level: str, gib: float | None, mode: Mode, merges: bool) -> None:
         self._run, self._level, self._notes, self._mode = run, level, list[str](), mode
         self._by_step, self._limit = is_planned_by_step(run), (2**31, Level.KEEP)
-        run.step.by_step = self._by_step
         with run.ranks.propagate_failures():  # none may run a sharded model without the others
             row = None if self._by_step else largest_row(run, merges=merges)
             self._tower = tower_cost(run)
@@ -72,6 +72,7 @@ class ActivationMemory(TrainerCallback):
         self._of_tower = [] if self._tower is None else list(self._tower.layers)
         self._watches = [HookWatch(layer) for layer in (*self._layers, *self._of_tower) if level == "auto"]
         self._hooks: list[str] = []
+        self._left: deque[int] = deque(maxlen=32)  # of the last steps, without graphs
         self._out_of_memory, self._has_failed = "", False
         self._stack = contextlib.ExitStack()
 
@@ -87,14 +88,17 @@ class ActivationMemory(TrainerCallback):
         """Return the plan of a row."""
         self.head_bytes = head_bytes(self._run.model, size.tokens)
         self._whole, self._least = (0, 0) if self._tower is None else self._tower.at(size.numbers)
-        held = 0 if self._run.graphs is None else self._run.graphs.held
-        budget = max(0, self._budget - held - self._least - self.head_bytes)
+        budget = max(0, self._budget - self._held - self._least - self.head_bytes)
         plan = Plan.keeping_all(self._costs, size.tokens, size.longest, budget, self._dense, self._can_offload)
         if self._level == "auto":
             return plan.best() if self._tower is not None or not size.numbers else plan.last_kept(0)
         most, deepest = self._limit
         level = Level[self._level.upper()]
         return plan.last_kept(min(most, plan.count * (level is Level.KEEP)), max(level, deepest, Level.CHECKPOINT))
+
+    @property
+    def _held(self) -> int:
+        return 0 if self._run.graphs is None else self._run.graphs.held
 
     @property
     def _keeps_tower(self) -> bool:
@@ -114,9 +118,17 @@ class ActivationMemory(TrainerCallback):
     def share_rest(self) -> None:
         """Set what the plan leaves, for CUDA graphs, and what a step takes."""
         step, plan = self._run.step, self.plan
-        left = plan.left - (self._whole - self._least if self._keeps_tower else 0)
+        of_tower = 0 if any(self._hooks[len(self._layers) :]) else self._whole - self._least
         # A rest in which no layer fits is not given to what saves less per byte: a prediction may be a tenth off.
-        step.activations_left = 0 if self._level == "auto" and not plan.keeps_all else left
+        is_usual, held = self._level != "auto" or plan.keeps_all, self._held
+        left = plan.left + held if is_usual else 0
+        left -= of_tower if self._of_tower and plan.keeps_all and left >= of_tower else 0
+        if self._by_step:
+            self._left.append(left)
+            left = sorted(self._left)[len(self._left) // 4]
+            if held > left and self._run.graphs is not None:
+                self._run.graphs.drop()
+        step.by_step, step.is_recordable, step.activations_left = self._by_step, is_usual, max(0, left - held)
         step.activation_bytes, step.offloads = plan.predicted + self.head_bytes, Level.OFFLOAD in plan.levels
 
     def _say(self, message: str) -> None:
@@ -157,7 +169,8 @@ class ActivationMemory(TrainerCallback):
     def end(self) -> None:
         """Restore every layer."""
         step = self._run.step
-        step.activations_left, step.offloads, step.levels, step.by_step = None, False, (), False
+        step.activations_left, step.offloads, step.levels = None, False, ()
+        step.by_step, step.is_recordable = False, True
         self._stack.close()
 
     def _functions(self) -> list[Any]:

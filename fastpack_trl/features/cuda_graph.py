@@ -71,7 +71,8 @@ def install(run: Run) -> Iterator[None]:
 
     Graphs hold the activations of a micro-step in addition to those of eager ones, e.g. of rows without a bucket. If
     the plan of the activations does not leave as much, nothing is recorded, and no layer recomputed instead: that costs
-    large models more than graphs gain, and beside a small one there is mostly room for both.
+    large models more than graphs gain, and beside a small one there is mostly room for both. Of steps on images, each
+    of which has a plan, three of four have to leave as much.
     """
     device, insists = CudaGraphs(run.device), run.settings.cuda_graph == "on"
     of_images = has_images(run.trainer)
@@ -113,11 +114,14 @@ def _reasons_of_layers(run: Run) -> Iterator[object]:
     yield run.refuses_static(Bucket(1, 1, 1))
     yield args.n_gpu > 1 and "several devices in one process"
     yield args.fp16 and "the loss scaler of fp16 synchronizes"
-    offloads = run.step.offloads or getattr(args, "activation_offloading", False) or checkpointing.get("offload")
+    usual = run.step.is_recordable  # else other steps are
+    offloads = (
+        (usual and run.step.offloads) or getattr(args, "activation_offloading", False) or checkpointing.get("offload")
+    )
     yield offloads and "layer inputs go to host memory in the micro-step"
     reentrant = any(map(checkpoints_reentrantly, checkpointing_modules(model)))  # known once training has begun
     yield reentrant and "use_reentrant=True runs backward in backward"
-    recomputes = any(module.gradient_checkpointing for module in checkpointing_modules(model))
+    recomputes = usual and any(module.gradient_checkpointing for module in checkpointing_modules(model))
     drawn = recomputes and dropout_of(model)
     yield drawn and f"{drawn} is drawn in the forward and again in a recompute"
     empties = args.torch_empty_cache_steps

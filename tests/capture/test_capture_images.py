@@ -12,49 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from captured_material import CAPTURED, At
-from datasets import concatenate_datasets
-from peft import LoraConfig
+from captured_images import LORA, train
+from captured_material import At
 from side_by_side import assert_equal
-from trainer_material import assert_line, callback, figures
+from trainer_material import assert_line, figures
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from trl import SFTConfig, SFTTrainer
-from vision_material import composite, image_data
-from vision_runs import run
+from trl import SFTTrainer
+from vision_material import image_data
 
-from fastpack_trl import FastSFTConfig, FastSFTTrainer
-from fastpack_trl.checkpointing.streams import GIB
 from fastpack_trl.model.facts import backbones
-
-LORA = {"peft_config": LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)}
-Steps = list[dict[str, torch.Tensor]]
-"""The gradients of each step by name."""
-
-
-def train(folder: Path, devices: Any, family: str, cls: Any = FastSFTTrainer, **fields: Any) -> tuple[Any, Steps]:
-    """A run of few images per step; of ours it is captured, and `devices.without` are steps replayed without images."""
-    steps: Steps = []
-    replays, devices.without = 0, list[int]()
-
-    def keep(state: Any, model: Any) -> None:
-        nonlocal replays
-        steps.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-        before, replays = replays, devices.made[-1].log.count("replay") if devices.made else 0
-        devices.without += [state.global_step] * (replays > before and len(steps[-1]) < max(map(len, steps)))
-
-    config = FastSFTConfig if cls is FastSFTTrainer else SFTConfig
-    base = {"max_steps": 18, "per_device_train_batch_size": 1, "optim": "adamw_torch", "learning_rate": 1e-3}
-    base |= {"weight_decay": 0.1} | (CAPTURED if cls is FastSFTTrainer else {})
-    fields["callbacks"] = [callback("on_pre_optimizer_step", keep)(), *fields.get("callbacks", ())]
-    data, model = fields.pop("data", None) or image_data(12, family=family), composite(family, torch.float64)
-    fields.pop("prepare", lambda model: None)(model)
-    if fields.pop("freeze", False):
-        model.get_decoder().requires_grad_(False)
-    trainer = run(cls, config, folder, family, model, data, train=False, **base | fields)
-    devices.options["model"], devices.run = trainer.model, getattr(trainer, "fastpack_run", None)
-    trainer.train()
-    return trainer, steps
-
 
 RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     **{
@@ -163,30 +129,3 @@ def test_a_copy_of_the_model_runs_its_own_layers_and_keeps_none(tmp_path: Path, 
     del ours, devices.run
     gc.collect()
     assert decoder() is None
-
-
-def test_memory_is_that_of_the_plan_at_hand(tmp_path: Path, devices: Any) -> None:
-    """A step that is much larger than the first examples takes the memory of graphs, also from those after it."""
-    pieces = (20, {}), (2, {"images": 12}), (2, {})
-    data = concatenate_datasets([image_data(count, family="llava", **more) for count, more in pieces])
-    devices.options["held"] = 0
-    found = list[tuple[int, int, int]]()
-
-    def look(state: Any, model: Any) -> None:
-        step = devices.run.step
-        found.append((step.activation_bytes, step.activations_left, devices.made[-1].log.count("replay")))
-
-    looks = callback("on_step_end", look, "Looks")
-    options = {"train_sampling_strategy": "sequential", "max_steps": 24, "data": data, "callbacks": [looks()]}
-    ours, _ = train(tmp_path, devices, "llava", activation_memory_gib=1.0, **options)
-    assert_line(ours, "cuda_graph", path="captured")
-    needed, left, replays = zip(*found, strict=True)
-    assert needed[20] > 3 * max(needed[:20])
-    assert replays[21] > replays[20]
-    found.clear()
-    less = 1.0 - (left[20] + needed[20] / 2) / GIB
-    ours, _ = train(tmp_path, devices, "llava", activation_memory_gib=less, **options)
-    assert_line(ours, "cuda_graph", path="captured")
-    _, left, replays = zip(*found, strict=True)
-    assert left[20] == 0 < left[19]
-    assert replays[19] == replays[21] < replays[23], "a step without room runs beside the graphs"
