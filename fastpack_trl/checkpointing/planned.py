@@ -200,7 +200,11 @@ class ActivationMemory(TrainerCallback):
             kept = (self._whole, ", kept whole") if self._keeps_tower else (self._least, "")
             notes.insert(1, f"{kept[0] / GIB:.2f} GiB for the tower of images{kept[1]}")
         if self._by_step:
-            without = "" if self._tower else "; none of the first examples has an image: steps with images recompute"
+            without = (
+                ""
+                if self._tower
+                else "; none of the examples that were looked at has an image: steps with images recompute"
+            )
             notes.insert(1, f"planned again for each step{without}")
         if levels != list(self.plan.levels):
             notes.append(f"{describe(levels)} for {next(filter(None, self._hooks))}, which runs in each recompute")

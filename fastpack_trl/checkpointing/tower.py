@@ -22,8 +22,8 @@ from fastpack_trl.packing.batching import has_images
 from fastpack_trl.run import Run
 from fastpack_trl.vision.rows import OF_IMAGES, PIXELS, collated, is_vision_collator
 
-_EXAMPLES, _WITH_IMAGES = 16, 4
-"""Examples that are looked at, and how many of them with images are enough."""
+_EXAMPLES, _WITH_IMAGES = 64, 4
+"""Examples that are looked at, over all of the data, and how many of them with images are enough."""
 
 
 class Size(NamedTuple):
@@ -75,13 +75,12 @@ def is_planned_by_step(run: Run) -> bool:
 
 
 def tower_cost(run: Run) -> TowerCost | None:
-    """Count what the towers keep; None without images in the first examples, and for a sharded tower."""
+    """Count what the towers keep; None without images in some examples, and for a sharded tower."""
     if not has_images(run.trainer) or run.is_sharded:
         return None
     with _random_states_kept():
         batches = (
-            (collated(run.trainer.data_collator, [dict(each)]), each)
-            for each in islice(run.trainer.train_dataset, _EXAMPLES)
+            (collated(run.trainer.data_collator, [dict(each)]), each) for each in _spread(run.trainer.train_dataset)
         )
         found = [*islice(((batch, each) for batch, each in batches if PIXELS in batch), _WITH_IMAGES)]
         if not found:
@@ -97,6 +96,13 @@ def tower_cost(run: Run) -> TowerCost | None:
     kept, checkpointed = (_through(one, two, *bytes_kept) for bytes_kept in zip(*counts, strict=True))
     largest = Size.of([max((batch for batch, _ in found), key=lambda batch: int(batch[PIXELS].numel()))])
     return TowerCost(kept, checkpointed, largest, tuple(tower_layers(run.model)))
+
+
+def _spread(data: Any) -> Iterator[Any]:
+    """Return examples of the whole data set, of a stream the first: images may be in a part of it."""
+    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        return islice(data, _EXAMPLES)
+    return (data[index] for index in range(0, len(data), -(-len(data) // _EXAMPLES)))
 
 
 def _through(one: int, two: int, of_one: float, of_two: float) -> tuple[float, float]:

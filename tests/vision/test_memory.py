@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from datasets import concatenate_datasets
 from out_of_memory import too_large
 from side_by_side import assert_equal
 from torch.autograd.graph import saved_tensors_hooks
@@ -53,6 +54,17 @@ def test_bytes_of_a_tower_are_those_that_autograd_keeps(family: str, tmp_path: P
         assert 0.95 * counted <= predicted <= 2.5 * counted, "more where images differ in size, which pads pixels"
     model.requires_grad_(False)
     assert kept_by_tower(model, images) == (0, 0)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_images_in_the_last_part_of_the_data_are_found(streams: bool, tmp_path: Path) -> None:
+    """Of a stream nothing but the first examples can be seen without reading it."""
+    parts = (image_data(count, family="llava", images=images) for count, images in ((200, 0), (20, 1)))
+    data: Any = concatenate_datasets(list(parts))
+    data = data.to_iterable_dataset() if streams else data
+    model = composite("llava")
+    trainer = run(FastSFTTrainer, FastSFTConfig, tmp_path, "llava", model, data, train=False, max_steps=1)
+    assert (tower_cost(trainer.fastpack_run) is None) == streams
 
 
 def test_a_plan_counts_the_tower_and_the_row_of_samples(tmp_path: Path) -> None:
