@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from captured_images import train
+from captured_material import capturing
 from datasets import concatenate_datasets
 from peft import LoraConfig
 from trainer_material import callback
@@ -52,13 +53,18 @@ def steps_of(folder: Path, devices: Any, images: Sequence[int], gib: float, **op
     return found, ours.fastpack_report["cuda_graph"]
 
 
-@pytest.fixture
-def sizes(tmp_path: Path, devices: Any) -> Any:
-    """Bytes of a small and of a large step, and what a budget of 1 GiB leaves of a large one; graphs hold nothing."""
-    devices.options["held"] = 0
-    found, _ = steps_of(tmp_path / "sizes", devices, [SMALL] * 3 + [LARGE] * 3, 1.0)
-    devices.made.clear()
+@pytest.fixture(scope="module")
+def sizes(tmp_path_factory: Any) -> tuple[int, int, int]:
+    """Bytes of a small and of a large step, and what a budget of 1 GiB leaves of a large one."""
+    with capturing(held=0) as devices:
+        found, _ = steps_of(tmp_path_factory.mktemp("sizes"), devices, [SMALL] * 3 + [LARGE] * 3, 1.0)
     return found[2].takes, found[5].takes, found[5].left
+
+
+@pytest.fixture(autouse=True)
+def light(devices: Any) -> None:
+    """Graphs hold nothing."""
+    devices.options["held"] = 0
 
 
 def test_a_step_without_room_runs_beside_the_graphs(tmp_path: Path, devices: Any, sizes: Any) -> None:
@@ -75,21 +81,21 @@ def test_graphs_that_make_most_steps_recompute_are_dropped(tmp_path: Path, devic
     """Three steps of four keep all where graphs hold nothing, and would recompute for the graph of the fourth."""
     small, large, left = sizes
     devices.options["held"] = 2 * small
-    images = [*[SMALL] * 4, *[LARGE, LARGE, LARGE, SMALL] * 9]
+    images = [*[SMALL] * 4, *[LARGE, LARGE, LARGE, SMALL] * 6]
     found, line = steps_of(tmp_path, devices, images, 1.0 - (left - large / 10) / GIB)
     assert found[3].replays > 0
     assert all(step.keeps and step.keeps_tower for step in found[12:])
     assert line.path == "eager"
-    assert "no graph is left after 40 steps: graphs need" in line.reason
+    assert "no graph is left after 28 steps: graphs need" in line.reason
 
 
 def test_one_large_step_of_many_micro_batches_leaves_the_graphs(tmp_path: Path, devices: Any, sizes: Any) -> None:
     _, large, left = sizes
-    images = [each for each in (SMALL, SMALL, SMALL, SMALL, SMALL, LARGE) * 4 for _ in range(6)]
-    found, line = steps_of(tmp_path, devices, images, 1.0 - (left + large / 4) / GIB, gradient_accumulation_steps=6)
+    images = [each for each in (SMALL, SMALL, SMALL, SMALL, SMALL, LARGE) * 3 for _ in range(4)]
+    found, line = steps_of(tmp_path, devices, images, 1.0 - (left + large / 4) / GIB, gradient_accumulation_steps=4)
     assert line.path == "captured"
-    assert [step.keeps for step in found] == [True, True, True, True, True, False] * 4
-    assert found[22].replays - found[17].replays == 5 * (found[3].replays - found[2].replays) > 0
+    assert [step.keeps for step in found] == [True, True, True, True, True, False] * 3
+    assert found[16].replays - found[11].replays == 5 * (found[3].replays - found[2].replays) > 0
 
 
 def test_sizes_of_steps_without_room_get_no_bucket(tmp_path: Path, devices: Any, sizes: Any) -> None:
