@@ -128,7 +128,8 @@ class ActivationMemory(TrainerCallback):
             left = sorted(self._left)[len(self._left) // 4]
             if held > left and self._run.graphs is not None:
                 self._run.graphs.drop()
-        step.by_step, step.is_recordable, step.activations_left = self._by_step, is_usual, max(0, left - held)
+        step.by_step, step.is_recordable = self._by_step, is_usual or not self._by_step
+        step.activations_left = max(0, left - held)
         step.activation_bytes, step.offloads = plan.predicted + self.head_bytes, Level.OFFLOAD in plan.levels
 
     def _say(self, message: str) -> None:
@@ -200,11 +201,7 @@ class ActivationMemory(TrainerCallback):
             kept = (self._whole, ", kept whole") if self._keeps_tower else (self._least, "")
             notes.insert(1, f"{kept[0] / GIB:.2f} GiB for the tower of images{kept[1]}")
         if self._by_step:
-            without = (
-                ""
-                if self._tower
-                else "; none of the examples that were looked at has an image: steps with images recompute"
-            )
+            without = "" if self._tower else "; no image in the examples looked at: steps with images recompute"
             notes.insert(1, f"planned again for each step{without}")
         if levels != list(self.plan.levels):
             notes.append(f"{describe(levels)} for {next(filter(None, self._hooks))}, which runs in each recompute")

@@ -115,10 +115,8 @@ def _reasons_of_layers(run: Run) -> Iterator[object]:
     yield args.n_gpu > 1 and "several devices in one process"
     yield args.fp16 and "the loss scaler of fp16 synchronizes"
     usual = run.step.is_recordable  # else other steps are
-    offloads = (
-        (usual and run.step.offloads) or getattr(args, "activation_offloading", False) or checkpointing.get("offload")
-    )
-    yield offloads and "layer inputs go to host memory in the micro-step"
+    offloads = getattr(args, "activation_offloading", False) or checkpointing.get("offload")
+    yield (offloads or (usual and run.step.offloads)) and "layer inputs go to host memory in the micro-step"
     reentrant = any(map(checkpoints_reentrantly, checkpointing_modules(model)))  # known once training has begun
     yield reentrant and "use_reentrant=True runs backward in backward"
     recomputes = usual and any(module.gradient_checkpointing for module in checkpointing_modules(model))
