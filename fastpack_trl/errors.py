@@ -138,10 +138,11 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 def describe(error: BaseException) -> str:
-    """Return the message of `error` as one line; its class name if it has none."""
+    """Return the message of `error` and its notes as one line; its class name if it has none."""
     # str(KeyError("text")) is the repr of the text, quotes and escapes included.
     message = error.args[0] if isinstance(error, KeyError) and error.args else error
-    return one_line(message) or type(error).__name__
+    told = one_line(message) or type(error).__name__
+    return " ".join([told, *map(one_line, getattr(error, "__notes__", ()))])
 
 
 def did_you_mean(name: object, valid: Iterable[str]) -> str:

@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from fastpack_trl.errors import close_frames, command_line, short_repr
+from fastpack_trl.errors import close_frames, command_line, describe, short_repr
+
+
+@pytest.mark.parametrize("error", [ValueError("no image"), KeyError("no image")])
+def test_notes_of_an_error_are_told(error: Exception) -> None:
+    assert describe(error) == "no image"
+    error.add_note("in row 7\nof the data set")
+    assert describe(error) == "no image in row 7 of the data set"
 
 
 @pytest.mark.parametrize("causes", [False, True])

@@ -63,6 +63,8 @@ def run(args: Namespace, record: dict[str, Any]) -> int:
     from fastpack_trl.bench.watch import SideResult
 
     training = arguments.training
+    if tokens := getattr(training, "image_row_tokens", None):
+        raise UserError(f"image_row_tokens={tokens}: TRL has no such rows to compare with; leave it out for bench")
     if getattr(training, "use_vllm", False):
         raise UserError("bench times only the learner, on random completions: give --use_vllm False")
     names = [*dict.fromkeys(args.baseline), OURS]

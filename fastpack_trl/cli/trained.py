@@ -231,6 +231,20 @@ def _merge(args: Namespace) -> dict[str, Any]:
     return {"adapter": trained.folder, "base": trained.base, "merged": str(output)}
 
 
+def turn_of(tokenizer: Any, prompt: str) -> str:
+    """Return a prompt in the chat template; some templates of models for images read parts of a turn, and no text."""
+    texts, faults = list[str](), list[Exception]()
+    for content in (prompt, [{"type": "text", "text": prompt}]):
+        turns = [{"role": "user", "content": content}]
+        try:
+            texts.append(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
+        except Exception as error:  # noqa: BLE001 - of the template, whatever it is
+            faults.append(error)
+    if not texts:
+        raise faults[0]
+    return next((text for text in texts if prompt.strip() in text), texts[0])
+
+
 def _generate(args: Namespace) -> dict[str, Any]:
     """Print each prompt with the answer of the model, or with those of the base and of the adapter."""
     if not args.prompt or not all(args.prompt):
@@ -256,10 +270,9 @@ def _generate(args: Namespace) -> dict[str, Any]:
     settings |= {"temperature": args.temperature} if args.temperature else {}
     rows = []
     for prompt in args.prompt:
-        text, template, turns = prompt, tokenizer.chat_template, [{"role": "user", "content": prompt}]
+        template = tokenizer.chat_template
         with preparing(what=f"the chat template in {short_repr(trained.folder)}"):
-            if template:
-                text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+            text = turn_of(tokenizer, prompt) if template else prompt
         tokens = tokenizer(text, return_tensors="pt", add_special_tokens=not template)
         if (tokens["input_ids"] >= model.get_input_embeddings().weight.shape[0]).any():
             raise UserError(f"the tokenizer in {short_repr(trained.folder)} is of another model: it has more tokens")

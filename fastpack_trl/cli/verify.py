@@ -74,7 +74,7 @@ def run(args: Namespace, record: dict[str, Any]) -> int:
 
 def _load(args: Namespace) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     from fastpack_trl.model.preflight import check_weights
 
@@ -83,7 +83,10 @@ def _load(args: Namespace) -> Any:
         check_model(args.model, trust, "--model")
         check_weights(args.model, "--model")
     with preparing(what=" with --adapter ".join(map(short_repr, filter(None, (args.model, args.adapter))))):
-        model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype, **trust)
+        config = transformers.AutoConfig.from_pretrained(args.model, **trust)
+        is_text = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(config, "auto_map")
+        auto = transformers.AutoModelForCausalLM if is_text else transformers.AutoModelForImageTextToText
+        model: Any = auto.from_pretrained(args.model, dtype=args.dtype, **trust)
         if args.adapter:
             from peft import PeftModel
 

@@ -97,9 +97,8 @@ def pack_samples(dataset: Any, stock: Any, limit: int, num_proc: int | None = No
     tokens, pixels = (np.asarray(counts[name], dtype=np.int64) for name in ("tokens", "pixels"))
     kept = tokens <= limit
     if not kept.any():
-        raise DataError(
-            f"{name}={limit}: the shortest sample has {tokens.min():,} tokens: raise it, or set max_length to null"
-        )
+        unset = ", or set it to null" if name != LIMIT else ""
+        raise DataError(f"{name}={limit}: the shortest sample has {tokens.min():,} tokens: raise it{unset}")
     mean = pixels[kept].sum() / tokens[kept].sum() * limit
     most = max(int(mean * _MOST_PIXELS), int(pixels[kept].max()))
     rows = fit(tokens, pixels, limit, most)

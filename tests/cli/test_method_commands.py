@@ -200,6 +200,8 @@ def test_bench_measures_no_engine_of_generation(material: Material, capsys: pyte
     path = material_of(material, "grpo", PAIR)
     assert main(["bench", "--config", str(path), "--trainer", "grpo", "--use_vllm", "True"]) == 2
     assert "bench times only the learner, on random completions: give --use_vllm False" in capsys.readouterr().err
+    assert main(["bench", "--config", str(material.yaml()), "--image_row_tokens", "64"]) == 2
+    assert "image_row_tokens=64: TRL has no such rows to compare with" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", COLUMNS)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from vision_material import composite
 
 from fastpack_trl.cli import main as cli
 from fastpack_trl.testing import tiny_model
@@ -99,6 +100,15 @@ def test_a_wrong_argument_is_one_line_and_2(
     (line,) = [line for line in captured.err.splitlines() if "verify: error" in line]
     assert says in line
     assert captured.out == ""
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_a_model_of_images_and_text_is_checked_on_text(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    composite(family).save_pretrained(tmp_path / family)
+    assert verify(tmp_path, family) == 0
+    assert "documents are isolated" in capsys.readouterr().out
 
 
 def test_a_model_that_refuses_packed_rows_is_one_line(

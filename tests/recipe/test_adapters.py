@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from jinja2 import TemplateError
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from sft_material import SENTENCES, TEMPLATE, Material, make_tokenizer, save_model, write_jsonl
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from fastpack_trl.cli.main import main
+from fastpack_trl.cli.trained import turn_of
 from fastpack_trl.testing import tiny_model
 
 ROWS = 304
@@ -239,6 +241,19 @@ def test_a_base_not_trained_on_is_not_merged_into(material: Material, capsys: py
     shutil.rmtree(material.folder / "merged")
     shutil.rmtree(own)  # it may have moved to the other
     assert main(words) == 0
+
+
+@pytest.mark.parametrize(
+    "content", ["m.content", "m.content[0].text", "(m.content | selectattr('type', 'defined') | first).text"]
+)
+def test_a_prompt_is_in_its_turn_whatever_the_template_reads(content: str) -> None:
+    """Templates of models for images read the parts of a turn: given a text they raise, or leave it out."""
+    tokenizer = make_tokenizer(pad_token="<pad>", eos_token="<eos>")
+    tokenizer.chat_template = f"{{% for m in messages %}}<{{{{ m.role }}}}> {{{{ {content} }}}}{{% endfor %}}"
+    assert turn_of(tokenizer, " the quick\n") == "<user>  the quick\n"
+    tokenizer.chat_template = "{{ raise_exception('no roles') }}"
+    with pytest.raises(TemplateError, match="no roles"):
+        turn_of(tokenizer, "the")
 
 
 def test_an_answer_without_text_is_said(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
