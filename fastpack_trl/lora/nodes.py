@@ -15,29 +15,33 @@ from torch.autograd.function import once_differentiable
 
 from fastpack_trl.kernels.fp8 import quantize_rows
 from fastpack_trl.lora.base_weight import BaseWeight, Fp8Weight, add_product, grad_input
+from fastpack_trl.model.hooks import in_backward
 
 
 class _Projections(torch.autograd.Function):
-    """Project x by several weights; of one compute the low-rank part only, to which `_AddBase` adds the base.
+    """Project x by one weight or several; without `adds` compute the low-rank parts, to which `_AddBase` adds the base.
 
-    Backward covers both. Arguments: x, dropped or None, the bases, then A of each, B of each, bias or None of each.
+    Backward covers both. Arguments: x, dropped or None, the bases, whether they are added, then A of each, B of each,
+    bias or None of each.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dropped: Any, bases: list[Any], *factors: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, dropped: Any, bases: list[Any], adds: bool, *factors: Any) -> tuple[Tensor, ...]:
         source, count = x if dropped is None else dropped, len(bases)
         rows, a, seconds = rows_of(source), stacked(factors[:count]), factors[count : 2 * count]
         reduced, quantized = rows.mm(a.t()), None
         if count > 1 and any(isinstance(base, Fp8Weight) for base in bases):
             quantized = quantize_rows(rows)
         ctx.ranks, outs = [b.shape[1] for b in seconds], []
-        for base, b, bias, low in zip(bases, seconds, factors[2 * count :], reduced.split(ctx.ranks, 1), strict=True):
-            outs.append(x.new_empty(*x.shape[:-1], b.shape[0]))
+        for base, b, bias, low in zip(
+            bases, seconds, factors[2 * count :], parts_of(reduced, ctx.ranks, 1), strict=True
+        ):
+            outs.append(x.new_empty((*x.shape[:-1], b.shape[0])))
             # With `out=`: a selective checkpoint that keeps results of matmuls must not keep one that changes.
             total = rows_of(outs[-1])
             torch.mm(low, b.t(), out=total) if bias is None else torch.addmm(bias, low, b.t(), out=total)
-            if count > 1:
-                add_product(total, rows, base, quantized)
+            if adds:
+                add_product(total, rows if dropped is None else rows_of(x), base, quantized)
         # The bases are not activations, so hooks on saved tensors (offloading, checkpoints) must not see them.
         ctx.bases, ctx.versions, ctx.is_dropped = bases, [version_of(base[0]) for base in bases], dropped is not None
         ctx.save_for_backward(source, reduced, a, *seconds)
@@ -48,10 +52,12 @@ class _Projections(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         source, reduced, a, *seconds = ctx.saved_tensors
-        needs_x, needs_dropped, _, *needs = ctx.needs_input_grad
+        needs_x, needs_dropped, _, _, *needs = ctx.needs_input_grad
         count, of_factors, through_base = len(seconds), [None] * len(needs), None
-        thin = torch.zeros_like(reduced) if None in grads else torch.empty_like(reduced)
-        lows, thins = reduced.split(ctx.ranks, 1), thin.split(ctx.ranks, 1)
+        # Not `None in grads`, which asks tensors whether they equal None: as long as three launches.
+        is_whole = all(grad is not None for grad in grads)
+        thin = torch.empty_like(reduced) if is_whole else torch.zeros_like(reduced)
+        lows, thins = parts_of(reduced, ctx.ranks, 1), parts_of(thin, ctx.ranks, 1)
         for index, (grad, b, base) in enumerate(zip(grads, seconds, ctx.bases, strict=True)):
             if version_of(base[0]) != ctx.versions[index]:
                 raise RuntimeError(
@@ -70,7 +76,7 @@ class _Projections(torch.autograd.Function):
             if needs[2 * count + index]:
                 of_factors[2 * count + index] = grad.sum(0)
         if any(needs[:count]):
-            for index, grad_a in enumerate(thin.t().mm(rows_of(source)).split(ctx.ranks)):
+            for index, grad_a in enumerate(parts_of(thin.t().mm(rows_of(source)), ctx.ranks)):
                 if needs[index] and grads[index] is not None:
                     of_factors[index] = grad_a
         grad_dropped = thin.mm(a).view(source.shape) if ctx.is_dropped and needs_dropped else None
@@ -78,14 +84,14 @@ class _Projections(torch.autograd.Function):
             if not ctx.is_dropped:
                 torch.addmm(through_base, thin, a, out=through_base)
             through_base = through_base.view(source.shape)
-        return through_base, grad_dropped, None, *of_factors
+        return through_base, grad_dropped, None, None, *of_factors
 
 
 class _AddBase(torch.autograd.Function):
     """Adds ``x W^T`` to the low-rank part, in place; the gradient passes through.
 
-    A node of its own, after all is saved: a recompute of a layer's last projection ends before this matmul, because
-    non-reentrant checkpoints end early.
+    A node of its own in a recompute, after all is saved: that of a layer's last projection ends before this matmul,
+    because non-reentrant checkpoints end early.
     """
 
     @staticmethod
@@ -106,8 +112,9 @@ def project(x: Tensor, parts: Sequence[Any], dropped: Tensor | None = None) -> l
     With `dropped`, the input of the adapter in place of x, there must be one part.
     """
     bases, *factors = ([*each] for each in zip(*(part[:4] for part in parts), strict=True))
-    outs = _Projections.apply(x, dropped, bases, *(factor for each in factors for factor in each))
-    return [*outs] if len(bases) > 1 else [_AddBase.apply(outs[0], x, bases[0])]
+    adds = len(bases) > 1 or not in_backward()
+    outs = _Projections.apply(x, dropped, bases, adds, *(factor for each in factors for factor in each))
+    return [*outs] if adds else [_AddBase.apply(outs[0], x, bases[0])]
 
 
 def stacked(factors: Sequence[Tensor]) -> Tensor:
@@ -119,6 +126,11 @@ def stacked(factors: Sequence[Tensor]) -> Tensor:
             return torch.cat([each.detach() for each in factors])
         place += factor.numel()
     return first if len(factors) == 1 else first.as_strided((rows, first.shape[1]), first.stride())
+
+
+def parts_of(x: Tensor, sizes: list[int], dim: int = 0) -> Sequence[Tensor]:
+    """Return views of these sizes; of one x itself, for which the host makes no view."""
+    return (x,) if len(sizes) == 1 else x.split_with_sizes(sizes, dim)
 
 
 def rows_of(x: Tensor) -> Tensor:
