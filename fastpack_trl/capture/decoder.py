@@ -10,13 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.facts import backbones
-from fastpack_trl.model.upstream import GradientCheckpointingLayer
-from fastpack_trl.model.walk import modules_of
 from fastpack_trl.run import Run
 
 _OURS = weakref.WeakSet[Any]()
@@ -55,14 +52,6 @@ def replayed_decoder(run: Run) -> Iterator[None]:
     _OURS.add(forward)
     with patch_attribute(decoder, "forward", types.MethodType(forward, decoder)):
         yield
-
-
-def share_of_decoder(model: nn.Module) -> float:
-    """Return the share of its decoder in the layers of a model."""
-    whole, *_, decoder = (
-        sum(isinstance(module, GradientCheckpointingLayer) for module in modules_of(part)) for part in backbones(model)
-    )
-    return decoder / max(1, whole)
 
 
 def _is_ours(decoder: Any) -> bool:

@@ -10,12 +10,17 @@ import torch
 from fastpack_trl.capture.ddp import reducing_gradients, too_large
 from fastpack_trl.capture.decision import EAGER_STEPS, FEATURE
 from fastpack_trl.capture.decoder import refusals as refusals_on_images
-from fastpack_trl.capture.decoder import replayed_decoder, share_of_decoder
+from fastpack_trl.capture.decoder import replayed_decoder
 from fastpack_trl.capture.device import CudaGraphs, on_side_stream
 from fastpack_trl.capture.graphs import LOSS_METHODS, BackboneGraphs, plan_lacks_room
+from fastpack_trl.checkpointing.tower import tower_layers
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.changes import callbacks_added, patch_attribute
-from fastpack_trl.model.checkpoint_seam import checkpointing_modules, checkpoints_reentrantly
+from fastpack_trl.model.checkpoint_seam import (
+    checkpointable_layers,
+    checkpointing_modules,
+    checkpoints_reentrantly,
+)
 from fastpack_trl.model.facts import dropout_of
 from fastpack_trl.model.hooks import replaced_methods
 from fastpack_trl.packing.batching import has_images
@@ -76,7 +81,8 @@ def install(run: Run) -> Iterator[None]:
     """
     device, insists = CudaGraphs(run.device), run.settings.cuda_graph == "on"
     of_images = has_images(run.trainer)
-    share = share_of_decoder(run.model) if of_images else 1.0
+    layers, towers = len(checkpointable_layers(run.model)), len(tower_layers(run.model)) if of_images else 0
+    share = layers / (layers + towers) if towers else 1.0
     graphs = BackboneGraphs(run, device, lambda: first_reason(refusals(run)), insists=insists, share=share)
     weighed = "" if insists else ", if the device waits for the host there"
     run.set_status(FEATURE, "on", "pending", f"from step {EAGER_STEPS + 1} on{weighed}")
