@@ -150,6 +150,7 @@ class Run(Decisions):
         backbone: the `BackboneCall` by which losses call the decoder.
         sync_free: the `SyncFreeStep` of the trainer. All that follow are None unless their feature is on.
         attention: the installed `PackedAttention`.
+        kinds: the `Kinds` of its decoder layers.
         image_rows: the `PackedRows` of samples with images.
         lora: the `LoraReport` of the fast layers.
         memory: the `ActivationMemory` of the plan.
@@ -164,7 +165,7 @@ class Run(Decisions):
     is_entered = is_strict = has_side_stream = False
     _unset: Any = None
     host = proof = examined = rate = backbone = sync_free = _unset
-    attention = image_rows = lora = memory = merging = graphs = reduce = _unset
+    attention = kinds = image_rows = lora = memory = merging = graphs = reduce = _unset
     shared_rows_compute: float | None = None
 
     def __init__(

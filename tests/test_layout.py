@@ -42,7 +42,7 @@ BUDGETS = {
     "layers": 960,
     "lora": 1200,
     "measure": 600,
-    "model": 1700,
+    "model": 1750,
     "moe": 950,
     "packing": 2150,
     "recipe": 2000,
@@ -52,7 +52,7 @@ BUDGETS = {
     "vision": 650,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 24905, "benchmarks": 3460, "tests": 28750}
+TOTALS = {"fastpack_trl": 24985, "benchmarks": 3460, "tests": 28800}
 
 
 @cache

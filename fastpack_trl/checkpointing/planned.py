@@ -21,7 +21,7 @@ from fastpack_trl.model import sharded
 from fastpack_trl.model.checkpoint_seam import checkpointable_layers, stock_checkpoint
 from fastpack_trl.model.facts import UNREADABLE
 from fastpack_trl.model.hooks import HookWatch
-from fastpack_trl.model.kinds import first_of_kind
+from fastpack_trl.model.kinds import Kinds
 from fastpack_trl.model.recompute import offload_unavailable
 from fastpack_trl.run import Run
 
@@ -242,7 +242,7 @@ def count_layers(run: Run) -> list[LayerCost]:
     with together, run.trainer.accelerator.autocast():
         if decoder is None:
             with contextlib.suppress(*UNREADABLE):  # layers that read what those before have made, which pass on
-                stand_ins = first_of_kind(run.model, layers)
+                stand_ins = (run.kinds or Kinds(run.model)).firsts
                 return layer_costs(run.model, layers, batches, packs=run.packs, stand_ins=stand_ins)
         return layer_costs(run.model, layers, batches, decoder=decoder, packs=run.packs)
 

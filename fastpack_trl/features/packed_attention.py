@@ -17,6 +17,7 @@ from fastpack_trl.features.verify_packing import is_examined, prove, tell_stock_
 from fastpack_trl.features.vision_rows import switched_off
 from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.facts import asked_for, read_features
+from fastpack_trl.model.kinds import Kinds
 from fastpack_trl.packing.batching import BatchPlan, has_images, vocabulary
 from fastpack_trl.packing.dataset import check_vocabulary, is_token_lists, padding_cost
 from fastpack_trl.packing.documents import PADDED_DOCUMENTS
@@ -154,6 +155,7 @@ def _install(run: Run, stack: ExitStack) -> None:
     dataset = run.trainer.train_dataset
     if run.training and isinstance(dataset, Dataset) and is_token_lists(dataset, ("input_ids",)):
         check_vocabulary(dataset, vocabulary(run.model), padding_free=run.trainer.padding_free)
+    stack.enter_context(patch_attribute(run, "kinds", Kinds(run.model)))  # for all features: they treat a kind alike
     if run.training:
         tell_stock_error(run)
     attempt = stack.enter_context(ExitStack())

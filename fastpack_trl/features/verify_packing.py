@@ -16,7 +16,7 @@ from fastpack_trl.attention.proof import PackingProof, leak_of_stock, verify_pac
 from fastpack_trl.attention.small_copy import small_copy
 from fastpack_trl.errors import NonFiniteError, PackingError
 from fastpack_trl.model.facts import UNREADABLE, read_features
-from fastpack_trl.model.kinds import one_of_each_kind
+from fastpack_trl.model.kinds import Kinds, one_of_each_kind
 from fastpack_trl.model.upstream import DataCollatorForLanguageModeling
 from fastpack_trl.packing.batching import joins_documents
 from fastpack_trl.run import Choice, Run
@@ -111,7 +111,7 @@ def tell_stock_error(run: Run) -> None:
     why = stock_error(stock.features)
     if not why and run.plan.kind == "packed" and not run.is_sharded and run.settings.verify_packing != "off":
         try:
-            with run.autocast(), one_of_each_kind(run.model):
+            with run.autocast(), one_of_each_kind(run.kinds or Kinds(run.model)):
                 why = leak_of_stock(run.model, stock)
         except (*_CANNOT_RUN, torch.OutOfMemoryError):
             return
@@ -119,9 +119,9 @@ def tell_stock_error(run: Run) -> None:
         run.report.facts["stock loss"] = f"differs from the loss of this run, which is right: {why}"
 
 
-def verify_kinds(model: Any, **options: Any) -> PackingProof:
+def verify_kinds(model: Any, kinds: Kinds, **options: Any) -> PackingProof:
     """Check one decoder layer of each kind; all if it cannot run, or fails without a leak: the report is of all."""
-    with suppress(*_CANNOT_RUN), one_of_each_kind(model) as skipped:
+    with suppress(*_CANNOT_RUN), one_of_each_kind(kinds) as skipped:
         if skipped and ((proof := verify_packing(model, **options)).proven or proof.leaks):
             return proof
     return verify_packing(model, **options)
@@ -131,7 +131,7 @@ def _checked(run: Run, attention: PackedAttention | None) -> PackingProof:
     """Check the model; a small copy if its parameters are, or will be, in several processes or on another device."""
     if not run.is_sharded and next(run.model.parameters()).device.type == run.device.type:
         with suppress(ImportError):  # TRL's own forward lacks a kernel (weights in FP8, say), which ours does without
-            return verify_kinds(run.model, implementation="off", attention=attention)
+            return verify_kinds(run.model, run.kinds or Kinds(run.model), implementation="off", attention=attention)
     path = attention.path if attention is not None and attention.path in BACKENDS else "off"
     with small_copy(run.model, run.device, run.compute_dtype) as copy:
         return verify_packing(copy, implementation=path, attention=attention if path == "off" else None)

@@ -17,6 +17,7 @@ from transformers.utils import logging
 from fastpack_trl.model.hooks import users_hooks_off
 from fastpack_trl.model.sharded import local
 from fastpack_trl.model.walk import modules_of
+from fastpack_trl.model.zeros import have_values
 
 logger = logging.get_logger(__name__)
 _T = TypeVar("_T")
@@ -154,9 +155,10 @@ def zeros_perturbed(model: nn.Module) -> Iterator[None]:
 
     A branch behind a zero gate has no effect before it is trained. Buffers stay, in which zero may have a meaning.
     """
-    # Through `data` autograd sees no write. The first element saves reading most tensors.
+    # Through `data` autograd sees no write.
     held = [local(p).data for p in model.parameters() if p.requires_grad and p.is_floating_point()]
-    zeros = [t for t in held if type(t) is Tensor and t.numel() and not (t.is_meta or t[(0,) * t.dim()] or t.any())]
+    held = [tensor for tensor in held if type(tensor) is Tensor and tensor.numel() and not tensor.is_meta]
+    zeros = [tensor for tensor, known in zip(held, have_values(held), strict=True) if not known]
     contents = [tensor.clone() for tensor in zeros]  # before any write: parameters may share memory
     # Casts of adapters are good for a version of the parameters, which stays.
     casts = [(own, own["fastpack_cast"]) for module in modules_of(model) if "fastpack_cast" in (own := vars(module))]

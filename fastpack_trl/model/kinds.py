@@ -6,7 +6,8 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cached_property, partial
+from itertools import islice
 from types import MethodType
 from typing import Any
 
@@ -17,6 +18,7 @@ from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.checkpoint_seam import checkpointable_layers
 from fastpack_trl.model.facts import text_model
 from fastpack_trl.model.hooks import is_users
+from fastpack_trl.model.zeros import have_values
 
 _PLAIN = frozenset([bool, int, float, str, type(None), type, torch.dtype, torch.device, torch.Size])
 _OPENED = (nn.Module, Tensor, dict, list, tuple, set, partial, MethodType)
@@ -37,9 +39,38 @@ def first_of_kind(model: nn.Module, layers: Sequence[nn.Module]) -> list[int]:
     fields = vars(base.config.get_text_config()).values()
     lists = [value for value in fields if isinstance(value, list | tuple) and len(value) == len(layers)]
     names = {module: name for name, module in base.named_modules()}
-    forms = (_Form(f"{names[layer]}.", index).of(layer) for index, layer in enumerate(layers))
-    kinds = ((form, repr([value[index] for value in lists])) for index, form in enumerate(forms))
+    walks = [_Form(f"{names[layer]}.", index) for index, layer in enumerate(layers)]
+    forms = [walk.of(layer) for walk, layer in zip(walks, layers, strict=True)]
+    known = iter(have_values([tensor for walk in walks for tensor in walk.tensors]))
+    has_values = [tuple(islice(known, len(walk.tensors))) for walk in walks]
+    kinds = (
+        (form, has, repr([value[index] for value in lists]))
+        for index, (form, has) in enumerate(zip(forms, has_values, strict=True))
+    )
     return [firsts.setdefault(kind, index) for index, kind in enumerate(kinds)]
+
+
+class Kinds:
+    """The kinds of the decoder layers of `model`, found once for all that ask as long as the model is the same."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.layers = model, checkpointable_layers(model)
+
+    @cached_property
+    def firsts(self) -> list[int]:
+        """What `first_of_kind` returns for all layers."""
+        return first_of_kind(self.model, self.layers)
+
+    @cached_property
+    def stand_ins(self) -> dict[nn.Module, nn.Module]:
+        """The first of its kind for each other layer; none if weights of these are not finite."""
+        pairs = zip(self.layers, self.firsts, strict=True)
+        others: dict[nn.Module, nn.Module] = {
+            layer: self.layers[i] for layer, i in pairs if layer is not self.layers[i]
+        }
+        weights = [p.detach() for each in others for p in each.parameters() if p.is_floating_point() and p.itemsize > 1]
+        is_finite = not weights or math.isfinite(float(nn.utils.get_total_norm(weights, math.inf)))
+        return others if is_finite else {}
 
 
 class _Form(dict[int, Any]):
@@ -47,6 +78,7 @@ class _Form(dict[int, Any]):
 
     def __init__(self, name: str, index: int) -> None:
         self.name, self.index = name, index
+        self.tensors = list[Tensor]()  # in the order of the form
 
     def of(self, value: Any, name: Any = "") -> Any:
         """Return nested tuples that are equal for equal attributes."""
@@ -81,27 +113,21 @@ class _Form(dict[int, Any]):
         elif isinstance(value, partial):
             parts = value.func, value.args, value.keywords, parts
         elif isinstance(value, Tensor):
-            plain = value.detach().as_subclass(Tensor)
-            has_values = bool(plain.numel() and (plain[(0,) * plain.dim()] or plain.any()))  # the first spares the rest
-            kind = kind, value.shape, value.dtype, value.device, value.requires_grad, has_values
+            self.tensors.append(value.detach().as_subclass(Tensor))
+            kind = kind, value.shape, value.dtype, value.device, value.requires_grad
         elif isinstance(value, nn.Module) and nn.utils.parametrize.is_parametrized(value):
             kind = kind.__bases__  # torch makes a class for each
         return kind, self.of(parts)
 
 
 @contextmanager
-def one_of_each_kind(model: nn.Module) -> Iterator[dict[nn.Module, nn.Module]]:
+def one_of_each_kind(kinds: Kinds) -> Iterator[dict[nn.Module, nn.Module]]:
     """Run only the first decoder layer of each kind while the context is open: the others pass hidden states on.
 
     Yields each layer that passes on with the first of its kind. A layer that the model calls with other arguments than
     that one, as another mask, runs, and is taken out. None passes on if weights are not finite.
     """
-    layers, calls = checkpointable_layers(model), dict[nn.Module, Any]()
-    pairs = zip(layers, first_of_kind(model, layers), strict=True)
-    skipped = {layer: layers[first] for layer, first in pairs if layer is not layers[first]}
-    weights = [p.detach() for layer in skipped for p in layer.parameters() if p.is_floating_point() and p.itemsize > 1]
-    if weights and not math.isfinite(float(nn.utils.get_total_norm(weights, math.inf))):
-        skipped = {}
+    skipped, calls = dict(kinds.stand_ins), dict[nn.Module, Any]()
 
     def call(layer: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         hidden, others = (args[0], (args[1:], kwargs)) if args else (None, kwargs)  # no hidden states: the layer runs

@@ -15,7 +15,7 @@ from torch import nn
 from fastpack_trl import apply_lora
 from fastpack_trl.features.verify_packing import verify_kinds
 from fastpack_trl.model.checkpoint_seam import checkpointable_layers
-from fastpack_trl.model.kinds import first_of_kind, one_of_each_kind
+from fastpack_trl.model.kinds import Kinds, first_of_kind, one_of_each_kind
 from fastpack_trl.testing import tiny_model
 
 TYPES = ["sliding_attention", "full_attention"] * 3
@@ -96,17 +96,17 @@ def test_a_layer_that_differs_is_a_kind_of_its_own_and_its_leak_is_found(change:
     (CHANGES | HARMLESS)[change](model.model.layers[4])
     assert kinds(model) == [0, 0, 0, 0, 4, 0]
     if change in CHANGES:
-        assert len(verify_kinds(model).leaks) >= 3
+        assert len(verify_kinds(model, Kinds(model)).leaks) >= 3
 
 
 def test_a_layer_that_is_called_with_another_mask_runs() -> None:
     model = tiny_model("qwen3", num_hidden_layers=6)
-    assert verify_kinds(model, implementation="off").proven
+    assert verify_kinds(model, Kinds(model), implementation="off").proven
     model.model.layers[4] = without_mask(model.model.layers[4])
     assert kinds(model) == [0] * 6, "the layer inside is like the others"
-    assert verify_kinds(model, implementation="off").leaks
+    assert verify_kinds(model, Kinds(model), implementation="off").leaks
     model.model.layers[5].mlp.up_proj.weight.data[0, 0] = math.nan
-    with one_of_each_kind(model) as skipped:
+    with one_of_each_kind(Kinds(model)) as skipped:
         assert not skipped, "a forward pass of all names what is not finite"
 
 
@@ -120,7 +120,7 @@ def test_one_layer_of_each_kind_runs_and_all_are_restored(monkeypatch: pytest.Mo
         return stock(self, *args, **kwargs)
 
     monkeypatch.setattr(cls, "forward", forward)
-    assert verify_kinds(model).proven
+    assert verify_kinds(model, Kinds(model)).proven
     assert ran == {0, 1}
-    assert verify_kinds(model, implementation="off").leaks
+    assert verify_kinds(model, Kinds(model), implementation="off").leaks
     assert not any("forward" in vars(layer) for layer in layers)
