@@ -23,7 +23,7 @@ from fastpack_trl.run import Run
 from fastpack_trl.vision.rows import OF_IMAGES, PIXELS, collated, is_vision_collator
 
 _EXAMPLES, _WITH_IMAGES = 64, 4
-"""Examples that are looked at, over all of the data, and how many of them with images are enough."""
+"""Examples that are looked at, drawn from all of the data, and how many of them with images are enough."""
 
 
 class Size(NamedTuple):
@@ -99,10 +99,11 @@ def tower_cost(run: Run) -> TowerCost | None:
 
 
 def _spread(data: Any) -> Iterator[Any]:
-    """Return examples of the whole data set, of a stream the first: images may be in a part of it."""
+    """Return random examples, of a stream the first: images may be in a part of the data, or in every n-th example."""
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         return islice(data, _EXAMPLES)
-    return (data[index] for index in range(0, len(data), -(-len(data) // _EXAMPLES)))
+    count = len(data)
+    return (data[index] for index in random.Random(0).sample(range(count), min(count, _EXAMPLES)))
 
 
 def _through(one: int, two: int, of_one: float, of_two: float) -> tuple[float, float]:
