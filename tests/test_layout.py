@@ -39,10 +39,10 @@ BUDGETS = {
     "cli": 1000,
     "features": 1650,
     "kernels": 2100,
-    "layers": 960,
+    "layers": 1000,
     "lora": 1200,
     "measure": 600,
-    "model": 1750,
+    "model": 1800,
     "moe": 950,
     "packing": 2150,
     "recipe": 2000,
@@ -52,7 +52,7 @@ BUDGETS = {
     "vision": 650,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 24985, "benchmarks": 3460, "tests": 28800}
+TOTALS = {"fastpack_trl": 25005, "benchmarks": 3460, "tests": 28800}
 
 
 @cache

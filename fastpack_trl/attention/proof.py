@@ -164,7 +164,7 @@ def _examine(row: Probe, seed: int = 1, *, compares: bool = True) -> PackingProo
     for target, segment in enumerate(hidden.split(row.lengths)):
         direction = torch.randn(segment.shape, generator=directions).to(segment)
         (gradient,) = torch.autograd.grad((segment * direction).sum(), embeddings, retain_graph=True)
-        sizes = [float(part.abs().max()) for part in row.of_tokens(gradient).split(row.lengths)]
+        sizes = [float(part.abs().max()) for part in row.of_tokens(gradient).cpu().split(row.lengths)]
         before, parent = set(row.paths[target].tolist()), row.parents[target]
         for source, size in enumerate(sizes):
             if size != 0.0 and not before.issuperset(tokens[source].tolist()):  # a NaN is a leak too
@@ -172,14 +172,14 @@ def _examine(row: Probe, seed: int = 1, *, compares: bool = True) -> PackingProo
         # Of a parent the last tokens may be all that a window leaves.
         if parent >= 0 and sizes[parent] == 0.0:
             unseen.append((parent, target))
-    hidden = hidden.detach()
+    hidden = hidden.detach().cpu()
     del embeddings, segment, gradient  # and the activations
     differences = [0.0]
     for segment_index, path in enumerate(row.paths if compares else ()):
-        alone = row.separate(segment_index).double()
+        alone = row.separate(segment_index).cpu().double()
         if not torch.isfinite(alone).all():
             _name_non_finite(row.model)
-        differences.append(float((hidden[path.to(hidden.device)].double() - alone).norm() / alone.norm()))
+        differences.append(float((hidden[path].double() - alone).norm() / alone.norm()))
     # No comparison with NaN holds: it must not hide behind `max`.
     difference = max(differences) if all(map(math.isfinite, differences)) else math.inf
     path = row.attention.path if row.attention.path != "off" else "stock"

@@ -15,13 +15,12 @@ FEATURE = "cuda_graph"
 EAGER_STEPS = 2
 """Optimizer steps before anything is recorded: in the first, micro-batches run unmerged; in the second the optimizer
 has its states, and merged rows have their length."""
-WATCHED_STEPS = 3, 12
-"""Settled steps in which the device is watched: the fewer if they are clear, else the more."""
 LEAST_IDLE = 0.1
 """Share of these steps for which the device has to be idle. In 22 comparisons graphs saved 14 % of a step or more in
 all but eight, which lay between -4 and 3 %: the device was idle for 75 % of a step at 0.6B, and for 2 % at 8B."""
-_CLEAR = 0.05, 0.3
-"""Few steps are clear if the device was idle for at most the first share of each, or at least the second of each."""
+CLEAR = {2: (0.0, 0.6), 3: (0.05, 0.3), 12: (1.0, 0.0)}
+"""Watched steps, from the second on, and when they are clear: the device was idle for at most the first share of each,
+or for at least the second of each. Two are if it mostly waits: each step that a graph comes sooner saves that share."""
 RECORD_SECONDS = 0.15
 """Assumed cost of recording a bucket besides the time of a step: in all 0.1 to 0.2 s at 0.6B on an H200, 0.5 at 8B."""
 
@@ -67,13 +66,19 @@ class IdleRule:
         """The first steps are over, and so is what they decide."""
         return self.steps_done >= EAGER_STEPS and self._run.is_warmed_up
 
+    @property
+    def may_pay(self) -> bool:
+        """Graphs are recorded, or will be if the present step is as the last one: its rows load and tune kernels."""
+        return self.pays or bool(self._watched and self._watched[-1][0] >= CLEAR[2][1])
+
     def begins_step(self) -> bool:
         """Return whether this is the first forward pass of an optimizer step, which is watched from there on."""
         step = self._run.trainer.state.global_step
         if step == self._present_step:
             return False
         self._present_step = step
-        if self.is_settled and not self.pays and self._watch is None:
+        due = self.steps_done >= EAGER_STEPS - 1 and self._run.is_warmed_up
+        if due and not self.pays and self._watch is None:
             self._watch = self._device.watch_idle()
         return True
 
@@ -83,7 +88,7 @@ class IdleRule:
             return ""
         self._watched.append(self._watch.stop())
         self._watch = None
-        return self._weigh() if len(self._watched) in WATCHED_STEPS else ""
+        return self._weigh() if len(self._watched) in CLEAR else ""
 
     def _weigh(self) -> str:
         """Decide by the lower quartile of the steps: whatever interrupts the host only adds to the idle time of some.
@@ -91,7 +96,8 @@ class IdleRule:
         In two runs of one training the mean of three steps was 3% and 23%.
         """
         shares, count = sorted(share for share, _ in self._watched), len(self._watched)
-        if count < max(WATCHED_STEPS) and shares[-1] > _CLEAR[0] and shares[0] < _CLEAR[1]:
+        most, least = CLEAR[count]
+        if shares[-1] > most and shares[0] < least:
             return ""
         idle, each = shares[count // 4], median(seconds for _, seconds in self._watched)
         self.note = f"the device was idle for {idle:.0%} of {count} eager steps ({shares[0]:.0%} to {shares[-1]:.0%})"

@@ -240,7 +240,7 @@ class BackboneGraphs(TrainerCallback):
         if not self.graphs and self._lacks_room():
             return None
         bucket = self._buckets.find(Bucket.of(batch))  # also while it waits for the rule: the largest are known then
-        if not self._rule.pays:
+        if not self._rule.may_pay:
             return None
         if self._run.step.levels != self._levels:  # layers run otherwise since: kept, offloaded
             if why := self._why_not():
@@ -260,7 +260,8 @@ class BackboneGraphs(TrainerCallback):
 
         `filled` are embeddings with the tail, if they need a gradient.
         """
-        if slot.forward is None and slot.warm >= slot.needs and (self._buffers is not None or not key.trains):
+        is_due = self._rule.pays and slot.warm >= slot.needs and (self._buffers is not None or not key.trains)
+        if slot.forward is None and is_due:
             self._record(slot)
             if self.has_ended:
                 return None

@@ -184,10 +184,10 @@ class _Projection(nn.Module):
     def __init__(self, inputs: int, outputs: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(outputs))
-        self.index, self.dtype = [i % inputs for i in range(outputs)], dtype
+        self.times, self.dtype = -(-outputs // inputs), dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        out = x[..., self.index] * self.weight.to(x.dtype)
+        out = torch.cat([x] * self.times, -1)[..., : len(self.weight)] * self.weight.to(x.dtype)
         return out.to(self.dtype) if torch.is_autocast_enabled(x.device.type) else out
 
 

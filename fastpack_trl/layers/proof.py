@@ -51,7 +51,7 @@ def prove(
         try:
             with case.context():
                 results = _results(own, case)
-            if all(bool(each.isfinite().all()) for each in (*results.outputs, *results.grads)):
+            if all(bool(each.cpu().isfinite().all()) for each in (*results.outputs, *results.grads)):
                 theirs.append((case, results))
             else:
                 raised = "its forward overflows on a trial"
@@ -88,7 +88,8 @@ def _compare(fused: Callable[..., Any], case: Case, theirs: _Results) -> tuple[s
             mine = _results(fused, case, theirs)
         if mine is None:
             return "no fused form returns its dtype and strides", 0.0
-        wide = Case([t.double() for t in case.tensors], [t.double() for t in case.constants], case.context)
+        # On the CPU: a device would load each kernel in float64, which no step runs.
+        wide = Case([t.cpu().double() for t in case.tensors], [t.cpu().double() for t in case.constants], case.context)
         exact = _results(fused, wide)
     except torch.OutOfMemoryError:
         raise
@@ -97,7 +98,8 @@ def _compare(fused: Callable[..., Any], case: Case, theirs: _Results) -> tuple[s
     dtypes = {t.dtype for t in (*case.tensors, *case.constants, *theirs.outputs)}
     coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
     numbers, rows = torch.finfo(coarsest), list[Tensor]()
-    for ours, other, right in zip(*(each.outputs + each.grads for each in (mine, theirs, exact)), strict=True):
+    sides = ([t.cpu() for t in each.outputs + each.grads] for each in (mine, theirs, exact))
+    for ours, other, right in zip(*sides, strict=True):
         size = right.norm().clamp_min(1e-30)
         errors = [(a - b).double().norm() / size for a, b in ((ours, right), (other, right), (ours, other))]
         # Next to zero, numbers of a dtype have an equal distance: much of small values in fp16.

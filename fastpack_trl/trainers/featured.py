@@ -17,7 +17,7 @@ from fastpack_trl.features import FEATURES, moe
 from fastpack_trl.features.packed_attention import choose_attention
 from fastpack_trl.features.save_report import add_to_card
 from fastpack_trl.model.changes import during_training, patch_attribute, silence_renamed_checkpointing
-from fastpack_trl.model.early import hash_triton
+from fastpack_trl.model.early import begin_triton
 from fastpack_trl.model.hooks import is_users
 from fastpack_trl.model.precision import fit_precision
 from fastpack_trl.model.preflight import bound, choose_checkpoint
@@ -77,7 +77,7 @@ class FeaturedTrainer(_Stock):
             super().__init__(*args, **kwargs)
             run.set_status("fastpack", "off", "stock", disabled)
             return
-        hash_triton()  # while TRL reads the data
+        begin_triton()  # while TRL reads the data
         check_given(given.get("train_dataset"), given.get("peft_config"), of.method)
         with silence_renamed_checkpointing(), self._fastpack_constructing(given):
             super().__init__(*args, **kwargs)

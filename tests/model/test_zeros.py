@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastpack_trl.model.early import hash_triton
+from fastpack_trl.model.early import begin_triton
 from fastpack_trl.model.zeros import have_values
 
 FP8 = torch.float8_e4m3fn
@@ -33,11 +33,11 @@ def test_the_device_is_read_twice_whatever_the_number_of_tensors(monkeypatch: py
 
 
 def test_triton_hashes_its_library_before_the_first_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert torch.cuda.is_available() or hash_triton() is None
+    assert torch.cuda.is_available() or begin_triton() is None
     cache = pytest.importorskip("triton.runtime.cache")
     cache.triton_key.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    thread = hash_triton()
+    thread = begin_triton()
     assert thread is not None
     thread.join()
     assert cache.triton_key.cache_info().currsize == 1
