@@ -207,7 +207,7 @@ def is_invoked_once_per_row(model: nn.Module) -> bool:
 def attention_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules of the text decoder that call transformers' attention interface."""
     config = text_model(model).config.get_text_config()
-    of_text = [module for module in modules_of(model) if getattr(module, "config", None) is config]
+    of_text = [module for module in modules_of(model) if module.__dict__.get("config") is config]
     return [module for module in of_text if hasattr(module, "layer_idx") and hasattr(module, "scaling")]
 
 
@@ -244,7 +244,8 @@ def mixers(model: nn.Module) -> dict[nn.Module, Mixer]:
 
     transformers' hybrid models convolve and scan in functions next to the layer. Other layers are not mixers.
     """
-    convolve = [module for module in modules_of(model) if any(isinstance(c, nn.Conv1d) for c in module.children())]
+    every = modules_of(model)
+    convolve = [module for module in every if any(isinstance(c, nn.Conv1d) for c in module._modules.values())]
     return {module: mixer for module in convolve if (mixer := _mixer(type(module))) is not None}
 
 
