@@ -16,6 +16,7 @@ from fastpack_trl.attention.install import PackedAttention, packed_attention
 from fastpack_trl.attention.probe import Probe
 from fastpack_trl.errors import NonFiniteError, PackingError
 from fastpack_trl.model.changes import isolated_run, zeros_perturbed
+from fastpack_trl.model.walk import parameters_of
 from fastpack_trl.packing.documents import PADDED_DOCUMENTS
 
 BUDGET = 2.0**-12
@@ -207,5 +208,5 @@ def _compute_dtype(model: nn.Module) -> torch.dtype:
     device = next(iter(model.parameters())).device.type
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
-    dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
+    dtypes = [p.dtype for p in parameters_of(model) if p.is_floating_point()]
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)

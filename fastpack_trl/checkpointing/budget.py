@@ -13,6 +13,7 @@ from fastpack_trl.checkpointing.streams import GIB
 from fastpack_trl.measure.device_memory import allocatable
 from fastpack_trl.model import sharded
 from fastpack_trl.model.facts import text_model
+from fastpack_trl.model.walk import modules_of, parameters_of
 from fastpack_trl.packing.batching import has_images
 from fastpack_trl.run import MERGED_ROW_TOKENS, Run
 
@@ -59,7 +60,7 @@ def row_tokens(args: Any, most: int | None, longest: int, sequences: int = 1, *,
 
 def memory_to_come(run: Run) -> int:
     """Return the bytes of gradients and optimizer state that do not exist yet, and what FSDP gathers in a step."""
-    parameters = [p for p in run.model.parameters() if p.requires_grad]
+    parameters = [p for p in parameters_of(run.model) if p.requires_grad]
     held = [sharded.local(p) for p in parameters]
     gradients = sum(own.nbytes for p, own in zip(parameters, held, strict=True) if p.grad is None)
     if run.is_fsdp2:
@@ -102,6 +103,6 @@ def head_bytes(model: torch.nn.Module, tokens: int) -> int:
 def largest_dense(model: torch.nn.Module) -> int:
     """Return the bytes of the largest 4-bit weight once it is made dense, for one use at a time."""
     # Never `module.weight`: of a parametrized module that computes, and may move its buffers.
-    holders = [*model.modules(), *model.parameters()]
+    holders = [*modules_of(model), *parameters_of(model)]
     states = filter(None, (getattr(held, "quant_state", None) for held in holders))
     return max((math.prod(state.shape) * state.dtype.itemsize for state in states), default=0)

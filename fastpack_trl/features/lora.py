@@ -10,6 +10,7 @@ from fastpack_trl.features.feature import Stock
 from fastpack_trl.lora.linear import make_fast
 from fastpack_trl.lora.report import has_lora
 from fastpack_trl.model.changes import patch_attribute, remarked
+from fastpack_trl.model.walk import parameters_of
 from fastpack_trl.run import SHARDED, Run
 
 
@@ -23,7 +24,7 @@ def why_not(run: Run) -> Iterator[object]:
     yield not has_lora(run.model) and "the model has no LoRA layers"
     yield run.is_sharded and not run.is_fsdp2 and Stock(SHARDED)
     adapters, others = (
-        {str(p.dtype) for p in run.model.parameters() if p.requires_grad is own and p.is_floating_point()}
+        {str(p.dtype) for p in parameters_of(run.model) if p.requires_grad is own and p.is_floating_point()}
         for own in (True, False)
     )
     # Without autocast an input in the dtype of the adapters is needed, which no layer can have.

@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from fastpack_trl.model.hooks import users_hooks_off
 from fastpack_trl.model.sharded import local
-from fastpack_trl.model.walk import modules_of
+from fastpack_trl.model.walk import modules_of, parameters_of
 from fastpack_trl.model.zeros import have_values
 
 logger = logging.get_logger(__name__)
@@ -142,7 +142,7 @@ def callers(method: Any = None) -> Iterator[Any]:
 @contextmanager
 def isolated_run(model: nn.Module, *, training: bool) -> Iterator[None]:
     """Set the mode of `model` and disable user hooks; exit restores modes, random states and buffers."""
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    devices = sorted({p.device.index or 0 for p in parameters_of(model) if p.device.type == "cuda"})
     modes = restore_attributes(modules_of(model), "training")
     with modes, users_hooks_off(model), torch.random.fork_rng(devices=devices), restore_buffers(model):
         model.train(training)
@@ -156,7 +156,7 @@ def zeros_perturbed(model: nn.Module) -> Iterator[None]:
     A branch behind a zero gate has no effect before it is trained. Buffers stay, in which zero may have a meaning.
     """
     # Through `data` autograd sees no write.
-    held = [local(p).data for p in model.parameters() if p.requires_grad and p.is_floating_point()]
+    held = [local(p).data for p in parameters_of(model) if p.requires_grad and p.is_floating_point()]
     held = [tensor for tensor in held if type(tensor) is Tensor and tensor.numel() and not tensor.is_meta]
     zeros = [tensor for tensor, known in zip(held, have_values(held), strict=True) if not known]
     contents = [tensor.clone() for tensor in zeros]  # before any write: parameters may share memory

@@ -18,6 +18,7 @@ from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.checkpoint_seam import checkpointable_layers
 from fastpack_trl.model.facts import text_model
 from fastpack_trl.model.hooks import is_users
+from fastpack_trl.model.walk import parameters_of
 from fastpack_trl.model.zeros import have_values
 
 _PLAIN = frozenset([bool, int, float, str, type(None), type, torch.dtype, torch.device, torch.Size])
@@ -68,7 +69,9 @@ class Kinds:
         others: dict[nn.Module, nn.Module] = {
             layer: self.layers[i] for layer, i in pairs if layer is not self.layers[i]
         }
-        weights = [p.detach() for each in others for p in each.parameters() if p.is_floating_point() and p.itemsize > 1]
+        weights = [
+            p.detach() for each in others for p in parameters_of(each) if p.is_floating_point() and p.itemsize > 1
+        ]
         is_finite = not weights or math.isfinite(float(nn.utils.get_total_norm(weights, math.inf)))
         return others if is_finite else {}
 
