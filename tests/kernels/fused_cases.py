@@ -23,7 +23,9 @@ from fastpack_trl.kernels.rotary import rotary
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-WIDTHS = pytest.mark.parametrize("width", [80, 100, 2880 if DEVICE == "cuda" else 360])
+# Interpreted, widths of one block are alike; compiled, those that 16 divides are loaded otherwise.
+WIDTHS = pytest.mark.parametrize("width", [80, 100, 2880] if DEVICE == "cuda" else [100, 360])
+EPS_32 = 2 * torch.finfo(torch.float32).eps
 RUNS = (norm_module, rotary_module, gated_module)
 
 
@@ -53,7 +55,10 @@ def compare(
         if DEVICE == "cpu":
             for module in RUNS:
                 patched.setattr(module, "runs_triton", lambda *given: True)
-        mine, again = results(function, tensors, frozen), results(function, tensors, frozen)
+        mine = results(function, tensors, frozen)
+        # The interpreter runs one program after the other: only what was never written differs, in any dtype alike.
+        repeats = DEVICE == "cuda" or eps <= EPS_32
+        again = results(function, tensors, frozen) if repeats else mine
     if twins is None:
         with monkeypatch.context() as patched:
             for module in RUNS:
@@ -91,9 +96,8 @@ def test_norm(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, width: int, f
     contiguous, other = draw(3, 7, width, dtype=dtype, scale=100.0), draw(3, 7, width, dtype=dtype)
     params = draw(width, dtype=torch.float32), draw(width, dtype=torch.float32) if form.centers else None
     low = [None if p is None else p.to(dtype) for p in params]
-    for weights in ([None, None], low, list(params)):
-        for x in (strided, contiguous):
-            compare(monkeypatch, lambda x, w, b: norm(x, w, b, form), [x, *weights], eps)
+    for x, weights in ((contiguous, [None, None]), (contiguous, low), (strided, list(params))):
+        compare(monkeypatch, lambda x, w, b: norm(x, w, b, form), [x, *weights], eps)
     compare(monkeypatch, lambda x, y, w, b: add_norm(x, y, w, b, form), [contiguous, other, *low], eps)
     frozen = compare(monkeypatch, lambda x, w, b: norm(x, w, b, form), [contiguous, *low], eps, (1, 2))
     assert len(frozen) == 2
