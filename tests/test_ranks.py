@@ -26,10 +26,10 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl import run as runs
 from fastpack_trl.config import Settings
 from fastpack_trl.errors import RankFailedError
 from fastpack_trl.features.feature import Feature
+from fastpack_trl.model import sharded
 from fastpack_trl.model.sharded import Ranks, keep_unsharded, layer_units, whole_bytes
 from fastpack_trl.testing import tiny_model
 
@@ -112,7 +112,7 @@ def no_memory(state: Any, model: Any) -> None:
 
 def inside(**fast: Any) -> None:
     """One rank fails in the forward pass of a layer that FSDP 2 shards, while the other gathers the next one."""
-    runs.FAILURE_GRACE_SECONDS = 0.5  # type: ignore[attr-defined]
+    sharded.FAILURE_GRACE_SECONDS = 0.5
     trainer = make(FastSFTTrainer, gradient_checkpointing=True, fast={"verify_packing": "off"} | fast)
     if dist.get_rank():
         trainer.model.model.layers[0].mlp.forward = partial(fail, RuntimeError("the kernel failed"))
