@@ -33,15 +33,12 @@ def answering(row: dict[str, Any], side: str, *, says: str) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def found_by_name(monkeypatch: pytest.MonkeyPatch, forked: None) -> None:
     """The functions of this file, in forked processes."""
     monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{Path(forks.__file__).parent}", prepend=":")
-    monkeypatch.setattr(sys, "executable", forks.python())
-    monkeypatch.setenv("PYTHON_EXEC", forks.python())  # of torchrun
 
 
 def _run(side: str, **changes: Any) -> dict[str, Any]:
-    changes = {"command": [sys.executable], **changes}
     return OwnProcess("test_process:answering", options={"says": "done"}, **changes)({"tokens": 24}, side)
 
 

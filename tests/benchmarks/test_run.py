@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import forks
 import pytest
 from datasets import Dataset
 
@@ -67,12 +65,8 @@ def test_on_images_all_sides_time_the_same_documents_after_warm_ups_of_other_len
 
 
 @pytest.mark.slow
-def test_speed_per_gpu_is_that_of_one_gpu_over_that_of_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(run.__file__).parents[1]), prepend=":")
-    monkeypatch.setattr(sys, "executable", forks.python())
-    monkeypatch.setenv("PYTHON_EXEC", forks.python())  # of torchrun
+@pytest.mark.usefixtures("forked")
+def test_speed_per_gpu_is_that_of_one_gpu_over_that_of_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert scaling.counts_up_to(6) == [1, 2, 4, 6]
     words = ["--gpus", "2", "--rows", "ddp tiny-qwen3 full 256", "--sides", "fastpack", "--steps", "2"]
     file = tmp_path / "runs.jsonl"
