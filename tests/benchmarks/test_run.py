@@ -69,9 +69,8 @@ def test_on_images_all_sides_time_the_same_documents_after_warm_ups_of_other_len
 def test_speed_per_gpu_is_that_of_one_gpu_over_that_of_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert scaling.counts_up_to(6) == [1, 2, 4, 6]
     words = ["--gpus", "2", "--rows", "ddp tiny-qwen3 full 256", "--sides", "fastpack", "--steps", "2"]
-    file = tmp_path / "runs.jsonl"
-    assert several_gpus.main([*words, "--threads", "1", "--json", str(file)]) == 0
-    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert several_gpus.main([*words, "--threads", "1", "--json", str(tmp_path / "runs.jsonl")]) == 0
+    records = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
     assert [(record["processes"], len(record["seconds"])) for record in records] == [(1, 2), (1, 2), (2, 2)]
     _, one, two = (line.split(" | ") for line in capsys.readouterr().out.splitlines()[-3:])
     assert (one[2], one[4], one[6], two[2]) == ("1", "100%", "100%", "2")
@@ -139,13 +138,12 @@ def test_rounds_alternate_failures_are_said_and_the_same_command_goes_on_with_it
     answers["fastpack"] = {"failed": "OutOfMemoryError: too large", "last_lines": ["a line"]}
 
     def launcher(_row: Any, _side: str, args: Any, caches: str, **_options: Any) -> Any:
-        assert args.processes == 3
+        assert args.processes == 2
         return lambda row, side: ran.append((side, caches)) or answers[side]
 
     monkeypatch.setattr(run, "launcher", launcher)
     file, sides = tmp_path / "runs.jsonl", ["trl", "fastpack", "fastpack warm caches"]
-    words = ["run", "--rows", row, "--launcher", "accelerate", "--processes", "3", "--sides", *sides]
-    words += ["--json", str(file)]
+    words = ["run", "--rows", row, "--launcher", "accelerate", "--sides", *sides, "--json", str(file)]
     assert main(words) == 1
     assert f"{row}, fastpack: failed: OutOfMemoryError: too large a line" in capsys.readouterr().err
     assert [side for side, _ in ran] == [*sides, *sides[::-1]]
@@ -153,7 +151,7 @@ def test_rounds_alternate_failures_are_said_and_the_same_command_goes_on_with_it
     assert folders[0] != folders[1] == folders[2], "filled caches are those of the run before"
     first = [json.loads(line) for line in file.read_text().splitlines()]
     assert [record["round"] for record in first] == [0, 0, 0, 1, 1, 1]
-    assert {(record["case"], record["processes"]) for record in first} == {("several_gpus", 3)}
+    assert {(record["case"], record["processes"]) for record in first} == {("several_gpus", 2)}
     ran.clear()
     assert main(words) == 1
     assert [side for side, _ in ran] == ["fastpack"] * 2, "those that failed"

@@ -70,8 +70,8 @@ def assert_alike(trainer: Any) -> None:
 
 
 @cache
-def eager_of(micro_batches: int) -> Any:
-    return run("off", gradient_accumulation_steps=micro_batches, fast=ALONE)
+def eager_of(count: int) -> Any:
+    return run("off", gradient_accumulation_steps=count, fast=ALONE)
 
 
 def both(*, device: Any = None, eager: Any = None, **options: Any) -> tuple[Any, Any]:
@@ -107,9 +107,8 @@ def one_fails() -> None:
     """A rank whose recording fails runs eager from there on, the other one replays: gradients are those of DDP."""
     fails = dist.get_rank() == 1
     device = {"fail": lambda number: RuntimeError("an operation is not permitted") if fails else None}
-    for micro_batches in (1, 2):
-        eager = eager_of(micro_batches)
-        ours, _ = both(device=device, eager=eager, gradient_accumulation_steps=micro_batches, fast=ALONE)
+    for count in (1, 2):
+        ours, _ = both(device=device, eager=eager_of(count), gradient_accumulation_steps=count, fast=ALONE)
         said = line(ours)
         assert (said.path == "eager") == fails, said
         assert not fails or "an operation is not permitted" in said.reason
