@@ -42,12 +42,11 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 import trl.trainer.sft_trainer as stock
 registered = sorted(AttentionInterface._global_mapping), sorted(AttentionMaskInterface._global_mapping)
-members = {name: value for name, value in vars(stock.SFTTrainer).items()}
+members = dict(vars(stock.SFTTrainer))
 for name in fastpack_trl.__all__:
     assert getattr(fastpack_trl, name) is not None
 assert registered == (sorted(AttentionInterface._global_mapping), sorted(AttentionMaskInterface._global_mapping))
-assert members == {name: value for name, value in vars(stock.SFTTrainer).items()}
-assert not torch.cuda.is_initialized()
+assert members == dict(vars(stock.SFTTrainer)) and not torch.cuda.is_initialized()
 assert not {"triton", "bitsandbytes"} & set(sys.modules)
 """
 

@@ -43,7 +43,8 @@ def _run(side: str, **changes: Any) -> dict[str, Any]:
 
 
 def test_a_process_of_its_own_answers_or_says_why_not() -> None:
-    assert _run("stock") == {"said": "done", "tokens": 24, "ranks": "1"}
+    alone = _run("stock", command=[f"{sys.prefix}/bin/python"])  # a new interpreter, as users have
+    assert alone == _run("stock") == {"said": "done", "tokens": 24, "ranks": "1"}
     failed = _run("breaks")
     assert failed["failed"] == "RuntimeError: no kernel"
     assert any("in answering" in line for line in failed["last_lines"])
