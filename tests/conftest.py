@@ -176,6 +176,13 @@ def reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_faults.FEATURES, "filters", [])
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let interpreters that the package, its benchmarks or torchrun start be forked processes."""
+    monkeypatch.setattr(sys, "executable", forks.python())
+    monkeypatch.setenv("PYTHON_EXEC", forks.python())  # of torchrun
+
+
 @pytest.fixture(scope="session")
 def sft_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with its tokenizer under ``model`` and text rows in ``train.jsonl``."""

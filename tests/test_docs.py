@@ -218,6 +218,7 @@ SMALL = {
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("page", FIRST)
 def test_the_commands_of_the_first_pages_run(page: str, here: Path, material: Material) -> None:
     (here / "path/to").mkdir(parents=True)

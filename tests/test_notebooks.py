@@ -98,7 +98,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Any]:
     spec = {"argv": argv, "display_name": "this interpreter", "language": "python"}
     (kernels / "python3" / "kernel.json").write_text(json.dumps(spec), encoding="utf-8")
     command = kernels / "fastpack-trl"
-    command.write_text(f'#!/bin/sh\nexec {forks.python()} -m fastpack_trl "$@"\n', encoding="utf-8")
+    start = f"import sys; sys.executable = '{forks.python()}'; from fastpack_trl.cli.main import main; sys.exit(main())"
+    command.write_text(f'#!/bin/sh\nexec {forks.python()} -c "{start}" "$@"\n', encoding="utf-8")
     command.chmod(0o755)
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),

@@ -26,10 +26,10 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import SFTTrainer
 
 from fastpack_trl import FastSFTTrainer
-from fastpack_trl import run as runs
 from fastpack_trl.config import Settings
 from fastpack_trl.errors import RankFailedError
 from fastpack_trl.features.feature import Feature
+from fastpack_trl.model import sharded
 from fastpack_trl.model.sharded import Ranks, keep_unsharded, layer_units, whole_bytes
 from fastpack_trl.testing import tiny_model
 
@@ -110,24 +110,20 @@ def no_memory(state: Any, model: Any) -> None:
         model.register_forward_pre_hook(partial(fail, torch.OutOfMemoryError("no memory is left")))
 
 
-def inside(**fast: Any) -> None:
-    """One rank fails in the forward pass of a layer that FSDP 2 shards, while the other gathers the next one."""
-    runs.FAILURE_GRACE_SECONDS = 0.5  # type: ignore[attr-defined]
-    trainer = make(FastSFTTrainer, gradient_checkpointing=True, fast={"verify_packing": "off"} | fast)
-    if dist.get_rank():
-        trainer.model.model.layers[0].mlp.forward = partial(fail, RuntimeError("the kernel failed"))
-    with fsdp2(trainer):
-        trainer.train()
-
-
 def _fails(where: str) -> None:
     match where:
         case "no memory":
             run(FastSFTTrainer, callbacks=[callback("on_step_begin", no_memory)()])
         case "dispatched":
             run(FastSFTTrainer, accelerator_config={"dispatch_batches": True})
-        case _:
-            inside(**{"activation_memory_gib": 1.0} if where == "plan" else {})
+        case _:  # in the forward pass of a layer that FSDP 2 shards, while the other rank gathers the next one
+            sharded.FAILURE_GRACE_SECONDS = 0.5
+            fast = {"verify_packing": "off"} | ({"activation_memory_gib": 1.0} if where == "plan" else {})
+            trainer = make(FastSFTTrainer, gradient_checkpointing=True, fast=fast)
+            if dist.get_rank():
+                trainer.model.model.layers[0].mlp.forward = partial(fail, RuntimeError("the kernel failed"))
+            with fsdp2(trainer):
+                trainer.train()
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ class OwnProcess:
     function: str
     options: Mapping[str, Any] = field(default_factory=dict)
     timeout: float | None = None
-    command: Sequence[str] = (sys.executable,)
+    command: Sequence[str] = field(default_factory=lambda: (sys.executable,))
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self, row: Mapping[str, Any], side: str) -> dict[str, Any]:

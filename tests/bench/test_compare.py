@@ -253,6 +253,7 @@ def test_quartiles_are_between_the_values_and_streams_that_overlap_count_once() 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_a_yaml_is_measured_in_processes_with_overrides(material: Material, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     file, picture = material.folder / "out.json", material.folder / "out.png"

@@ -33,20 +33,18 @@ def answering(row: dict[str, Any], side: str, *, says: str) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def found_by_name(monkeypatch: pytest.MonkeyPatch, forked: None) -> None:
     """The functions of this file, in forked processes."""
     monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{Path(forks.__file__).parent}", prepend=":")
-    monkeypatch.setattr(sys, "executable", forks.python())
-    monkeypatch.setenv("PYTHON_EXEC", forks.python())  # of torchrun
 
 
 def _run(side: str, **changes: Any) -> dict[str, Any]:
-    changes = {"command": [sys.executable], **changes}
     return OwnProcess("test_process:answering", options={"says": "done"}, **changes)({"tokens": 24}, side)
 
 
 def test_a_process_of_its_own_answers_or_says_why_not() -> None:
-    assert _run("stock") == {"said": "done", "tokens": 24, "ranks": "1"}
+    alone = _run("stock", command=[f"{sys.prefix}/bin/python"])  # a new interpreter, as users have
+    assert alone == _run("stock") == {"said": "done", "tokens": 24, "ranks": "1"}
     failed = _run("breaks")
     assert failed["failed"] == "RuntimeError: no kernel"
     assert any("in answering" in line for line in failed["last_lines"])

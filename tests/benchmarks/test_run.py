@@ -41,7 +41,7 @@ def test_sides_of_a_row_train_the_same_rows_to_the_same_losses(row: str, monkeyp
     for name, value in {"COMPLETIONS": (8, 12), "GROUP": 4, "MICRO_BATCHES": 2}.items():
         monkeypatch.setattr(rows, name, value)
     monkeypatch.setitem(ROWS, row, replace(ROWS[row], prompts=(10, 40)))
-    found = [train({"row": row}, side, seed=0, steps=2, threads=1) for side in TINY[row]]
+    found = [train({"row": row}, side, seed=0, steps=2, threads=1, profiled=0) for side in TINY[row]]
     for one in found:
         assert len(one["seconds"]) == one["steps"] == 2
         assert one["warmup"]["seconds"] >= one["warmup"]["first"] > 0
@@ -65,10 +65,13 @@ def test_on_images_all_sides_time_the_same_documents_after_warm_ups_of_other_len
 
 
 @pytest.mark.slow
-def test_speed_per_gpu_is_that_of_one_gpu_over_that_of_all(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("forked")
+def test_speed_per_gpu_is_that_of_one_gpu_over_that_of_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert scaling.counts_up_to(6) == [1, 2, 4, 6]
     words = ["--gpus", "2", "--rows", "ddp tiny-qwen3 full 256", "--sides", "fastpack", "--steps", "2"]
-    assert several_gpus.main([*words, "--threads", "1"]) == 0
+    assert several_gpus.main([*words, "--threads", "1", "--json", str(tmp_path / "runs.jsonl")]) == 0
+    records = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+    assert [(record["processes"], len(record["seconds"])) for record in records] == [(1, 2), (1, 2), (2, 2)]
     _, one, two = (line.split(" | ") for line in capsys.readouterr().out.splitlines()[-3:])
     assert (one[2], one[4], one[6], two[2]) == ("1", "100%", "100%", "2")
     assert float(two[4][:-1]) == pytest.approx(100 * float(one[3]) / float(two[3]), abs=1)
@@ -119,15 +122,6 @@ def test_texts_of_a_command_are_made_once(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_two_processes_train_one_row(tmp_path: Path) -> None:
-    words = ["run", "--rows", "ddp tiny-qwen3 full 256", "--sides", "fastpack", "--launcher", "accelerate"]
-    file = tmp_path / "two.jsonl"
-    assert main([*words, "--rounds", "1", "--steps", "2", "--threads", "1", "--json", str(file)]) == 0
-    (ours,) = (json.loads(line) for line in file.read_text().splitlines())
-    assert (ours["case"], ours["processes"], len(ours["seconds"])) == ("several_gpus", 2, 2)
-
-
-@pytest.mark.slow
 def test_a_run_resumes_with_the_losses_of_one_that_went_through_and_its_checkpoint_loads(tmp_path: Path) -> None:
     row = {"model": "tiny-qwen3", "tokens": 64, "layers": None, "engine": "ddp"}
     found = several_gpus.check(row, "fastpack", folder=str(tmp_path), sharded=False, seed=0)
@@ -138,23 +132,26 @@ def test_a_run_resumes_with_the_losses_of_one_that_went_through_and_its_checkpoi
 def test_rounds_alternate_failures_are_said_and_the_same_command_goes_on_with_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    row = "ddp tiny-qwen3 full 256"
     ran, good = list[tuple[str, str]](), {"steps": 1, "seconds": [1.0], "peak_gib": None}
     answers = dict.fromkeys(("trl", "fastpack warm caches"), good)
     answers["fastpack"] = {"failed": "OutOfMemoryError: too large", "last_lines": ["a line"]}
 
-    def launcher(_row: Any, _side: str, _args: Any, caches: str, **_options: Any) -> Any:
+    def launcher(_row: Any, _side: str, args: Any, caches: str, **_options: Any) -> Any:
+        assert args.processes == 2
         return lambda row, side: ran.append((side, caches)) or answers[side]
 
     monkeypatch.setattr(run, "launcher", launcher)
     file, sides = tmp_path / "runs.jsonl", ["trl", "fastpack", "fastpack warm caches"]
-    words = ["run", "--rows", "tiny-qwen3 full 256", "--sides", *sides, "--json", str(file)]
+    words = ["run", "--rows", row, "--launcher", "accelerate", "--sides", *sides, "--json", str(file)]
     assert main(words) == 1
-    assert "tiny-qwen3 full 256, fastpack: failed: OutOfMemoryError: too large a line" in capsys.readouterr().err
+    assert f"{row}, fastpack: failed: OutOfMemoryError: too large a line" in capsys.readouterr().err
     assert [side for side, _ in ran] == [*sides, *sides[::-1]]
     folders = [caches for _, caches in ran]
     assert folders[0] != folders[1] == folders[2], "filled caches are those of the run before"
     first = [json.loads(line) for line in file.read_text().splitlines()]
     assert [record["round"] for record in first] == [0, 0, 0, 1, 1, 1]
+    assert {(record["case"], record["processes"]) for record in first} == {("several_gpus", 2)}
     ran.clear()
     assert main(words) == 1
     assert [side for side, _ in ran] == ["fastpack"] * 2, "those that failed"

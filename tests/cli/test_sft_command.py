@@ -7,11 +7,9 @@ import json
 import os
 import re
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
-import forks
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
@@ -196,10 +194,10 @@ def test_two_processes_under_torchrun(material: Material) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_launch_options_start_accelerate_and_its_exit_code_is_ours(
-    material: Material, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    material: Material, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "executable", forks.python())
     # The pad token shows that the launched process, not this one, found the error.
     path = material.yaml(text="num_processes: 1\nmixed_precision: 'no'\n", pad_token="<nowhere>")
     assert "`pad_token` ('<nowhere>')" in refused(material, capfd, "--config", path)

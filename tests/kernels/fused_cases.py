@@ -23,7 +23,8 @@ from fastpack_trl.kernels.rotary import rotary
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-WIDTHS = pytest.mark.parametrize("width", [80, 100, 2880 if DEVICE == "cuda" else 360])
+# Interpreted, widths of one block are alike; compiled, those that 16 divides are loaded otherwise.
+WIDTHS = pytest.mark.parametrize("width", [80, 100, 2880] if DEVICE == "cuda" else [100, 360])
 RUNS = (norm_module, rotary_module, gated_module)
 
 
@@ -48,24 +49,22 @@ def compare(
 ) -> list[Any]:  # fmt: skip
     """Check that kernels are as near to float64 as their twins, twice bit-equal, in the same layouts; return theirs."""
     exact = results(function, [None if t is None else t.double() for t in tensors], frozen)
-    twins = results(function, tensors, frozen) if DEVICE == "cpu" else None
-    with monkeypatch.context() as patched:
-        if DEVICE == "cpu":
-            for module in RUNS:
-                patched.setattr(module, "runs_triton", lambda *given: True)
-        mine, again = results(function, tensors, frozen), results(function, tensors, frozen)
-    if twins is None:
+
+    def run(kernels: bool) -> list[Any]:
         with monkeypatch.context() as patched:
-            for module in RUNS:
-                patched.setattr(module, "runs_triton", lambda *given: False)
-            twins = results(function, tensors, frozen)
+            for module in RUNS if DEVICE == "cpu" or not kernels else ():
+                patched.setattr(module, "runs_triton", lambda *given: kernels)
+            return results(function, tensors, frozen)
+
+    mine, twins = run(kernels=True), run(kernels=False)
+    # The interpreter runs one program after the other: only what was never written differs, in any dtype alike.
+    again = run(kernels=True) if DEVICE == "cuda" or tensors[0].dtype == torch.float32 else mine
     outputs = len(mine) - sum(t is not None for t in tensors) + len(frozen)
     for index, (ours, repeat, twin, wide) in enumerate(zip(mine, again, twins, exact, strict=True)):
         assert torch.equal(ours, repeat)
         assert (ours.dtype, ours.shape) == (twin.dtype, twin.shape)
         assert index >= outputs or ours.stride() == twin.stride()
-        budget = 2 * error(twin, wide) + eps
-        assert error(ours, wide) <= budget
+        assert error(ours, wide) <= 2 * error(twin, wide) + eps
     return mine
 
 
@@ -91,9 +90,8 @@ def test_norm(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, width: int, f
     contiguous, other = draw(3, 7, width, dtype=dtype, scale=100.0), draw(3, 7, width, dtype=dtype)
     params = draw(width, dtype=torch.float32), draw(width, dtype=torch.float32) if form.centers else None
     low = [None if p is None else p.to(dtype) for p in params]
-    for weights in ([None, None], low, list(params)):
-        for x in (strided, contiguous):
-            compare(monkeypatch, lambda x, w, b: norm(x, w, b, form), [x, *weights], eps)
+    for x, weights in ((contiguous, [None, None]), (contiguous, low), (strided, list(params))):
+        compare(monkeypatch, lambda x, w, b: norm(x, w, b, form), [x, *weights], eps)
     compare(monkeypatch, lambda x, y, w, b: add_norm(x, y, w, b, form), [contiguous, other, *low], eps)
     frozen = compare(monkeypatch, lambda x, w, b: norm(x, w, b, form), [contiguous, *low], eps, (1, 2))
     assert len(frozen) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+CASES = sorted(Path(__file__).parent.glob("*_cases.py"))
 HOW = [
     pytest.param(True, id="interpreted", marks=pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")),
     pytest.param(False, id="cuda", marks=pytest.mark.cuda),
@@ -17,13 +19,12 @@ HOW = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", ["triton_cases.py", "fused_cases.py"])
 @pytest.mark.parametrize("interpret", HOW)
-def test_kernels_equal_their_twins(interpret: bool, cases: str) -> None:
+def test_kernels_equal_their_twins(interpret: bool) -> None:
     # In a process of its own: Triton reads the variable when it is imported, and all that it decorates stays so.
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-rA", str(Path(__file__).with_name(cases))],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-rA", *map(str, CASES)],
         capture_output=True, text=True, check=False, env={**os.environ, "TRITON_INTERPRET": str(int(interpret))},
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-3000:]
-    assert "PASSED" in run.stdout
+    assert {file.name for file in CASES} == set(re.findall(r"^PASSED .*/(\w+\.py)::", run.stdout, re.MULTILINE))

@@ -56,7 +56,7 @@ def test_4bit_weights(dtype: torch.dtype, kind: str, nested: bool, blocksize: in
     assert torch.equal(dense, expected)
 
 
-@pytest.mark.parametrize("shape", [(1, 16), (5, 48), (3, 256), (70, 384)])
+@pytest.mark.parametrize("shape", [(1, 16), (5, 48), (3, 384)])
 @pytest.mark.parametrize("folded", [False, True], ids=["plain", "folded"])
 @pytest.mark.parametrize("kind", KINDS)
 @DTYPES
@@ -71,9 +71,14 @@ def test_fp8_rows(dtype: torch.dtype, kind: str, folded: bool, shape: tuple[int,
     expected = quantize_rows_torch(x, factor)
     assert torch.equal(actual.scales, expected.scales)
     torch.testing.assert_close(actual.values.to(FP8).float(), expected.values.float(), rtol=0, atol=0, equal_nan=True)
-    values = expected.values
-    assert transposed_triton(values).is_contiguous()
-    torch.testing.assert_close(transposed_triton(values).float(), values.t().float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (5, 48), (3, 256), (70, 384)])
+def test_transposed_bytes(shape: tuple[int, int]) -> None:
+    values = torch.randint(256, shape, dtype=torch.uint8, device=DEVICE)
+    transposed = transposed_triton(values.view(FP8))
+    assert transposed.is_contiguous()
+    assert torch.equal(transposed.view(torch.uint8), values.t())
 
 
 @pytest.mark.parametrize("shape", [(1.0, None), (0.25, None), (2.0, 3.0)], ids=["plain", "scaled", "softcapped"])
@@ -108,9 +113,10 @@ def test_gate(gate: Gate, bias: bool, dtype: torch.dtype, more_of_grad: bool) ->
         return [first, *gate_backward_triton(h, table, expert, gate, grad, weight, more)]
 
     twins = twin(gate_forward, h, table, expert, gate) + twin(gate_backward, h, table, expert, gate, grad, weight, more)
-    assert [value.dtype for value in kernels()] == [value.dtype for value in twins]
+    mine = kernels()
+    assert [value.dtype for value in mine] == [value.dtype for value in twins]
     exact = autograd_gate(case, gate, torch.float64)
-    assert_as_near(kernels(), twins, exact, 2 * torch.finfo(dtype).eps)  # exponentials differ by two units
+    assert_as_near(mine, twins, exact, 2 * torch.finfo(dtype).eps)  # exponentials differ by two units
     h[5] = torch.nan
     assert [value.isnan().any(1).nonzero().tolist() for value in kernels()[:3]] == [[[5]]] * 3
     h, grad, weight, expert, more = h[:0], grad[:0], weight[:0], expert[:0], None
