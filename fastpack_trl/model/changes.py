@@ -179,7 +179,7 @@ def restore_buffers(model: nn.Module) -> Iterator[None]:
     """Restore the buffers of `model` on exit: the same tensors with the same content, large integers left out."""
     before = {module: dict(module._buffers) for module in modules_of(model)}
     # The length for which the buffer of a rotary embedding was made.
-    rotary = {module: dict(vars(module)) for module in before if hasattr(module, "rope_type")}
+    rotary = {module: dict(vars(module)) for module in before if "rope_type" in vars(module)}
     tensors = (tensor for buffers in before.values() for tensor in buffers.values() if tensor is not None)
     small = (one for one in tensors if one.numel() <= _LARGEST_STATE or (one.is_floating_point() and one.itemsize > 1))
     contents: list[Any] = [(tensor, local(tensor).clone()) for tensor in small]
