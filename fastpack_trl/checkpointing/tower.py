@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,11 +99,13 @@ def tower_cost(run: Run) -> TowerCost | None:
 
 
 def _spread(data: Any) -> Iterator[Any]:
-    """Return random examples, of a stream the first: images may be in a part of the data, or in every n-th example."""
+    """Return a random example of each of 64 parts, of a stream the first: one part may have images, or every n-th."""
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         return islice(data, _EXAMPLES)
-    count = len(data)
-    return (data[index] for index in random.Random(0).sample(range(count), min(count, _EXAMPLES)))
+    draw, count = random.Random(0), min(len(data), _EXAMPLES)
+    ends = [len(data) * part // max(1, count) for part in range(count + 1)]
+    places = [draw.randrange(*part) for part in pairwise(ends)]
+    return (data[place] for place in draw.sample(places, count))
 
 
 def _through(one: int, two: int, of_one: float, of_two: float) -> tuple[float, float]:

@@ -56,13 +56,15 @@ def test_bytes_of_a_tower_are_those_that_autograd_keeps(family: str, tmp_path: P
     assert kept_by_tower(model, images) == (0, 0)
 
 
-@pytest.mark.parametrize("place", ["last", "every fourth", "last of a stream"])
+@pytest.mark.parametrize("place", ["last", "every fourth", "a thirtieth", "last of a stream"])
 def test_images_in_a_part_of_the_data_are_found(place: str, tmp_path: Path) -> None:
     """Of a stream nothing but the first examples can be seen without reading it."""
     parts = [image_data(count, family="llava", images=images) for count, images in ((180, 0), (60, 1))]
     data: Any = concatenate_datasets(parts)
     if place == "every fourth":
         data = data.select([index for turn in range(60) for index in (*range(3 * turn, 3 * turn + 3), 180 + turn)])
+    if place == "a thirtieth":
+        data = data.select([*[0] * 160, *range(180, 213), *[0] * 807])
     streams = place == "last of a stream"
     data = data.to_iterable_dataset() if streams else data
     model = composite("llava")
