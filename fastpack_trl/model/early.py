@@ -21,10 +21,10 @@ def begin_triton() -> threading.Thread | None:
         return None
 
     def work() -> None:
-        key()
-        driver, make_backend = resolve("triton.runtime.driver"), resolve("triton.compiler.compiler.make_backend")
-        if driver is not None and make_backend is not None and torch.cuda.is_initialized():  # processes may fork
-            with contextlib.suppress(Exception):  # which the first kernel raises, where it is named
+        with contextlib.suppress(Exception):  # which the first kernel raises, where it is named
+            key()
+            driver, make_backend = resolve("triton.runtime.driver"), resolve("triton.compiler.compiler.make_backend")
+            if driver is not None and make_backend is not None and torch.cuda.is_initialized():  # processes may fork
                 make_backend(driver.active.get_current_target()).hash()
 
     thread = threading.Thread(target=work, name="fastpack-triton", daemon=True)

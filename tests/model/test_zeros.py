@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -41,3 +43,16 @@ def test_triton_hashes_its_library_before_the_first_kernel(monkeypatch: pytest.M
     assert thread is not None
     thread.join()
     assert cache.triton_key.cache_info().currsize == 1
+
+
+def test_a_triton_that_cannot_be_hashed_is_left_to_its_first_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, faults = pytest.importorskip("triton.runtime.cache"), []
+    monkeypatch.setattr(cache, "__file__", "/nowhere/triton/runtime/cache.py")
+    cache.triton_key.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(threading, "excepthook", faults.append)
+    thread = begin_triton()
+    assert thread is not None
+    thread.join()
+    assert faults == []
+    assert cache.triton_key.cache_info().currsize == 0
