@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from statistics import fmean, median
+from statistics import fmean
 
 from fastpack_trl.capture.device import CudaGraphs, IdleWatch
 from fastpack_trl.packing.buckets import Bucket, Buckets
@@ -99,7 +99,7 @@ class IdleRule:
         most, least = CLEAR[count]
         if shares[-1] > most and shares[0] < least:
             return ""
-        idle, each = shares[count // 4], median(seconds for _, seconds in self._watched)
+        idle, each = shares[count // 4], sorted(seconds for _, seconds in self._watched)[count // 4]
         self.note = f"the device was idle for {idle:.0%} of {count} eager steps ({shares[0]:.0%} to {shares[-1]:.0%})"
         steps_left = self._run.steps_left()
         if idle < LEAST_IDLE:

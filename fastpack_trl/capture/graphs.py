@@ -326,7 +326,8 @@ class BackboneGraphs(TrainerCallback):
         self._open = None  # the frames of an error may hold the tensors of a forward whose backward is over
         if why := self._rule.end_step():
             self.disable(why)
-        if not self.has_ended and self._warmed and self._buffers is None:
+        # Not while the rule still watches: eager steps make gradients of their own, beside buffers of the same size.
+        if self._rule.pays and not self.has_ended and self._warmed and self._buffers is None:
             # A tower stays without gradients in a step without images: to an optimizer zeros are not None.
             inside = (parameter for each in self._backbones.values() for parameter in each.contents.parameters)
             self._buffers = GradientBuffers(inside)

@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_leaves
 class Idle:
     """A device that was found idle for a share of the time."""
 
-    def __init__(self, share: float) -> None:
-        self._share = share
+    def __init__(self, share: float, seconds: float) -> None:
+        self._watched = share, seconds
 
     def stop(self) -> tuple[float, float]:
-        return self._share, 1.0
+        return self._watched
 
 
 class Tape(TorchDispatchMode):
@@ -66,6 +66,8 @@ class TapeDevice:
     model: nn.Module
     idle: Sequence[float] = (0.5,)
     """Shares of eager steps for which it waits for the host, in turn."""
+    seconds: Sequence[float] = (1.0,)
+    """That these steps take, in turn."""
     log: list[str] = field(default_factory=list)
     fail: Callable[[int], BaseException | None] = lambda number: None
     after_replay: Callable[[tuple[Tensor, ...]], None] | None = None
@@ -114,8 +116,9 @@ class TapeDevice:
         self.log.append(f"leave {type(optimizer).__name__}")
 
     def watch_idle(self) -> Idle:
+        number = self.log.count("watch")
         self.log.append("watch")
-        return Idle(self.idle[(self.log.count("watch") - 1) % len(self.idle)])
+        return Idle(self.idle[number % len(self.idle)], self.seconds[number % len(self.seconds)])
 
     def lacks_room(self) -> str:
         return self.room
