@@ -52,7 +52,7 @@ BUDGETS = {
     "vision": 650,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 25020, "benchmarks": 3460, "tests": 28850}
+TOTALS = {"fastpack_trl": 25015, "benchmarks": 3460, "tests": 28830}
 
 
 @cache

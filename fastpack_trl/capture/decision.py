@@ -66,11 +66,6 @@ class IdleRule:
         """The first steps are over, and so is what they decide."""
         return self.steps_done >= EAGER_STEPS and self._run.is_warmed_up
 
-    @property
-    def may_pay(self) -> bool:
-        """Graphs are recorded, or will be if the present step is as the last one: its rows load and tune kernels."""
-        return self.pays or bool(self._watched and self._watched[-1][0] >= CLEAR[2][1])
-
     def begins_step(self) -> bool:
         """Return whether this is the first forward pass of an optimizer step, which is watched from there on."""
         step = self._run.trainer.state.global_step

@@ -240,7 +240,7 @@ class BackboneGraphs(TrainerCallback):
         if not self.graphs and self._lacks_room():
             return None
         bucket = self._buckets.find(Bucket.of(batch))  # also while it waits for the rule: the largest are known then
-        if not self._rule.may_pay:
+        if not self._rule.pays:
             return None
         if self._run.step.levels != self._levels:  # layers run otherwise since: kept, offloaded
             if why := self._why_not():
@@ -260,8 +260,7 @@ class BackboneGraphs(TrainerCallback):
 
         `filled` are embeddings with the tail, if they need a gradient.
         """
-        is_due = self._rule.pays and slot.warm >= slot.needs and (self._buffers is not None or not key.trains)
-        if slot.forward is None and is_due:
+        if slot.forward is None and slot.warm >= slot.needs and (self._buffers is not None or not key.trains):
             self._record(slot)
             if self.has_ended:
                 return None
@@ -326,8 +325,7 @@ class BackboneGraphs(TrainerCallback):
         self._open = None  # the frames of an error may hold the tensors of a forward whose backward is over
         if why := self._rule.end_step():
             self.disable(why)
-        # Not while the rule still watches: eager steps make gradients of their own, beside buffers of the same size.
-        if self._rule.pays and not self.has_ended and self._warmed and self._buffers is None:
+        if not self.has_ended and self._warmed and self._buffers is None:
             # A tower stays without gradients in a step without images: to an optimizer zeros are not None.
             inside = (parameter for each in self._backbones.values() for parameter in each.contents.parameters)
             self._buffers = GradientBuffers(inside)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +88,6 @@ def test_auto_captures_if_the_device_waits_for_the_host_and_steps_are_left(
     assert said in line.reason, line
     assert log.count("watch") == watched
     assert watched in decision.CLEAR
-    if watched == 2:  # of the second step that is watched a row has loaded the kernels: else the next one would
-        assert log.count("replay") == 12, log
     assert (line.status, "replay" in log) == (("on", True) if line.path == "captured" else ("off", False))
     assert (line.path == "captured") == said.endswith("; ")
 
@@ -100,24 +97,6 @@ def test_a_slow_step_does_not_make_graphs_pay(tmp_path: Path, devices: Any) -> N
     devices.options |= {"idle": [0.7], "seconds": [9.0, 0.1]}
     line = train(tmp_path, devices, fast={"cuda_graph": "auto"}, max_steps=5).fastpack_report["cuda_graph"]
     assert "3 steps of 100 ms are left: recording a row would not be paid back" in line.reason, line
-
-
-@pytest.mark.parametrize(("seconds", "lora"), [(1.0, False), (2.0, True)], ids=["all weights", "LoRA"])
-def test_gradients_of_a_step_are_free_while_the_device_is_watched(
-    tmp_path: Path, devices: Any, seconds: float, lora: bool
-) -> None:
-    """Rows already run in static form, but buffers beside the gradients of an eager step would take as much again."""
-    devices.options |= {"idle": [0.7, 0.5, 0.02], "seconds": [seconds]}
-    former, held = list[Any](), list[int]()
-
-    def look(state: Any, model: Any) -> None:
-        held.append(sum(each() is not None for each in former))
-        former[:] = [weakref.ref(p.grad) for p in model.parameters() if p.grad is not None]
-
-    looking = [callback("on_pre_optimizer_step", look)()]
-    trainer = train(tmp_path, devices, fast={"cuda_graph": "auto"}, max_steps=16, lora=lora, callbacks=looking)
-    assert "idle for 2% of 12 eager steps" in trainer.fastpack_report["cuda_graph"].reason
-    assert held == [0] * 16
 
 
 def test_two_steps_are_over_before_anything_is_recorded(tmp_path: Path, devices: Any) -> None:
