@@ -34,7 +34,7 @@ BUDGETS = {
     "attention": 1800,
     "bench": 1000,
     "callbacks": 300,
-    "capture": 1150,
+    "capture": 1200,
     "checkpointing": 1250,
     "cli": 1000,
     "features": 1650,
@@ -52,7 +52,7 @@ BUDGETS = {
     "vision": 650,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 25015, "benchmarks": 3460, "tests": 28830}
+TOTALS = {"fastpack_trl": 25075, "benchmarks": 3460, "tests": 28840}
 
 
 @cache

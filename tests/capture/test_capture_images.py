@@ -17,6 +17,7 @@ from captured_material import At
 from side_by_side import assert_equal
 from trainer_material import assert_line, figures
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
 from trl import SFTTrainer
 from vision_material import image_data
 
@@ -25,8 +26,9 @@ from fastpack_trl.model.facts import backbones
 RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     **{
         family: (family, {}, {})
-        for family in ("qwen2_5_vl", "llava", "mistral3", "internvl", "smolvlm", "qwen3_5", "gemma3")
+        for family in ("qwen2_5_vl", "llava", "mistral3", "internvl", "smolvlm", "qwen3_5", "qwen3_vl", "gemma3")
     },
+    "qwen3_vl-lora": ("qwen3_vl", LORA, {}),
     "qwen2_5_vl-lora": ("qwen2_5_vl", LORA, {"fused_layers": "on"}),
     "llava-lora": ("llava", LORA | {"gradient_checkpointing": True}, {}),
     "accumulated": ("qwen2_5_vl", {"gradient_accumulation_steps": 2, "max_steps": 14}, {}),
@@ -54,14 +56,21 @@ def test_a_captured_run_on_images_trains_as_an_eager_one_and_as_trl(case: str, t
     assert_equal(figures(ours), figures(stock), rtol=2e-3, atol=1e-5)
 
 
+def put(self: Any, hidden: Any, places: Any, features: Any) -> Any:
+    return hidden.masked_scatter(places[..., None], features.to(hidden))
+
+
 @pytest.mark.parametrize(
     ("family", "fields", "reason"),
     [
-        ("qwen3_vl", {}, "the decoder adds its features between layers"),
+        ("qwen3_vl", {}, "puts its features between layers in another way than by adding them"),
         ("llava", {"vision_rows": "off"}, "padded batches are not recorded"),
     ],
 )
-def test_eager_runs_are_named(family: str, fields: dict[str, Any], reason: str, tmp_path: Path, devices: Any) -> None:
+def test_eager_runs_are_named(
+    family: str, fields: dict[str, Any], reason: str, tmp_path: Path, devices: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Qwen3VLTextModel, "_deepstack_process", put)
     with pytest.raises(ValueError, match=f"cuda_graph='on': .*{reason}"):
         train(tmp_path, devices, family, max_steps=1, **fields)
     ours, _ = train(tmp_path, devices, family, **fields | {"cuda_graph": "auto"})

@@ -78,7 +78,7 @@ def test_neither_waits_nor_kernels_of_a_layer_depend_on_the_number_of_documents(
 ON_DEVICE = {"use_cpu": False, "bf16": True}
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llava", "gemma3"])
 def test_a_captured_decoder_differs_from_an_eager_one_as_eager_runs_do(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
