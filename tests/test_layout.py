@@ -49,10 +49,10 @@ BUDGETS = {
     "recurrent": 750,
     "step": 1650,
     "trainers": 1100,
-    "vision": 650,
+    "vision": 750,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 25075, "benchmarks": 3460, "tests": 28840}
+TOTALS = {"fastpack_trl": 25170, "benchmarks": 3460, "tests": 28925}
 
 
 @cache

@@ -14,6 +14,7 @@ from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.packing.batching import has_images
 from fastpack_trl.run import Run
 from fastpack_trl.vision.packing import BY_PLACE, LIMIT, PackedRows, pack_samples
+from fastpack_trl.vision.placeholders import placeholders_on_host
 
 logger = get_logger(__name__)
 
@@ -52,6 +53,12 @@ def _why_unpacked(run: Run) -> str:
 @contextmanager
 def install(run: Run) -> Iterator[None]:
     """Pack samples if the user asks for it; the collator of the trainer joins those of a batch."""
+    with placeholders_on_host(run.model), _packing(run):
+        yield
+
+
+@contextmanager
+def _packing(run: Run) -> Iterator[None]:
     if run.settings.image_row_tokens is None or not run.training:
         run.set_status(FEATURE, "on", "one row per batch", _CHECKED)
         yield

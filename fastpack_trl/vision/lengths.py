@@ -42,6 +42,12 @@ def keep_on_host(moved: Tensor, host: Tensor) -> None:
         moved.fastpack_read = moved._version, {Tensor.cpu: host}
 
 
+def on_host(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor on the host: those that `keep_on_host` knows, else read once."""
+    found: Tensor = tensor if tensor.device.type == "cpu" else _once(tensor, Tensor.cpu)
+    return found
+
+
 def made_on_host(own: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of transformers' `vision_utils` that computes on the host what it makes of grids."""
 
@@ -50,8 +56,7 @@ def made_on_host(own: Callable[..., Any]) -> Callable[..., Any]:
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if len(given) != 1 or not args or args[0] is not given[0] or torch.compiler.is_compiling():
             return own(*args, **kwargs)
-        on_host = args[0] if args[0].device.type == "cpu" else _once(args[0], Tensor.cpu)
-        found = own(on_host, *args[1:], **kwargs)
+        found = own(on_host(args[0]), *args[1:], **kwargs)
         parts = [_moved(each, args[0].device) for each in (found if isinstance(found, tuple) else (found,))]
         return tuple(parts) if isinstance(found, tuple) else parts[0]
 

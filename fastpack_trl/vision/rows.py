@@ -179,12 +179,12 @@ def in_step(batches: list[Any], any_rank: Callable[[list[float]], list[float]]) 
 
 
 class ImageInputs(PackedInputs):
-    """The keywords of a row with images: a tower finds the sizes of its images on the host."""
+    """The keywords of a row with images: sizes of images and places of their features are found on the host."""
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> PackedInputs:
         moved = super().to(device, non_blocking)
-        if GRIDS in moved:
-            keep_on_host(moved[GRIDS], self[GRIDS])
+        for name in {GRIDS, "input_ids"} & moved.keys():
+            keep_on_host(moved[name], self[name])
         return moved
 
 
