@@ -31,8 +31,8 @@ SEES_BLOCKS = ("per_document", "varlen")
 """Attention paths on which the tokens of an image attend to each other (`PackedBatch.blocks`)."""
 OF_TOKENS = frozenset({"input_ids", "labels", "attention_mask", "mm_token_type_ids", "token_type_ids"})
 """Keys of a batch with a value per token."""
-PIXELS, GRIDS = "pixel_values", "image_grid_thw"
-OF_IMAGES = frozenset({PIXELS, "pixel_attention_mask", "image_sizes", GRIDS})
+PIXELS, GRIDS, SIZES = "pixel_values", "image_grid_thw", "image_sizes"
+OF_IMAGES = frozenset({PIXELS, "pixel_attention_mask", SIZES, GRIDS})
 """Keys of a batch that belong to its images, in the order of the documents; they stay as the processor made them."""
 SPARE = "fastpack_spare"
 """Key of a row for its second version."""
@@ -185,6 +185,8 @@ class ImageInputs(PackedInputs):
         moved = super().to(device, non_blocking)
         for name in {GRIDS, "input_ids"} & moved.keys():
             keep_on_host(moved[name], self[name])
+        if SIZES in moved:  # a tower reads one after the other
+            moved[SIZES] = self[SIZES]
         return moved
 
 

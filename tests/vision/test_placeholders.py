@@ -15,6 +15,7 @@ from vision_material import composite, image_data, processor
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.measure.host_syncs import count_host_syncs
 from fastpack_trl.testing import gradients
+from fastpack_trl.vision.lengths import on_host
 from fastpack_trl.vision.placeholders import placeholders_on_host
 from fastpack_trl.vision.rows import ImageRows
 
@@ -71,6 +72,15 @@ def test_a_mask_is_a_plain_tensor_for_all_else() -> None:
     assert {type(mask[..., 0]), type(~mask), type(torch.zeros(1, 3, 8) * mask)} == {Tensor}
     batch = torch.zeros(2, 3, 8)  # not the rows of the mask: the library's own
     assert type(batch.masked_scatter(mask, torch.ones(16))) is Tensor
+
+
+@pytest.mark.parametrize(("family", "name"), [("qwen2_5_vl", "image_grid_thw"), ("mistral3", "image_sizes")])
+def test_sizes_and_ids_of_a_moved_row_are_known_on_the_host(family: str, name: str) -> None:
+    row = row_of(family, composite(family))
+    moved = row.to("meta")
+    assert moved[name].is_meta == (name == "image_grid_thw")
+    for each in ("input_ids", name):
+        assert on_host(moved[each]) is row[each]
 
 
 @pytest.mark.cuda
