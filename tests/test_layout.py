@@ -52,7 +52,7 @@ BUDGETS = {
     "vision": 750,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 25175, "benchmarks": 3460, "tests": 28940}
+TOTALS = {"fastpack_trl": 25180, "benchmarks": 3460, "tests": 28960}
 
 
 @cache

@@ -59,9 +59,10 @@ def replayed_decoder(run: Run) -> Iterator[None]:
             return type(self).forward(self, *args, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=outputs.last_hidden_state)
 
+    @functools.wraps(getattr(type(decoder), _ADD, forward))
     def add(self: Any, hidden: Tensor, places: Tensor | None, features: Tensor) -> Any:
         own = getattr(type(self), _ADD)
-        return hidden + features.to(hidden.dtype) if places is None else own(self, hidden, places, features)
+        return hidden + features.to(hidden) if places is None else own(self, hidden, places, features)
 
     _OURS.update((forward, add))
     with ExitStack() as stack:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-def _once(tensor: Any, read: Callable[[Tensor], Any]) -> Any:
+def read_once(tensor: Any, read: Callable[[Tensor], Any]) -> Any:
     """Return what `read` makes of a tensor, which keeps it until it is changed; checkpoints pass the same object."""
     if torch.compiler.is_compiling():
         return read(tensor)
@@ -32,19 +32,19 @@ def _lengths(ends: Tensor) -> tuple[int, ...]:
 
 def lengths_of(ends: Tensor) -> tuple[int, ...]:
     """Return the lengths between ends, (segments + 1,); waits for the device if a tower has made them on it."""
-    found: tuple[int, ...] = _once(ends, _lengths)
+    found: tuple[int, ...] = read_once(ends, _lengths)
     return found
 
 
-def keep_on_host(moved: Tensor, host: Tensor) -> None:
-    """Let `made_on_host` find the values of a tensor that was moved to a device, where it would read them."""
+def keep_on_host(moved: Tensor, host: Tensor, read: Callable[[Tensor], Any] = Tensor.cpu) -> None:
+    """Let `read_once` find what `read` makes of a tensor that was moved to a device, where it would wait for it."""
     if moved is not host and not moved.is_inference():
-        moved.fastpack_read = moved._version, {Tensor.cpu: host}
+        moved.fastpack_read = moved._version, {read: host}
 
 
 def on_host(tensor: Tensor) -> Tensor:
     """Return the values of a tensor on the host: those that `keep_on_host` knows, else read once."""
-    found: Tensor = tensor if tensor.device.type == "cpu" else _once(tensor, Tensor.cpu)
+    found: Tensor = tensor if tensor.device.type == "cpu" else read_once(tensor, Tensor.cpu)
     return found
 
 

@@ -6,6 +6,7 @@ then launches the backward pass of its tower only after that of its decoder is d
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from fastpack_trl.model.changes import patch_attribute
 from fastpack_trl.model.walk import modules_of
-from fastpack_trl.vision.lengths import on_host
+from fastpack_trl.vision.lengths import keep_on_host, on_host, read_once
 
 _MASK = "get_placeholder_mask"
 
@@ -24,15 +25,13 @@ _MASK = "get_placeholder_mask"
 class _Mask(Tensor):
     """A mask of placeholders, (rows, tokens, 1) bool, that knows their places in all rows, (placeholders,) int64."""
 
-    places: Tensor
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.masked_scatter and len(args) == 3 and not kwargs and isinstance(args[1], cls):
             row, mask, features = args
-            width = row.shape[-1]
-            if mask.shape == (*row.shape[:-1], 1) and features.numel() == len(mask.places) * width:
-                return row.reshape(-1, width).index_copy(0, mask.places, features.reshape(-1, width)).view(row.shape)
+            width, places = row.shape[-1], read_once(mask, _places)  # again if the mask was changed
+            if mask.shape == (*row.shape[:-1], 1) and features.numel() == len(places) * width:
+                return row.reshape(-1, width).index_copy(0, places, features.reshape(-1, width)).view(row.shape)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs or {})
 
@@ -49,8 +48,9 @@ def placeholders_on_host(model: nn.Module) -> Iterator[None]:
 
 
 def _found_on_host(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)  # its name too, by which a model is pickled
     def masks(self: Any, input_ids: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(input_ids, Tensor) and not torch.compiler.is_compiling():
+        if isinstance(input_ids, Tensor) and not torch.compiler.is_compiling() and _are_usual(input_ids, args, kwargs):
             thin = [_thin(each) for each in args], {name: _thin(each) for name, each in kwargs.items()}
             try:
                 found = own(self, on_host(input_ids), *thin[0], **thin[1])
@@ -64,16 +64,25 @@ def _found_on_host(own: Callable[..., Any]) -> Callable[..., Any]:
     return masks
 
 
+def _are_usual(ids: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    others = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+    return len({each.shape[-1:] for each in others}) < 2 and all(each.device == ids.device for each in others)
+
+
 def _thin(value: Any) -> Any:
     """Return a stand-in on the host for embeddings or features: as many rows, one column."""
     return torch.zeros(()).expand(*value.shape[:-1], 1) if isinstance(value, Tensor) and value.dim() else value
+
+
+def _places(mask: Tensor) -> Tensor:
+    return mask.flatten().nonzero()[:, 0]
 
 
 def _placed(mask: Tensor, device: torch.device) -> Tensor:
     if mask.dtype != torch.bool or mask.shape[2:] != (1,):
         raise TypeError("another kind of mask")
     moved: _Mask = _moved(mask, device).as_subclass(_Mask)
-    moved.places = _moved(mask.flatten().nonzero()[:, 0], device)
+    keep_on_host(moved, _moved(_places(mask), device), _places)
     return moved
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,7 +17,7 @@ from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.measure.host_syncs import count_host_syncs
 from fastpack_trl.testing import gradients
 from fastpack_trl.vision.lengths import on_host
-from fastpack_trl.vision.placeholders import placeholders_on_host
+from fastpack_trl.vision.placeholders import _places, placeholders_on_host
 from fastpack_trl.vision.rows import ImageRows
 
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "llava", "mistral3", "internvl"]
@@ -68,10 +69,35 @@ def test_a_mask_is_a_plain_tensor_for_all_else() -> None:
     with placeholders_on_host(model):
         mask = model.get_placeholder_mask(ids, torch.zeros(1, 3, 8), image_features=torch.ones(1, 1, 8))
     assert mask.tolist() == [[[False], [True], [False]]]
-    assert mask.places.tolist() == [1]
+    assert mask.fastpack_read[1][_places].tolist() == [1]
     assert {type(mask[..., 0]), type(~mask), type(torch.zeros(1, 3, 8) * mask)} == {Tensor}
     batch = torch.zeros(2, 3, 8)  # not the rows of the mask: the library's own
     assert type(batch.masked_scatter(mask, torch.ones(16))) is Tensor
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "llava"])
+def test_features_of_another_width_or_device_are_left_to_the_model(family: str) -> None:
+    model = composite(family).model
+    ids, embeddings = torch.full((1, 2), model.config.image_token_id), torch.zeros(1, 2, 32)
+    with placeholders_on_host(model):
+        with pytest.raises(ValueError, match="do not match"):
+            model.get_placeholder_mask(ids, embeddings, image_features=torch.zeros(1, 2, 64))
+        far = model.get_placeholder_mask(ids, embeddings.to("meta"), image_features=embeddings.to("meta"))
+        assert all(mask.is_meta for mask in (far if isinstance(far, tuple) else (far,)))
+        assert "get_placeholder_mask" in vars(model)
+        assert type(pickle.loads(pickle.dumps(model))) is type(model)
+
+
+@pytest.mark.parametrize("infers", [False, True])
+def test_a_mask_that_was_changed_is_read_again(infers: bool) -> None:
+    model = composite("llava").model
+    ids = torch.full((1, 3), model.config.image_token_id)
+    with torch.inference_mode(infers), placeholders_on_host(model):
+        row, features = torch.zeros(1, 3, 8), torch.ones(1, 3, 8)
+        for change in (lambda mask: mask.__setitem__((0, 1), False), lambda mask: mask.logical_and_(~mask)):
+            mask = model.get_placeholder_mask(ids, row, image_features=features)
+            change(mask)
+            assert torch.equal(row.masked_scatter(mask, features)[..., :1] == 1, mask)
 
 
 @pytest.mark.parametrize(("family", "name"), [("qwen2_5_vl", "image_grid_thw"), ("mistral3", "image_sizes")])
