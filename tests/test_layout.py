@@ -42,7 +42,7 @@ BUDGETS = {
     "layers": 1000,
     "lora": 1200,
     "measure": 600,
-    "model": 1800,
+    "model": 1810,
     "moe": 950,
     "packing": 2150,
     "recipe": 2000,
@@ -52,7 +52,7 @@ BUDGETS = {
     "vision": 750,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 25180, "benchmarks": 3460, "tests": 28960}
+TOTALS = {"fastpack_trl": 25210, "benchmarks": 3460, "tests": 29020}
 
 
 @cache

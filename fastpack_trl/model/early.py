@@ -1,9 +1,11 @@
-"""Work that a library does once per process before its first use, begun in a thread while TRL reads the data."""
+"""The host's work before the first step: what a library does once per process, and thousands of small operations."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
+from collections.abc import Iterator
 
 import torch
 
@@ -11,7 +13,7 @@ from fastpack_trl.model.upstream import resolve
 
 
 def begin_triton() -> threading.Thread | None:
-    """Begin what Triton does before its first kernel, and return the thread, if there is any.
+    """Begin in a thread what Triton does before its first kernel, while TRL reads the data; return it, if there is any.
 
     Compiled kernels are found by a hash of Triton's own library, half a gigabyte, and by the version of its assembler,
     a process of its own; both let other threads run. What is not ready in time is done before a kernel.
@@ -30,3 +32,25 @@ def begin_triton() -> threading.Thread | None:
     thread = threading.Thread(target=work, name="fastpack-triton", daemon=True)
     thread.start()
     return thread
+
+
+@contextlib.contextmanager
+def many_small_operations(device: torch.device) -> Iterator[None]:
+    """Switch off, until the context ends, what takes longer than small operations.
+
+    A search for garbage goes over all libraries, for 0.4 s (accelerate's own, when training begins, finds it too). On a
+    GPU, to wake a host thread per core, and cuDNN's attention, which plans for 60 ms at each new length.
+    """
+    collects, threads, plans = gc.isenabled(), torch.get_num_threads(), torch.backends.cuda.cudnn_sdp_enabled()
+    gc.disable()
+    if device.type == "cuda":
+        torch.set_num_threads(1)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            torch.set_num_threads(threads)
+            torch.backends.cuda.enable_cudnn_sdp(plans)
+        if collects:
+            gc.enable()

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fastpack_trl.errors import first_reason
-from fastpack_trl.model.upstream import missing_reason
+from fastpack_trl.model.upstream import GradientCheckpointingLayer, missing_reason
 from fastpack_trl.model.walk import modules_of
 
 # Causal attention under the names that configs use; "attention" is granitemoehybrid's.
@@ -155,8 +155,9 @@ def backbones(model: nn.Module) -> list[Any]:
     """
     base = text_model(model)
     embedding = base.get_input_embeddings()
-    inner = [module for module in modules_of(base) if isinstance(module, PreTrainedModel) and module is not base]
-    return [module for module in inner if any(part is embedding for part in modules_of(module))]
+    around = modules_of(base, outside=GradientCheckpointingLayer)
+    inner = [module for module in around if isinstance(module, PreTrainedModel) and module is not base]
+    return [each for each in inner if any(part is embedding for part in modules_of(each, GradientCheckpointingLayer))]
 
 
 def learned_positions(model: nn.Module) -> int | None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from torch import nn
 
 
-def modules_of(model: nn.Module) -> list[nn.Module]:
-    """Return `model` and the modules inside, each once, in the order of ``modules()``."""
+def modules_of(model: nn.Module, outside: type | tuple[()] = ()) -> list[nn.Module]:
+    """Return `model` and the modules inside, each once, as ``modules()`` does; none inside of a class."""
     found, waiting = dict[nn.Module, None](), list[nn.Module | None]([model])
     while waiting:
         if (module := waiting.pop()) is not None and module not in found:
             found[module] = None
-            waiting += reversed(module.__dict__["_modules"].values())
+            if not (outside and isinstance(module, outside)):
+                waiting += reversed(module.__dict__["_modules"].values())
     return list(found)
 
 

@@ -17,7 +17,7 @@ from fastpack_trl.features import FEATURES, moe
 from fastpack_trl.features.packed_attention import choose_attention
 from fastpack_trl.features.save_report import add_to_card
 from fastpack_trl.model.changes import during_training, patch_attribute, silence_renamed_checkpointing
-from fastpack_trl.model.early import begin_triton
+from fastpack_trl.model.early import begin_triton, many_small_operations
 from fastpack_trl.model.hooks import is_users
 from fastpack_trl.model.precision import fit_precision
 from fastpack_trl.model.preflight import bound, choose_checkpoint
@@ -173,9 +173,10 @@ class FeaturedTrainer(_Stock):
         with contextlib.ExitStack() as stack:
             stack.callback(setattr, run, "is_strict", False)  # also where a feature stops the run
             stack.enter_context(silence_renamed_checkpointing())
-            for feature in FEATURES:
-                feature.enter(run, stack)
-            self._fastpack_enter(stack)
+            with many_small_operations(run.device):
+                for feature in FEATURES:
+                    feature.enter(run, stack)
+                self._fastpack_enter(stack)
 
             def begin() -> None:
                 stack.enter_context(patch_attribute(run, "_are_fixed", True))

@@ -21,6 +21,7 @@ from fastpack_trl.layers.forms import Precision
 from fastpack_trl.layers.proof import Case, prove
 from fastpack_trl.model.changes import patch_attribute, shared
 from fastpack_trl.model.facts import text_model
+from fastpack_trl.model.walk import modules_of
 from fastpack_trl.vision.attention import CALLS, HALF, NAME, STOCK, segment_attention
 from fastpack_trl.vision.lengths import lengths_of, made_on_host
 
@@ -47,8 +48,8 @@ def tower_attention(model: nn.Module) -> dict[nn.Module, Any]:
     base = text_model(model)
     text = base.config.get_text_config()
     towers: dict[nn.Module, Any] = {}
-    for tower in base.modules():  # outermost first
-        for module in tower.modules() if isinstance(tower, PreTrainedModel) else ():
+    for tower in modules_of(base):  # outermost first
+        for module in modules_of(tower) if isinstance(tower, PreTrainedModel) else ():
             cls: Any = type(module)
             if getattr(module, "config", text) is not text and _takes_ends(cls):
                 towers[module] = tower

@@ -1,14 +1,22 @@
-"""Zeros are found without a read of each tensor; Triton's hash is begun in a thread."""
+"""Before the first step: zeros in two reads, Triton's hash in a thread, nothing slower than small operations."""
 
 from __future__ import annotations
 
+import gc
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from trainer_material import train
 
-from fastpack_trl.model.early import begin_triton
+from fastpack_trl import FastSFTTrainer
+from fastpack_trl.model.early import begin_triton, many_small_operations
 from fastpack_trl.model.zeros import have_values
+from fastpack_trl.trainers import featured
 
 FP8 = torch.float8_e4m3fn
 
@@ -56,3 +64,51 @@ def test_a_triton_that_cannot_be_hashed_is_left_to_its_first_kernel(monkeypatch:
     thread.join()
     assert faults == []
     assert cache.triton_key.cache_info().currsize == 0
+
+
+def settings() -> tuple[Any, ...]:
+    return gc.isenabled(), torch.get_num_threads(), torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_what_was_switched_off_is_restored_after_an_error_too() -> None:
+    before = settings()
+    with many_small_operations(torch.device("cpu")):
+        assert settings() == (False, *before[1:]), "on a CPU the model itself runs there"
+    with pytest.raises(KeyError), many_small_operations(torch.device("cuda")):
+        assert settings() == (False, 1, False)
+        raise KeyError
+    assert settings() == before
+    gc.disable()
+    try:
+        with many_small_operations(torch.device("cuda")):
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("pauses", [True, False])
+def test_features_are_installed_without_a_search_for_garbage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: bool
+) -> None:
+    seen: list[int] = []
+    inside: list[int] = []
+
+    @contextmanager
+    def counted(device: torch.device) -> Iterator[None]:
+        begin = len(seen)
+        with many_small_operations(device) if pauses else nullcontext():
+            yield
+            inside.append(len(seen) - begin)
+
+    def look(phase: str, info: dict[str, Any]) -> None:
+        seen.append(info["generation"])
+
+    monkeypatch.setattr(featured, "many_small_operations", counted)
+    gc.callbacks.append(look)
+    try:
+        train(FastSFTTrainer, tmp_path, max_steps=1, eval_strategy="no", fast={})
+    finally:
+        gc.callbacks.remove(look)
+    assert len(inside) == 1
+    assert (inside[0] == 0) == pauses, inside
