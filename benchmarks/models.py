@@ -110,6 +110,10 @@ MODELS = {
     "qwen3.5-4b": decoder_shape(
         "qwen3_5_text", (4, 2560, 9216), (16, 4, 256), 512, **_DELTA, linear_num_key_heads=16, linear_num_value_heads=32
     ),
+    "qwen3.5-9b": decoder_shape(
+        "qwen3_5_text", (32, 4096, 12_288), (16, 4, 256), 248_320, theta=1e7, weights=_BF16,
+        **_DELTA | {"layer_types": _DELTA["layer_types"] * 8}, linear_num_key_heads=16, linear_num_value_heads=32,
+    ),
     "small": decoder_shape("qwen3", (8, 256, 768), (8, 4, 32), 4000, **_TIED),
     "small, large vocabulary": decoder_shape("qwen3", (8, 256, 768), (8, 4, 32), 8192, **_TIED),
     "narrow": decoder_shape("qwen3", (28, 32, 96), (4, 2, 8), 512, **_TIED),

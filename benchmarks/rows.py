@@ -210,6 +210,7 @@ _MODELS = (
     ("qwen3-8b", "full", 4096),
     ("gpt-oss-20b", "nf4-experts", 4096), ("small-qwen3-moe", "experts", 512), ("small-gpt-oss", "experts", 512),
 )  # fmt: skip
+_SIDES = "trl", "fastpack same memory", "fastpack"
 ROWS = {f"{model} {kind} {tokens}": Row("sft", model, tokens, kind) for model, kind, tokens in _MODELS}
 for _model, _batch, _tokens in (
     ("qwen3-0.6b", (2, 4), 1024), ("qwen3-8b", (2, 4), 1024), ("small", (2, 4), 512), ("small", (1, 8), 512),
@@ -224,7 +225,10 @@ for _model, _layers in {
         ROWS[f"{_method} {_name} {_examples}"] = Row(
             "preference", _model, 1024, method=_method, layers=_layers, batch=(_examples, 1), sides=PAIR
         )
-_SIDES = "trl", "fastpack same memory", "fastpack"
+for _model, _layers in {"gpt-oss-20b": 24, "qwen3-30b-a3b": 48}.items():
+    for _tokens in (4096, 8192):
+        _row = Row("sft", _model, _tokens, "experts", layers=_layers, sides=_SIDES)
+        ROWS[f"{_model} whole experts {_tokens}"] = _row
 for _model in IMAGE_MODELS:
     for _count in (4, 8):
         _row = Row("images", _model, 1200, batch=(_count, 1), sides=_SIDES)
@@ -239,6 +243,10 @@ ROWS |= {
     "dpo small 1 short": replace(_SMALL, batch=(1, 1), prompts=(10, 10)),
     "hybrid delta": Row("hybrid", "small-delta", 321, "full", batch=(9, 1), documents=UNEQUAL, sides=PAIR),
     "hybrid qwen3.5-4b": Row("hybrid", "qwen3.5-4b", 1883, batch=(10, 1), documents=LONG, sides=PAIR),
+    "hybrid qwen3.5-9b 2x4": Row(
+        "hybrid", "qwen3.5-9b", 2048, batch=(2, 4), documents=(2048,) * 8,
+        sides=(*PAIR, "trl flash-linear-attention", "fastpack flash-linear-attention"),
+    ),
     "hybrid tiny": Row("hybrid", "tiny-delta", 40, "full", batch=(3, 1), documents=(40, 30, 20), sides=PAIR),
     "host narrow 128x1": Row("host", "narrow", 128, documents=NARROW, sides=PAIR),
     "host narrow 128x4": Row("host", "narrow", 128, documents=NARROW, sides=PAIR, accumulated=4),

@@ -8,8 +8,8 @@ A run is the first steps of a run of 500: the warm-up lasts until all that pays 
 ``--steps`` are timed, on a GPU as many more as fill 15 s, in windows of ten between two logs (six from 8B on), each to
 the end of the device's work. Rows ``start ...`` are whole runs. The file of ``--json`` grows run by run, and the same
 command continues it.
-The variable BENCHMARKS_FLASH_ATTN_4 names a folder with flash-attn-4 that only the sides of that name find: where it
-is installed, all of our sides take it.
+The variables BENCHMARKS_FLASH_ATTN_4 and BENCHMARKS_FLASH_LINEAR_ATTENTION name folders with these libraries that only
+the sides of these names find: what is installed is taken by others too.
 """
 
 from __future__ import annotations
@@ -44,16 +44,17 @@ from fastpack_trl.bench.sides import compiled_regions
 from fastpack_trl.bench.watch import LONGEST_WARMUP, SETTLING, Watch, run_side
 from fastpack_trl.errors import UserError
 
-FLASH_4, FLASH_4_PATH = "flash-attn-4", "BENCHMARKS_FLASH_ATTN_4"
-"""In the names of sides that train with it, and the variable with its folder if no other side shall find it."""
+FLASH_4 = "flash-attn-4"
+FOLDERS = {FLASH_4: "BENCHMARKS_FLASH_ATTN_4", "flash-linear-attention": "BENCHMARKS_FLASH_LINEAR_ATTENTION"}
+"""Libraries in the names of sides that train with them, and the variable with a folder that only such sides find."""
 WINDOW = 10
 """Steps between two logs, which are timed together: a user's run does not wait for the device after each step."""
 LEAST_SECONDS = 15.0
 """Least time of the timed steps on a GPU: rows of new lengths are captured during the first hundred steps or more."""
-IMAGE_STEPS, IMAGE_WARMUP = 12, 60
+IMAGE_STEPS, IMAGE_WARMUP = 8, 40
 """Timed steps of a row on images, as many before them for TRL, which takes seconds for one, and those before ours, in
 which rows of most sizes are captured. First and timed steps have the same documents on all sides (`documents_of`)."""
-LARGE = ("qwen3-8b", "qwen3-14b", "qwen3-30b-a3b")
+LARGE = ("qwen3-8b", "qwen3-14b", "qwen3-30b-a3b", "gpt-oss-20b", "qwen3.5-9b")
 REGIONS = {"BACKEND": "INDUCTOR", "USE_REGIONAL_COMPILATION": "true"}
 FSDP = ("--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
 
@@ -131,6 +132,7 @@ SIDES = {
     "trl compiled": Side(around=compiled_regions),
     "trl flash-attn-4": Side(around=with_flash_attn_4),
     "trl compiled flash-attn-4": Side(around=partial(with_flash_attn_4, within=compiled_regions)),
+    "trl flash-linear-attention": Side(),
     "trl liger": Side(fields={"use_liger_kernel": True}),
     "trl offload": Side(fields={"activation_offloading": True}),
     "fastpack same memory": Side(True, SAME_MEMORY),
@@ -142,6 +144,7 @@ SIDES = {
     "fastpack image rows": Side(True, {"image_row_tokens": 8192}),
     "fastpack whole documents": Side(True, {"share_prefixes": "off"}),
     "fastpack flash-attn-4": Side(True, {"packed_attention": "flash_attention_4"}),
+    "fastpack flash-linear-attention": Side(True),
     "fastpack": Side(True),
     "metadata per layer": Side(around=metadata_per_layer),
     "metadata once": Side(around=partial(packed, implementation="sdpa")),
@@ -187,7 +190,7 @@ def train(
         around = learner_alone if what.is_online else how.around
         watch = replace(watch_of(what, steps, how.ours), profiled=profiled, kernels=profile)
         result = run_side(build, watch, around=around, seed=seed)
-    more |= {"flash_attn_4": version("flash-attn-4")} if FLASH_4 in side else {}
+    more |= {library.replace("-", "_"): version(library) for library in FOLDERS if library in side}
     more |= {"ooms": torch.cuda.memory_stats().get("num_ooms")} if what.cap and device == "cuda" else {}
     return figures(result, what, watch.window) | more
 
@@ -257,8 +260,10 @@ def launcher(row: Row, side: str, args: Namespace, caches: str, **more: Any) -> 
     found = process_command(function, row.engine, args.processes) if row.engine else OwnProcess(function)
     environment = {**found.environment, TEXTS: str(Path(caches).parent)}
     environment |= {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor", "TRITON_CACHE_DIR": f"{caches}/triton"}
-    if FLASH_4 in side and FLASH_4_PATH in os.environ:
-        environment["PYTHONPATH"] = os.pathsep.join([*sys.path, os.environ[FLASH_4_PATH]])
+    folders = [
+        os.environ[variable] for library, variable in FOLDERS.items() if library in side and variable in os.environ
+    ]
+    environment |= {"PYTHONPATH": os.pathsep.join([*sys.path, *folders])} if folders else {}
     options = {"seed": args.seed, "threads": args.threads, **more}
     return replace(found, options=options, timeout=args.timeout, environment=environment)
 

@@ -54,8 +54,8 @@ class Case:
 _CAPS = """The longest row that trains (*tokens a step*), and the shortest that did not fit. *trl offload* sets
 `activation_offloading=True`; fastpack offloads by default. 80 GiB is the whole card. Each side was searched once, some
 by different commands, so compare lengths and not times."""
-_IMAGES = """Documents with 0, 1 and 2 images in turn; *lora* is on decoder and tower. The same twelve steps of each
-side are timed, after 12 of TRL and 60 of fastpack, but for *fastpack image rows*.
+_IMAGES = """Documents with 0, 1 and 2 images in turn; *lora* is on decoder and tower. The same eight steps of each
+side are timed, after 8 of TRL and 40 of fastpack, but for *fastpack image rows*.
 *fastpack same memory* recomputes as TRL. *fastpack image rows* packs rows of up to 8,192 tokens."""
 _START = "Short runs, figures by round, caches empty or *warm*. The first run on the H100 host was slow."
 _NORMS = "Gradient norms are compared, because losses hardly depend on the model."
@@ -92,6 +92,7 @@ README_ROWS = {
     "qwen3-14b nf4 4096": ("Qwen3-14B QLoRA", "14B\nQLoRA"),
     "qwen3-30b-a3b experts 4096": ("Qwen3-30B-A3B, LoRA on experts (4 of its 48 layers)", "30B-A3B\nexperts"),
     "llama-3.2-1b full 4096": ("Llama-3.2-1B, all weights", "1B all\nweights"),
+    "images qwen2.5-vl-3b lora 8": ("Qwen2.5-VL-3B LoRA, images and text", "3B VL\nimages"),
     "start qwen3-8b lora 4096, 100 steps": ("Qwen3-8B LoRA, a run of 100 steps", "8B, 100\nsteps"),
 }
 """Rows of the README: the title in its table, and in its figure."""
@@ -309,12 +310,15 @@ def page(records: Sequence[Run]) -> str:
 def _sources(records: Sequence[Run]) -> list[str]:
     """Return a line per command: what measured it, where, when, and of which code."""
     found: dict[str, None] = {}
-    more = {run["command"]: f", flash-attn-4 {run['flash_attn_4']}" for run in records if "flash_attn_4" in run}
+    more = dict[str, dict[str, None]]()
+    for run, name in ((run, name) for run in records for name in ("flash-attn-4", "flash-linear-attention")):
+        if installed := run.get(name.replace("-", "_")):
+            more.setdefault(run["command"], {})[f", {name} {installed}"] = None
     for run in records:
         machine, versions = run["machine"], run["versions"]
         where = "" if "gpu" in machine else f"{machine['processor']}, threads: {machine['threads']}, "
         packages = ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers", "trl", "peft"))
-        packages += more.get(run["command"], "")
+        packages += "".join(more.get(run["command"], ()))
         note = f" ({run['note']})" if "note" in run else ""
         code = f"commit {run['commit'][:7]}{note}, code {run['tree']}"
         found[f"- `{run['command']}`: {run['date'][:10]}, {where}{packages}; {code}"] = None

@@ -56,12 +56,12 @@ def test_on_images_all_sides_time_the_same_documents_after_warm_ups_of_other_len
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     row, data = ROWS["images gemma3-4b full 4"], Dataset.from_dict({"number": range(300)})
     sides = {ours: run.documents_of(data, row, ours)["number"][:] for ours in (True, False)}
-    warmups = {ours: 4 * watch_of(row, 12, ours).warmup for ours in (True, False)}
-    assert warmups == {True: 240, False: 48}
-    assert sides[True][:48] == sides[False][:48]
+    warmups = {ours: 4 * watch_of(row, 8, ours).warmup for ours in (True, False)}
+    assert warmups == {True: 160, False: 32}
+    assert sides[True][:32] == sides[False][:32]
     timed = {ours: sides[ours][warmups[ours] :] for ours in (True, False)}
     assert timed[True] == timed[False]
-    assert timed[True][:60] == [*range(240, 300)]
+    assert timed[True][:60] == [*range(160, 220)]
 
 
 @pytest.mark.slow
