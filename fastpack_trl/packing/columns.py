@@ -24,8 +24,7 @@ _TYPES: Mapping[str, tuple[Any, str]] = {
 
 def made_for(columns: Iterable[str]) -> str:
     """Return the most specific method for columns: ``["prompt", "chosen", "rejected"]`` -> ``"dpo"``; else ``""``."""
-    there = set(columns)
-    fits = [(len(kind), method) for method, kinds in COLUMNS.items() for kind in kinds if there.issuperset(kind)]
+    fits = [(len(kind), method) for method, kinds in COLUMNS.items() for kind in kinds if {*kind} <= {*columns}]
     return max(fits, key=lambda fit: fit[0], default=(0, ""))[1]
 
 

@@ -34,14 +34,16 @@ def check_early(method: Method, options: Any) -> None:
     method.settings(**{own.name: getattr(options, own.name) for own in fields(method.settings)})
     if options.model_name_or_path:
         model_folder("model_name_or_path", options.model_name_or_path)
-    if not options.dataset_name or options.datasets:
-        return
-    (builder, file), row = source_of(options.dataset_name), None
+    (builder, file), row = source_of("" if options.datasets else options.dataset_name or ""), None
     if builder == "json" and options.dataset_format == AS_IS and not getattr(options, "dataset_kwargs", None):
         with suppress(OSError, ValueError, RecursionError), Path(file).open(encoding="utf-8-sig") as lines:
             row = json.loads(lines.readline(1 << 20))  # fails if a row takes several lines, or a very long one
-    if isinstance(row, dict) and (fault := column_fault(row, "train", method.command, options)):
-        raise UserError(f"data {short_repr(options.dataset_name)}: {fault}")
+    if isinstance(row, dict):
+        images = row["images"] if isinstance(row.get("images"), list) else []
+        files = [each for each in images if isinstance(each, str) and "." in each and ":" not in each]  # no URLs
+        lost = [f"image {each!r} does not exist{missing_hint(each)}" for each in files if not Path(each).is_file()]
+        if fault := column_fault(row, "train", method.command, options) or "".join(lost[:1]):
+            raise UserError(f"data {short_repr(options.dataset_name)}: {fault}")
 
 
 def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
