@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from fastpack_trl.errors import did_you_mean, short_repr
+from fastpack_trl.errors import check_counts, did_you_mean, short_repr
 from fastpack_trl.report import disabled_by_environment
 
 PackedAttentionPath = Literal["auto", "varlen", "per_document", "flash_attention_4", "xformers", "sdpa", "off"]
@@ -147,8 +147,6 @@ class ModelSettings:
     def __post_init__(self) -> None:
         self.normalise()
         if is_run(self):  # TRL's config follows in the order of the classes
-            from fastpack_trl.model.preflight import check_counts
-
             check_counts(self)
             super().__post_init__()  # type: ignore[misc]
 

@@ -18,6 +18,10 @@ _SHORTEST_PART, _MOST_NAMES = 3, 6  # characters of a part that names are looked
 _MAX_SHOWN = 200  # of a value, so that the rest of the message still fits
 # Line breaks, what a terminal obeys, marks that reverse text, and what YAML or UTF-8 cannot hold.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]")
+_COUNTS = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "pad_to_multiple_of"),
+    *("per_device_eval_batch_size", "eval_accumulation_steps"),
+)
 _SECRET = re.compile(
     r"(.+_)?(api_?key|passw(or)?d|secret(_access)?(_key)?|private_key|credentials?)"
     r"|((push_to_)?hub_|hf_|hugging_?face_(hub_)?|github_|(use_)?auth_|access_|bearer_)?token"
@@ -156,6 +160,14 @@ def did_you_mean(name: object, valid: Iterable[str]) -> str:
     starts = [one for one, place in parts.items() if place == 0]
     near = [*map(repr, starts or get_close_matches(text, known, n=1) or parts)][:_MOST_NAMES]
     return f"; did you mean {' or '.join(filter(None, [', '.join(near[:-1]), near[-1]]))}?" if near else ""
+
+
+def check_counts(args: Any) -> None:
+    """Raise `ValueError` for a count below 1; for those of evaluation only if the run evaluates."""
+    for name in _COUNTS:
+        value = getattr(args, name, None) if "eval" not in name or args.eval_strategy != "no" else None
+        if isinstance(value, int | float) and not value >= 1:
+            raise ValueError(f"{name}={short_repr(value)} must be >= 1")
 
 
 def check_name(what: str, name: str, valid: Collection[str], kind: str) -> None:

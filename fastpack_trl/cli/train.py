@@ -17,11 +17,9 @@ from typing import Any
 
 from fastpack_trl.errors import UserError, preparing
 from fastpack_trl.recipe.arguments import COMMAND_OPTIONS, Arguments, make_parser, parse, split_off
-from fastpack_trl.recipe.data import source_of
 from fastpack_trl.recipe.formats import DataArguments
 from fastpack_trl.recipe.make_trainer import check_settings
 from fastpack_trl.recipe.methods import SFT, Method
-from fastpack_trl.recipe.paths import model_folder
 from fastpack_trl.report import enable_verbose
 
 # Set for the processes that we launch, which ignore the launch options of the YAML.
@@ -43,7 +41,7 @@ def main(argv: Sequence[str], method: Method = SFT) -> int:
     # Read before anything is imported: configuration classes set such variables themselves.
     launched = under_launcher()
     with preparing():
-        arguments = parse(words, method, may_launch=not launched or _LAUNCHED in os.environ, early=_check_paths)
+        arguments = parse(words, method, may_launch=not launched or _LAUNCHED in os.environ, early=True)
         launches = not launched and (bool(arguments.launch) or _launches_by_default())
         if launches:
             check_settings(arguments)  # once and here, not once per process
@@ -58,14 +56,6 @@ def main(argv: Sequence[str], method: Method = SFT) -> int:
     if train_parsed(arguments).is_world_process_zero() and (commands := _what_next(arguments)):
         print(f"next: {commands}")
     return 0
-
-
-def _check_paths(options: Any) -> None:
-    """Raise `UserError` for a local model or data file that does not exist."""
-    if options.model_name_or_path:
-        model_folder("model_name_or_path", options.model_name_or_path)
-    if options.dataset_name and not options.datasets:
-        source_of(options.dataset_name)
 
 
 def _print_help(method: Method, *, whole: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from fastpack_trl.errors import first_reason
 from fastpack_trl.model.facts import is_prompt_learning, text_model
@@ -83,6 +82,7 @@ def _remarks(run: Run, own_step: str) -> list[str]:
     """Return which other parts still synchronize or run TRL's code."""
     args, trainer = run.args, run.trainer
     stays = bool(own_step) and not run.is_deepspeed
+    is_reentrant = args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
     counts = str(args.include_num_input_tokens_seen).lower() not in ("no", "false")
     remarks = (
         args.fp16 and "the loss scaler of fp16 synchronizes once per optimizer step",
@@ -91,10 +91,6 @@ def _remarks(run: Run, own_step: str) -> list[str]:
         counts and "include_num_input_tokens_seen synchronizes in each micro-batch",
         run.is_deepspeed and f"TRL's host work and NaN filter: {DEEPSPEED}",
         trainer.aux_loss_enabled and f"load-balancing loss with coefficient {trainer.router_aux_loss_coef:g}",
-        trainer.aux_loss_enabled and _is_reentrant(args) and _REENTRANT,
+        trainer.aux_loss_enabled and is_reentrant and _REENTRANT,
     )
     return [text for text in remarks if text]
-
-
-def _is_reentrant(args: Any) -> bool:
-    return bool(args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"))

@@ -13,12 +13,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from fastpack_trl.errors import first_reason, short_repr
+from fastpack_trl.errors import check_counts, first_reason
 
-_COUNTS = (
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "pad_to_multiple_of"),
-    *("per_device_eval_batch_size", "eval_accumulation_steps"),
-)
 _WEIGHTS = (
     *("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),
     *("adapter_model.safetensors", "adapter_model.bin"),
@@ -63,7 +59,7 @@ def check_adapters(model: Any, args: Any) -> None:
 
     transformers 5.24 raises for PEFT before 0.22 when it saves, after the steps up to there.
     """
-    saves = args is None or _is_set(args.save_strategy)
+    saves = args is None or args.save_strategy != "no"
     if not saves or not isinstance(model, PreTrainedModel) or not getattr(model, "_hf_peft_config_loaded", False):
         return
     try:
@@ -75,23 +71,11 @@ def check_adapters(model: Any, args: Any) -> None:
         ) from error
 
 
-def check_counts(args: Any) -> None:
-    """Raise `ValueError` for a count below 1; for those of evaluation only if the run evaluates."""
-    for name in _COUNTS:
-        value = getattr(args, name, None) if "eval" not in name or _is_set(args.eval_strategy) else None
-        if isinstance(value, int | float) and not value >= 1:
-            raise ValueError(f"{name}={short_repr(value)} must be >= 1")
-
-
 def check_output_dir(args: Any) -> None:
     """Raise `ValueError` unless `output_dir` can be made and, in a run that saves, written to."""
     folder = Path(str(args.output_dir))
-    if args.should_save and (_is_set(args.save_strategy) or not folder.is_dir()) and (reason := unwritable(folder)):
+    if args.should_save and (args.save_strategy != "no" or not folder.is_dir()) and (reason := unwritable(folder)):
         raise ValueError(f"output_dir {str(folder)!r}: {reason}")
-
-
-def _is_set(strategy: Any) -> bool:
-    return str(getattr(strategy, "value", strategy)) != "no"
 
 
 def unwritable(folder: Path) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import datasets
@@ -14,18 +14,12 @@ from accelerate import PartialState
 from datasets import Dataset, IterableDataset, LargeList, List
 
 from fastpack_trl.errors import DataError, describe, short_repr
+from fastpack_trl.packing.columns import column_fault
 from fastpack_trl.packing.dataset import is_integer_list, pieces
 from fastpack_trl.packing.packed_batch import IGNORE_INDEX
 
 _CONVERSATIONS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 _CONTENT, _CALLS = ("content", "value"), ("tool_calls", "function_call")
-_PAIRS, _PROMPT = ("chosen", "rejected"), ("prompt",)
-COLUMNS: Mapping[str, tuple[tuple[str, ...], ...]] = {
-    "sft": (("messages",), ("conversations",), ("prompt", "completion"), ("input_ids",), ("text",)),
-    "dpo": (_PAIRS,), "reward": (_PAIRS, ("chosen_ids", "rejected_ids")),
-    "kto": (("prompt", "completion", "label"), _PAIRS), "grpo": (_PROMPT,), "rloo": (_PROMPT,),
-}  # fmt: skip
-"""Method -> its columns, all of one of these. Errors of a method without an entry name the column that is missing."""
 
 
 def naming_row(prepare: Callable[..., Any], stock: Callable[..., Any], method: str, dataset: Any, *given: Any) -> Any:
@@ -46,10 +40,9 @@ def naming_row(prepare: Callable[..., Any], stock: Callable[..., Any], method: s
         if isinstance(error, StopIteration) or (isinstance(dataset, Dataset) and not len(dataset)):
             why = f"the {name} data set is empty (0 rows): check the file, the split or the filter"
             raise DataError(why) from error
-        if not (isinstance(error, UnicodeDecodeError) or any(map(callable, given[2:]))):  # a function of the user
-            text_field = getattr(given[1], "dataset_text_field", "text")
-            if fault := column_fault(next(iter(dataset)), name, method, text_field, error):
-                raise DataError(fault) from error
+        is_other = isinstance(error, UnicodeDecodeError) or any(map(callable, given[2:]))  # a function of the user
+        if not is_other and (fault := column_fault(next(iter(dataset)), name, method, given[1], error)):
+            raise DataError(fault) from error
         alone, row = copy.copy(given[1]), None
         alone.dataset_num_proc = None
         # The processes of a run prepare in turn: one that tried again by itself would wait for the others.
@@ -64,49 +57,6 @@ def naming_row(prepare: Callable[..., Any], stock: Callable[..., Any], method: s
             with contextlib.suppress(UnicodeDecodeError):
                 why += f"; it holds {short_repr(dataset[row])}"
         raise DataError(why) from error
-
-
-_TURNS = "a list of turns such as {'role': 'user', 'content': '...'}"
-_TYPES: dict[str, tuple[type, str]] = {
-    "text": (str, "a string"), "messages": (list, _TURNS), "conversations": (list, _TURNS)
-}  # fmt: skip
-"""What some columns hold."""
-
-
-def made_for(columns: Iterable[str]) -> str:
-    """Return the most specific method for columns: ``["prompt", "chosen", "rejected"]`` -> ``"dpo"``; else ``""``."""
-    there = set(columns)
-    fits = [(len(kind), method) for method, kinds in COLUMNS.items() for kind in kinds if there.issuperset(kind)]
-    return max(fits, key=lambda fit: fit[0], default=(0, ""))[1]
-
-
-def column_fault(
-    row: Mapping[str, Any], name: str, method: str, text_field: str = "text", error: Exception | None = None
-) -> str:
-    """Return why `method` cannot train on a data set with this first row, and the fix; empty if it can.
-
-    `error` of its preparation names the column if `COLUMNS` does not know the method.
-    """
-    listed = COLUMNS.get(method, ((str(error.args[0]),),) if isinstance(error, KeyError) and error.args else ((),))
-    kinds = [tuple(text_field if column == "text" else column for column in kind) for kind in listed]
-    data = f"the {name} data set has"
-    if fits := [kind for kind in kinds if row.keys() >= {*kind}]:
-        for column in fits[0] if len(fits) == 1 else ():
-            wanted, said = _TYPES.get("text" if column == text_field else column, (object, ""))
-            if not isinstance(row[column], wanted):
-                return f"{data} {short_repr(row[column])} in {column!r} of its first row: it must be {said}"
-            turns = row[column] if column != "conversations" else None  # which TRL converts
-            turn = turns[0] if isinstance(turns, list) and turns else None
-            if isinstance(turn, Mapping) and {"from", "value"} <= turn.keys() and "role" not in turn:
-                fix = "set dataset_format: sharegpt, or " * (column == "messages") + "rename them to role and content"
-                return f"{data} turns of from and value in {column!r}, in the format of ShareGPT: {fix}"
-        return ""
-    data += f" the columns {', '.join(row)}"
-    if {"instruction", "output"} <= row.keys():
-        return f"{data}, in the format of Alpaca: dataset_format: alpaca reads them"
-    fix = "rename them" + f", or set dataset_text_field (now {text_field!r})" * (method == "sft")
-    other = f"; or use `fastpack-trl {made_for(row)}`, which they fit" if made_for(row) else ""
-    return f"{data}: {method} needs {', or '.join(map(' and '.join, kinds))}: {fix}{other}"
 
 
 def _is_of_template(error: Exception | None) -> bool:

@@ -166,7 +166,8 @@ def _ends(bucket: Bucket, size: Bucket, batch: PackedBatch) -> NDArray[np.int32]
 
 def _filled(lengths: NDArray[np.int64], total: int, pieces: int, entries: int) -> NDArray[np.int32]:
     """Return (entries,) ends of segments of these lengths and of so many `pieces` up to `total`, then empty ones."""
-    lengths = np.concatenate([lengths, _even(total - lengths.sum(), pieces)])
+    whole, rest = divmod(total - lengths.sum(), max(1, pieces))
+    lengths = np.concatenate([lengths, whole + (np.arange(pieces) < rest)])  # pieces of about the same length
     found: NDArray[np.int32] = np.full(entries, total, np.int32)
     found[: len(lengths) + 1] = np.append(0, lengths.cumsum())
     return found
@@ -181,9 +182,3 @@ def _key_index(ends: Tensor, before: Tensor, count: int, tokens: int) -> Tensor:
     segment = torch.bucketize(place, ends[1, 1:], right=True, out_int32=True)
     own = place - (ends[1, :-1] + before).index_select(0, segment)
     return torch.where(own >= 0, ends[0].index_select(0, segment) + own, place % tokens).long()
-
-
-def _even(total: int, pieces: int) -> NDArray[np.int64]:
-    """Return `total` in so many pieces, none more than one longer than another: ``7, 3`` -> 3, 2, 2."""
-    whole, rest = divmod(total, max(1, pieces))
-    return whole + (np.arange(pieces) < rest)

@@ -7,10 +7,11 @@ import dataclasses
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
 from fastpack_trl.errors import OneLineParser, UserError, command_line, did_you_mean, is_secret, naming_keys, short_repr
+from fastpack_trl.recipe.data import check_early
 from fastpack_trl.recipe.foreign import OTHER_NAMES, tool_of
 from fastpack_trl.recipe.formats import DataArguments
 from fastpack_trl.recipe.methods import METHODS, SFT, Method
@@ -49,10 +50,8 @@ class Arguments:
     """The command line that was parsed."""
 
 
-def parse(
-    argv: Sequence[str], method: Method = SFT, *, may_launch: bool = True, early: Callable[[Any], None] | None = None
-) -> Arguments:
-    """Read the YAML and the command line; `early` checks the options by name before torch is imported.
+def parse(argv: Sequence[str], method: Method = SFT, *, may_launch: bool = True, early: bool = False) -> Arguments:
+    """Read the YAML and the command line; `early` checks values and paths before torch is imported.
 
     Flags of `accelerate launch` need `may_launch`; in the YAML they are accepted: launched processes read it too.
 
@@ -82,8 +81,8 @@ def parse(
             if launch_flags and not may_launch:
                 fix = "options of `accelerate launch` have no effect here: give them to the launcher"
                 raise UserError(f"{' '.join(launch_flags)}: this process is already running, so {fix}")
-            if quick and early is not None:
-                early(parser.parse_known_args([*words, *flags])[0])
+            if quick and early:
+                check_early(method, parser.parse_known_args([*words, *flags])[0])
         try:
             with naming_keys(config):
                 script, training, model, mixture, data, _ = parser.parse_args_into_dataclasses(

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastpack_trl.errors import UserError, describe, short_repr
-from fastpack_trl.recipe.paths import looks_local, missing_hint
+from fastpack_trl.errors import UserError, check_counts, describe, short_repr
+from fastpack_trl.packing.columns import column_fault
+from fastpack_trl.recipe.formats import AS_IS
+from fastpack_trl.recipe.methods import Method
+from fastpack_trl.recipe.paths import looks_local, missing_hint, model_folder
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -23,6 +26,24 @@ BUILDERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv",
 """Suffix of a data file -> the builder of `datasets.load_dataset` that reads it."""
 _COMPRESSIONS = {".gz", ".bz2", ".xz", ".zst"}
 _MOST_LINES = 1_000_000  # to search: the loader has failed, and the user waits for the reason
+
+
+def check_early(method: Method, options: Any) -> None:
+    """Raise `ValueError` for fields, local paths and columns of a JSON file that are wrong; imports nothing heavy."""
+    check_counts(options)
+    method.settings(**{own.name: getattr(options, own.name) for own in fields(method.settings)})
+    if options.model_name_or_path:
+        model_folder("model_name_or_path", options.model_name_or_path)
+    (builder, file), row = source_of("" if options.datasets else options.dataset_name or ""), None
+    if builder == "json" and options.dataset_format == AS_IS and not getattr(options, "dataset_kwargs", None):
+        with suppress(OSError, ValueError, RecursionError), Path(file).open(encoding="utf-8-sig") as lines:
+            row = json.loads(lines.readline(1 << 20))  # fails if a row takes several lines, or a very long one
+    if isinstance(row, dict):
+        images = row["images"] if isinstance(row.get("images"), list) else []
+        files = [each for each in images if isinstance(each, str) and "." in each and ":" not in each]  # no URLs
+        lost = [f"image {each!r} does not exist{missing_hint(each)}" for each in files if not Path(each).is_file()]
+        if fault := column_fault(row, "train", method.command, options) or "".join(lost[:1]):
+            raise UserError(f"data {short_repr(options.dataset_name)}: {fault}")
 
 
 def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastpack_trl.errors import DataError, UserError, describe, naming_keys, preparing, short_repr
+from fastpack_trl.packing.columns import column_fault
 from fastpack_trl.recipe.arguments import Arguments, as_flags, parse, split_off
 from fastpack_trl.recipe.data import data_name, load_data
 from fastpack_trl.recipe.formats import reshape
@@ -165,8 +166,6 @@ def check_model(
 
 def _take_split(splits: Mapping[str, Any], role: str, arguments: Arguments) -> Any:
     """Return the split to train or evaluate on; raise if it is missing or empty, or of columns of another method."""
-    from fastpack_trl.packing.examples import column_fault
-
     field = f"dataset_{role.replace('eval', 'test')}_split"
     name, training, method = getattr(arguments.script, field), arguments.training, arguments.method
     if name not in splits:
@@ -175,8 +174,7 @@ def _take_split(splits: Mapping[str, Any], role: str, arguments: Arguments) -> A
         raise UserError(f"{field}={short_repr(name)}: the split is empty: check the file, or choose another split")
     split = reshape(splits[name], role, arguments.data.dataset_format)
     is_prepared = method is SFT and (training.dataset_kwargs or {}).get("skip_prepare_dataset")
-    text_field = getattr(training, "dataset_text_field", "text")
-    if not is_prepared and (fault := column_fault(next(iter(split)), role, method.command, text_field)):
+    if not is_prepared and (fault := column_fault(next(iter(split)), role, method.command, training)):
         raise DataError(fault)
     return split
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from fastpack_trl.bench.command import measure_side
 from fastpack_trl.bench.watch import SideResult
 from fastpack_trl.cli.main import main
-from fastpack_trl.packing.examples import COLUMNS, made_for
+from fastpack_trl.packing.columns import COLUMNS, made_for
 from fastpack_trl.recipe.arguments import make_parser, parse
 from fastpack_trl.recipe.methods import METHODS, method_of
 from fastpack_trl.recipe.train import train
@@ -131,7 +131,7 @@ WRONG: list[tuple[str, Mapping[str, object], Mapping[str, Any], str]] = [
     ("sft", PAIR, {}, "or use `fastpack-trl dpo`, which they fit"),
     ("sft", {"prompt": "a"}, {}, "use `fastpack-trl grpo`"),
     ("dpo", ROWS["kto"], {}, "use `fastpack-trl kto`"),
-    ("dpo", PAIR | {"chosen": 5}, {}, "it holds {'chosen': 5"),
+    ("dpo", PAIR | {"chosen": 5}, {}, "has 5 in 'chosen' of its first row: it must be a string or a list of turns"),
     ("kto", ROWS["kto"] | {"label": "no"}, {}, "row 0 of the train data set"),
     ("grpo", GRPO, {"reward_funcs": ...}, "no reward: set reward_funcs to some of accuracy_reward"),
     ("grpo", GRPO, {"reward_funcs": ["acuracy_reward"]}, "no attribute acuracy_reward: name some of accuracy_reward"),

@@ -56,6 +56,10 @@ WRONG = {
     "packed_attention: varlan": "did you mean 'varlen'?",
     "num_processes: 0": "num_processes=0 must be >= 1",
     "dataset_name: ./non.jsonl": "data './non.jsonl' does not exist (looked for ",
+    "max_length: 0": "max_length=0 must be >= 1",
+    "activation_memory_gib: -1": "activation_memory_gib=-1.0 must be a number above 0",
+    "dataset_name: typo.jsonl": "the columns prompt, completon: sft needs messages, or conversations, or prompt and",
+    "dataset_name: image.jsonl": "image 'a.png' does not exist (looked for ",
     "model_name_or_path: ./non": "model_name_or_path './non' is not a folder (looked for ",
 }
 
@@ -63,6 +67,9 @@ WRONG = {
 def test_an_error_shows_before_torch_is_imported(tmp_path: Path) -> None:
     for number, line in enumerate(WRONG):
         (tmp_path / f"{number}.yaml").write_text(line, encoding="utf-8")
+    (tmp_path / "typo.jsonl").write_text('{"prompt": "a", "completon": "b"}', encoding="utf-8")
+    image = '{"images": ["http://a.b/c.png", "a.png"], "messages": []}'
+    (tmp_path / "image.jsonl").write_text(image, encoding="utf-8")
     program = f"""
 import sys
 from fastpack_trl.cli.main import main
