@@ -52,7 +52,7 @@ BUDGETS = {
     "vision": 750,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 25210, "benchmarks": 3460, "tests": 29020}
+TOTALS = {"fastpack_trl": 25210, "benchmarks": 3460, "tests": 29050}
 
 
 @cache
