@@ -18,8 +18,7 @@ def begin_triton() -> threading.Thread | None:
     Compiled kernels are found by a hash of Triton's own library, half a gigabyte, and by the version of its assembler,
     a process of its own; both let other threads run. What is not ready in time is done before a kernel.
     """
-    key = resolve("triton.runtime.cache.triton_key") if torch.cuda.is_available() else None
-    if key is None:
+    if not torch.cuda.is_available() or (key := resolve("triton.runtime.cache.triton_key")) is None:
         return None
 
     def work() -> None:
@@ -38,19 +37,20 @@ def begin_triton() -> threading.Thread | None:
 def many_small_operations(device: torch.device) -> Iterator[None]:
     """Switch off, until the context ends, what takes longer than small operations.
 
-    A search for garbage goes over all libraries, for 0.4 s (accelerate's own, when training begins, finds it too). On a
-    GPU, to wake a host thread per core, and cuDNN's attention, which plans for 60 ms at each new length.
+    A search for garbage goes over all libraries, for 0.4 s (accelerate's own, at the start of training, finds it too).
+    On a GPU, to wake a host thread per core, and cuDNN's attention, which plans for 60 ms at each new length.
     """
-    collects, threads, plans = gc.isenabled(), torch.get_num_threads(), torch.backends.cuda.cudnn_sdp_enabled()
-    gc.disable()
-    if device.type == "cuda":
-        torch.set_num_threads(1)
-        torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as stack:  # restores what was on: the rest may be off in another thread's context
+        if gc.isenabled():
+            stack.callback(gc.enable)
+        gc.disable()
         if device.type == "cuda":
-            torch.set_num_threads(threads)
-            torch.backends.cuda.enable_cudnn_sdp(plans)
-        if collects:
-            gc.enable()
+            # Autograd's threads begin with its first backward pass, and keep the number of host threads of that moment.
+            torch.zeros((), device=device if torch.cuda.is_available() else "cpu", requires_grad=True).backward()
+            if (threads := torch.get_num_threads()) > 1:
+                stack.callback(torch.set_num_threads, threads)
+            torch.set_num_threads(1)
+            if torch.backends.cuda.cudnn_sdp_enabled():
+                stack.callback(torch.backends.cuda.enable_cudnn_sdp, True)
+            torch.backends.cuda.enable_cudnn_sdp(False)
+        yield

@@ -87,6 +87,38 @@ def test_what_was_switched_off_is_restored_after_an_error_too() -> None:
         gc.enable()
 
 
+def test_contexts_of_two_threads_leave_what_was_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[Any] = []
+    for owner, name in ((torch, "set_num_threads"), (torch.autograd, "backward")):
+        own = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, own=own, **more: (events.append(args[0]), own(*args, **more))[1])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        before, inside, ended = settings(), threading.Event(), threading.Event()
+
+        def second() -> None:
+            with many_small_operations(torch.device("cuda")):
+                inside.set()
+                ended.wait(60)
+
+        thread = threading.Thread(target=second)
+        with many_small_operations(torch.device("cuda")):
+            thread.start()
+            assert inside.wait(60)
+        ended.set()
+        thread.join()
+        found: list[int] = []
+        thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert (settings(), found) == (before, [2])
+        assert isinstance(events[1], torch.Tensor), "autograd's threads begin before the number is 1"
+        assert events[2] == 1
+    finally:
+        torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("pauses", [True, False])
 def test_features_are_installed_without_a_search_for_garbage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: bool
