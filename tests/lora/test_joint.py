@@ -27,7 +27,7 @@ def parts_of(kind: str, dtype: torch.dtype, *, bias: bool) -> tuple[Tensor, list
     torch.manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=torch.float64).to(dtype)
+        return (torch.randn(shape, dtype=torch.float64) / 4).to(dtype)
 
     ranks, widths, result = (3, 8, 5), (32, 64, 16), []
     for a, rank, width in zip(draw(16, 64).unsafe_split_with_sizes(ranks), ranks, widths, strict=True):

@@ -113,7 +113,7 @@ def test_each_step_has_a_plan_for_its_images(family: str, rows: str, tmp_path: P
         trained(gib)
         assert_line(ours, "activation_memory", "planned again for each step", status="on")
         assert_equal(figures(ours), figures(stock), rtol=1e-4, atol=1e-5)
-        assert differences(ours, stock) < 3e-5
+        assert differences(ours, stock) < 1e-4  # TRL sums the head in fp32
         per_run = [set(levels[at : at + 4]) for at in range(0, len(levels), 4)]
         if {(2, True), (2, False), (0, False)} <= set(levels) and max(map(len, per_run)) > 1:
             return
