@@ -30,7 +30,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature("moe", moe.install, moe.why_not, moe.concerns, has_off=False),
     Feature("packed_attention", packed_attention.install, has_off=False, falls_back=False),
     # Of the rows that it plans.
-    Feature("vision_rows", vision_rows.install, vision_rows.why_not, vision_rows.concerns, kinds=("sft",)),
+    Feature("vision_rows", vision_rows.install, vision_rows.why_not, vision_rows.concerns, kinds=("sft",),
+            reads_data=True),
     # Keeps copies of frozen weights before memory is planned.
     Feature("lora", lora.install, lora.why_not, lora.concerns, in_training=True, instead="PEFT"),
     # Of the layers of `lora`; changes the memory that is left to plan.

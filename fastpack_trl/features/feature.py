@@ -47,6 +47,7 @@ class Feature:
         has_off: ``off`` enters nothing. Otherwise `install` reads the field.
         falls_back: TRL's implementation runs, with a warning, if it cannot read the model or a private name is missing.
         instead: the path in its line if it is off.
+        reads_data: it may read all samples, which takes as long as they take.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Feature:
     has_off: bool = True
     falls_back: bool = True
     instead: str = "stock"
+    reads_data: bool = False
 
     def enter(self, run: Run, stack: ExitStack) -> None:
         """Install the feature until `stack` closes, or set its line with the reason against it.

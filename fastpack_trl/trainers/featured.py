@@ -173,10 +173,10 @@ class FeaturedTrainer(_Stock):
         with contextlib.ExitStack() as stack:
             stack.callback(setattr, run, "is_strict", False)  # also where a feature stops the run
             stack.enter_context(silence_renamed_checkpointing())
-            with many_small_operations(run.device):
-                for feature in FEATURES:
+            for feature in FEATURES:
+                with contextlib.nullcontext() if feature.reads_data else many_small_operations(run.device):
                     feature.enter(run, stack)
-                self._fastpack_enter(stack)
+            self._fastpack_enter(stack)
 
             def begin() -> None:
                 stack.enter_context(patch_attribute(run, "_are_fixed", True))
