@@ -5,7 +5,7 @@
     python -m benchmarks run --rows "fsdp2 qwen3-8b lora 4096" --launcher accelerate --processes 2
 
 A run is the first steps of a run of 500: the warm-up lasts until all that pays off in such a run has been decided, then
-``--steps`` are timed, on a GPU as many more as fill 15 s, in windows of ten between two logs (six from 8B on), each to
+``--steps`` are timed, on a GPU as many more as fill 8 s, in windows of ten between two logs (six from 8B on), each to
 the end of the device's work. Rows ``start ...`` are whole runs. The file of ``--json`` grows run by run, and the same
 command continues it.
 The variables BENCHMARKS_FLASH_ATTN_4 and BENCHMARKS_FLASH_LINEAR_ATTENTION name folders with these libraries that only
@@ -49,7 +49,7 @@ FOLDERS = {FLASH_4: "BENCHMARKS_FLASH_ATTN_4", "flash-linear-attention": "BENCHM
 """Libraries in the names of sides that train with them, and the variable with a folder that only such sides find."""
 WINDOW = 10
 """Steps between two logs, which are timed together: a user's run does not wait for the device after each step."""
-LEAST_SECONDS = 15.0
+LEAST_SECONDS = 8.0
 """Least time of the timed steps on a GPU: rows of new lengths are captured during the first hundred steps or more."""
 IMAGE_STEPS, IMAGE_WARMUP = 8, 40
 """Timed steps of a row on images, as many before them for TRL, which takes seconds for one, and those before ours, in
