@@ -136,6 +136,7 @@ SIDES = {
     "trl liger": Side(fields={"use_liger_kernel": True}),
     "trl offload": Side(fields={"activation_offloading": True}),
     "fastpack same memory": Side(True, SAME_MEMORY),
+    "fastpack same memory eager": Side(True, SAME_MEMORY | {"cuda_graph": "off"}),
     "fastpack warm caches": Side(True, warm_caches=True),
     "fastpack eager": Side(True, {"cuda_graph": "off"}),
     "fastpack fp8": Side(True, {"frozen_base": "fp8"}),
