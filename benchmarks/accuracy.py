@@ -230,20 +230,21 @@ def _all_seeds(shown: Mapping[str, Training], records: Iterable[Run]) -> Iterato
 
 
 def _single(records: Sequence[Run]) -> Iterator[str]:
-    """Yield a sentence each about DPO and GRPO."""
+    """Yield a sentence each about DPO and GRPO, of all seeds."""
     for row, training in trainings(records, SINGLE).items():
-        ours, theirs = training.pairs(DEFAULT)[0]
+        ours, theirs = zip(*training.pairs(DEFAULT), strict=True)
         courses = dict.fromkeys((_course(theirs), _course(ours)))
         both = (
             f"{next(iter(courses))} in both" if len(courses) == 1 else "{} in TRL and {} in fastpack".format(*courses)
         )
-        yield f"{SINGLE[row]} went {both}, in one run each."
+        yield f"{SINGLE[row]} went {both}, {'in one run each' if len(ours) == 1 else f'means of {len(ours)} seeds'}."
 
 
-def _course(run: Run) -> str:
-    """Return how a curve goes: the loss of the first step or the reward of the first ten, and the last ten."""
-    curve, first = (run["rewards"], 10) if run["rewards"] else (run["losses"], 1)
-    return f"from {fmean(curve[:first]):.3f} to {fmean(curve[-10:]):.2f}"
+def _course(runs: Sequence[Run]) -> str:
+    """Return how curves go on average: from the loss of a step or the reward of ten to the last ten."""
+    curves = [(run["rewards"], 10) if run["rewards"] else (run["losses"], 1) for run in runs]
+    first, last = zip(*((fmean(curve[:count]), fmean(curve[-10:])) for curve, count in curves), strict=True)
+    return f"from {fmean(first):.3f} to {fmean(last):.2f}"
 
 
 def details(records: Sequence[Run]) -> str:

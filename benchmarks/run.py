@@ -142,7 +142,7 @@ SIDES = {
     "fastpack fp8": Side(True, {"frozen_base": "fp8"}),
     "fastpack sdpa": Side(True, {"packed_attention": "sdpa"}),
     "fastpack padded": Side(True, {"vision_rows": "off"}),
-    "fastpack image rows": Side(True, {"image_row_tokens": 8192}),
+    "fastpack image rows": Side(True, {"image_row_tokens": 8192, "per_device_train_batch_size": 1}),
     "fastpack whole documents": Side(True, {"share_prefixes": "off"}),
     "fastpack flash-attn-4": Side(True, {"packed_attention": "flash_attention_4"}),
     "fastpack flash-linear-attention": Side(True),
@@ -246,12 +246,14 @@ def figures(result: Any, row: Row, window: int) -> dict[str, Any]:
         name: {str(step): short(one) for step, one in enumerate(found[name][:first], 1)}
         for name in ("losses", "grad_norms")
     }
-    report = (found["report"] or {}).get("features")
+    known = found["report"]
+    report = known and {name: "{status}: {path}; {reason}".format(**one) for name, one in known["features"].items()}
+    report = report and report | {name: fact for name, fact in known["facts"].items() if name == "image rows"}
     return {
         "layers": row.depth, "run": row.run or RUN, "steps": window * len(found["seconds"]), "warmup": warmup,
         **by_step, "seconds": [short(seconds / window) for seconds in found["seconds"]], "window": window,
         **{name: found[name] for name in ("tokens", "profile")}, "peak_gib": found["reserved_gib"],
-        "report": report and {n: f"{f['status']}: {f['path']}; {f['reason']}" for n, f in report.items()},
+        "report": report,
     }  # fmt: skip
 
 

@@ -56,7 +56,7 @@ _CAPS = """The longest row that trains (*tokens a step*), and the shortest that 
 by different commands, so compare lengths and not times."""
 _IMAGES = """Documents with 0, 1 and 2 images in turn; *lora* is on decoder and tower. The same eight steps of each
 side are timed, after 8 of TRL and 40 of fastpack, but for *fastpack image rows*.
-*fastpack same memory* recomputes as TRL. *fastpack image rows* packs rows of up to 8,192 tokens."""
+*fastpack same memory* recomputes as TRL, *eager* without graphs. *fastpack image rows*: one row of 8,192 tokens."""
 _START = "Short runs, figures by round, caches empty or *warm*. The first run on the H100 host was slow."
 _NORMS = "Gradient norms are compared, because losses hardly depend on the model."
 CASES = {

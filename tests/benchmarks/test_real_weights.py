@@ -15,8 +15,9 @@ from benchmarks import accuracy
 from benchmarks.__main__ import main
 from benchmarks.accuracy import AGAIN, FLOAT32, SDPA, Training, interval
 from benchmarks.models import build_model, shape_of, word_tokenizer
-from benchmarks.real_weights import TASKS, prefix_reward, train_seeds
+from benchmarks.real_weights import KNOWN, TASKS, prefix_reward, train_seeds
 from benchmarks.records import read, tree_now
+from benchmarks.run import SIDES
 
 ABOUT: dict[str, Any] = {
     "command": "python -m benchmarks real_weights run", "commit": "0123456789", "tree": tree_now(),
@@ -72,9 +73,9 @@ def test_the_list_names_what_has_no_record(
     listed = capsys.readouterr().out
     assert "names lora, fastpack: seeds [2]" in listed
     assert AGAIN not in listed
-    assert "14 runs are left" in listed, "one of TRL and ours, three of four other sides"
+    assert "11 runs are left" in listed, "one of TRL and ours, three of three other sides"
     assert main(["real_weights", *words, "--sides", "trl", FLOAT32]) == 0
-    assert "20 runs are left" in capsys.readouterr().out, "shorter runs are no whole ones, float32 runs if asked for"
+    assert "10 runs are left" in capsys.readouterr().out, "shorter runs are no whole ones, float32 runs if asked for"
 
 
 def test_the_pages_are_rendered_from_the_records(records: list[dict[str, Any]], tmp_path: Path) -> None:
@@ -98,6 +99,11 @@ def test_the_kept_pages_are_what_the_kept_records_say() -> None:
     with Image.open(accuracy.CURVES) as picture:
         assert picture.text["Description"] == accuracy.drawn_from(kept)  # type: ignore[attr-defined]
     assert accuracy.drawn_from(kept) in accuracy.FIGURE.read_text(encoding="utf-8")
+
+
+def test_every_side_is_one_of_the_benchmarks() -> None:
+    assert {*KNOWN} - {AGAIN, FLOAT32} <= SIDES.keys()
+    assert {*KNOWN} <= accuracy.SIDES.keys()
 
 
 def test_the_interval_is_students() -> None:
