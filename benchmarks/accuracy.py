@@ -26,12 +26,12 @@ MARKS = "<!-- accuracy -->", "<!-- /accuracy -->"
 TRL, AGAIN, FLOAT32, LIGER = "trl", "trl again", "trl float32", "trl liger"
 """The side that others are compared with; its seeds once more, as its own nondeterminism; in float32, as what both
 sides round; with other kernels, as the drift that other rounding makes."""
-DEFAULT, SDPA, COMPILED, FP8 = "fastpack", "fastpack sdpa", "fastpack compiled", "fastpack fp8"
-"""Ours; with TRL's attention; with layers compiled in short runs, too; with a base that computes something else."""
+DEFAULT, SDPA, FP8 = "fastpack", "fastpack sdpa", "fastpack fp8"
+"""Ours; with TRL's attention; with a base that computes something else."""
 SIDES = {
     TRL: "TRL", AGAIN: "TRL again", FLOAT32: "TRL in float32", LIGER: "TRL, Liger's kernels",
     SAME_MEMORY: "fastpack, recomputing as TRL", DEFAULT: "fastpack", SDPA: "fastpack, TRL's attention",
-    COMPILED: "fastpack, compiled layers", FP8: "fastpack, FP8 base",
+    FP8: "fastpack, FP8 base",
 }  # fmt: skip
 TRAININGS = {
     f"{task} {mode}": f"{title}, {how}"
