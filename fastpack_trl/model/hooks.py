@@ -5,6 +5,7 @@ Such code gets batches one by one, as TRL makes them; a module with a user's hoo
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -36,8 +37,20 @@ BATCH_METHODS = (
 
 
 def is_users(function: Any) -> bool:
-    """Return whether a hook or a method belongs to the user, by the module that defines its function or class."""
-    return not f"{getattr(_unwrapped(function), '__module__', '')}.".startswith(_LIBRARIES)
+    """Return whether a hook or a method belongs to the user, by the module that defines its function or class.
+
+    `functools.wraps` gives a wrapper the module of what it wraps: each function inside must be a library's, or a
+    decorator of torch or Python.
+    """
+    function = _unwrapped(function)
+    if not f"{getattr(function, '__module__', '')}.".startswith(_LIBRARIES):
+        return True
+    while (scope := getattr(function, "__globals__", None)) is not None:
+        name = str(scope.get("__name__"))
+        if not f"{name}.".startswith((*_LIBRARIES, "torch.")) and name.partition(".")[0] not in sys.stdlib_module_names:
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
 
 
 def _unwrapped(function: Any) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import partial
+from functools import partial, wraps
+from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -11,8 +13,11 @@ import torch
 from hook_material import REGISTER, REGISTER_GLOBAL
 from torch import nn
 from torch.utils.module_tracker import ModuleTracker
+from trainer_material import assert_same_log, build
+from trl import SFTTrainer
 
-from fastpack_trl.model.hooks import HookWatch, PartsHooked, hook_inside, users_hooks_off
+from fastpack_trl import FastSFTTrainer
+from fastpack_trl.model.hooks import HookWatch, PartsHooked, hook_inside, is_users, users_hooks_off
 from fastpack_trl.testing import tiny_model
 
 
@@ -83,3 +88,41 @@ def test_users_hooks_see_nothing_while_they_are_off_and_are_there_again_in_their
             handle.remove()
     assert after == ["new" if name == "gone" else name for name in before] != before
     assert run() == []
+
+
+def clamped(own: Any) -> Any:
+    """A wrapper of the user that has the name and the module of TRL's method."""
+
+    @wraps(own)
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs).clamp(max=2.25)
+
+    return compute_loss
+
+
+def test_a_wrapper_with_the_name_of_a_librarys_method_is_the_users() -> None:
+    own, no_grad = SFTTrainer.compute_loss, torch.no_grad()
+    users = (
+        (wrapper := clamped(own)),
+        MethodType(wrapper, object()),
+        partial(wrapper),
+        no_grad(wrapper),
+        wraps(own)(nothing),
+    )
+    assert [is_users(each) for each in users] == [True] * len(users)
+    assert not any(map(is_users, (own, MethodType(own, object()), partial(own), no_grad(own), SFTTrainer)))
+
+
+@pytest.mark.parametrize("of_class", [False, True])
+def test_a_wrapped_loss_sees_each_micro_batch(of_class: bool, tmp_path: Path) -> None:
+    sides = []
+    for number, kind in enumerate((FastSFTTrainer, SFTTrainer)):
+        mine = type("Mine", (kind,), {"compute_loss": clamped(kind.compute_loss)}) if of_class else kind
+        options = {"packing": True, "gradient_accumulation_steps": 2, "eval_strategy": "no"}
+        trainer = build(mine, tmp_path / str(number), **options)
+        if not of_class:
+            trainer.compute_loss = clamped(trainer.compute_loss)
+        trainer.train()
+        sides.append(trainer)
+    assert "compute_loss" in sides[0].fastpack_report["merge_accumulation"].reason
+    assert_same_log(*sides)
