@@ -137,7 +137,10 @@ def counts_tokens(trainer: Any) -> Iterator[object]:
 
 def _padded_in_sft(trainer: SFTTrainer) -> Iterator[object]:
     yield from counts_tokens(trainer)
-    multiple = trainer.data_collator.pad_to_multiple_of
+    collator = trainer.data_collator
+    numbers = getattr(collator, "return_position_ids", False)
+    yield numbers and "data_collator numbers the positions of the documents in a padded row"
+    multiple = collator.pad_to_multiple_of
     yield multiple and f"pad_to_multiple_of={multiple} asks for padded shapes"
     shifts = getattr(trainer, "_loss_shifts_labels", False)
     yield not shifts and "this model's loss counts the first label of each padded row"

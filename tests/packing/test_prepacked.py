@@ -10,6 +10,7 @@ from datasets import Dataset
 from trainer_material import assert_same_log, build, packed_rows, train
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl import SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from fastpack_trl import FastSFTTrainer
 from fastpack_trl.packing.dataset import check_vocabulary, counted_tokens
@@ -35,6 +36,17 @@ def test_log_is_stocks(options: dict[str, Any], column: str, tmp_path: Path) -> 
         rows = rows.add_column(column, [[token % 3 > 0 for token in ids] for ids in rows["input_ids"]])
     given = {"data": rows, "completion_only_loss": column == "completion_mask", **options}
     assert_same_log(*(train(cls, tmp_path, **given) for cls in BOTH), rtol=5e-5)
+
+
+def test_a_collator_that_numbers_the_positions_of_documents_in_padded_rows_stays(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"data": "packed", "packing": False, "max_length": None, "eval_strategy": "no"}
+    sides = []
+    for cls in BOTH:
+        collator = DataCollatorForLanguageModeling(pad_token_id=0, return_position_ids=True)
+        sides.append(build(cls, tmp_path, trainer={"data_collator": collator}, **given))
+        sides[-1].train()
+    assert "numbers the positions" in sides[0].fastpack_report["batches"].reason
+    assert_same_log(*sides)
 
 
 def test_first_tokens_of_documents_count_in_rows_that_are_one_document(tmp_path: Path) -> None:
