@@ -154,7 +154,8 @@ def rotary_backward_triton(
     outs = [empty_like(grad, *layout) for grad, layout in zip(grads, layouts, strict=True)]
     sums = None
     if of_weights:
-        sums = torch.empty(2, num_programs(cos.device), grads[0].shape[-1], device=cos.device)
+        shape = 2, num_programs(cos.device), grads[0].shape[-1]
+        sums = torch.empty(shape, dtype=torch.float32, device=cos.device)
     others = _inner(*saved[:2]) or grads
     _launch(grads, outs, others, weights, saved[2:] or outs, sums, cos, sin, form, norm, back=True)
     return outs, [None, None] if sums is None else list(sums.sum(1))

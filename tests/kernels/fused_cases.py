@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -143,6 +144,25 @@ def test_rotary(
     assert q_out.is_contiguous() == form.dense
     if with_norm:
         assert len(compare(monkeypatch, turn, [q, k, *weights], eps, (2, 3))) == 4
+
+
+def test_sums_are_exact_in_any_default_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rotary_module, "runs_triton", lambda *given: True)
+    exact = partial(draw, dtype=torch.float32)
+    q, k, weight = exact(2, 300, 3, 16), exact(2, 300, 2, 16), exact(16)
+    cos, sin = exact(2, 1, 300, 16)
+
+    def gradient() -> Tensor:
+        leaf = weight.clone().requires_grad_()
+        out = rotary(q.transpose(1, 2), k.transpose(1, 2), cos, sin, RotaryForm(), NormForm(1e-6), leaf, leaf)
+        return torch.autograd.grad(out[0].square().sum() + out[1].square().sum(), leaf)[0]
+
+    expected = gradient()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(gradient(), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 GATES = [
