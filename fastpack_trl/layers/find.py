@@ -141,7 +141,10 @@ def _parts(module: Any) -> list[Any]:
 def _constants(module: Any) -> tuple[Any, ...]:
     parts = _parts(module)
     values = [
-        (name, _value(value)) for part in parts for name, value in sorted(vars(part).items()) if name not in _INTERNAL
+        (name, _value(value))
+        for part in parts
+        for name, value in sorted(vars(part).items())
+        if name not in _INTERNAL and not name.startswith("_fastpack")  # marks of another trainer
     ]
     kinds = tuple(type(child) for child in module._modules.values())
     shapes = tuple((name, p.dtype, p.shape, p.device) for name, p in module._parameters.items() if p is not None)

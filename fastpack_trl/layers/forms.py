@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from fastpack_trl.kernels.rotary import rotary
 from fastpack_trl.layers.find import OWN, Kind, hooked_inside, linears
 from fastpack_trl.layers.pending import Addend, PendingNorm, Sum, active, running, tensor_of
 from fastpack_trl.layers.proof import SCALES, Case, prove
+from fastpack_trl.model.changes import hand_over
 from fastpack_trl.model.hooks import PartsHooked
 
 Call = Callable[..., Any]
@@ -184,11 +186,16 @@ class _Projection(nn.Module):
     def __init__(self, inputs: int, outputs: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(outputs))
-        self.times, self.dtype = -(-outputs // inputs), dtype
+        self.times, self.dtype, self.keeps = -(-outputs // inputs), dtype, False
 
     def forward(self, x: Tensor) -> Tensor:
         out = torch.cat([x] * self.times, -1)[..., : len(self.weight)] * self.weight.to(x.dtype)
-        return out.to(self.dtype) if torch.is_autocast_enabled(x.device.type) else out
+        return out.to(self.dtype) if torch.is_autocast_enabled(x.device.type) and not self.keeps else out
+
+
+def _keeps_dtype(projection: Any) -> bool:
+    """Return whether a projection has its input's dtype under autocast, too, as those of bitsandbytes have."""
+    return type(getattr(projection, "base_layer", projection)).__name__ in ("Linear4bit", "Linear8bitLt")
 
 
 def _gate(kind: Kind, precision: Precision) -> tuple[Call | None, str]:
@@ -215,12 +222,22 @@ def _gate(kind: Kind, precision: Precision) -> tuple[Call | None, str]:
 
         return run
 
+    keeps = precision.autocast and any(_keeps_dtype(each._modules[name]) for each in kind.modules for name in inward)
+
+    @contextmanager
+    def context(where: Precision, keep: bool) -> Iterator[None]:
+        for stub in stubs.values():
+            stub.keeps = keep
+        with where.context():
+            yield
+
     def trial(where: Precision, forms: Any) -> tuple[Any, str, list[Case]]:
         cases = [
             Case([where.draw(dtype, 2, 16, _WIDTH, scale=scale)],
                  # As the run stores them: their rounding is no error.
-                 [where.draw(where.dtype, len(stub.weight)).float() for stub in stubs.values()], where.context)
-            for dtype, scale in itertools.product(where.dtypes(), SCALES)
+                 [where.draw(where.dtype, len(stub.weight)).float() for stub in stubs.values()],
+                 partial(context, where, keep))
+            for dtype, keep, scale in itertools.product(where.dtypes(), {False, keeps}, SCALES)
         ]  # fmt: skip
         return prove(own, forms, fused, cases)
 
@@ -228,19 +245,25 @@ def _gate(kind: Kind, precision: Precision) -> tuple[Call | None, str]:
     if found is None:
         return None, reason
     (first, *second), form = found
-    proven = frozenset({precision.dtype} if precision.autocast else precision.dtypes())
+    proven = frozenset({precision.dtype, *precision.dtypes()} if keeps or not precision.autocast else {precision.dtype})
+    unfit = set[torch.dtype]()  # of inputs: a call would project them twice
 
     def made_in(x: Tensor) -> torch.dtype:
         kind = x.device.type
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
     def call(self: Any, forward: Any, x: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs or not isinstance(x, Tensor) or hooked_inside(self) or made_in(x) not in proven:
+        if (
+            args or kwargs or not isinstance(x, Tensor) or hooked_inside(self) or made_in(x) not in proven
+            or x.dtype in unfit
+        ):  # fmt: skip
             return forward(self, *(() if x is None else (x,)), *args, **kwargs)
         parts = self._modules
         values = {name: parts[name](x) for name in inward}  # in the order of the model
         gate, up = values[first], values[second[0]] if second else None
         if gate.dtype not in proven or (up is not None and up.dtype != gate.dtype):
+            unfit.add(x.dtype)
+            hand_over(self, "fused_layers", f"{kind.name}: its projections return {gate.dtype} for {x.dtype}")
             return forward(self, x)
         return parts[down](gated(gate, up, form))
 

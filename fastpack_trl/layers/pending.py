@@ -138,8 +138,9 @@ class Addend(Pending):
         return self.x
 
     def can_join(self, other: Any) -> bool:
-        """Return whether a kernel adds it to `other`."""
-        return isinstance(other, Tensor) and (other.shape, other.dtype) == (self.shape, self.dtype)
+        """Return whether a kernel adds it to `other`; without its gradient it cannot (`tensor` raises why)."""
+        is_alike = isinstance(other, Tensor) and (other.shape, other.dtype) == (self.shape, self.dtype)
+        return is_alike and torch.is_grad_enabled() == self._has_grad
 
 
 class Sum(Pending):

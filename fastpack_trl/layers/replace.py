@@ -49,7 +49,12 @@ class FusedLayers:
 
 @contextmanager
 def fused_layers(
-    model: nn.Module, *, dtype: torch.dtype, autocast: bool, gathers: bool = False
+    model: nn.Module,
+    *,
+    dtype: torch.dtype,
+    autocast: bool,
+    gathers: bool = False,
+    device: torch.device | None = None,
 ) -> Iterator[FusedLayers]:
     """Run fused norms, rotations and gates in the layers of `model` whose classes prove equal on its device.
 
@@ -57,9 +62,10 @@ def fused_layers(
         dtype: that the run computes in.
         autocast: the dtype is that of autocast, else that of the weights.
         gathers: weights are sharded and gathered in it.
+        device: that the run computes on, if the weights come there later, as under FSDP 2.
     """
     table = token_table(text_model(model)).weight
-    precision = Precision(dtype, autocast, table.device, table.dtype, gathers)
+    precision = Precision(dtype, autocast, device or table.device, table.dtype, gathers)
     report = FusedLayers()
     kinds, refused = kinds_of(model)
     for part, name, reason in refused:
