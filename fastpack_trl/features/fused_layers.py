@@ -33,7 +33,8 @@ def install(run: Run) -> Iterator[None]:
     dtype = run.compute_dtype or text_model(run.model).dtype
     autocast, gathers = run.compute_dtype is not None, run.is_sharded
     reference = getattr(run.trainer, "ref_model", None)
-    apply = partial(fused_layers, dtype=dtype, autocast=autocast, gathers=gathers, device=run.device)
+    device = getattr(run.trainer.accelerator, "device", None)  # a forecast has none
+    apply = partial(fused_layers, dtype=dtype, autocast=autocast, gathers=gathers, device=device)
     same: AbstractContextManager[Any] = (
         nullcontext() if reference is None else apply(run.trainer.accelerator.unwrap_model(reference))
     )
