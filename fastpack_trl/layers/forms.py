@@ -22,6 +22,7 @@ from fastpack_trl.layers.find import OWN, Kind, hooked_inside, linears
 from fastpack_trl.layers.pending import Addend, PendingNorm, Sum, active, running, tensor_of
 from fastpack_trl.layers.proof import SCALES, Case, prove
 from fastpack_trl.model.changes import hand_over
+from fastpack_trl.model.facts import inside_peft
 from fastpack_trl.model.hooks import PartsHooked
 
 Call = Callable[..., Any]
@@ -195,7 +196,7 @@ class _Projection(nn.Module):
 
 def _keeps_dtype(projection: Any) -> bool:
     """Return whether a projection has its input's dtype under autocast, too, as those of bitsandbytes have."""
-    return type(getattr(projection, "base_layer", projection)).__name__ in ("Linear4bit", "Linear8bitLt")
+    return type(inside_peft(projection)).__name__ in ("Linear4bit", "Linear8bitLt")
 
 
 def _gate(kind: Kind, precision: Precision) -> tuple[Call | None, str]:
