@@ -59,10 +59,11 @@ REGIONS = {"BACKEND": "INDUCTOR", "USE_REGIONAL_COMPILATION": "true"}
 FSDP = ("--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
 
 
-def with_flash_attn_4(trainer: Any, within: Callable[[Any], Any] = contextlib.nullcontext) -> Any:
-    """Give TRL's model transformers' own interface of FlashAttention-4, then enter `within`."""
+@contextlib.contextmanager
+def with_flash_attn_4(trainer: Any) -> Iterator[None]:
+    """Give TRL's model transformers' own interface of FlashAttention-4."""
     trainer.model.set_attn_implementation("flash_attention_4")
-    return within(trainer)
+    yield
 
 
 @contextlib.contextmanager
@@ -131,7 +132,6 @@ SIDES = {
     "trl": Side(),
     "trl compiled": Side(around=compiled_regions),
     "trl flash-attn-4": Side(around=with_flash_attn_4),
-    "trl compiled flash-attn-4": Side(around=partial(with_flash_attn_4, within=compiled_regions)),
     "trl flash-linear-attention": Side(),
     "trl liger": Side(fields={"use_liger_kernel": True}),
     "trl offload": Side(fields={"activation_offloading": True}),
