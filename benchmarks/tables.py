@@ -418,7 +418,7 @@ def _start(rows: Mapping[str, Mapping[str, Side]], records: Sequence[Run]) -> st
     short = sides_of(run for run in newest(records) if run["machine"]["device"] == "cuda" and run.get("run") == 20)
     for sides in short.values():
         gains = [one.times(two, whole=True) for one, two in zip(sides[OURS].rounds, sides["trl"].rounds, strict=False)]
-        said += f"Runs of only 20 steps gain {min(gains):.1f}x to {max(gains):.1f}x. "
+        said += f"Runs of 20 steps gain {min(gains):.1f}x to {max(gains):.1f}x. "
     return said
 
 
