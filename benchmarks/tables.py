@@ -87,6 +87,7 @@ LEFT = "row", "side", "ms a step", "quartiles", "rounds, ms", "tokens a step", "
 RIGHT = ("first step, s", "whole run, ms a step", "whole run, times", "loss apart", "peak, GiB", "launches", "idle",
          "commit")  # fmt: skip
 """Columns of a table; between them is one for each side that the others are compared with."""
+PUBLISHED = Path(__file__).with_name("published.json")
 README_ROWS = {
     "qwen3-8b lora 4096": ("Qwen3-8B LoRA", "8B\nLoRA"),
     "qwen3-14b nf4 4096": ("Qwen3-14B QLoRA", "14B\nQLoRA"),
@@ -304,7 +305,20 @@ def page(records: Sequence[Run]) -> str:
     if losers := list(little(records)):
         said = f"In these rows fastpack is less than {LITTLE} times as fast as another side."
         parts += ["## Where it does not help", said, grid("row | device | side | other side | >times", losers)]
+    others = json.loads(PUBLISHED.read_text(encoding="utf-8"))
+    if beside := list(published(records, others["figures"])):
+        columns = f"training | others, tokens/s | their batch | >fastpack, tokens/s | source, read {others['read']}"
+        parts += ["## Beside others", others["text"], grid(columns, beside)]
     return "\n\n".join(parts)
+
+
+def published(records: Iterable[Run], figures: Iterable[Mapping[str, str]]) -> Iterator[list[str]]:
+    """Yield figures that others have published, beside that of our row of the same model and adapters."""
+    found = sides_of(run for run in newest(records) if run["machine"]["device"] == "cuda")
+    for one in figures:
+        if ours := found.get(one["row"], {}).get(OURS):
+            speed = f"{(ours.tokens or 0) / ours.step:,.0f} ({one['row']}, {gpu_of(ours)})"
+            yield [one["training"], one["others"], one["setting"], speed, one["source"]]
 
 
 def _sources(records: Sequence[Run]) -> list[str]:
@@ -350,6 +364,11 @@ def readme_rows(records: Sequence[Run]) -> dict[str, dict[str, Side]]:
     return {row: sides[row] for row in (*README_ROWS, EXTREME) if {"trl", OURS} <= sides.get(row, {}).keys()}
 
 
+def gpu_of(side: Side) -> str:
+    """Return the name of a GPU in a sentence: ``H100``."""
+    return str(side.runs[0]["machine"]["gpu"]).removeprefix("NVIDIA ").partition(" ")[0]
+
+
 def _speed(sides: Mapping[str, Side], name: str) -> str:
     """Return how many times as fast as TRL's a whole run is: ``2.9x``."""
     if name not in sides:
@@ -367,12 +386,11 @@ def pitch(records: Sequence[Run]) -> str:
     if SAME_MEMORY not in sides or row not in README_ROWS:
         return f"{said} loss in less time."
     gib = [f"{sides[name].peak:.0f}" for name in ("trl", OURS, SAME_MEMORY)]
-    device = sides["trl"].runs[0]["machine"]["gpu"].removeprefix("NVIDIA ").partition(" ")[0]
     fast, lean = (_speed(sides, name) for name in (OURS, SAME_MEMORY))
     return (
-        f"{said} loss in less time. On one {device}, {README_ROWS[row][0]} runs **{fast} as fast** by default, in "
-        f"{gib[1]} GiB of GPU memory instead of {gib[0]}, and **{lean} as fast** in {gib[2]} GiB if it recomputes "
-        "activations as TRL does. Runs of under 100 steps gain less."
+        f"{said} loss in less time. On one {gpu_of(sides[OURS])}, {README_ROWS[row][0]} runs **{fast} as fast** by "
+        f"default, in {gib[1]} GiB of GPU memory instead of {gib[0]}, and **{lean} as fast** in {gib[2]} GiB if it "
+        "recomputes activations as TRL does. Runs of under 100 steps gain less."
     )
 
 

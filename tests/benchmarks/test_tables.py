@@ -107,6 +107,10 @@ def test_no_speed_is_shown_if_losses_differ_early_unless_documents_leak() -> Non
 
 def test_what_was_not_measured_or_failed_is_not_shown() -> None:
     assert (tables.readme([]), "##" in tables.page([])) == ("Nothing is measured.", False)
+    assert (
+        "12,473 (H100, Llama 3 8B) | 2 x 4,096 full rows, mock data | 8,192 (qwen3-8b lora 4096, X) |"
+        in tables.page([run_of("trl"), run_of("fastpack", 0.5)])
+    ), "others' figures beside ours"
     text = tables.table("sft", [run_of("fastpack", peak_gib=None), run_of("trl", peak_gib=None)])
     assert [line.split(" | ")[1] for line in text.splitlines()[2:]] == ["trl", "fastpack"], "in one order"
     assert "peak" not in text
