@@ -320,7 +320,7 @@ def measure(args: Namespace) -> Iterator[dict[str, Any]]:
                         caches = tempfile.mkdtemp(dir=folder)
                     # Of one step on images TRL's profile has half a million events, which take minutes to read.
                     looks = number == 0 and (row.case != "images" or SIDES[side].ours)
-                    options = {"steps": steps_of(row, args.steps), "profiled": 3 * (looks or args.profile)}
+                    options = {"steps": steps_of(row, args.steps), "profiled": int(looks or args.profile)}
                     start = partial(launcher, row, side, args, caches, **options)
                     found = run_once(name, side, args, start)
                     yield {"case": row.case, "row": name, "side": side, "round": number, **processes, **found, **about}
