@@ -27,6 +27,7 @@ MARKS = "<!-- results -->", "<!-- /results -->"
 PITCH, TABLES = ("<!-- pitch -->", "<!-- /pitch -->"), ("<!-- tables -->", "<!-- /tables -->")
 OURS, SAME_MEMORY = "fastpack", "fastpack same memory"
 TUNED = {"trl flash-attn-4": "FlashAttention-4", "trl liger": "Liger", "trl compiled": "`torch_compile`"}
+KERNELS = "flash-attn-4", "flash-linear-attention"
 COMPARED = 24
 """Steps whose losses are compared: later on, two runs of one side in bf16 drift apart as well."""
 CEILING = 2e-3
@@ -34,6 +35,8 @@ CEILING = 2e-3
 LITTLE = 1.05
 LEAKS = "gpt-oss"
 """Model whose packed documents see each other under TRL, so its losses differ."""
+OTHER_BATCHES = "fastpack image rows"
+"""Side whose steps hold other documents than those of TRL, so that losses of one step cannot be compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,8 @@ _CAPS = """The longest row that trains (*tokens a step*), and the shortest that 
 by different commands, so compare lengths and not times."""
 _IMAGES = """Documents with 0, 1 and 2 images in turn; *lora* is on decoder and tower. The same eight steps of each
 side are timed, after 8 of TRL and 40 of fastpack, but for *fastpack image rows*.
-*fastpack same memory* recomputes as TRL, *eager* without graphs. *fastpack image rows*: one row of 8,192 tokens."""
+*fastpack same memory* recomputes as TRL, *eager* without graphs. *fastpack image rows* trains one row of 8,192 tokens a
+step, packed across the data set, so compare its tokens/s; below the table is how long the data took to count."""
 _START = "Short runs, figures by round, caches empty or *warm*. An H100 host was slow in its first run."
 _TEXT = (
     "Code, one packed row a step; *2x4*: 4 batches of 2, not packed. *whole*: all layers; *experts*: LoRA on them too."
@@ -169,8 +173,10 @@ class Side:
     def apart(self, other: Side) -> float | None:
         """Return the largest relative difference of a loss of the same early step, in any round; inf with a NaN.
 
-        None if none was logged by both. For preference and online trainers of a gradient norm.
+        None if none was logged by both, or steps hold other documents. For preference trainers of a gradient norm.
         """
+        if OTHER_BATCHES in (self.runs[0]["side"], other.runs[0]["side"]):
+            return None
         name = "grad_norms" if self.runs[0]["case"] == "preference" else "losses"
         theirs = other.runs[0].get(name) or {}
         found = [
@@ -289,7 +295,7 @@ def _cells(case: str, sides: Mapping[str, Side], name: str) -> Iterator[tuple[st
     if profile := run.get("profile"):
         yield "launches", f"{profile['launches']:,.0f}"
         idle = 1 - profile["busy_seconds"] / side.step
-        if idle >= 0:  # else the profiled steps were longer than the others
+        if idle >= 0 and case != "images":  # there, and if below 0, the profiled step is not like the others
             yield "idle", f"{idle:.0%}"
 
 
@@ -329,9 +335,10 @@ def _sources(records: Sequence[Run]) -> list[str]:
     """Return a line per command: what measured it, where, when, and of which code."""
     found: dict[str, None] = {}
     more = dict[str, dict[str, None]]()
-    for run, name in ((run, name) for run in records for name in ("flash-attn-4", "flash-linear-attention")):
-        if installed := run.get(name.replace("-", "_")):
-            more.setdefault(run["command"], {})[f", {name} {installed}"] = None
+    for run in records:
+        counted = (run.get("report") or {}).get("image rows")
+        told = {"image rows:": counted} | {name: run.get(name.replace("-", "_")) for name in KERNELS}
+        more.setdefault(run["command"], {}).update({f", {name} {fact}": None for name, fact in told.items() if fact})
     for run in records:
         machine, versions = run["machine"], run["versions"]
         where = "" if "gpu" in machine else f"{machine['processor']}, threads: {machine['threads']}, "
@@ -525,15 +532,8 @@ def draw(records: Sequence[Run], file: Path) -> None:
                 at = place + 0.21 * (index - (len(names) - 1) / 2)
                 value = sides[name].times(sides["trl"], whole=True) if axes is speed else sides[name].peak
                 bars[name] = axes.bar(at, value, 0.19, color=COLORS[name])
-                axes.annotate(
-                    f"{value:.{int(axes is speed)}f}",
-                    (at, value),
-                    (0, 2),
-                    textcoords="offset points",
-                    ha="center",
-                    fontsize=8,
-                    color=INK,
-                )
+                told, above = f"{value:.{int(axes is speed)}f}", {"xytext": (0, 2), "textcoords": "offset points"}
+                axes.annotate(told, (at, value), ha="center", fontsize=8, color=INK, **above)
     for axes, title in ((speed, "speed, TRL = 1 (higher is faster)"), (memory, "peak memory, GiB")):
         plain(axes, title)
         axes.set_xticks(range(len(rows)), [README_ROWS[row][1] for row in rows])
