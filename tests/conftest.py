@@ -120,12 +120,14 @@ def _leave_out(patch: pytest.MonkeyPatch) -> None:
 
 
 _FIRST = (
-    "test_trl_cases", "test_fsdp2", "test_ranks", "test_ddp", "test_notebooks", "test_two_ranks",
+    "test_triton", "test_many_ranks", "test_trl_cases", "test_fsdp2", "test_users_compile", "test_ranks", "test_ddp",
+    "test_notebooks", "test_two_ranks",
     "test_users_hooks", "test_capture_changes", "test_sft_command", "test_run",
     "test_nested", "test_capture", "test_capture_limits", "test_trl_examples", "test_forecast",
     "test_activation_memory", "test_without_bf16", "test_moved_names", "test_package", "test_pages",
     "test_unreadable_models", "test_packed_inputs", "test_lora_quantized", "test_gemma4", "test_quantized_experts",
     "test_moe_compile", "test_random_runs", "test_quickstart", "test_docs",
+    "test_packing", "test_no_wait", "test_step_plans", "test_real_weights", "test_garbage",
 )  # fmt: skip
 """Files of few tests that take 13 to 110 seconds; at the end one process would wait for another's."""
 

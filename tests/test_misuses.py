@@ -85,8 +85,6 @@ COMMANDS = [
     ),
     Misuse("sft --config {yaml}", "did you mean 'packed_attention'?", "packed_atention: auto"),
     Misuse("sft --config {yaml}", "'sequence_len'; did you mean 'max_length'?", "sequence_len: 64"),
-    Misuse("sft --config {yaml}", "sft.yaml: max_length='abc' must be a whole number", "max_length: abc"),
-    Misuse("sft --config {yaml}", "max_length=0 must be >= 1", "max_length: 0"),
     Misuse("sft --config {yaml}", ", column 1 is not valid YAML: expected ',' or ']'", "packing: [true"),
     Misuse("sft --config {yaml}", "moe_quantize_experts='on' needs moe", "moe_quantize_experts: true\nmoe: off"),
     Misuse("sft --config {yaml}", "data 'absent.jsonl' does not exist", "dataset_name: absent.jsonl"),

@@ -30,8 +30,8 @@ TINY = {
     "dpo tiny-qwen3 8": ("trl", "fastpack"),
     "grpo tiny-qwen3 8": ("trl", "fastpack"),
     "metadata tiny-qwen3 full 256": ("metadata per layer", "metadata once", "packed kernel"),
-    "images tiny-qwen2.5-vl lora 4": ("trl", "fastpack padded", "fastpack same memory", "fastpack"),
-    "routing tiny-gpt-oss frozen 64": ("expert by expert", "one sort", "fastpack same memory"),
+    "images tiny-qwen2.5-vl lora 4": ("trl", "fastpack"),
+    "routing tiny-gpt-oss frozen 64": ("expert by expert", "one sort"),
 }
 
 

@@ -18,9 +18,7 @@ from fastpack_trl.testing import tiny_model
 UNMERGED, MERGED = {"merge_accumulation": "off"}, {"merge_accumulation": "on"}
 ACCUMULATED = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2, "max_steps": 12}
 RUNS: dict[str, tuple[dict[str, Any], int]] = {
-    "llama": ({"family": "llama"}, 6),
     "gemma3-lora": ({"family": "gemma3_text", "lora": True}, 6),
-    "qwen3_moe": ({"family": "qwen3_moe"}, 6),
     "qwen3_moe-lora": ({"family": "qwen3_moe", "lora": True}, 6),
     "gpt_oss": ({"family": "gpt_oss"}, 6),
     "micro-batches": (ACCUMULATED | {"fast": UNMERGED}, 2 * 3 * 5),

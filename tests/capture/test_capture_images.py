@@ -24,10 +24,7 @@ from vision_material import image_data
 from fastpack_trl.model.facts import backbones
 
 RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    **{
-        family: (family, {}, {})
-        for family in ("qwen2_5_vl", "llava", "mistral3", "internvl", "smolvlm", "qwen3_5", "qwen3_vl", "gemma3")
-    },
+    **{family: (family, {}, {}) for family in ("qwen2_5_vl", "llava", "qwen3_5", "qwen3_vl", "gemma3")},
     "qwen3_vl-lora": ("qwen3_vl", LORA, {}),
     "qwen2_5_vl-lora": ("qwen2_5_vl", LORA, {"fused_layers": "on"}),
     "llava-lora": ("llava", LORA | {"gradient_checkpointing": True}, {}),

@@ -158,7 +158,7 @@ def uneven() -> None:
         {"data": empty},
         {"data": empty, "max_steps": -1, "num_train_epochs": 1, **accumulated},
         {"callbacks": lambda: [At(0, "freeze"), At(5, "unfreeze")], "lora": False, "ddp_find_unused_parameters": True},
-        {"callbacks": lambda: [At(5, "swap data")], "max_steps": 14},
+        {"callbacks": lambda: [At(5, "swap data")], "max_steps": 10},
     ):
         ours, _ = both(**options)
         assert line(ours).path == "captured", (options, line(ours))
@@ -176,7 +176,7 @@ def hook_of(rank: int) -> Callable[..., None]:
 
 def one_changes() -> None:
     """A hook that one rank gets: before the ranks agree all stay with DDP, later that rank alone runs eager."""
-    ours, _ = both(callbacks=lambda: [At(1, hook_of(1))])
+    ours, _ = both(callbacks=lambda: [At(1, hook_of(1))], max_steps=5)
     assert line(ours).path == "eager"
     reason = "hook" if dist.get_rank() else "rank 1: micro-steps run eager"
     assert reason in line(ours).reason, line(ours)
@@ -216,7 +216,7 @@ def refused() -> None:
         (None, {"ddp_static_graph": True, "ddp_find_unused_parameters": False}, "ddp_static_graph"),
         (unused, {}, "base_model.model.unused has no gradient"),
     ):
-        ours, _ = both(prepare=prepare, **options)
+        ours, _ = both(prepare=prepare, max_steps=5, **options)
         assert reason in line(ours).reason, line(ours)
         assert line(ours).path == "eager"
         assert "replay" not in ours.device_log

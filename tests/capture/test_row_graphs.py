@@ -48,7 +48,7 @@ def uneven_completions() -> Dataset:
 
 
 RUNS: dict[str, dict[str, Any]] = {
-    **{key: {"lora": True} for key in ("DPO-lora", "KTO", "Reward-lora", "GRPO")},
+    **{key: {"lora": True} for key in ("DPO-lora", "Reward-lora", "GRPO")},
     **{key: {"lora": False} for key in ("Reward-full", "RLOO")},
     "DPO-full": {"lora": False, "gradient_checkpointing": True},
     "DPO-accumulated": {"lora": True, "gradient_accumulation_steps": 2},

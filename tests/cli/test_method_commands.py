@@ -33,16 +33,12 @@ PAIR = {"prompt": "the quick", "chosen": " brown fox", "rejected": " lazy dog"}
 ROWS: Mapping[str, Mapping[str, object]] = {
     "sft": {"prompt": "the quick brown", "completion": " fox"},
     "sft, messages": {"messages": QUESTION + ANSWERS[0]},
-    "sft, a completion of messages": {"prompt": QUESTION, "completion": ANSWERS[0]},
     "sft, conversations": {
         "conversations": [{"from": turn["role"], "value": turn["content"]} for turn in QUESTION + ANSWERS[0]]
     },
     "sft, tokens": {"input_ids": [5, 6, 7, 8, 9]},
     "dpo": PAIR,
-    "dpo, messages": {"prompt": QUESTION, "chosen": ANSWERS[0], "rejected": ANSWERS[1]},
-    "dpo, implicit prompt": {"chosen": QUESTION + ANSWERS[0], "rejected": QUESTION + ANSWERS[1]},
     "reward": PAIR,
-    "reward, tokens": {"chosen_ids": [5, 6, 7], "rejected_ids": [5, 8]},
     "kto": {"prompt": "the quick", "completion": " brown fox", "label": True},
     "kto, pairs": PAIR,
     "grpo": {"prompt": "the quick brown"},

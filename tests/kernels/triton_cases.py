@@ -39,7 +39,7 @@ def twin(function: Any, *values: Any, **named: Any) -> list[Any]:
 @pytest.mark.parametrize("shape", [(1, 4), (3, 65), (64, 64), (33 if DEVICE == "cuda" else 5, 1037)])
 @pytest.mark.parametrize("blocksize", [64, 4096])
 @pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
-@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("kind", ["nf4", "fp4"] if DEVICE == "cuda" else ["nf4"])  # they differ in the table `code`
 @DTYPES
 def test_4bit_weights(dtype: torch.dtype, kind: str, nested: bool, blocksize: int, shape: tuple[int, int]) -> None:
     functional = pytest.importorskip("bitsandbytes.functional")

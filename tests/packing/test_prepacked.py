@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +20,21 @@ PADDING_FREE = {"padding_free": True, "max_length": None}
 BOTH = (FastSFTTrainer, SFTTrainer)
 
 
-@pytest.mark.parametrize("column", ["", "labels", "assistant_masks", "completion_mask"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_length": 24, "gradient_accumulation_steps": 2},
-        {"max_length": 24, "truncation_mode": "keep_end", "pad_to_multiple_of": 8},
-        PADDING_FREE,
-        {"max_length": 24, "packing": True},
-    ],
-    ids=["cut", "end", "documents", "packed"],
-)
-def test_log_is_stocks(options: dict[str, Any], column: str, tmp_path: Path) -> None:
+FORMS: dict[str, dict[str, Any]] = {
+    "cut": {"max_length": 24, "gradient_accumulation_steps": 2},
+    "end": {"max_length": 24, "truncation_mode": "keep_end", "pad_to_multiple_of": 8},
+    "documents": PADDING_FREE,
+    "packed": {"max_length": 24, "packing": True},
+}
+MASKED = [(form, mask) for form in ("cut", "packed") for mask in ("assistant_masks", "completion_mask")]
+
+
+@pytest.mark.parametrize(("form", "column"), [*product(FORMS, ("", "labels")), *MASKED])
+def test_log_is_stocks(form: str, column: str, tmp_path: Path) -> None:
     rows = packed_rows(40, 3, labels=column == "labels")
     if "mask" in column:
         rows = rows.add_column(column, [[token % 3 > 0 for token in ids] for ids in rows["input_ids"]])
-    given = {"data": rows, "completion_only_loss": column == "completion_mask", **options}
+    given = {"data": rows, "completion_only_loss": column == "completion_mask", **FORMS[form]}
     assert_same_log(*(train(cls, tmp_path, **given) for cls in BOTH), rtol=5e-5)
 
 

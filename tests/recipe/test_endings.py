@@ -81,11 +81,8 @@ class At(TrainerCallback):
 
 
 MOMENTS: dict[str, tuple[str, int, int]] = {
-    "forward": ("register_forward_hook", 1, 2),
     "backward": ("register_full_backward_hook", 0, 1),
     "between micro-batches": ("on_substep_end", 1, 2),
-    "before the optimizer": ("on_pre_optimizer_step", 0, 1),
-    "in the optimizer": ("on_optimizer_step", 4, 5),
     "evaluation": ("on_prediction_step", 2, 2),
     "saving": ("on_save", 4, 4),
     "logging": ("on_log", 3, 3),
@@ -168,7 +165,6 @@ train(sys.argv[3:], callbacks=[type("Hangs", (TrainerCallback,), {sys.argv[1]: h
     [
         ("on_init_end", "15 15 15", 1),
         ("on_prediction_step", "15 15 15", -signal.SIGTERM),
-        ("on_save", "15 15 15", -signal.SIGTERM),
         ("on_step_begin", "15 2", -signal.SIGINT),
     ],
 )

@@ -29,7 +29,7 @@ def scoring(name: str, **more: Any) -> Maker:
 
 
 MAKERS = {"sft packed": sft(packing=True), "sft": sft(), "dpo with reference": scoring("DPO", lora=False)}
-MAKERS |= {name.lower(): scoring(name) for name in ("Reward", "KTO", "RLOO")}
+MAKERS["rloo"] = scoring("RLOO")
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)

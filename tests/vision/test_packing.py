@@ -108,7 +108,7 @@ def test_a_run_resumes_at_its_row_as_trls_does(tmp_path: Path) -> None:
 def test_spawned_workers_make_the_same_rows(family: str, packed: dict[str, Any], tmp_path: Path) -> None:
     """They get the collator by pickle: positions of the model's class, blocks, and the processor."""
     model, data = composite(family), image_data(family=family)
-    spawned = {"dataloader_num_workers": 2, "dataloader_multiprocessing_context": "spawn"}
+    spawned = {"dataloader_num_workers": 1, "dataloader_multiprocessing_context": "spawn"}
 
     def go(**more: Any) -> Any:
         return run(FastSFTTrainer, FastSFTConfig, tmp_path, family, model, data, **packed, **more)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,11 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "idefics3"])
+BY_FAMILY = product(("no images", "two images", "checkpointed LoRA"), ("qwen2_5_vl", "gemma3", "idefics3"))
+ONCE = [("chats", "qwen2_5_vl"), ("turns", "qwen2_5_vl"), ("fused", "qwen2_5_vl"), ("workers", "gemma3")]
+
+
+@pytest.mark.parametrize(("mode", "family"), [*BY_FAMILY, *ONCE])
 def test_modes_of_runs_learn_as_padded_batches(family: str, mode: str, tmp_path: Path) -> None:
     given, fields = MODES[mode]
     model, data = composite(family, torch.float64), image_data(family=family, **given)
