@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from trl import SFTConfig
 
-from fastpack_trl import FastDPOConfig, FastGRPOConfig, FastSFTConfig
+from fastpack_trl import FastSFTConfig
 from fastpack_trl.attention.backends import BACKENDS
 from fastpack_trl.config import _CHOICES, Settings
 
@@ -94,9 +94,3 @@ def test_levels_that_recompute_nothing_go_with_no_checkpointing() -> None:
             given = {"gradient_checkpointing": False, "gradient_checkpointing_kwargs": how, "use_cpu": True}
             FastSFTConfig(bf16=False, activation_memory=level, **given)
     FastSFTConfig(use_cpu=True, bf16=False, activation_memory="offload", checkpoint_offload="single_buffer")
-
-
-@pytest.mark.parametrize("config", [FastSFTConfig, FastDPOConfig, FastGRPOConfig])
-def test_an_unknown_field_is_an_unexpected_keyword(config: type, tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="unheard_of"):
-        config(output_dir=str(tmp_path), use_cpu=True, bf16=False, unheard_of=1)

@@ -12,7 +12,6 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from preference_material import assert_same, build, trained
-from trainer_material import assert_line, callback
 
 import fastpack_trl
 
@@ -74,15 +73,3 @@ def test_captured_runs_equal_eager_ones(case: str, tmp_path: Path, devices: Any)
     expected = trained(eager.model)
     for key, value in trained(ours.model).items():
         torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-6)
-
-
-def test_a_hook_of_the_user_ends_it_by_name(tmp_path: Path, devices: Any) -> None:
-    def hook(state: Any, model: Any) -> None:
-        if state.global_step == 5:
-            mlp = model.get_base_model().model.layers[0].mlp
-            mlp.register_forward_hook(lambda *_: seen.append(state.global_step))
-
-    seen: list[int] = []
-    ours = run("DPO", tmp_path, devices, trainer={"callbacks": [callback("on_step_begin", hook)()]})
-    assert seen, "the hook runs for each forward"
-    assert_line(ours, "cuda_graph", "does not run in a replay: remove it", status="off")

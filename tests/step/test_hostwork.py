@@ -124,39 +124,6 @@ def test_a_subclass_that_looks_at_the_loss_sees_it_as_it_is(tmp_path: Path) -> N
     assert "training_step of Looks may look at the loss" in trainer.fastpack_report["sync_free"].reason
 
 
-class Modes(TrainerCallback):
-    """After the second step part of the model, then all of it, is in evaluation mode; stock's next step resets both."""
-
-    def __init__(self) -> None:
-        self.in_step: list[bool] = []
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.hook = model.get_output_embeddings().register_forward_pre_hook(lambda *_: None)
-        backbone = model.base_model
-        self.watch = backbone.register_forward_hook(
-            lambda *_: self.in_step.append(all(module.training for module in model.modules()))
-        )
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if state.global_step == 2:
-            model.base_model.layers[1].mlp.eval()
-        if state.global_step == 3:
-            model.eval()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.watch.remove()
-
-
-def test_modes_that_somebody_changed_are_set_again(tmp_path: Path) -> None:
-    modes = Modes()
-    train(
-        FastSFTTrainer, tmp_path, model=tiny_model("qwen3").eval(), packing=True, max_steps=6, eval_strategy="no",
-        gradient_accumulation_steps=2, trainer={"callbacks": [modes]}, fast=APART,
-    )  # fmt: skip
-    assert len(modes.in_step) >= 10
-    assert all(modes.in_step)
-
-
 class Walks(TrainerCallback):
     """Counts the walks over the whole model in the last step."""
 
@@ -240,10 +207,19 @@ def _adds_dropout(model: Any, optimizer: Any) -> None:
     model.base_model.layers[0].dropout = nn.Dropout(0.5).eval()
 
 
+def _evaluates_a_part(model: Any, optimizer: Any) -> None:
+    model.base_model.layers[1].mlp.eval()
+
+
+def _evaluates(model: Any, optimizer: Any) -> None:
+    model.eval()
+
+
 CHANGES = {
     "a layer": _inserts_a_layer, "a head": _new_head,
     "a head written past registration": functools.partial(_new_head, registered=False),
     "another parameter": _trains_another, "an unfrozen parameter": _unfreezes, "dropout": _adds_dropout,
+    "a part in evaluation mode": _evaluates_a_part, "evaluation mode": _evaluates,
 }  # fmt: skip
 
 

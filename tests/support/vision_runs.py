@@ -13,21 +13,11 @@ from vision_material import processor
 
 
 def run(
-    cls: Any,
-    config: Any,
-    folder: Path,
-    family: str,
-    model: Any,
-    data: Dataset,
-    resume: bool = False,
-    train: bool = True,
-    **fields: Any,
-) -> Any:
-    more = {
-        name: fields.pop(name)
-        for name in ("peft_config", "eval_dataset", "callbacks", "data_collator")
-        if name in fields
-    }
+    cls: Any, config: Any, folder: Path, family: str, model: Any, data: Dataset,
+    resume: bool = False, train: bool = True, **fields: Any,
+) -> Any:  # fmt: skip
+    own = ("peft_config", "eval_dataset", "callbacks", "data_collator", "ref_model")
+    more = {name: fields.pop(name) for name in own if name in fields}
     base = {"max_length": None, "max_steps": 2, "eval_strategy": "no", "optim": "sgd", "learning_rate": 1.0}
     base |= {"max_grad_norm": 1e9, "lr_scheduler_type": "constant"}
     args = config(**settings(folder, **base | fields))

@@ -136,15 +136,7 @@ def test_a_limit_that_cuts_placeholders_is_named(family: str, tmp_path: Path) ->
 @pytest.mark.parametrize("kind", BAD)
 def test_a_bad_image_is_named_by_its_row(kind: str, fields: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(Exception) as raised:  # noqa: PT011 - of the processor
-        run(
-            FastSFTTrainer,
-            FastSFTConfig,
-            tmp_path,
-            "qwen2_5_vl",
-            composite("qwen2_5_vl"),
-            BAD[kind](),
-            max_steps=1,
-            **fields,
-        )
+        model, steps = composite("qwen2_5_vl"), {"max_steps": 1}
+        run(FastSFTTrainer, FastSFTConfig, tmp_path, "qwen2_5_vl", model, BAD[kind](), **steps | fields)
     text = str(raised.value) + str(getattr(raised.value, "__notes__", ""))
     assert "in row 1 of the data set" in text, text

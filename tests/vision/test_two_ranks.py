@@ -61,15 +61,8 @@ def test_two_ranks_learn_as_trls_under_fsdp2() -> None:
     The head is frozen: TRL gathers it past its unit, and its gradient is that of one rank.
     """
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    cases = [
-        ("qwen2_5_vl", 1),
-        ("mistral3", 1),
-        ("gemma3", 1),
-        ("qwen2_5_vl", None),
-        ("qwen3_vl", None),
-        ("gemma3", None),
-    ]
-    for family, images in cases:
+    cases = {1: ("qwen2_5_vl", "mistral3", "gemma3"), None: ("qwen2_5_vl", "qwen3_vl", "gemma3")}
+    for images, family in ((images, family) for images, families in cases.items() for family in families):
         model, data = composite(family), image_data(family=family, images=images)
         model.lm_head.requires_grad_(False)
         more = FIELDS | {"eval_dataset": data.select(range(4)), "eval_strategy": "steps", "eval_steps": 2}
