@@ -444,7 +444,7 @@ def _start(rows: Mapping[str, Mapping[str, Side]], records: Sequence[Run]) -> st
         for sides in rows.values()
     ]
     later = max(max(ours) - min(theirs) for ours, theirs in firsts)
-    said = f"The first step takes up to {later:.0f} s longer. "
+    said = f"First steps here take up to {later:.0f} s longer. "
     if sides := sides_of(run for run in newest(records) if run["machine"]["device"] == "cuda").get(SHORT):
         gains = [one.times(two, whole=True) for one, two in zip(sides[OURS].rounds, sides["trl"].rounds, strict=False)]
         said += f"20 steps of Qwen3-0.6B gain {min(gains):.1f}x to {max(gains):.1f}x ({gpu_of(sides[OURS])}). "
