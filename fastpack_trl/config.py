@@ -81,9 +81,9 @@ class ModelSettings:
     )
     verify_packing: Switch = choice(
         "auto",
-        "Check before the first rows that packed documents do not attend to each other, and stop if they do: auto "
-        "(if documents are packed), on (also stop if the check cannot run) or off. Costs a few passes over a few "
-        "dozen tokens; with sliding windows two more over up to 1,055.",
+        "Check before the first rows that packed documents do not attend to each other, and pad them if they do, or "
+        "stop if packed_attention names a path: auto (if documents are packed), on (stop too if the check cannot run) "
+        "or off. Costs a few passes over a few dozen tokens; with sliding windows two more over up to 1,055.",
     )
     lora: Switch = choice(
         "auto",
@@ -130,7 +130,7 @@ class ModelSettings:
     activation_memory_gib: float | None = option(
         None,
         "GPU memory for activations under activation_memory, in GiB; none: what is free after model, gradients and "
-        "optimizer state, minus a tenth (minus a fifth, for images a third, if a step cannot run again).",
+        "optimizer state, less a tenth; if a step cannot run again, less a fifth, or a third with images.",
     )
     checkpoint_offload: Literal["auto", "double_buffer", "single_buffer", "off"] = choice(
         "auto",
@@ -193,7 +193,8 @@ class Settings(ModelSettings):
     vision_rows: Switch = choice(
         "auto",
         "Join each batch of images and text into one row without padding, in the data loader's workers: "
-        "auto and on (in families whose rows were compared with padded batches) or off. Same loss and gradients.",
+        "auto (in families whose rows were compared with padded batches), on (so too, or stop) or off. Same loss and "
+        "gradients.",
     )
     image_row_tokens: int | None = option(
         None,

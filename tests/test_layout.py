@@ -42,17 +42,17 @@ BUDGETS = {
     "layers": 1000,
     "lora": 1200,
     "measure": 600,
-    "model": 1810,
+    "model": 1850,
     "moe": 950,
     "packing": 2150,
-    "recipe": 2000,
+    "recipe": 2050,
     "recurrent": 750,
     "step": 1650,
     "trainers": 1100,
     "vision": 750,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 25261, "benchmarks": 3502, "tests": 29168}
+TOTALS = {"fastpack_trl": 25324, "benchmarks": 3502, "tests": 29283}
 
 
 @cache

@@ -173,7 +173,7 @@ class ThroughputCallback(MeasuredRate):
         column = next((name for name in readable if name in columns), "")
         lengths: list[int] = []
         for row in islice(dataset if column else (), _SAMPLE):
-            lengths += row[column] if column == "seq_lengths" else [len(row[column])]
+            lengths += map(int, row[column]) if column == "seq_lengths" else [len(row[column])]
         if not lengths:
             self._say(state, "mfu: without attention (the data set has no lengths of documents)")
             return {}

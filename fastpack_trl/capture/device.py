@@ -13,6 +13,7 @@ import torch
 
 from fastpack_trl.measure.device_memory import allocatable
 from fastpack_trl.model.changes import during_training, patch_attribute
+from fastpack_trl.model.streams import on_default_stream
 from fastpack_trl.model.upstream import resolve
 from fastpack_trl.run import Run
 
@@ -134,17 +135,12 @@ class CudaGraphs:
     @contextlib.contextmanager
     def steps_in_order(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Make the default stream the current one in each step: what torch launches there is in order too."""
-        default, step = torch.cuda.default_stream(self.device), optimizer.step
+        step = optimizer.step
 
         @functools.wraps(step)  # with the mark of a scheduler, which warns of a step without it
         def ordered(*args: Any, **kwargs: Any) -> Any:
-            side = torch.cuda.current_stream(self.device)
-            default.wait_stream(side)  # gradients are written
-            try:
-                with torch.cuda.stream(default):
-                    return step(*args, **kwargs)
-            finally:
-                side.wait_stream(default)  # parameters are written, and gradients read
+            with on_default_stream(self.device):
+                return step(*args, **kwargs)
 
         with patch_attribute(optimizer, "step", ordered):
             yield

@@ -21,7 +21,7 @@ from fastpack_trl.model.checkpoint_seam import (
     checkpointing_modules,
     checkpoints_reentrantly,
 )
-from fastpack_trl.model.facts import dropout_of
+from fastpack_trl.model.facts import dropout_of, drops_layers
 from fastpack_trl.model.hooks import replaced_methods
 from fastpack_trl.packing.batching import has_images
 from fastpack_trl.packing.buckets import Bucket
@@ -37,7 +37,7 @@ def needs_side_stream(run: Run) -> bool:
     finds or makes; one of another stream ends a recording in backward (cudaErrorStreamCaptureIsolation).
     """
     alone = run.trainer.accelerator.num_processes == 1 or run.is_sharded or run.is_deepspeed
-    off = run.settings.cuda_graph == "off" or unavailable(run.device) or too_large(run)
+    off = run.settings.cuda_graph == "off" or run.args.fp16 or unavailable(run.device) or too_large(run)
     return run.training and not alone and not off
 
 
@@ -128,6 +128,7 @@ def _reasons_of_layers(run: Run) -> Iterator[object]:
     recomputes = usual and any(module.gradient_checkpointing for module in checkpointing_modules(model))
     drawn = recomputes and dropout_of(model)
     yield drawn and f"{drawn} is drawn in the forward and again in a recompute"
+    yield drops_layers(model) and "layerdrop: each replay would drop the layers that the recording dropped"
     empties = args.torch_empty_cache_steps
     yield empties and f"torch_empty_cache_steps={empties} empties memory inside of the micro-step"
     yield from looks_inside(run)

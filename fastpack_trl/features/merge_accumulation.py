@@ -11,7 +11,7 @@ from fastpack_trl.checkpointing.budget import free_bytes, memory_to_come
 from fastpack_trl.checkpointing.planned import count_layers, row_bytes
 from fastpack_trl.features.feature import Met
 from fastpack_trl.model.changes import patch_attribute
-from fastpack_trl.model.facts import ALORA, UNREADABLE, dropout_of, is_invoked_once_per_row
+from fastpack_trl.model.facts import ALORA, UNREADABLE, dropout_of, drops_layers, is_invoked_once_per_row
 from fastpack_trl.model.hooks import BATCH_METHODS, callback_between, hook_on_a_gradient, replaced_methods
 from fastpack_trl.packing.batching import has_images
 from fastpack_trl.run import MERGED_ROW_TOKENS, Run, looks_inside, steps_in_backward
@@ -101,9 +101,7 @@ def _of_documents(run: Run) -> Iterator[object]:
     yield callback_between(trainer)
     yield from looks_inside(run)
     yield is_invoked_once_per_row(trainer.model) and ALORA
-    config = trainer.model.config.get_text_config()
-    drops = any(getattr(config, name, 0) for name in ("layerdrop", "decoder_layerdrop"))
-    yield drops and "layerdrop would drop a layer for all micro-batches of a row"
+    yield drops_layers(trainer.model) and "layerdrop would drop a layer for all micro-batches of a row"
     if setting == "auto":
         yield not _row_tokens(run) and f"no row length is known to help on {device}"
         two_rows = 2 * (args.max_length or 0) * args.per_device_train_batch_size if args.packing else 0

@@ -13,6 +13,7 @@ from fastpack_trl.errors import first_reason
 from fastpack_trl.kernels.dequantize import Scales, dequantize_4bit
 from fastpack_trl.kernels.fp8 import MULTIPLE, Quantized, quantize_rows, scaled_product, transposed
 from fastpack_trl.model.facts import text_model
+from fastpack_trl.model.streams import on_default_stream
 from fastpack_trl.model.upstream import Conv1D
 
 
@@ -134,11 +135,13 @@ class HasFrozenWeight(nn.Module):
     # Merging writes to ``weight.data``, which is not detected.
     def merge(self, *args: Any, **kwargs: Any) -> Any:
         self._fastpack_drop_copy()
-        return super().merge(*args, **kwargs)
+        with on_default_stream(self.base_layer.weight.device):  # of bitsandbytes' quantizers
+            return super().merge(*args, **kwargs)
 
     def unmerge(self, *args: Any, **kwargs: Any) -> Any:
         self._fastpack_drop_copy()
-        return super().unmerge(*args, **kwargs)
+        with on_default_stream(self.base_layer.weight.device):
+            return super().unmerge(*args, **kwargs)
 
     @property
     def fastpack_multiplies_in_fp8(self) -> bool:

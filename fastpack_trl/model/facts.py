@@ -212,6 +212,12 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in of_text if hasattr(module, "layer_idx") and hasattr(module, "scaling")]
 
 
+def drops_layers(model: nn.Module) -> bool:
+    """Return whether forward passes leave out layers by chance (LayerDrop), as the host draws."""
+    config = text_model(model).config.get_text_config()
+    return any(getattr(config, name, 0) for name in ("layerdrop", "decoder_layerdrop"))
+
+
 def dropout_of(model: nn.Module) -> str:
     """Return a rate at which a model drops or draws noise, e.g. ``lora_dropout 0.05``; empty if all are 0."""
     for name, module in model.named_modules():

@@ -180,6 +180,11 @@ def callback_between(trainer: Trainer) -> str:
     return ""
 
 
+def ends_early(trainer: Trainer) -> bool:
+    """Return whether the epoch or the run ends after the micro-batch that is next: a callback said so at the step."""
+    return bool(trainer.control.should_epoch_stop or trainer.control.should_training_stop)
+
+
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     """Return whether a hook sees the gradient of a parameter, before it is accumulated or after."""
     # The second is written by `register_post_accumulate_grad_hook`; both are None or a dictionary.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import datasets
@@ -40,8 +40,10 @@ def naming_row(prepare: Callable[..., Any], stock: Callable[..., Any], method: s
         if isinstance(error, StopIteration) or (isinstance(dataset, Dataset) and not len(dataset)):
             why = f"the {name} data set is empty (0 rows): check the file, the split or the filter"
             raise DataError(why) from error
+        if not isinstance(first := next(iter(dataset)), Mapping):
+            raise DataError(f"the {name} data set yields {type(first).__name__}: call with_format(None)") from error
         is_other = isinstance(error, UnicodeDecodeError) or any(map(callable, given[2:]))  # a function of the user
-        if not is_other and (fault := column_fault(next(iter(dataset)), name, method, given[1], error)):
+        if not is_other and (fault := column_fault(first, name, method, given[1], error)):
             raise DataError(fault) from error
         alone, row = copy.copy(given[1]), None
         alone.dataset_num_proc = None

@@ -20,6 +20,8 @@ from fastpack_trl.packing.shared_keys import Ints, TensorFields
 
 KEY = "fastpack_prompt_groups"
 """Of a collated batch: under it the `PromptGroups` of each padded tensor of token ids, by its key."""
+_PER_TOKEN = "position_ids", "token_type_ids"
+"""Keys of a collator of the user which models read, in the shape of the padded batch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -144,11 +146,12 @@ class PromptGroupsCollator:
     def __call__(self, examples: list[Any]) -> Any:
         """Collate, and add the rows or reasons."""
         batch = self.inner(examples)
-        if not isinstance(batch, dict):
+        if not isinstance(batch, Mapping):
             return batch
-        found = {}
+        found: dict[str, PromptGroups | str] = {}
         for key, ids in batch.items():
             prefix = key.removesuffix("input_ids")
             if prefix != key and isinstance(ids, Tensor) and f"{prefix}attention_mask" in batch:
-                found[key] = self.find(batch, prefix, **self.form)
-        return batch | {KEY: found}
+                more = next((name for name in _PER_TOKEN if name in batch and batch[name].any()), "")
+                found[key] = f"{more} of a collator" if more else self.find(batch, prefix, **self.form)
+        return {**batch, KEY: found}

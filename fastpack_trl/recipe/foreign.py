@@ -140,6 +140,8 @@ def convert(config: Mapping[str, Any], folder: Path) -> Converted:
     out = Converted(tool, METHODS[command], values)
     if given.get("finetuning_type") == "lora":
         given.setdefault("lora_alpha", 2 * _pop({**given}, "lora_rank", int, given.setdefault("lora_rank", 8)))
+    if tool == "LLaMA-Factory" and given.get("quantization_bit"):
+        given.setdefault("double_quantization", True)
     whole = given.get("full_finetuning") or given.get("training_type") == "full"
     if tool == "Unsloth" and not whole and (given.keys() & {"r", "lora_r"} or given.get("load_in_4bit")):
         values["use_peft"] = True

@@ -14,6 +14,9 @@ _ROLES = {
     "system": "system", "tool": "tool", "observation": "tool", "function_call": "assistant",
 }  # fmt: skip
 
+_KEPT = {"images", "image", "tools", "chat_template_kwargs"}
+"""Columns that TRL reads beside the messages."""
+
 Row = Mapping[str, Any]
 
 
@@ -37,7 +40,8 @@ def reshape(split: Any, name: str, wanted: str) -> Any:
     - ``alpaca``: ``prompt`` and ``completion``, both messages; ``system`` and ``history`` are part of the prompt.
     - ``sharegpt``: ``messages``; with ``chosen`` and ``rejected``, also ``prompt``.
 
-    Raises `DataError` for other columns, or a turn of an unknown role.
+    Images, tools and options of the template stay. Raises `DataError` for other columns, a turn of an unknown role, or
+    ``<image>`` in the text of a row with images, which TRL would train as text.
     """
     if wanted == AS_IS:
         return split
@@ -47,7 +51,14 @@ def reshape(split: Any, name: str, wanted: str) -> Any:
     if lacking := [name for name in needed if name not in columns]:
         data, needs = f"the {name} data set has the columns {', '.join(columns)}", " and ".join(lacking)
         raise DataError(f"dataset_format={wanted} needs {needs}, but {data}: leave dataset_format out, or rename them")
-    return split.map(to, remove_columns=columns)
+    return split.map(lambda row: _without_marks(row, to(row)), remove_columns=[*({*columns} - _KEPT)])
+
+
+def _without_marks(row: Row, made: dict[str, Any]) -> dict[str, Any]:
+    if (row.get("images") or row.get("image")) and "<image>" in str(made):
+        data = short_repr(made)
+        raise DataError(f"{data} holds '<image>' as text: remove it, because TRL puts images before the first turn")
+    return made
 
 
 def _alpaca(row: Row) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastpack_trl.errors import first_reason
-from fastpack_trl.model.hooks import callback_between, hook_on_a_gradient, trained_parameters
+from fastpack_trl.model.hooks import callback_between, ends_early, hook_on_a_gradient, trained_parameters
 from fastpack_trl.run import Run
 
 FEATURE = "merge_accumulation"
@@ -44,7 +44,8 @@ class MergedCompletions:
     def figures(self, model: Any, inputs: Any) -> Figures | None:
         """Return the figures of a micro-batch, which begins a step or is the next of one; None if it runs by itself."""
         if not (self._waiting and self._waiting[0][0] is inputs):
-            self._waiting = () if self._has_ended else self._together(model, inputs)
+            alone = self._has_ended or ends_early(self._run.trainer)
+            self._waiting = () if alone else self._together(model, inputs)
         if not self._waiting:
             return None
         (_, figures), *self._waiting = self._waiting

@@ -23,6 +23,7 @@ from fastpack_trl.model.facts import ALORA, is_invoked_once_per_row
 from fastpack_trl.model.hooks import (
     HookWatch,
     callback_between,
+    ends_early,
     hook_on_a_gradient,
     needs_logits,
     trained_parameters,
@@ -121,6 +122,8 @@ class Merging:
         """Return the places of the micro-batches that run with that at `place`; none if it waits for the last one."""
         if self._groups and place == 0:
             self._look_for_watchers()  # callbacks have begun the step
+            if ends_early(self._run.trainer):
+                self._groups = {}
         return self._groups.get(place, range(0)) if self._groups else range(place, place + 1)
 
     @contextlib.contextmanager

@@ -65,6 +65,7 @@ class FeaturedTrainer(_Stock):
     """Checks the arguments; returns a context for the constructor of TRL's trainer."""
     _fastpack_replace_forward: Callable[[], None]
     """Replaces the forward method of the model, before accelerate wraps it."""
+    _fastpack_decides: tuple[Any, ...] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         of = self._fastpack_of
@@ -82,6 +83,12 @@ class FeaturedTrainer(_Stock):
         with silence_renamed_checkpointing(), self._fastpack_constructing(given):
             super().__init__(*args, **kwargs)
         self._fastpack_choose()
+
+    def _fastpack_forget_loaders(self, decides: tuple[Any, ...]) -> None:
+        """Drop kept evaluation loaders if what decides on rows changed: workers collate as when they were started."""
+        if decides != self._fastpack_decides:
+            getattr(self, "_eval_dataloaders", {}).clear()
+        self._fastpack_decides = decides
 
     def _fastpack_choose(self) -> None:
         """Choose the attention path, once: TRL may compute reference log-probabilities while it constructs."""

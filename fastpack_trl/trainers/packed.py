@@ -63,6 +63,7 @@ class PackedTrainer(FeaturedTrainer):
         run = self.fastpack_run
         by_longest = position_use(run.model, getattr(self, "ref_model", None)).by_longest
         self._fastpack_rows.form = {"share": run.shares_prefixes, "keep_width": by_longest}
+        self._fastpack_forget_loaders((run.plan, self._fastpack_rows.form))
         if run.packs:
             forward = self._fastpack_rows.forwards[text_model(self.model)]
             self._fastpack_rows.head_trains = any(

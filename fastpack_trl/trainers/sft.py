@@ -52,7 +52,6 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
 
     _fastpack_of = Of(SFTTrainer, "sft")
     _fastpack_plan = staticmethod(plan_batches)
-    _fastpack_decides: tuple[Any, ...] = ()
     """What decided the batches of the last evaluation."""
     data_collator: Any  # set by transformers' Trainer; swapped while a loader is built
     _metrics = FlushedOnRead()
@@ -138,9 +137,7 @@ class FastSFTTrainer(FeaturedTrainer, SFTTrainer):
 
     def _fastpack_enter(self, stack: ExitStack) -> None:
         decides = self.fastpack_run.plan, self.compute_metrics is None, type(self.data_collator)
-        if decides != self._fastpack_decides:  # kept workers collate as the evaluation that started them
-            getattr(self, "_eval_dataloaders", {}).clear()
-        self._fastpack_decides = decides
+        self._fastpack_forget_loaders(decides)
         self._fastpack_optimizer_step = step = OptimizerStep(self.fastpack_run)
         if self.fastpack_run.training:  # `auto_find_batch_size` begins again
             stack.enter_context(during_training(self, at_begin=step.reset))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
-from trainer_material import build, callback, train
+from trainer_material import build, callback, make_dataset, train
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
@@ -85,6 +86,13 @@ def test_rates_and_mfu_follow_what_trl_counts(cls: type[SFTTrainer], packing: bo
         late += torch.tensor([tokens, seconds]) * (before > 0)
         before = row["num_tokens"]
     assert rate.per_second == pytest.approx(float(late[0] / late[1])), "after the first log"
+
+
+def test_lengths_in_tensors_give_numbers_that_a_checkpoint_can_hold(tmp_path: Path) -> None:
+    data = make_dataset("ids").with_format("torch")
+    trainer, reporter = run(SFTTrainer, tmp_path, ThroughputCallback(PEAK), data=data, packing=True, logging_steps=2)
+    assert all(isinstance(row["mfu"], float) for row in reporter.steps)
+    assert json.loads(json.dumps(trainer.state.log_history))
 
 
 def test_a_second_run_counts_no_token_of_the_first(tmp_path: Path) -> None:

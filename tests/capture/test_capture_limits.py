@@ -142,6 +142,7 @@ def test_a_loss_of_the_user_runs_eagerly(tmp_path: Path, devices: Any) -> None:
         ("per_document prepares its layers", {"packed_attention": "per_document"}, {}),
         ("sync_free", {"sync_free": "off"}, {}),
         ("torch_empty_cache_steps=2", {}, {"torch_empty_cache_steps": 2}),
+        ("layerdrop: each replay would drop", {}, {"model": tiny_model("qwen3", layerdrop=0.5)}),
         ("NEFTune", {}, {"neftune_noise_alpha": 5.0}),
         ("layer inputs go to host memory", {"activation_memory": "offload"}, {}),
         ("layer inputs go to host", {}, {"gradient_checkpointing_kwargs": {"offload": True}}),

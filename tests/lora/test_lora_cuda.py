@@ -11,7 +11,17 @@ import lora_material
 import pytest
 import torch
 from counted_operators import kernels_of
-from lora_material import adapted, any_ids, assert_never_waits, assert_no_further, fast_layers, joint_error, weights
+from lora_material import (
+    adapted,
+    any_ids,
+    assert_never_waits,
+    assert_no_further,
+    fast_layers,
+    joint_error,
+    quantized_linear,
+    weights,
+)
+from peft import LoraConfig, get_peft_model
 from trainer_material import assert_line, figures, make_dataset, make_tokenizer, settings
 
 from benchmarks.models import quantize
@@ -170,3 +180,24 @@ def test_a_run_learns_as_one_over_the_loaded_base_and_leaves_it(tmp_path: Path, 
             assert_line(trainer, "frozen_base", path="fp8")
     assert losses["fp8"] == pytest.approx(losses["as_loaded"], rel=0.01)
     assert losses["fp8"] != losses["as_loaded"]
+
+
+def test_merging_on_a_side_stream_quantizes_a_4_bit_base_as_on_the_default_one() -> None:
+    """bitsandbytes quantizes on the default stream, and reads the scales on the current one."""
+    found = []
+    for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
+        torch.manual_seed(0)
+        linear = torch.nn.Linear(8192, 8192, bias=False)
+        model: Any = torch.nn.Sequential(quantized_linear(linear, "nf4", nested=True, dtype=torch.bfloat16))
+        model.is_loaded_in_4bit = True
+        adapters = LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
+        made = get_peft_model(model, adapters).cuda()
+        assert apply_lora(made, compute_dtype=torch.bfloat16).fast
+        layer = made.base_model.model[0]
+        with torch.cuda.stream(stream):
+            for _ in range(5):
+                layer.merge()
+                layer.unmerge()
+            torch.cuda.synchronize()
+        found.append((layer.base_layer.weight, layer.base_layer.weight.quant_state.absmax))
+    assert all(map(torch.equal, *found))

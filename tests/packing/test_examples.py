@@ -153,6 +153,12 @@ def test_a_trainer_whose_columns_are_not_listed_names_the_missing_one_or_the_bad
             build_preference(name, tmp_path, fast=True, data=data, **SHORT)
 
 
+@pytest.mark.parametrize("form", ["arrow", "pandas"])
+def test_a_format_that_yields_tables_is_named(form: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"the train data set yields (Table|DataFrame): call with_format\(None\)"):
+        build(FastSFTTrainer, tmp_path, data=make_dataset("ids").with_format(form))
+
+
 def test_an_error_of_a_setting_stays_that_of_stock(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         build(FastSFTTrainer, tmp_path, trainer={"formatting_func": lambda example: 1 // 0})

@@ -158,6 +158,10 @@ def test_values_keep_their_meaning(files: Mapping[str, Path]) -> None:
         found = values(name)
         assert {key: found.get(key) for key in some} == some
     assert "assistant_only_loss" not in values("axolotl-full"), "train_on_inputs: true"
+    axolotl, factory = {"base_model": "a", "adapter": "lora"}, {"model_name_or_path": "a", "stage": "sft"}
+    assert convert(axolotl, files["folder"]).values["num_train_epochs"] == 1, "its default"
+    found = convert(factory | {"quantization_bit": 4}, files["folder"]).values
+    assert (found["max_length"], found["use_bnb_nested_quant"]) == (2048, True), "its defaults"
     ipo = convert({"base_model": "a", "sequence_len": 9, "rl": "ipo"}, files["folder"])
     assert (ipo.method, ipo.values["loss_type"]) == (METHODS["dpo"], ["ipo"])
 
@@ -176,6 +180,12 @@ def test_alpaca_becomes_prompt_and_completion_and_sharegpt_messages(material: Ma
     (plain, _) = rows_of(material, {"instruction": "add", "input": "", "output": "3"}, "alpaca")
     assert plain["prompt"] == [{"role": "user", "content": "add"}]
     assert rows_of(material, {"conversations": TURNS}, "sharegpt")[0] == {"messages": MESSAGES}
+    kept = {"images": ["cat.png"], "tools": "[]"}
+    assert rows_of(material, {"conversations": TURNS, "id": 1, **kept}, "sharegpt")[0] == {"messages": MESSAGES, **kept}
+    marked = [{"from": "human", "value": "<image> what?"}, TURNS[1]]
+    assert rows_of(material, {"conversations": marked}, "sharegpt")
+    with pytest.raises(ValueError, match="holds '<image>' as text: remove it"):
+        rows_of(material, {"conversations": marked, **kept}, "sharegpt")
 
 
 def test_a_named_format_trains_also_streamed(files: Mapping[str, Path], material: Material) -> None:

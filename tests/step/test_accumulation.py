@@ -12,7 +12,7 @@ import torch
 from out_of_memory import InBackward
 from peft import LoraConfig
 from torch import Tensor
-from trainer_material import Halves, assert_line, assert_same_log, both, callback, train
+from trainer_material import EndsEpoch, Halves, assert_line, assert_same_log, both, callback, train
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 from trl import SFTTrainer
@@ -245,3 +245,12 @@ def test_on_cuda_rows_are_merged_from_the_second_step_on_as_memory_allows(tmp_pa
     ours = train(FastSFTTrainer, tmp_path / "a", fast={"merge_accumulation": setting}, **options)
     alone = train(FastSFTTrainer, tmp_path / "b", fast=ONE_BY_ONE, **options)
     assert_same_log(ours, alone, rtol=2e-2, atol=2e-2)
+
+
+def test_an_epoch_that_ends_as_a_step_begins_keeps_the_micro_batch_that_ran(tmp_path: Path) -> None:
+    options = SMALL | {"max_steps": -1, "num_train_epochs": 2, "eval_strategy": "no"}
+    ours, stock = (
+        train(cls, tmp_path, trainer={"callbacks": [EndsEpoch()]}, **options) for cls in (FastSFTTrainer, SFTTrainer)
+    )
+    assert ours.fastpack_report["merge_accumulation"].status == "on"
+    assert_same_log(ours, stock)

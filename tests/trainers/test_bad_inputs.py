@@ -14,6 +14,8 @@ from accelerate import Accelerator
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
 from preference_material import assert_same, both, build, trained
 from trainer_material import assert_line
+from transformers import BatchEncoding
+from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 import fastpack_trl
 from fastpack_trl.testing import tiny_model
@@ -168,3 +170,34 @@ def test_models_that_cannot_share_repeat_prompts(name: str, policy: str, referen
         ours, "share_prefixes", status="off", reason="layers with a recurrent state cannot branch after a prompt"
     )
     assert_same(ours, stock, atol=2e-5)
+
+
+class Positions(DataCollatorForPreference):  # type: ignore[misc]
+    def torch_call(self, examples: Any) -> Any:
+        batch = super().torch_call(examples)
+        return batch | {"position_ids": (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)}
+
+
+class Encoded(DataCollatorForPreference):  # type: ignore[misc]
+    def torch_call(self, examples: Any) -> Any:
+        return BatchEncoding(super().torch_call(examples))
+
+
+@pytest.mark.parametrize("collator", [Positions, Encoded])
+def test_collators_of_the_user_train_as_in_stock(collator: Any, tmp_path: Path) -> None:
+    """Own positions keep batches padded, a mapping that is no dictionary does not."""
+    ours, stock = both("DPO", tmp_path, lambda: {"trainer": {"data_collator": collator(pad_token_id=0)}}, **SHORT)
+    assert on_rows(ours) == (collator is Encoded)
+    assert ("position_ids of a collator" in ours.fastpack_report["batches"].reason) != on_rows(ours)
+    assert_same(ours, stock)
+
+
+def test_kept_workers_of_an_evaluation_collate_by_the_plan_of_the_next(tmp_path: Path) -> None:
+    kept = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    off = {"config": fastpack_trl.FastDPOConfig, "packed_attention": "off"}
+    trainer = build("DPO", tmp_path, fast=True, **off, **kept, **SHORT)
+    trainer.evaluate()
+    assert not trainer._fastpack_rows.ran
+    trainer.args.packed_attention = "auto"
+    trainer.evaluate()
+    assert on_rows(trainer)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from preference_material import assert_changed_alike, assert_same, both, build
-from trainer_material import assert_line, callback, halve
+from trainer_material import EndsEpoch, assert_line, callback, halve
 
 from fastpack_trl.testing import count_host_syncs
 from fastpack_trl.trainers import online
@@ -104,3 +104,10 @@ def test_a_learner_call_reads_tokens_and_masks_once(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(online._OnlineTrainer, "_fastpack_groups", found)
     build("GRPO", tmp_path, fast=True, **STEP | {"num_iterations": 2, "eval_strategy": "no"}).train()
     assert reads == [1] * 5, "three steps, and the log-probabilities from before them of two generations"
+
+
+def test_an_epoch_that_ends_as_a_step_begins_keeps_the_micro_batch_that_ran(tmp_path: Path) -> None:
+    options = STEP | {"eval_strategy": "no", "max_steps": -1, "num_train_epochs": 2}
+    ours, stock = both("GRPO", tmp_path, lambda: {"trainer": {"callbacks": [EndsEpoch()]}}, **options)
+    assert_line(ours, "merge_accumulation", "not the next of TRL's buffer", status="off")  # of the second epoch
+    assert_same(ours, stock, **CLOSE)
