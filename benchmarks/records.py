@@ -18,6 +18,7 @@ from fastpack_trl.measure.record import date_now, machine, source, versions
 
 Run = Mapping[str, Any]
 RESULTS = Path(__file__).parent / "results"
+APART = {BENCHMARKS, "cli", "recipe", "quickstart.py"}  # no measured step runs them: they read commands and YAML
 
 
 def read(*files: Path) -> list[dict[str, Any]]:
@@ -93,6 +94,6 @@ def facts_of(args: Namespace, done: Sequence[Mapping[str, Any]]) -> dict[str, An
 
 
 def tree_now() -> str:
-    """Return one hash of the package's code, without comments and docstrings."""
-    rooms = {room: found for room, found in sorted(code_hashes().items()) if room != BENCHMARKS}
+    """Return one hash of the package's code that measured steps run, without comments and docstrings."""
+    rooms = {room: found for room, found in sorted(code_hashes().items()) if room not in APART}
     return hashlib.sha256(json.dumps(rooms).encode()).hexdigest()[:12]
