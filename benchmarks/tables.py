@@ -62,9 +62,7 @@ side are timed, after 8 of TRL and 40 of fastpack, but for *fastpack image rows*
 *fastpack same memory* recomputes as TRL, *eager* without graphs. *fastpack image rows* trains one row of 8,192 tokens a
 step, packed across the data set, so compare its tokens/s; below the table is how long the data took to count."""
 _START = "Short runs, figures by round, caches empty or *warm*. The H100's host was slow in its first run."
-_TEXT = (
-    "Code, one packed row a step; *2x4*: 4 batches of 2, not packed. *whole*: all layers; *experts*: LoRA there too."
-)
+_TEXT = "Code, one packed row a step; *2x4*: 4 batches of 2, not packed. *whole*: all layers; *experts*: LoRA on them."
 _NORMS = "Gradient norms are compared, because losses hardly depend on the model."
 CASES = {
     "sft": Case("SFT", _TEXT),
