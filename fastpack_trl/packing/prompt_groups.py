@@ -148,10 +148,10 @@ class PromptGroupsCollator:
         batch = self.inner(examples)
         if not isinstance(batch, Mapping):
             return batch
+        own = [name for name in _PER_TOKEN if isinstance(given := batch.get(name), Tensor) and given.any()]
         found: dict[str, PromptGroups | str] = {}
         for key, ids in batch.items():
             prefix = key.removesuffix("input_ids")
             if prefix != key and isinstance(ids, Tensor) and f"{prefix}attention_mask" in batch:
-                more = next((name for name in _PER_TOKEN if name in batch and batch[name].any()), "")
-                found[key] = f"{more} of a collator" if more else self.find(batch, prefix, **self.form)
+                found[key] = f"{own[0]} of a collator" if own else self.find(batch, prefix, **self.form)
         return {**batch, KEY: found}

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
+from datasets import IterableDataset
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -86,6 +88,11 @@ class PackedTrainer(FeaturedTrainer):
         return prepared
 
     def _get_dataloader(self, dataset: Any, description: str, *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        sends = self.args.accelerator_config.dispatch_batches is not False and self.fastpack_run.ranks.count > 1
+        if sends and isinstance(dataset, IterableDataset | torch.utils.data.IterableDataset):
+            said = "padded by TRL if accelerate sends the batches of a stream to all processes (dispatch_batches)"
+            self.fastpack_report.remark("batches", said)
+            return super()._get_dataloader(dataset, description, *args, **kwargs)
         with self._fastpack_collating():
             return super()._get_dataloader(dataset, description, *args, **kwargs)
 

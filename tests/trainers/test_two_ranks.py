@@ -57,6 +57,14 @@ def test_two_ranks_compute_the_reference_before() -> None:
         both(name, data=data, evaluated=evaluated, precompute_ref_log_probs=True)
 
 
+@two_ranks
+def test_two_ranks_evaluate_a_stream_that_one_of_them_reads() -> None:
+    """Of equal widths, as accelerate joins the batches of all ranks."""
+    widths: dict[str, Any] = {"pad_to_multiple_of": 64, "max_length": 64, "per_device_eval_batch_size": 2}
+    ours, _ = both("DPO", evaluated=DATA["DPO"](16, seed=7).to_iterable_dataset(num_shards=1), **widths)
+    assert_line(ours, "batches", "padded by TRL if accelerate sends the batches of a stream", status="on")
+
+
 @pytest.mark.parametrize("name", ["DPO", "GRPO"])
 @two_ranks
 def test_two_ranks_under_fsdp2_log_what_stock_logs(name: str) -> None:
