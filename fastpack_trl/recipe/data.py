@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     Splits = Mapping[str, Dataset | IterableDataset]
 
+logger = logging.getLogger(__name__)
 BUILDERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 """Suffix of a data file -> the builder of `datasets.load_dataset` that reads it."""
 _COMPRESSIONS = {".gz", ".bz2", ".xz", ".zst"}
@@ -64,7 +66,9 @@ def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
     source = None if entries else source_of(names[0])
     try:
         if source is None:
-            return get_dataset(replace(mixture, datasets=entries))
+            if script.dataset_name:
+                logger.warning(f"dataset_name={short_repr(script.dataset_name)} is not read, because `datasets` is set")
+            return _divided(get_dataset(replace(mixture, datasets=entries, test_split_size=None)), mixture)
         return _load_named(names[0], *source, script.dataset_config, script.dataset_streaming)
     except (DatasetsError, ValueError, TypeError, OSError, StopIteration, IndexError) as error:
         cause, files = error.__cause__ or error, [file for name in names for file in _files(name)]
@@ -74,6 +78,14 @@ def load_data(script: ScriptArguments, mixture: DatasetMixtureConfig) -> Splits:
         if empty or isinstance(cause, StopIteration | IndexError) or "corresponds to no data" in str(cause):
             fault = f"{', '.join(file.name for file in empty) or 'it'} holds no rows"
         raise UserError(f"data {short_repr(data_name(script, mixture))} cannot be loaded: {fault}") from error
+
+
+def _divided(splits: Any, mixture: DatasetMixtureConfig) -> Splits:
+    """Take ``test_split_size``, a share or rows, out of the data: the same in each process and in a resumed run."""
+    size: float | None = mixture.test_split_size
+    if size is None:
+        return splits
+    return splits["train"].train_test_split(size if size < 1 else int(size), seed=0)
 
 
 def _names(script: ScriptArguments, mixture: DatasetMixtureConfig) -> list[str]:

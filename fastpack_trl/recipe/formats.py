@@ -63,18 +63,30 @@ def _without_marks(row: Row, made: dict[str, Any]) -> dict[str, Any]:
 
 def _alpaca(row: Row) -> dict[str, Any]:
     turns = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-    request = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
-    for user, assistant in [*(row.get("history") or ()), (request, row["output"])]:
+    request = "\n\n".join(str(part) for part in (row["instruction"], row.get("input")) if part not in (None, ""))
+    for user, assistant in row.get("history") or ():
         turns += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
-    return {"prompt": turns[:-1], "completion": turns[-1:]}
+    return {"prompt": [*turns, {"role": "user", "content": request}], "completion": [_answer(row["output"])]}
+
+
+def _answer(text: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text if text is None else str(text)}
 
 
 def _sharegpt(row: Row) -> dict[str, Any]:
     system = [{"from": "system", "value": row["system"]}] if row.get("system") else []
-    turns = [_message(turn) for turn in [*system, *(row.get("conversations") or row["messages"])]]
+    turns = [_message(turn) for turn in [*system, *_turns(row.get("conversations", row.get("messages")))]]
     if "chosen" in row and "rejected" in row:
-        return {"prompt": turns, "chosen": [_message(row["chosen"])], "rejected": [_message(row["rejected"])]}
+        answers = {side: [_message(turn) for turn in _turns(row[side])] for side in ("chosen", "rejected")}
+        return {"prompt": turns, **answers}
     return {"messages": turns}
+
+
+def _turns(given: Any) -> list[Row]:
+    turns = [given] if isinstance(given, Mapping) else given
+    if not isinstance(turns, list) or not turns:
+        raise DataError(f"a row has {short_repr(given)} instead of turns: drop it")
+    return turns
 
 
 def _message(turn: Row) -> dict[str, str]:

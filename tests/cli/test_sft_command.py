@@ -132,6 +132,14 @@ def test_a_mixture_of_a_local_file_and_a_builder_trains(material: Material) -> N
     assert any("eval_loss" in row for row in trainer.state.log_history)
 
 
+def test_rows_that_are_split_off_are_the_same_in_each_run(material: Material, caplog: pytest.LogCaptureFixture) -> None:
+    mixture = DatasetMixtureConfig(datasets=[{"path": str(material.data)}], test_split_size=4.0)
+    first, second = (load_data(ScriptArguments(dataset_name="other.jsonl"), mixture)["test"][:] for _ in range(2))
+    assert first == second
+    assert len(first["text"]) == 4
+    assert "dataset_name='other.jsonl' is not read, because `datasets` is set" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("text", "field", "value"),
     [

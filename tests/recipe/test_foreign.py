@@ -182,6 +182,16 @@ def test_alpaca_becomes_prompt_and_completion_and_sharegpt_messages(material: Ma
     assert rows_of(material, {"conversations": TURNS}, "sharegpt")[0] == {"messages": MESSAGES}
     kept = {"images": ["cat.png"], "tools": "[]"}
     assert rows_of(material, {"conversations": TURNS, "id": 1, **kept}, "sharegpt")[0] == {"messages": MESSAGES, **kept}
+    for turns in (None, []):
+        with pytest.raises(ValueError, match=r"a row has (None|\[\]) instead of turns: drop it"):
+            list(reshape(Dataset.from_list([{"conversations": TURNS}, {"conversations": turns}]), "train", "sharegpt"))
+    pair = {"conversations": TURNS[:1], "chosen": TURNS[1:], "rejected": TURNS[1:]}
+    assert rows_of(material, pair, "sharegpt")[0]["chosen"] == MESSAGES[1:]
+    (number, _) = rows_of(material, {"instruction": "double", "input": 0, "output": 0}, "alpaca")
+    assert number == {
+        "prompt": [{"role": "user", "content": "double\n\n0"}],
+        "completion": [{**MESSAGES[1], "content": "0"}],
+    }
     marked = [{"from": "human", "value": "<image> what?"}, TURNS[1]]
     assert rows_of(material, {"conversations": marked}, "sharegpt")
     with pytest.raises(ValueError, match="holds '<image>' as text: remove it"):
