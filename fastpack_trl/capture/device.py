@@ -13,7 +13,7 @@ import torch
 
 from fastpack_trl.measure.device_memory import allocatable
 from fastpack_trl.model.changes import during_training, patch_attribute
-from fastpack_trl.model.streams import on_default_stream
+from fastpack_trl.model.streams import on_default_stream, on_stream
 from fastpack_trl.model.upstream import resolve
 from fastpack_trl.run import Run
 
@@ -114,23 +114,14 @@ class CudaGraphs:
                 end(index, pool)
                 release(index, pool)
 
-    @contextlib.contextmanager
-    def on_side_stream(self) -> Iterator[None]:
-        """Make a side stream the current one.
+    def on_side_stream(self) -> contextlib.AbstractContextManager[None]:
+        """Make a side stream the current one, in order with what was queued before and comes after.
 
         Autograd's nodes that add to gradients belong to the stream that they were made on, and live as long as a graph
         of an earlier step; one on the default stream would end a recording in backward
         (cudaErrorStreamCaptureImplicit).
         """
-        outer = torch.cuda.current_stream(self.device)
-        side = _side_stream(self.device)
-        side.wait_stream(outer)
-        try:
-            with torch.cuda.stream(side):
-                yield
-        finally:
-            # What ran on the side stream is done before anything that follows.
-            outer.wait_stream(side)
+        return on_stream(self.device, _side_stream(self.device))
 
     @contextlib.contextmanager
     def steps_in_order(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
