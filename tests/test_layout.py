@@ -45,14 +45,14 @@ BUDGETS = {
     "model": 1850,
     "moe": 950,
     "packing": 2150,
-    "recipe": 2050,
+    "recipe": 2100,
     "recurrent": 750,
     "step": 1650,
     "trainers": 1100,
     "vision": 750,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 25350, "benchmarks": 3501, "tests": 29309}
+TOTALS = {"fastpack_trl": 25401, "benchmarks": 3501, "tests": 29396}
 
 
 @cache

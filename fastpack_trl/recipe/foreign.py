@@ -22,6 +22,7 @@ _KEYS: dict[str, dict[str, str | Mapping[object, Mapping[str, Any]]]] = _TABLES[
 _ANY_TOOL, *_TOOLS = _KEYS
 OTHER_NAMES = {key: to for keys in _KEYS.values() for key, to in keys.items() if isinstance(to, str)}
 """Names that other tools and older versions of TRL give to an option."""
+_PLAIN = {(key, word) for words, keys in _TABLES["plain"] for key in keys.split() for word in words.split()}
 GROUPS = NEEDS_YOU, DROPPED, _ = "needs you", "dropped safely", "automatic here"
 _NUMBER = int | float
 _DATA_KEYS = dict.fromkeys(("path", "name", "split", "data_dir"), str) | {"data_files": str | list | Mapping}
@@ -66,13 +67,16 @@ class Converted:
                 if type(one) is type(single) and one == single:
                     self.values |= ours
                     return None if ours else self.note(label, DROPPED, value, "the same happens here")
-            if not rules and type(single) not in map(type, to):
+            if not rules and not isinstance(value, list) and type(single) not in map(type, to):
                 raise UserError(f"{label}={short_repr(value)} must be one of {', '.join(map(str, to))}")
         elif to in hints and not rules:
             parts = value if isinstance(value, list) else [value] * (not isinstance(value, Mapping))
             if not all(isinstance(part, str | int | float | date) for part in parts):
                 raise UserError(f"{label}={short_repr(value)} must be a single value, or a list of them")
-            self.values[to], self.origins[to] = names, _ = _as_list(value, hints[to]), key
+            names, other = _as_list(value, hints[to]), self.origins.get(to)
+            if other and self.values[to] and self.values[to] != names:
+                return self.note(label, NEEDS_YOU if names else DROPPED, value, f"{other} gives {to}")
+            self.values[to], self.origins[to] = names, key
             if to == "lora_target_modules" and isinstance(names, list) and len(names) == 1:
                 # TRL gives PEFT a single name as text, which PEFT reads as a regular expression of the whole name.
                 one = "all-linear" if names == ["all"] else str(names[0])
@@ -166,19 +170,21 @@ def convert(config: Mapping[str, Any], folder: Path) -> Converted:
     return out
 
 
-def _add_data(given: dict[str, Any], out: Converted, folder: Path, learns_prompts: bool) -> None:
-    """Take the data sets of a config: their paths, their format, and which tokens the loss counts."""
-    entries, place = [*_pop(given, "datasets", list, [])], _pop(given, "dataset_dir", str, "data")
-    names, most = given.pop("dataset", []) if out.tool == "LLaMA-Factory" else [], _pop(given, "max_samples", int, 0)
+def _of_table(given: dict[str, Any], out: Converted, folder: Path) -> list[dict[str, Any]]:
+    """Return the entries that LLaMA-Factory's ``dataset_info.json`` has of the data sets of a config."""
+    place, most = _pop(given, "dataset_dir", str, "data"), _pop(given, "max_samples", int, 0)
+    names, entries = given.pop("dataset", []) if out.tool == "LLaMA-Factory" else [], []
     try:
         files = [at / place / "dataset_info.json" for at in (Path.cwd(), folder)]
         table = next((file for file in files if file.is_file()), folder)
         info = json.loads(table.read_text(encoding="utf-8")) if names and table.is_file() else {}
         for name in map(str.strip, _as_list(names, "list")):
             about = dict(info.get(name, {}))
-            if not about:
-                reason = f"not in {place}/dataset_info.json: name its file or hub name"
+            if not about.keys() & {"file_name", "hf_hub_url"}:
+                reason = f"no file_name or hf_hub_url in {place}/dataset_info.json: name its file or hub name"
                 out.note(f"dataset {name}", NEEDS_YOU, name, reason)
+            if "num_samples" in about:
+                out.note(f"dataset {name} num_samples", NEEDS_YOU, about["num_samples"], "name a split: train[:N]")
             path = str(table.parent / about["file_name"]) if "file_name" in about else about.get("hf_hub_url", name)
             entry = {"path": path, "type": about.get("formatting", "alpaca")}
             ours = {"subset": "name", "folder": "data_dir", "split": "split", "columns": "columns", "tags": "tags"}
@@ -186,6 +192,12 @@ def _add_data(given: dict[str, Any], out: Converted, folder: Path, learns_prompt
             entries.append(entry | ({"split": f"{about.get('split', 'train')}[:{most}]"} if most else {}))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"dataset={short_repr(names)}: dataset_info.json has no such entry: {error}") from error
+    return entries
+
+
+def _add_data(given: dict[str, Any], out: Converted, folder: Path, learns_prompts: bool) -> None:
+    """Take the data sets of a config: their paths, their format, and which tokens the loss counts."""
+    entries = [*_pop(given, "datasets", list, []), *_of_table(given, out, folder)]
     kinds = set[str]()
     for entry in [*entries]:
         fits = isinstance(entry, Mapping) and entry.get("path")
@@ -200,10 +212,10 @@ def _add_data(given: dict[str, Any], out: Converted, folder: Path, learns_prompt
         kinds.add("sharegpt" if "from" in roles else "chat_template" if "role" in roles else kind)
         for key in sorted(map(str, entry.keys() - _DATA_KEYS.keys() - {"type"})):
             value = entry.get(key)
-            words = value.values() if isinstance(value, Mapping) else [value]
+            words = value if isinstance(value, Mapping) else {key: value}
             if not key.startswith(("field", "message_", "columns", "tags")):
                 out.take(key, value, {}, f"datasets {key}")
-            elif all(isinstance(word, str) and word in _TABLES["plain"] for word in words):
+            elif all(not word or (name, str(word)) in _PLAIN for name, word in words.items()):
                 out.note(f"datasets {key}", DROPPED, value, "read as it is")
             else:
                 out.note(f"datasets {key}", NEEDS_YOU, value, "rename the columns in the data")
@@ -214,5 +226,8 @@ def _add_data(given: dict[str, Any], out: Converted, folder: Path, learns_prompt
     if kinds in ({"alpaca"}, {"sharegpt"}):
         (out.values["dataset_format"],) = kinds
     alpaca = kinds == {"alpaca"}
+    if alpaca and out.tool == "Axolotl":
+        reason = "its text around instructions ('Below is an instruction') becomes the model's chat template"
+        out.note("datasets type", NEEDS_YOU, "alpaca", reason)
     if out.tool != "Unsloth" and out.method is SFT and kinds != {"completion"} and learns_prompts == alpaca:
         out.values["completion_only_loss" if alpaca else "assistant_only_loss"] = not learns_prompts

@@ -11,11 +11,13 @@ from fastpack_trl.errors import DataError, short_repr
 AS_IS, ALPACA, SHAREGPT = FORMATS = "as_is", "alpaca", "sharegpt"
 _ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
-    "system": "system", "tool": "tool", "observation": "tool", "function_call": "assistant",
+    "system": "system", "tool": "tool", "observation": "tool",
 }  # fmt: skip
-
 _KEPT = {"images", "image", "tools", "chat_template_kwargs"}
 """Columns that TRL reads beside the messages."""
+_KEPT_BY = {"kto": {"label"}, "reward": {"margin"}}
+_IN_TURNS = ("name", "tool_calls", "tool_call_id", "reasoning_content", "thinking")
+"""What chat templates read of a turn beside its text."""
 
 Row = Mapping[str, Any]
 
@@ -34,52 +36,75 @@ class DataArguments:
     )
 
 
-def reshape(split: Any, name: str, wanted: str) -> Any:
-    """Return a split in columns that TRL reads; as it is for ``as_is``.
+def reshape(split: Any, name: str, wanted: str, command: str = "sft") -> Any:
+    """Return a split in the columns that TRL's trainer of this command reads; as it is for ``as_is``.
 
     - ``alpaca``: ``prompt`` and ``completion``, both messages; ``system`` and ``history`` are part of the prompt.
-    - ``sharegpt``: ``messages``; with ``chosen`` and ``rejected``, also ``prompt``.
+    - ``sharegpt``: ``messages``; for KTO and online methods, whose answer is the last turn, as ``alpaca``.
 
-    Images, tools and options of the template stay. Raises `DataError` for other columns, a turn of an unknown role, or
-    ``<image>`` in the text of a row with images, which TRL would train as text.
+    With ``chosen`` and ``rejected``, these and ``prompt``; for online methods no answer. Images, tools, options of the
+    template, and what the method reads stay. Raises `DataError` for other columns, and for what TRL would silently
+    train otherwise: a turn of an unknown role or of weight 0, videos, ``<image>`` in the text of a row with images.
     """
     if wanted == AS_IS:
         return split
-    columns = list(next(iter(split)))
+    columns, online = set(next(iter(split))), command in ("grpo", "rloo")
     turns = "messages" if "messages" in columns else "conversations"
-    needed, to = (("instruction", "output"), _alpaca) if wanted == ALPACA else ((turns,), _sharegpt)
+    answered = online or (command != "sft" and {"chosen", "rejected"} <= columns)
+    needed = (turns,) if wanted == SHAREGPT else ("instruction",) if answered else ("instruction", "output")
     if lacking := [name for name in needed if name not in columns]:
-        data, needs = f"the {name} data set has the columns {', '.join(columns)}", " and ".join(lacking)
+        data, needs = f"the {name} data set has the columns {', '.join(sorted(columns))}", " and ".join(lacking)
         raise DataError(f"dataset_format={wanted} needs {needs}, but {data}: leave dataset_format out, or rename them")
-    return split.map(lambda row: _without_marks(row, to(row)), remove_columns=[*({*columns} - _KEPT)])
+    lost = set() if online else columns - _KEPT - _KEPT_BY.get(command, set())
+    return split.map(lambda row: _checked(row, _columns(row, wanted, command)), remove_columns=[*lost])
 
 
-def _without_marks(row: Row, made: dict[str, Any]) -> dict[str, Any]:
+def _columns(row: Row, wanted: str, command: str) -> dict[str, Any]:
+    """Return a row in the columns of a command."""
+    prompt = _of_alpaca(row) if wanted == ALPACA else _of_sharegpt(row)
+    sides = [side for side in ("chosen", "rejected") if side in row and (command != "sft" or wanted == SHAREGPT)]
+    if len(sides) == 2:
+        return {"prompt": prompt, **{side: _answer(row[side]) for side in sides}}
+    if wanted == ALPACA:
+        made = {"prompt": prompt, "completion": _answer(row.get("output"))}
+    elif command in ("sft", "dpo", "reward"):
+        return {"messages": prompt}
+    else:
+        answers = prompt[-1]["role"] == "assistant"
+        made = {"prompt": prompt[:-1] if answers else prompt, "completion": prompt[-1:] if answers else []}
+    if command in ("grpo", "rloo"):
+        del made["completion"]
+    return made
+
+
+def _checked(row: Row, made: dict[str, Any]) -> dict[str, Any]:
+    if row.get("videos") or row.get("audios"):
+        raise DataError("a row has videos or audios, which are not read: leave such rows out")
     if (row.get("images") or row.get("image")) and "<image>" in str(made):
         data = short_repr(made)
         raise DataError(f"{data} holds '<image>' as text: remove it, because TRL puts images before the first turn")
     return made
 
 
-def _alpaca(row: Row) -> dict[str, Any]:
-    turns = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+def _of_alpaca(row: Row) -> list[Row]:
+    turns: list[Row] = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     request = "\n\n".join(str(part) for part in (row["instruction"], row.get("input")) if part not in (None, ""))
     for user, assistant in row.get("history") or ():
         turns += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
-    return {"prompt": [*turns, {"role": "user", "content": request}], "completion": [_answer(row["output"])]}
+    return [*turns, {"role": "user", "content": request}]
 
 
-def _answer(text: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": text if text is None else str(text)}
+def _answer(given: Any) -> list[Row]:
+    """Return an answer as turns: it is one turn, several, or text."""
+    if isinstance(given, Mapping | list):
+        return [_message(turn) for turn in _turns(given)]
+    return [{"role": "assistant", "content": given if given is None else str(given)}]
 
 
-def _sharegpt(row: Row) -> dict[str, Any]:
-    system = [{"from": "system", "value": row["system"]}] if row.get("system") else []
-    turns = [_message(turn) for turn in [*system, *_turns(row.get("conversations", row.get("messages")))]]
-    if "chosen" in row and "rejected" in row:
-        answers = {side: [_message(turn) for turn in _turns(row[side])] for side in ("chosen", "rejected")}
-        return {"prompt": turns, **answers}
-    return {"messages": turns}
+def _of_sharegpt(row: Row) -> list[Row]:
+    turns = [_message(turn) for turn in _turns(row.get("conversations", row.get("messages")))]
+    is_begun = not row.get("system") or turns[0]["role"] == "system"  # whose text counts
+    return turns if is_begun else [{"role": "system", "content": row["system"]}, *turns]
 
 
 def _turns(given: Any) -> list[Row]:
@@ -89,8 +114,12 @@ def _turns(given: Any) -> list[Row]:
     return turns
 
 
-def _message(turn: Row) -> dict[str, str]:
+def _message(turn: Row) -> dict[str, Any]:
     name = turn.get("from", turn.get("role"))
     if (role := _ROLES.get(name)) is None:
-        raise DataError(f"a turn has the unknown role {short_repr(name)}: rename it to one of {', '.join(_ROLES)}")
-    return {"role": role, "content": turn["value"] if "value" in turn else turn["content"]}
+        fix = f"rename it to one of {', '.join(_ROLES)}; calls of functions are `tool_calls` of the assistant"
+        raise DataError(f"a turn has the unknown role {short_repr(name)}: {fix}")
+    if role == "assistant" and turn.get("weight") == 0:
+        raise DataError("a turn has weight 0, which TRL would train: leave such rows out, or end them before that turn")
+    more = {key: turn[key] for key in _IN_TURNS if turn.get(key) is not None}
+    return {"role": role, "content": turn["value"] if "value" in turn else turn.get("content"), **more}

@@ -172,7 +172,7 @@ def _take_split(splits: Mapping[str, Any], role: str, arguments: Arguments) -> A
         raise UserError(f"{field}={short_repr(name)}: no such split: set it to one of {', '.join(splits)}")
     if next(iter(splits[name]), None) is None:
         raise UserError(f"{field}={short_repr(name)}: the split is empty: check the file, or choose another split")
-    split = reshape(splits[name], role, arguments.data.dataset_format)
+    split = reshape(splits[name], role, arguments.data.dataset_format, method.command)
     is_prepared = method is SFT and (training.dataset_kwargs or {}).get("skip_prepare_dataset")
     if not is_prepared and (fault := column_fault(next(iter(split)), role, method.command, training)):
         raise DataError(fault)

@@ -13,7 +13,7 @@ from datasets import Dataset
 from sft_material import Material, refused, write_jsonl
 
 from fastpack_trl.cli.main import main
-from fastpack_trl.errors import UserError
+from fastpack_trl.errors import DataError, UserError
 from fastpack_trl.recipe.arguments import as_flags
 from fastpack_trl.recipe.foreign import convert, tool_of
 from fastpack_trl.recipe.formats import reshape
@@ -24,12 +24,12 @@ base_model: {model}; load_in_8bit: false; load_in_4bit: true; datasets: [{{path:
 dataset_prepared_path: last_run_prepared; val_set_size: 0.1; output_dir: {out}; adapter: qlora; sequence_len: 64
 sample_packing: true; eval_sample_packing: true; pad_to_sequence_len: true; lora_r: 4; lora_alpha: 16
 lora_target_linear: true; gradient_accumulation_steps: 2; micro_batch_size: 2; num_epochs: 1; optimizer: adamw_torch
-lr_scheduler: cosine; learning_rate: 0.0002; train_on_inputs: false; bf16: auto; gradient_checkpointing: true
+lr_scheduler: linear; learning_rate: 0.0002; train_on_inputs: false; bf16: auto; gradient_checkpointing: true
 flash_attention: true; warmup_ratio: 0.1; evals_per_epoch: 4; saves_per_epoch: 1; special_tokens: {{pad_token: <pad>}}
 """
 AXOLOTL_FULL = """
 base_model: {model}; datasets: [{{path: {sharegpt}, type: sharegpt}}]; output_dir: {out}; sequence_len: 64
-sample_packing: true; train_on_inputs: true; micro_batch_size: 1; num_epochs: 1; max_steps: 2; lr_scheduler: constant
+sample_packing: true; train_on_inputs: true; micro_batch_size: 2; num_epochs: 1; max_steps: 2; lr_scheduler: constant
 learning_rate: 2e-5; plugins: [axolotl.integrations.liger.LigerPlugin]; attn_implementation: flash_attention_2
 """
 FACTORY_LORA = """
@@ -142,7 +142,7 @@ def test_values_keep_their_meaning(files: Mapping[str, Path]) -> None:
         "axolotl-qlora": lora | {
             "load_in_4bit": True, "lora_target_modules": "all-linear", "eval_strategy": "steps", "eval_steps": 0.25,
             "save_strategy": "epoch", "test_split_size": 0.1, "pad_token": "<pad>", "datasets": [alpaca],
-            "dataset_format": "alpaca", "warmup_steps": 0.1, "lr_scheduler_type": "cosine",
+            "dataset_format": "alpaca", "warmup_steps": 0.1, "lr_scheduler_type": "linear",
         },
         "llama-factory-lora": lora | {
             "lora_r": 4, "lora_alpha": 8, "lora_target_modules": ["q_proj", "v_proj"],
@@ -159,49 +159,94 @@ def test_values_keep_their_meaning(files: Mapping[str, Path]) -> None:
         assert {key: found.get(key) for key in some} == some
     assert "assistant_only_loss" not in values("axolotl-full"), "train_on_inputs: true"
     axolotl, factory = {"base_model": "a", "adapter": "lora"}, {"model_name_or_path": "a", "stage": "sft"}
-    assert convert(axolotl, files["folder"]).values["num_train_epochs"] == 1, "its default"
+    found = convert(axolotl, files["folder"]).values
+    defaults = ("num_train_epochs", "per_device_train_batch_size", "max_length", "lr_scheduler_type")
+    assert [found[name] for name in defaults] == [1, 1, 512, "cosine"]
     found = convert(factory | {"quantization_bit": 4}, files["folder"]).values
-    assert (found["max_length"], found["use_bnb_nested_quant"]) == (2048, True), "its defaults"
+    defaults = ("max_length", "use_bnb_nested_quant", "learning_rate")
+    assert [found[name] for name in defaults] == [2048, True, 5e-5]
     ipo = convert({"base_model": "a", "sequence_len": 9, "rl": "ipo"}, files["folder"])
     assert (ipo.method, ipo.values["loss_type"]) == (METHODS["dpo"], ["ipo"])
 
 
-def rows_of(material: Material, row: Mapping[str, object], wanted: str) -> list[dict[str, Any]]:
-    return list(reshape(Dataset.from_list([dict(row)] * 2), "train", wanted))
+def rows_of(row: Mapping[str, object], wanted: str, command: str = "sft") -> list[dict[str, Any]]:
+    return list(reshape(Dataset.from_list([dict(row)] * 2), "train", wanted, command))
 
 
-def test_alpaca_becomes_prompt_and_completion_and_sharegpt_messages(material: Material) -> None:
+def test_alpaca_becomes_prompt_and_completion_and_sharegpt_messages() -> None:
     row = {"instruction": "add", "input": "1 2", "output": "3", "system": "be brief", "history": [["hi", "hello"]]}
-    (first, _) = rows_of(material, row, "alpaca")
+    (first, _) = rows_of(row, "alpaca")
     assert [turn["role"] for turn in first["prompt"]] == ["system", "user", "assistant", "user"]
     assert first["prompt"][-1]["content"] == "add\n\n1 2"
     assert first["completion"] == [{"role": "assistant", "content": "3"}]
     assert first.keys() == {"prompt", "completion"}
-    (plain, _) = rows_of(material, {"instruction": "add", "input": "", "output": "3"}, "alpaca")
+    (plain, _) = rows_of({"instruction": "add", "input": "", "output": "3"}, "alpaca")
     assert plain["prompt"] == [{"role": "user", "content": "add"}]
-    assert rows_of(material, {"conversations": TURNS}, "sharegpt")[0] == {"messages": MESSAGES}
+    assert rows_of({"conversations": TURNS}, "sharegpt")[0] == {"messages": MESSAGES}
     kept = {"images": ["cat.png"], "tools": "[]"}
-    assert rows_of(material, {"conversations": TURNS, "id": 1, **kept}, "sharegpt")[0] == {"messages": MESSAGES, **kept}
+    assert rows_of({"conversations": TURNS, "id": 1, **kept}, "sharegpt")[0] == {"messages": MESSAGES, **kept}
     for turns in (None, []):
         with pytest.raises(ValueError, match=r"a row has (None|\[\]) instead of turns: drop it"):
             list(reshape(Dataset.from_list([{"conversations": TURNS}, {"conversations": turns}]), "train", "sharegpt"))
     pair = {"conversations": TURNS[:1], "chosen": TURNS[1:], "rejected": TURNS[1:]}
-    assert rows_of(material, pair, "sharegpt")[0]["chosen"] == MESSAGES[1:]
-    (number, _) = rows_of(material, {"instruction": "double", "input": 0, "output": 0}, "alpaca")
+    assert rows_of(pair, "sharegpt")[0]["chosen"] == MESSAGES[1:]
+    (number, _) = rows_of({"instruction": "double", "input": 0, "output": 0}, "alpaca")
     assert number == {
         "prompt": [{"role": "user", "content": "double\n\n0"}],
         "completion": [{**MESSAGES[1], "content": "0"}],
     }
     marked = [{"from": "human", "value": "<image> what?"}, TURNS[1]]
-    assert rows_of(material, {"conversations": marked}, "sharegpt")
+    assert rows_of({"conversations": marked}, "sharegpt")
     with pytest.raises(ValueError, match="holds '<image>' as text: remove it"):
-        rows_of(material, {"conversations": marked, **kept}, "sharegpt")
+        rows_of({"conversations": marked, **kept}, "sharegpt")
+
+
+def test_each_method_gets_the_columns_that_it_reads() -> None:
+    alpaca = {"instruction": "add", "chosen": "3", "rejected": "4"}
+    answers = [[{"role": "assistant", "content": text}] for text in "34"]
+    prompt = [{"role": "user", "content": "add"}]
+    for command in ("dpo", "reward"):
+        made = {"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}
+        assert rows_of(alpaca, "alpaca", command)[0] == made
+    assert rows_of({**alpaca, "margin": 0.5}, "alpaca", "reward")[0]["margin"] == 0.5
+    split = {"prompt": MESSAGES[:1], "completion": MESSAGES[1:], "label": True}
+    assert rows_of({"conversations": TURNS, "label": True}, "sharegpt", "kto")[0] == split
+    solved = {"instruction": "add", "output": "3", "solution": "3"}
+    assert rows_of(solved, "alpaca", "grpo")[0] == solved | {"prompt": prompt}, "rewards may read all columns"
+    for turns in (TURNS, TURNS[:1]):
+        assert rows_of({"conversations": turns}, "sharegpt", "rloo")[0]["prompt"] == MESSAGES[:1]
+
+
+def test_turns_keep_their_calls_and_what_would_train_otherwise_is_an_error() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    turns = [MESSAGES[0], {"role": "assistant", "content": "", "tool_calls": [call], "weight": 1}]
+    (made, _) = rows_of({"messages": turns}, "sharegpt")
+    last = {key: value for key, value in made["messages"][1].items() if value is not None}
+    assert last == {"role": "assistant", "content": "", "tool_calls": [call]}
+    (first, _) = rows_of({"system": "a", "conversations": [{"from": "system", "value": "b"}, *TURNS]}, "sharegpt")
+    assert [turn["content"] for turn in first["messages"]] == ["b", "the quick", "brown fox"]
+    for row, says in (
+        ({"messages": [MESSAGES[0], {**MESSAGES[1], "weight": 0}]}, "a turn has weight 0"),
+        ({"conversations": [TURNS[0], {"from": "function_call", "value": "{}"}]}, "unknown role 'function_call'"),
+        ({"conversations": TURNS, "videos": ["a.mp4"]}, "a row has videos or audios"),
+    ):
+        with pytest.raises(DataError, match=says):
+            rows_of(row, "sharegpt")
 
 
 def test_a_named_format_trains_also_streamed(files: Mapping[str, Path], material: Material) -> None:
     for name in ("alpaca", "sharegpt"):
         path = material.yaml(dataset_name=str(files[name]), dataset_streaming=True, max_steps=1)
         assert main(["sft", "--config", str(path), "--dataset_format", name]) == 0
+    kto = [{"conversations": TURNS, "label": bool(number % 2)} for number in range(8)]
+    dpo = [{"instruction": "the quick", "chosen": "brown fox", "rejected": "dog"}] * 8
+    for command, wanted, rows in (("kto", "sharegpt", kto), ("dpo", "alpaca", dpo)):
+        data = write_jsonl(material.folder / f"{command}.jsonl", rows)
+        words = ["--model_name_or_path", str(material.model), "--dataset_name", str(data), "--dataset_format", wanted]
+        words += as_flags(
+            {"output_dir": str(material.out), "max_steps": 1, "report_to": "none", "use_cpu": True, "bf16": False}
+        )
+        assert main([command, *words]) == 0
 
 
 def test_a_wrong_format_names_its_columns_and_roles(material: Material, capsys: pytest.CaptureFixture[str]) -> None:

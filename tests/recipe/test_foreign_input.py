@@ -37,11 +37,12 @@ datasets: [{path: x, type: chat_template, field_messages: conversations, roles_t
 gradient_checkpointing_kwargs: {use_reentrant: false}; lora_mlp_kernel: true; lora_o_kernel: true; sequence_len: 64
 sample_packing: true; pad_to_sequence_len: true; plugins: [axolotl.integrations.liger.LigerPlugin]; liger_rope: true
 optimizer: adamw_torch; learning_rate: 2e-4; bf16: auto; tf32: false; flash_attention: true; saves_per_epoch: 1
-resume_from_checkpoint: ; special_tokens: {pad_token: <pad>, bos_token: <eos>}""", {"bos_token"}, 8),
+resume_from_checkpoint: ; special_tokens: {pad_token: <pad>, bos_token: <eos>}""", {"bos_token", "chat_template"}, 8),
     "LLaMA-Factory": ("""
 model_name_or_path: m; trust_remote_code: true; stage: sft; do_train: true; finetuning_type: lora; lora_rank: 4
 dataset_dir: .; template: llama3; cutoff_len: 64; overwrite_cache: true; plot_loss: true; quantization_method: bnb
-flash_attn: fa2; enable_liger_kernel: true; use_unsloth: false; warmup_ratio: 0.1""", {"trust_remote_code"}, 3),
+flash_attn: fa2; enable_liger_kernel: true; use_unsloth: false; warmup_ratio: 0.1""", {"trust_remote_code", "template"},
+        3),
     "Unsloth": ("""
 model: m; data: {dataset: x, format_type: auto}; logging: {enable_wandb: false, hf_token: hf_secret}
 training: {training_type: lora, max_seq_length: 64, random_seed: 3, gradient_checkpointing: unsloth}
@@ -93,6 +94,45 @@ def test_a_list_written_as_text_is_a_list(tool: str, key: str, value: Any, to: s
     out = convert(BASES[tool] | ({"stage": "dpo"} if key == "pref_loss" else {}) | {key: value}, Path())
     assert out.values[to] == expected
     arguments.check(out.values, out.method, "a.yaml", out.origins)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reads"),
+    [
+        ("columns", {"prompt": "instruction", "query": "input", "response": "output", "history": ""}, True),
+        ("columns", {"prompt": "input", "response": "output", "system": "instruction"}, False),
+        ("columns", {"prompt": "instruction", "kto_tag": "label", "images": "images"}, True),
+        ("columns", {"prompt": "instruction", "videos": "videos"}, False),
+        ("tags", {"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt"}, True),
+        ("tags", {"role_tag": "from", "content_tag": "value", "user_tag": "gpt", "assistant_tag": "human"}, False),
+        ("message_property_mappings", {"role": "from", "content": "value"}, True),
+        ("message_property_mappings", {"role": "value", "content": "from"}, False),
+        ("field_messages", "conversations", True),
+        ("field", "text", True),
+        ("field", "content", False),
+    ],
+)  # fmt: skip
+def test_columns_and_roles_are_read_as_they_are_under_their_own_key_only(key: str, value: Any, reads: bool) -> None:
+    out = convert(BASES["Axolotl"] | {"datasets": [{"path": "x", key: value}]}, Path())
+    assert out.notes[f"datasets {key}"][0] == ("dropped safely" if reads else "needs you")
+
+
+@pytest.mark.parametrize("keys", [("warmup_ratio", "warmup_steps"), ("warmup_steps", "warmup_ratio")])
+def test_of_two_keys_for_one_option_none_is_lost(keys: tuple[str, str]) -> None:
+    for first, second, taken in ((0.1, 0, 0.1), (0, 0.1, 0.1), (0.1, 5, 0.1), (5, 5, 5)):
+        out = convert(BASES["LLaMA-Factory"] | dict(zip(keys, (first, second), strict=True)), Path())
+        assert out.values["warmup_steps"] == taken
+        needs = [key for key, (group, _) in out.notes.items() if group == "needs you" and key in keys]
+        assert needs == ([keys[1]] if (first, second) == (0.1, 5) else [])
+
+
+def test_a_table_of_data_sets_that_names_no_data_or_a_sample_needs_the_user(tmp_path: Path) -> None:
+    table = {"a": {"script_url": "a"}, "b": {"hf_hub_url": "o/b", "num_samples": 9}, "c": {"hf_hub_url": "o/c"}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(table), encoding="utf-8")
+    out = convert(BASES["LLaMA-Factory"] | {"dataset_dir": str(tmp_path), "dataset": "a, b, c"}, tmp_path)
+    needs = {key for key, (group, _) in out.notes.items() if group == "needs you"}
+    assert needs == {"dataset a", "dataset b num_samples"}
+    assert [entry["path"] for entry in out.values["datasets"]] == ["a", "o/b", "o/c"]
 
 
 def test_a_single_target_module_is_trained(tmp_path: Path) -> None:
