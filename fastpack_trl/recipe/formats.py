@@ -102,7 +102,7 @@ def _answer(given: Any) -> list[Row]:
 
 
 def _of_sharegpt(row: Row) -> list[Row]:
-    turns = [_message(turn) for turn in _turns(row.get("conversations", row.get("messages")))]
+    turns: list[Row] = [_message(turn) for turn in _turns(row.get("conversations", row.get("messages")))]
     is_begun = not row.get("system") or turns[0]["role"] == "system"  # whose text counts
     return turns if is_begun else [{"role": "system", "content": row["system"]}, *turns]
 
