@@ -36,7 +36,7 @@ BUDGETS = {
     "callbacks": 300,
     "capture": 1200,
     "checkpointing": 1250,
-    "cli": 1000,
+    "cli": 1050,
     "features": 1650,
     "kernels": 2100,
     "layers": 1000,
@@ -52,7 +52,7 @@ BUDGETS = {
     "vision": 750,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 25401, "benchmarks": 3501, "tests": 29396}
+TOTALS = {"fastpack_trl": 25413, "benchmarks": 3501, "tests": 29397}
 
 
 @cache

@@ -177,6 +177,7 @@ COMMANDS = [
     Misuse("merge --config {yaml}", "no trained model in", "output_dir: untrained"),
     Misuse("merge {model}", "is a full model: use it as it is"),
     Misuse("generate {model}", "give --prompt TEXT, once per prompt"),
+    Misuse("generate {model} --prompt a --load_in_4bit", "is for the base of an adapter, and"),
     Misuse("generate {yaml} --prompt a", "sft.yaml is a YAML; did you mean --config"),
     Misuse("generate left --prompt a", "the adapter's model (--base names another) './moved' is not a folder"),
     Misuse("generate cut --prompt a", "the adapter 'cut' cannot be loaded: adapter_config.json is damaged"),

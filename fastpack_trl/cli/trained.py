@@ -16,6 +16,7 @@ from fastpack_trl.recipe.arguments import parse
 from fastpack_trl.recipe.make_trainer import check_model, method_of_run
 from fastpack_trl.recipe.methods import METHODS, SFT
 from fastpack_trl.recipe.paths import model_folder
+from fastpack_trl.recipe.yaml import load_config
 
 _ADAPTER, _TOKENIZER, _OLD_TEMPLATE = "adapter_config.json", "tokenizer_config.json", "chat_template.json"
 _REST = ["*processor_config.json", "audio_tokenizer_config.json", "*_tokenizer/*.*", _OLD_TEMPLATE]
@@ -141,12 +142,13 @@ def _find(args: Namespace) -> Trained:
     elif (inside := list(path.glob(f"*/{_ADAPTER}"))) and not (path / "config.json").is_file():
         newest = max(inside, key=lambda file: file.stat().st_mtime).parent  # of a run that was ended
         raise UserError(f"{short_repr(folder)} has no adapter or model; did you mean '{newest}'?")
-    elif args.config and not args.model and not any([*path.glob("config.json"), *path.glob("*/config.json")]):
-        command = command_line(method_of_run(args.config).command, "--config", args.config)
-        raise UserError(f"no trained model in {short_repr(folder)}: run {command} first")
+    elif args.config and not args.model:
+        _check_left(folder, args.config)
     name = model_folder(option, name)
     check_model(name, source, option, METHODS["reward"] if classifies else SFT)
     if not is_adapter:
+        if args.load_in_4bit:
+            raise UserError(f"--load_in_4bit is for the base of an adapter, and {short_repr(name)} is a full model")
         options.pop("quantization_config", None)  # a whole model's own config says how it is stored
         return Trained(name, None, source, options, False)
     from fastpack_trl.model.preflight import check_weights
@@ -160,8 +162,18 @@ def _find(args: Namespace) -> Trained:
     return Trained(str(path), name, source, options | ({"num_labels": 1} if classifies else {}), classifies)
 
 
+def _check_left(folder: str, config: str) -> None:
+    """Raise `UserError` if the run of a YAML has left no model and no adapter in a folder."""
+    kinds = (f"{start}{name}" for start in ("", "*/") for name in ("config.json", _ADAPTER))
+    if not any(file for kind in kinds for file in Path(folder).expanduser().glob(kind)):
+        command = command_line(method_of_run(config).command, "--config", config)
+        raise UserError(f"no trained model in {short_repr(folder)}: run {command} first")
+
+
 def _of_config(args: Namespace, source: dict[str, Any], options: dict[str, Any]) -> tuple[str, str | None]:
     """Return folder and base of a YAML's run; put how the run loaded its model into `source` and `options`."""
+    if (output := load_config(args.config).get("output_dir")) and not args.model:
+        _check_left(str(output), args.config)  # at once: nothing heavy is imported yet
     words = ["--config", args.config, "--bf16", "False"]  # nothing is trained: no GPU is needed
     arguments = parse(words, method_of_run(args.config), may_launch=False)
     from trl import get_quantization_config
