@@ -45,14 +45,14 @@ BUDGETS = {
     "model": 1850,
     "moe": 950,
     "packing": 2150,
-    "recipe": 2100,
+    "recipe": 2150,
     "recurrent": 750,
     "step": 1650,
     "trainers": 1100,
     "vision": 750,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 25413, "benchmarks": 3501, "tests": 29397}
+TOTALS = {"fastpack_trl": 25463, "benchmarks": 3501, "tests": 29437}
 
 
 @cache

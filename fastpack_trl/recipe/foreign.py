@@ -65,7 +65,8 @@ class Converted:
             single = value[0] if isinstance(value, list) and len(value) == 1 else value
             for one, ours in to.items():
                 if type(one) is type(single) and one == single:
-                    self.values |= ours
+                    for name, each in ours.items():
+                        self._put(name, each, key, label)
                     return None if ours else self.note(label, DROPPED, value, "the same happens here")
             if not rules and not isinstance(value, list) and type(single) not in map(type, to):
                 raise UserError(f"{label}={short_repr(value)} must be one of {', '.join(map(str, to))}")
@@ -73,19 +74,22 @@ class Converted:
             parts = value if isinstance(value, list) else [value] * (not isinstance(value, Mapping))
             if not all(isinstance(part, str | int | float | date) for part in parts):
                 raise UserError(f"{label}={short_repr(value)} must be a single value, or a list of them")
-            names, other = _as_list(value, hints[to]), self.origins.get(to)
-            if other and self.values[to] and self.values[to] != names:
-                return self.note(label, NEEDS_YOU if names else DROPPED, value, f"{other} gives {to}")
-            self.values[to], self.origins[to] = names, key
-            if to == "lora_target_modules" and isinstance(names, list) and len(names) == 1:
-                # TRL gives PEFT a single name as text, which PEFT reads as a regular expression of the whole name.
-                one = "all-linear" if names == ["all"] else str(names[0])
-                self.values[to] = rf"(.*\.)?{one}" if one.isidentifier() else one
-            return None
+            return self._put(to, _as_list(value, hints[to]), key, label)
         is_off = not value or value == "none"
-        if group == NEEDS_YOU and is_off and not key.startswith(("enable_thinking", "finetune_")):
+        if group == NEEDS_YOU and is_off and not key.startswith(("enable_thinking", "finetune_", "freeze_")):
             group, reason = DROPPED, "off"
         return self.note(label, group, value, reason)
+
+    def _put(self, to: str, value: Any, key: str, label: str) -> None:
+        """Set an option, unless another key has given it another value."""
+        if to == "lora_target_modules" and isinstance(value, list) and len(value) == 1:
+            # TRL gives PEFT a single name as text, which PEFT reads as a regular expression of the whole name.
+            one = "all-linear" if value == ["all"] else str(value[0])
+            value = rf"(.*\.)?{one}" if one.isidentifier() else one
+        if (other := self.origins.get(to)) and self.values[to] and self.values[to] != value:
+            return self.note(label, NEEDS_YOU if value else DROPPED, value, f"{other} gives {to}")
+        self.values[to], self.origins[to] = value, key
+        return None
 
 
 def _as_list(value: Any, hint: str) -> Any:
@@ -132,17 +136,17 @@ def convert(config: Mapping[str, Any], folder: Path) -> Converted:
     tool = tool_of(config)
     if not tool:
         raise UserError(f"not a config of {', '.join(_TOOLS)}: its keys are {', '.join(list(config)[:8])}")
-    given: dict[str, Any] = {**_TABLES["defaults"].get(tool, {})}
-    given |= {key: value for key, value in _flat(config).items() if value not in (None, "", "auto", [], {})}
+    given = {key: value for key, value in _flat(config).items() if value not in (None, "", "auto", [], {})}
     for key in given.keys() & {*_TABLES["sections"]} - {"model"}:
         raise UserError(f"{key}={short_repr(given[key])} must be a mapping of settings")
     kind = given.pop("rl", given.pop("stage", "sft"))
+    kind = "reward" if given.pop("reward_model", False) is True else kind
     command = {"pt": "sft", "rm": "reward", "ipo": "dpo"}.get(str(kind), str(kind))
     if command not in METHODS:
         raise UserError(f"{short_repr(kind)} training is not supported: use one of {', '.join(METHODS)}")
     values: dict[str, Any] = {"loss_type": ["ipo"]} if kind == "ipo" else {}
     out = Converted(tool, METHODS[command], values)
-    if given.get("finetuning_type") == "lora":
+    if tool == "LLaMA-Factory" and given.setdefault("finetuning_type", "lora") == "lora":
         given.setdefault("lora_alpha", 2 * _pop({**given}, "lora_rank", int, given.setdefault("lora_rank", 8)))
     if tool == "LLaMA-Factory" and given.get("quantization_bit"):
         given.setdefault("double_quantization", True)
@@ -162,12 +166,33 @@ def convert(config: Mapping[str, Any], folder: Path) -> Converted:
     hints = {name: str(kind) for own in kinds for name, kind in get_type_hints(own).items()}
     for key, value in given.items():
         out.take(key, value, hints)
+    _add_defaults(given, out, hints, str(kind))
     if not values.get("test_split_size"):
         for name in [name for name in values if name.startswith(("eval_", "test_split"))]:
             out.note(name, DROPPED, values.pop(name), "no data is held out")
     if values.get("use_peft"):
         values.setdefault("lora_dropout", 0.0)  # TRL's default is 0.05
     return out
+
+
+def _add_defaults(given: Mapping[str, Any], out: Converted, hints: Mapping[str, str], kind: str) -> None:
+    """Take the tool's own defaults that differ from TRL's, where a config does not say otherwise."""
+    for key, value in _TABLES["defaults"].get(out.tool, {}).items():
+        to = _KEYS[out.tool].get(key, _KEYS[_ANY_TOOL].get(key, key))
+        is_given = key in given or (isinstance(to, str) and to in out.values)
+        if not is_given and (out.values.get("use_peft") or not key.startswith("lora_")):
+            out.take(key, value, hints)
+    if kind == "pt":  # plain text
+        out.values.setdefault("packing", True)
+        out.values.pop("dataset_format", None)
+    if out.tool != "Unsloth":
+        return
+    if out.values.get("dataset_format") == "alpaca" and not given.get("train_on_completions"):
+        out.values["completion_only_loss"] = False
+    usual = ["learning_rate", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"]
+    usual += ["warmup_steps"] + ["lora_r", "lora_alpha", "lora_target_modules"] * bool(out.values.get("use_peft"))
+    if lacking := [name for name in usual if name not in out.values]:
+        out.note("defaults", NEEDS_YOU, ", ".join(lacking), "not in this file: here TRL's defaults count")
 
 
 def _of_table(given: dict[str, Any], out: Converted, folder: Path) -> list[dict[str, Any]]:
@@ -219,12 +244,17 @@ def _add_data(given: dict[str, Any], out: Converted, folder: Path, learns_prompt
                 out.note(f"datasets {key}", DROPPED, value, "read as it is")
             else:
                 out.note(f"datasets {key}", NEEDS_YOU, value, "rename the columns in the data")
+            if words.get("history") and not given.get("mask_history"):
+                reason = "here its answers are prompt: make it `messages` with assistant_only_loss to train them"
+                out.note(f"datasets {key} history", NEEDS_YOU, words["history"], reason)
     if entries:
         out.values["datasets"] = [{key: one[key] for key in one if key in _DATA_KEYS and one[key]} for one in entries]
     if len(kinds) > 1 or kinds - {"", "alpaca", "sharegpt", "chat_template", "completion"}:
         out.note("datasets type", NEEDS_YOU, sorted(kinds), "convert the data to one format, e.g. a column `messages`")
     if kinds in ({"alpaca"}, {"sharegpt"}):
         (out.values["dataset_format"],) = kinds
+    if kinds == {"chat_template"} and out.method.command == "dpo":
+        out.values["dataset_format"] = "sharegpt"  # TRL reads no `messages` beside `chosen` and `rejected`
     alpaca = kinds == {"alpaca"}
     if alpaca and out.tool == "Axolotl":
         reason = "its text around instructions ('Below is an instruction') becomes the model's chat template"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from fastpack_trl.errors import DataError, short_repr
@@ -42,9 +43,10 @@ def reshape(split: Any, name: str, wanted: str, command: str = "sft") -> Any:
     - ``alpaca``: ``prompt`` and ``completion``, both messages; ``system`` and ``history`` are part of the prompt.
     - ``sharegpt``: ``messages``; for KTO and online methods, whose answer is the last turn, as ``alpaca``.
 
-    With ``chosen`` and ``rejected``, these and ``prompt``; for online methods no answer. Images, tools, options of the
-    template, and what the method reads stay. Raises `DataError` for other columns, and for what TRL would silently
-    train otherwise: a turn of an unknown role or of weight 0, videos, ``<image>`` in the text of a row with images.
+    With ``chosen`` and ``rejected``, which may be whole conversations, these and ``prompt``; for online methods no
+    answer. Images, tools, options of the template, and what the method reads stay. Raises `DataError` for other
+    columns, and for what TRL would silently train otherwise: a row without an answer, a turn of an unknown role or of
+    weight 0, videos, ``<image>`` in the text of a row with images.
     """
     if wanted == AS_IS:
         return split
@@ -56,25 +58,38 @@ def reshape(split: Any, name: str, wanted: str, command: str = "sft") -> Any:
         data, needs = f"the {name} data set has the columns {', '.join(sorted(columns))}", " and ".join(lacking)
         raise DataError(f"dataset_format={wanted} needs {needs}, but {data}: leave dataset_format out, or rename them")
     lost = set() if online else columns - _KEPT - _KEPT_BY.get(command, set())
-    return split.map(lambda row: _checked(row, _columns(row, wanted, command)), remove_columns=[*lost])
+    read = _of_alpaca if wanted == ALPACA else partial(_of_sharegpt, column=turns)
+    return split.map(lambda row: _checked(row, _columns(row, read(row), wanted, command)), remove_columns=[*lost])
 
 
-def _columns(row: Row, wanted: str, command: str) -> dict[str, Any]:
+def _columns(row: Row, prompt: list[Row], wanted: str, command: str) -> dict[str, Any]:
     """Return a row in the columns of a command."""
-    prompt = _of_alpaca(row) if wanted == ALPACA else _of_sharegpt(row)
-    sides = [side for side in ("chosen", "rejected") if side in row and (command != "sft" or wanted == SHAREGPT)]
-    if len(sides) == 2:
-        return {"prompt": prompt, **{side: _answer(row[side]) for side in sides}}
-    if wanted == ALPACA:
-        made = {"prompt": prompt, "completion": _answer(row.get("output"))}
-    elif command in ("sft", "dpo", "reward"):
-        return {"messages": prompt}
-    else:
-        answers = prompt[-1]["role"] == "assistant"
-        made = {"prompt": prompt[:-1] if answers else prompt, "completion": prompt[-1:] if answers else []}
+    pairs = command in ("dpo", "reward") or (command == "sft" and wanted == SHAREGPT)  # which SFT then refuses
+    if pairs and "chosen" in row and "rejected" in row:
+        return _pair(prompt, *(_answer(row[side]) for side in ("chosen", "rejected")))
+    is_answered = prompt[-1]["role"] == "assistant"
     if command in ("grpo", "rloo"):
-        del made["completion"]
-    return made
+        return {"prompt": prompt[:-1] if is_answered else prompt}
+    if wanted == ALPACA:
+        return {"prompt": prompt, "completion": _answer(row["output"])}
+    if command == "kto":
+        if not is_answered:
+            raise DataError(f"{short_repr(prompt)} does not end with an answer: leave such rows out")
+        return {"prompt": prompt[:-1], "completion": prompt[-1:]}
+    return {"messages": prompt}
+
+
+def _pair(prompt: list[Row], chosen: list[Row], rejected: list[Row]) -> dict[str, Any]:
+    """Return the columns of a pair: two answers, or two conversations that differ in the last turn."""
+    if chosen[0]["role"] != "assistant":
+        prompt, *others = chosen[:-1], rejected[:-1]
+        chosen, rejected = chosen[-1:], rejected[-1:]
+        if others != [prompt]:
+            raise DataError(f"{short_repr(others[0])} is not the prompt of `chosen`: they may differ in the last turn")
+    turns = (prompt[-1], chosen[-1], rejected[-1]) if prompt else ()
+    if [turn["role"] == "assistant" for turn in turns] != [False, True, True]:
+        raise DataError(f"{short_repr(turns)} are no prompt and two answers to it: leave such rows out")
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
 def _checked(row: Row, made: dict[str, Any]) -> dict[str, Any]:
@@ -88,8 +103,11 @@ def _checked(row: Row, made: dict[str, Any]) -> dict[str, Any]:
 
 def _of_alpaca(row: Row) -> list[Row]:
     turns: list[Row] = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-    request = "\n\n".join(str(part) for part in (row["instruction"], row.get("input")) if part not in (None, ""))
-    for user, assistant in row.get("history") or ():
+    request = "\n".join(str(part) for part in (row["instruction"], row.get("input")) if part not in (None, ""))
+    for exchange in row.get("history") or ():
+        if not isinstance(exchange, list) or len(exchange) != 2:
+            raise DataError(f"history has {short_repr(exchange)}, which is no pair of a request and its answer")
+        user, assistant = exchange
         turns += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
     return [*turns, {"role": "user", "content": request}]
 
@@ -98,28 +116,30 @@ def _answer(given: Any) -> list[Row]:
     """Return an answer as turns: it is one turn, several, or text."""
     if isinstance(given, Mapping | list):
         return [_message(turn) for turn in _turns(given)]
-    return [{"role": "assistant", "content": given if given is None else str(given)}]
+    if given is None:
+        raise DataError("a row has no answer: leave it out")
+    return [{"role": "assistant", "content": str(given)}]
 
 
-def _of_sharegpt(row: Row) -> list[Row]:
-    turns: list[Row] = [_message(turn) for turn in _turns(row.get("conversations", row.get("messages")))]
+def _of_sharegpt(row: Row, column: str) -> list[Row]:
+    turns: list[Row] = [_message(turn) for turn in _turns(row[column])]
     is_begun = not row.get("system") or turns[0]["role"] == "system"  # whose text counts
     return turns if is_begun else [{"role": "system", "content": row["system"]}, *turns]
 
 
 def _turns(given: Any) -> list[Row]:
     turns = [given] if isinstance(given, Mapping) else given
-    if not isinstance(turns, list) or not turns:
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, Mapping) for turn in turns):
         raise DataError(f"a row has {short_repr(given)} instead of turns: drop it")
     return turns
 
 
 def _message(turn: Row) -> dict[str, Any]:
     name = turn.get("from", turn.get("role"))
-    if (role := _ROLES.get(name)) is None:
+    if (role := _ROLES.get(str(name))) is None:
         fix = f"rename it to one of {', '.join(_ROLES)}; calls of functions are `tool_calls` of the assistant"
         raise DataError(f"a turn has the unknown role {short_repr(name)}: {fix}")
     if role == "assistant" and turn.get("weight") == 0:
         raise DataError("a turn has weight 0, which TRL would train: leave such rows out, or end them before that turn")
-    more = {key: turn[key] for key in _IN_TURNS if turn.get(key) is not None}
+    more = {key: turn[key] for key in _IN_TURNS if key in turn}  # None too: all rows have the same keys
     return {"role": role, "content": turn["value"] if "value" in turn else turn.get("content"), **more}

@@ -165,6 +165,20 @@ def test_values_keep_their_meaning(files: Mapping[str, Path]) -> None:
     found = convert(factory | {"quantization_bit": 4}, files["folder"]).values
     defaults = ("max_length", "use_bnb_nested_quant", "learning_rate")
     assert [found[name] for name in defaults] == [2048, True, 5e-5]
+    raw = convert(factory | {"stage": "pt", "cutoff_len": 9, "dataset": "identity"}, files["folder"]).values
+    assert (raw["packing"], "dataset_format" in raw) == (True, False)
+    whole = convert(factory | {"cutoff_len": 9, "finetuning_type": "full"}, files["folder"]).values
+    assert not [name for name in whole if name.startswith("lora_")]
+    data = {"datasets": [{"path": "a", "type": "chat_template.default"}]}
+    pairs = convert(axolotl | data | {"rl": "dpo"}, files["folder"])
+    assert pairs.values["dataset_format"] == "sharegpt"
+    assert convert(axolotl | {"reward_model": True}, files["folder"]).method is METHODS["reward"]
+    for more, steps in (({}, 0.03), ({"warmup_steps": 0}, 0), ({"warmup_ratio": 0.2}, 0.2)):
+        assert convert(axolotl | more, files["folder"]).values["warmup_steps"] == steps
+    scripts = {"model_name": "m", "max_seq_length": 9, "dataset": "x", "format_type": "alpaca"}
+    unsloth = convert(scripts, files["folder"])
+    assert unsloth.values["completion_only_loss"] is False
+    assert "learning_rate" in unsloth.notes["defaults"][1]
     ipo = convert({"base_model": "a", "sequence_len": 9, "rl": "ipo"}, files["folder"])
     assert (ipo.method, ipo.values["loss_type"]) == (METHODS["dpo"], ["ipo"])
 
@@ -177,7 +191,7 @@ def test_alpaca_becomes_prompt_and_completion_and_sharegpt_messages() -> None:
     row = {"instruction": "add", "input": "1 2", "output": "3", "system": "be brief", "history": [["hi", "hello"]]}
     (first, _) = rows_of(row, "alpaca")
     assert [turn["role"] for turn in first["prompt"]] == ["system", "user", "assistant", "user"]
-    assert first["prompt"][-1]["content"] == "add\n\n1 2"
+    assert first["prompt"][-1]["content"] == "add\n1 2"
     assert first["completion"] == [{"role": "assistant", "content": "3"}]
     assert first.keys() == {"prompt", "completion"}
     (plain, _) = rows_of({"instruction": "add", "input": "", "output": "3"}, "alpaca")
@@ -192,7 +206,7 @@ def test_alpaca_becomes_prompt_and_completion_and_sharegpt_messages() -> None:
     assert rows_of(pair, "sharegpt")[0]["chosen"] == MESSAGES[1:]
     (number, _) = rows_of({"instruction": "double", "input": 0, "output": 0}, "alpaca")
     assert number == {
-        "prompt": [{"role": "user", "content": "double\n\n0"}],
+        "prompt": [{"role": "user", "content": "double\n0"}],
         "completion": [{**MESSAGES[1], "content": "0"}],
     }
     marked = [{"from": "human", "value": "<image> what?"}, TURNS[1]]
@@ -209,6 +223,10 @@ def test_each_method_gets_the_columns_that_it_reads() -> None:
         made = {"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}
         assert rows_of(alpaca, "alpaca", command)[0] == made
     assert rows_of({**alpaca, "margin": 0.5}, "alpaca", "reward")[0]["margin"] == 0.5
+    reasons = {"prompt": MESSAGES[:1], "chosen": MESSAGES[1:], "rejected": [{**MESSAGES[1], "content": "dog"}]}
+    whole = {"messages": MESSAGES, "chosen": MESSAGES, "rejected": [MESSAGES[0], *reasons["rejected"]]}
+    for row in (whole, {**whole, "messages": MESSAGES[:1], "chosen": MESSAGES[1], "rejected": "dog"}):
+        assert rows_of(row, "sharegpt", "dpo")[0] == reasons, "the prompt counts once"
     split = {"prompt": MESSAGES[:1], "completion": MESSAGES[1:], "label": True}
     assert rows_of({"conversations": TURNS, "label": True}, "sharegpt", "kto")[0] == split
     solved = {"instruction": "add", "output": "3", "solution": "3"}
@@ -225,6 +243,21 @@ def test_turns_keep_their_calls_and_what_would_train_otherwise_is_an_error() -> 
     assert last == {"role": "assistant", "content": "", "tool_calls": [call]}
     (first, _) = rows_of({"system": "a", "conversations": [{"from": "system", "value": "b"}, *TURNS]}, "sharegpt")
     assert [turn["content"] for turn in first["messages"]] == ["b", "the quick", "brown fox"]
+    rare = [{"messages": MESSAGES}] * 1001 + [{"messages": [MESSAGES[0], {**MESSAGES[1], "reasoning_content": "hm"}]}]
+    kept = reshape(Dataset.from_list(rare), "train", "sharegpt")[-1]["messages"][1]
+    assert kept["reasoning_content"] == "hm", "the first thousand rows do not decide which keys there are"
+    pair = {"conversations": TURNS, "chosen": TURNS[1], "rejected": TURNS[1]}
+    asked = {"instruction": "add", "output": None}
+    for wanted, command, row, says in (
+        ("sharegpt", "dpo", pair, "are no prompt and two answers"),
+        ("sharegpt", "kto", {"conversations": TURNS[:1], "label": True}, "does not end with an answer"),
+        ("alpaca", "sft", asked, "a row has no answer"),
+        ("alpaca", "sft", {**asked, "output": ["b"]}, "instead of turns"),
+        ("alpaca", "sft", {**asked, "history": [["x"]]}, "no pair of a request and its answer"),
+        ("sharegpt", "sft", {"conversations": [{"from": ["x"], "value": "a"}]}, "unknown role"),
+    ):
+        with pytest.raises(DataError, match=says):
+            rows_of(row, wanted, command)
     for row, says in (
         ({"messages": [MESSAGES[0], {**MESSAGES[1], "weight": 0}]}, "a turn has weight 0"),
         ({"conversations": [TURNS[0], {"from": "function_call", "value": "{}"}]}, "unknown role 'function_call'"),

@@ -37,7 +37,8 @@ datasets: [{path: x, type: chat_template, field_messages: conversations, roles_t
 gradient_checkpointing_kwargs: {use_reentrant: false}; lora_mlp_kernel: true; lora_o_kernel: true; sequence_len: 64
 sample_packing: true; pad_to_sequence_len: true; plugins: [axolotl.integrations.liger.LigerPlugin]; liger_rope: true
 optimizer: adamw_torch; learning_rate: 2e-4; bf16: auto; tf32: false; flash_attention: true; saves_per_epoch: 1
-resume_from_checkpoint: ; special_tokens: {pad_token: <pad>, bos_token: <eos>}""", {"bos_token", "chat_template"}, 8),
+resume_from_checkpoint: ; special_tokens: {pad_token: <pad>, bos_token: <eos>}""",
+        {"bos_token", "chat_template", "excess_length_strategy"}, 8),
     "LLaMA-Factory": ("""
 model_name_or_path: m; trust_remote_code: true; stage: sft; do_train: true; finetuning_type: lora; lora_rank: 4
 dataset_dir: .; template: llama3; cutoff_len: 64; overwrite_cache: true; plot_loss: true; quantization_method: bnb
@@ -46,7 +47,7 @@ flash_attn: fa2; enable_liger_kernel: true; use_unsloth: false; warmup_ratio: 0.
     "Unsloth": ("""
 model: m; data: {dataset: x, format_type: auto}; logging: {enable_wandb: false, hf_token: hf_secret}
 training: {training_type: lora, max_seq_length: 64, random_seed: 3, gradient_checkpointing: unsloth}
-lora: {lora_r: 4, target_modules: 'q_proj,v_proj', bias: none, use_dora: false}""", {"hf_token"}, 1),
+lora: {lora_r: 4, target_modules: 'q_proj,v_proj', bias: none, use_dora: false}""", {"hf_token", "defaults"}, 1),
 }  # fmt: skip
 """A YAML, what needs the user, and how many keys are automatic here."""
 
@@ -100,6 +101,7 @@ def test_a_list_written_as_text_is_a_list(tool: str, key: str, value: Any, to: s
     ("key", "value", "reads"),
     [
         ("columns", {"prompt": "instruction", "query": "input", "response": "output", "history": ""}, True),
+        ("columns", {"prompt": "instruction", "history": "history"}, True),
         ("columns", {"prompt": "input", "response": "output", "system": "instruction"}, False),
         ("columns", {"prompt": "instruction", "kto_tag": "label", "images": "images"}, True),
         ("columns", {"prompt": "instruction", "videos": "videos"}, False),
@@ -124,6 +126,10 @@ def test_of_two_keys_for_one_option_none_is_lost(keys: tuple[str, str]) -> None:
         assert out.values["warmup_steps"] == taken
         needs = [key for key, (group, _) in out.notes.items() if group == "needs you" and key in keys]
         assert needs == ([keys[1]] if (first, second) == (0.1, 5) else [])
+    adapters = {"lora_target_linear": True, "lora_target_modules": ["q_proj"]}
+    for given in (adapters, dict(reversed(adapters.items()))):
+        out = convert(BASES["Axolotl"] | given, Path())
+        assert out.notes[[*given][1]][0] == "needs you"
 
 
 def test_a_table_of_data_sets_that_names_no_data_or_a_sample_needs_the_user(tmp_path: Path) -> None:
@@ -184,7 +190,8 @@ def test_an_output_of_any_name_is_one_word_of_the_commands_or_refused(
     name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("theirs.yaml").write_text(yaml.safe_dump(BASES["Axolotl"]), encoding="utf-8")
+    theirs = BASES["Axolotl"] | {"excess_length_strategy": "truncate"}  # nothing needs the user
+    Path("theirs.yaml").write_text(yaml.safe_dump(theirs), encoding="utf-8")
     assert main([*words.split(), "--output", name]) == (2 if name in NO_NAMES else 0)
     captured = capsys.readouterr()
     if name in NO_NAMES:
