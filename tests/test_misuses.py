@@ -147,7 +147,7 @@ COMMANDS = [
     Misuse("dpo --config {yaml}", "unknown key 'packing'; it is an option of sft: leave it out"),
     Misuse("sft --config {yaml}", "`pad_token` ('<nowhere>') is not found", "pad_token: <nowhere>"),
     Misuse("sft --config {yaml}", "./gone' is not a folder: pass a checkpoint", "resume_from_checkpoint: ./gone"),
-    Misuse("sft --config {yaml}", "'here' has no trainer_state.json: pass a", "resume_from_checkpoint: here"),
+    Misuse("sft --config {yaml}", "'here' is not a complete checkpoint (trainer_s", "resume_from_checkpoint: here"),
     Misuse("sft --config {yaml}", "chat_template_path 'no.jinja' does not exist", "chat_template_path: no.jinja"),
     Misuse("sft --config {yaml}", "flash_attention_4", "attn_implementation: flash_atention_2"),
     # doctor, verify

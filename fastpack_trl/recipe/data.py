@@ -41,8 +41,8 @@ def check_early(method: Method, options: Any) -> None:
     if (looks_local(template) or template.endswith((".jinja", ".j2"))) and not Path(template).exists():
         raise UserError(f"chat_template_path {short_repr(template)} does not exist{missing_hint(template)}")
     if resume.lower() not in ("", "true", "false") and not Path(resume, "trainer_state.json").is_file():
-        fault = "is not a folder" if not Path(resume).is_dir() else "has no trainer_state.json"
-        raise UserError(f"resume_from_checkpoint={resume!r} {fault}: pass a checkpoint, or true for the newest")
+        lacks = "a complete checkpoint (trainer_state.json is missing)" if Path(resume).is_dir() else "a folder"
+        raise UserError(f"resume_from_checkpoint={resume!r} is not {lacks}: pass a checkpoint, or true for the newest")
     (builder, file), row = source_of("" if options.datasets else options.dataset_name or ""), None
     if builder == "json" and options.dataset_format == AS_IS and not getattr(options, "dataset_kwargs", None):
         with suppress(OSError, ValueError, RecursionError), Path(file).open(encoding="utf-8-sig") as lines:
