@@ -52,21 +52,20 @@ def reshape(split: Any, name: str, wanted: str, command: str = "sft") -> Any:
         return split
     columns, online = set(next(iter(split))), command in ("grpo", "rloo")
     turns = "messages" if "messages" in columns else "conversations"
-    answered = online or (command != "sft" and {"chosen", "rejected"} <= columns)
-    needed = (turns,) if wanted == SHAREGPT else ("instruction",) if answered else ("instruction", "output")
+    takes_pairs = command in ("dpo", "reward") or (command == "sft" and wanted == SHAREGPT)  # which SFT then refuses
+    pairs = takes_pairs and {"chosen", "rejected"} <= columns
+    needed = (turns,) if wanted == SHAREGPT else ("instruction",) if online or pairs else ("instruction", "output")
     if lacking := [name for name in needed if name not in columns]:
         data, needs = f"the {name} data set has the columns {', '.join(sorted(columns))}", " and ".join(lacking)
         raise DataError(f"dataset_format={wanted} needs {needs}, but {data}: leave dataset_format out, or rename them")
     lost = set() if online else columns - _KEPT - _KEPT_BY.get(command, set())
     read = _of_alpaca if wanted == ALPACA else partial(_of_sharegpt, column=turns)
-    return split.map(lambda row: _checked(row, _columns(row, read(row), wanted, command)), remove_columns=[*lost])
+    made = _pair if pairs else partial(_columns, wanted=wanted, command=command)
+    return split.map(lambda row: _checked(row, made(row, read(row))), remove_columns=[*lost])
 
 
 def _columns(row: Row, prompt: list[Row], wanted: str, command: str) -> dict[str, Any]:
     """Return a row in the columns of a command."""
-    pairs = command in ("dpo", "reward") or (command == "sft" and wanted == SHAREGPT)  # which SFT then refuses
-    if pairs and "chosen" in row and "rejected" in row:
-        return _pair(prompt, *(_answer(row[side]) for side in ("chosen", "rejected")))
     is_answered = prompt[-1]["role"] == "assistant"
     if command in ("grpo", "rloo"):
         return {"prompt": prompt[:-1] if is_answered else prompt}
@@ -79,8 +78,9 @@ def _columns(row: Row, prompt: list[Row], wanted: str, command: str) -> dict[str
     return {"messages": prompt}
 
 
-def _pair(prompt: list[Row], chosen: list[Row], rejected: list[Row]) -> dict[str, Any]:
+def _pair(row: Row, prompt: list[Row]) -> dict[str, Any]:
     """Return the columns of a pair: two answers, or two conversations that differ in the last turn."""
+    chosen, rejected = (_answer(row[side]) for side in ("chosen", "rejected"))
     if chosen[0]["role"] != "assistant":
         prompt, *others = chosen[:-1], rejected[:-1]
         chosen, rejected = chosen[-1:], rejected[-1:]

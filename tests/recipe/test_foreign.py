@@ -229,6 +229,11 @@ def test_each_method_gets_the_columns_that_it_reads() -> None:
         assert rows_of(row, "sharegpt", "dpo")[0] == reasons, "the prompt counts once"
     split = {"prompt": MESSAGES[:1], "completion": MESSAGES[1:], "label": True}
     assert rows_of({"conversations": TURNS, "label": True}, "sharegpt", "kto")[0] == split
+    judged = {"instruction": "add", "output": "3", "label": True, "chosen": "3", "rejected": "4"}
+    (made, _) = rows_of(judged, "alpaca", "kto")
+    assert made == {"prompt": prompt, "completion": answers[0], "label": True}
+    with pytest.raises(DataError, match="needs output"):
+        rows_of({"instruction": "add", "label": True, "chosen": "3", "rejected": "4"}, "alpaca", "kto")
     solved = {"instruction": "add", "output": "3", "solution": "3"}
     assert rows_of(solved, "alpaca", "grpo")[0] == solved | {"prompt": prompt}, "rewards may read all columns"
     for turns in (TURNS, TURNS[:1]):
