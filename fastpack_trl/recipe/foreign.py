@@ -247,6 +247,8 @@ def _add_data(given: dict[str, Any], out: Converted, folder: Path, learns_prompt
             if words.get("history") and not given.get("mask_history"):
                 reason = "here its answers are prompt: make it `messages` with assistant_only_loss to train them"
                 out.note(f"datasets {key} history", NEEDS_YOU, words["history"], reason)
+    if out.tool == "LLaMA-Factory" and any("images" in str(one.get("columns")) for one in entries):
+        given.setdefault("freeze_vision_tower", True)
     if entries:
         out.values["datasets"] = [{key: one[key] for key in one if key in _DATA_KEYS and one[key]} for one in entries]
     if len(kinds) > 1 or kinds - {"", "alpaca", "sharegpt", "chat_template", "completion"}:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import subprocess
 from pathlib import Path
 
@@ -37,8 +36,12 @@ def test_a_file_is_replaced_whole_and_never_written_through_a_link(tmp_path: Pat
         os.umask(before)
     assert (victim.read_text(), target.read_text(), target.is_symlink()) == ("mine", "ours", False)
     assert target.stat().st_mode & 0o777 == 0o640
+
+    def interrupted(*_: object) -> Path:
+        raise KeyboardInterrupt
+
     with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "replace", lambda *_: signal.raise_signal(signal.SIGINT))
+        patch.setattr(Path, "replace", interrupted)
         record.write_whole(target, "half")
     assert target.read_text() == "ours"
     assert sorted(path.name for path in tmp_path.iterdir() if not path.is_symlink()) == ["report.json", "victim"]

@@ -134,11 +134,14 @@ def test_of_two_keys_for_one_option_none_is_lost(keys: tuple[str, str]) -> None:
 
 def test_a_table_of_data_sets_that_names_no_data_or_a_sample_needs_the_user(tmp_path: Path) -> None:
     table = {"a": {"script_url": "a"}, "b": {"hf_hub_url": "o/b", "num_samples": 9}, "c": {"hf_hub_url": "o/c"}}
+    table["seen"] = {"hf_hub_url": "o/seen", "columns": {"images": "images"}}
     (tmp_path / "dataset_info.json").write_text(json.dumps(table), encoding="utf-8")
     out = convert(BASES["LLaMA-Factory"] | {"dataset_dir": str(tmp_path), "dataset": "a, b, c"}, tmp_path)
     needs = {key for key, (group, _) in out.notes.items() if group == "needs you"}
     assert needs == {"dataset a", "dataset b num_samples"}
     assert [entry["path"] for entry in out.values["datasets"]] == ["a", "o/b", "o/c"]
+    out = convert(BASES["LLaMA-Factory"] | {"dataset_dir": str(tmp_path), "dataset": "seen"}, tmp_path)
+    assert "lora_target_modules" in out.notes["freeze_vision_tower"][1], "its default, which is not done here"
 
 
 def test_a_single_target_module_is_trained(tmp_path: Path) -> None:
