@@ -208,6 +208,8 @@ def _of_table(given: dict[str, Any], out: Converted, folder: Path) -> list[dict[
             if not about.keys() & {"file_name", "hf_hub_url"}:
                 reason = f"no file_name or hf_hub_url in {place}/dataset_info.json: name its file or hub name"
                 out.note(f"dataset {name}", NEEDS_YOU, name, reason)
+            if "images" in str(about.get("columns")):
+                given.setdefault("freeze_vision_tower", True)
             if "num_samples" in about:
                 out.note(f"dataset {name} num_samples", NEEDS_YOU, about["num_samples"], "name a split: train[:N]")
             path = str(table.parent / about["file_name"]) if "file_name" in about else about.get("hf_hub_url", name)
@@ -247,8 +249,6 @@ def _add_data(given: dict[str, Any], out: Converted, folder: Path, learns_prompt
             if words.get("history") and not given.get("mask_history"):
                 reason = "here its answers are prompt: make it `messages` with assistant_only_loss to train them"
                 out.note(f"datasets {key} history", NEEDS_YOU, words["history"], reason)
-    if out.tool == "LLaMA-Factory" and any("images" in str(one.get("columns")) for one in entries):
-        given.setdefault("freeze_vision_tower", True)
     if entries:
         out.values["datasets"] = [{key: one[key] for key in one if key in _DATA_KEYS and one[key]} for one in entries]
     if len(kinds) > 1 or kinds - {"", "alpaca", "sharegpt", "chat_template", "completion"}:
