@@ -148,11 +148,11 @@ def page(records: Sequence[Run]) -> str:
     counted = {name: line for name, *line in verdict(shown)}.get(SIDES[DEFAULT], ["0 of 0", "0", "", "", "", "", ""])
     none = counted[0].startswith("0 ")
     said = (
-        "**No single training differs from TRL's beyond its seeds**"
+        "**No single training differs significantly from TRL's**"
         if none
-        else f"**Beyond their seeds differ: {counted[-1]}**"
+        else f"**These differ significantly from TRL's: {counted[-1]}**"
     )
-    said += f": {counted[0]} intervals exclude zero, and {counted[1]} would by chance."
+    said += f": {counted[0]} intervals over seeds exclude zero, and {counted[1]} would by chance."
     code, like = (pooled(shown, side, "code") for side in (DEFAULT, SDPA))
     if _excludes_zero(code):
         trl = fmean(score for row in shown if "code" in row for score in shown[row].scores(TRL).values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import shutil
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from pathlib import Path
 from time import process_time
 from types import SimpleNamespace
 from typing import Any
+from zlib import crc32
 
 import forks
 import own_faults
@@ -105,12 +107,12 @@ def _leave_out(patch: pytest.MonkeyPatch) -> None:
     if "datasets" in sys.modules:
         from datasets import arrow_dataset, fingerprint
 
-        def random(*given: Any) -> str:
+        def drawn(*given: Any) -> str:
             return fingerprint.generate_random_fingerprint()
 
-        patch.setattr(arrow_dataset, "generate_fingerprint", random)
+        patch.setattr(arrow_dataset, "generate_fingerprint", drawn)
         for module in (arrow_dataset, fingerprint):
-            patch.setattr(module, "update_fingerprint", random)
+            patch.setattr(module, "update_fingerprint", drawn)
     if "accelerate" in sys.modules:
         from accelerate.utils import imports
 
@@ -151,6 +153,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     _COLLECTIONS.freeze()
     gc.callbacks.append(_COLLECTIONS)
     session.config.add_cleanup(lambda: gc.callbacks.remove(_COLLECTIONS))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let the numbers that a test draws depend on its name alone, not on the tests before it in this process."""
+    seed = crc32(item.nodeid.encode())
+    torch.manual_seed(seed)
+    random.seed(seed)
 
 
 @pytest.hookimpl(trylast=True)

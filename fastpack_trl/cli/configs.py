@@ -30,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("name", metavar=name, nargs="?", help=what)
     output = "where to write it (default: NAME.yaml, or NAME-fastpack.yaml, in this folder)"
     parser.add_argument("--output", metavar="FILE", help=output)
-    parser.add_argument("--force", action="store_true", help="replace the output if it exists")
+    parser.add_argument("--force", action="store_true", help="replace the output if it exists and differs")
 
 
 def run(args: Namespace, record: dict[str, Any]) -> int:
@@ -45,12 +45,13 @@ def run(args: Namespace, record: dict[str, Any]) -> int:
 
 
 def _write(args: Namespace, default: str, text: str) -> Path:
-    """Write ``--output``; raise `UserError` if that is impossible or would replace a file."""
+    """Write ``--output``; raise `UserError` if that is impossible or would replace another text."""
     name = args.output or default
     if printable(name) != name or len(Path(name).name.encode()) > _LONGEST_NAME:
         raise UserError(f"--output {short_repr(name)} has control characters or is too long: name another file")
     file = check_writable(name, "--output")
-    if file.exists() and not args.force:
+    is_same = file.is_file() and file.read_text(encoding="utf-8", errors="replace") == text
+    if file.exists() and not args.force and not is_same:
         raise UserError(f"{file} exists: --force replaces it, --output names another file")
     file.write_text(text, encoding="utf-8")
     return file

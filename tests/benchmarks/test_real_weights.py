@@ -85,7 +85,7 @@ def test_the_pages_are_rendered_from_the_records(records: list[dict[str, Any]], 
     assert kept == records
     accuracy.draw(kept, tmp_path / "figure.svg")
     accuracy.draw_curves(kept, tmp_path / "figure.png")
-    assert accuracy.page(kept).startswith("**No single training differs from TRL's beyond its seeds**: 0 of 0")
+    assert accuracy.page(kept).startswith("**No single training differs significantly from TRL's**: 0 of 0")
     details = accuracy.details(kept)
     assert f"| country names, LoRA | base |  |  | {records[0]['before']['loss']:.4g} |" in details
     assert "(median) and, in 2 of 2 pairs, at most 0." in " ".join(details.split())
@@ -131,7 +131,7 @@ def test_the_interval_is_students() -> None:
     assert "logged" not in accuracy.details([*runs, *({**run, "losses": [2.1, *run["losses"][1:]]} for run in sdpa)])
     page = " ".join(accuracy.page([*runs, *sdpa]).split())
     assert " is 5.24% higher" in page
-    assert page.startswith("**Beyond their seeds differ: source code, LoRA, held-out loss**: 1 of 1 intervals")
+    assert page.startswith("**These differ significantly from TRL's: source code, LoRA, held-out loss**: 1 of 1 intervals")
     runs = [run | {"row": "names lora"} for run in runs]
     assert not accuracy.trainings([*runs[:3], other := {**runs[3], "machine": {"gpu": "other"}}]), "not one machine"
     assert len(accuracy.trainings([other, *runs])["names lora"].pairs("fastpack")) == 3
