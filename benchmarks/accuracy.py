@@ -150,7 +150,7 @@ def page(records: Sequence[Run]) -> str:
     said = (
         "**No single training differs significantly from TRL's**"
         if none
-        else f"**These differ significantly from TRL's: {counted[-1]}**"
+        else f"**These differ from TRL's: {counted[-1]}**"
     )
     said += f": {counted[0]} intervals over seeds exclude zero, and {counted[1]} would by chance."
     code, like = (pooled(shown, side, "code") for side in (DEFAULT, SDPA))

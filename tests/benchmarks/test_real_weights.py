@@ -131,7 +131,7 @@ def test_the_interval_is_students() -> None:
     assert "logged" not in accuracy.details([*runs, *({**run, "losses": [2.1, *run["losses"][1:]]} for run in sdpa)])
     page = " ".join(accuracy.page([*runs, *sdpa]).split())
     assert " is 5.24% higher" in page
-    assert page.startswith("**These differ significantly from TRL's: source code, LoRA, held-out loss**: 1 of 1 intervals")
+    assert page.startswith("**These differ from TRL's: source code, LoRA, held-out loss**: 1 of 1 intervals")
     runs = [run | {"row": "names lora"} for run in runs]
     assert not accuracy.trainings([*runs[:3], other := {**runs[3], "machine": {"gpu": "other"}}]), "not one machine"
     assert len(accuracy.trainings([other, *runs])["names lora"].pairs("fastpack")) == 3
