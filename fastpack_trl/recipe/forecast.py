@@ -106,7 +106,7 @@ def model_of(arguments: Arguments, dtype: torch.dtype | None = None) -> Model:
         if training.moe_quantize_experts == "on":
             packed |= {id(p): _nf4(nested=True) for name, p in model.named_parameters() if name.endswith(_EXPERTS)}
         if (peft := get_peft_config(options)) is not None:
-            model = get_peft_model(model, peft)
+            model = get_peft_model(model, peft, low_cpu_mem_usage=True)  # on meta: drawing numbers takes seconds
     trained = [p for p in model.parameters() if p.requires_grad]
     frozen = [p for p in model.parameters() if not p.requires_grad]
     storage = getattr(torch, str(options.bnb_4bit_quant_storage), torch.uint8)
