@@ -43,6 +43,7 @@ SMALLER = {
     "max_length=4096": "max_length=64",
     '"max_length": 4096': '"max_length": 64',
     'output_dir="out"': 'output_dir="out", **tiny',
+    'output_dir="out-script"': 'output_dir="out-script", **tiny',
     '"output_dir": "out"': '"output_dir": "out", **tiny',
     "compare(build)": "compare(build, timed=1, warmup=1, rounds=1, progress=False)",
 }

@@ -138,7 +138,7 @@ COMMANDS = [
     Misuse("sft --config {yaml}", "datasets='a.jsonl' must be a list of entries", "datasets: a.jsonl"),
     Misuse("sft --config {yaml}", "missing 1 required positional argument: 'path'", "datasets: [{split: train}]"),
     Misuse("sft --config {yaml}", "needs streaming: false", "streaming: true\ntest_split_size: 0.1"),
-    Misuse("sft --config {yaml}", "dataset_test_split='test': no such split", "eval_strategy: epoch"),
+    Misuse("sft --config {yaml}", "of train, or eval_strategy: no (evaluation needs rows", "eval_strategy: epoch"),
     Misuse("sft --config {yaml}", "'owner/none' cannot be used: no such folder (", "model_name_or_path: owner/none"),
     Misuse("sft --config {yaml}", "max_length=1 leaves the train data set no token that the loss", "max_length: 1"),
     Misuse("sft --config {yaml} --packing no", "max_length=1 leaves the train data set no token", "max_length: 1"),

@@ -189,7 +189,8 @@ def _add_defaults(given: Mapping[str, Any], out: Converted, hints: Mapping[str, 
         return
     if out.values.get("dataset_format") == "alpaca" and not given.get("train_on_completions"):
         out.values["completion_only_loss"] = False
-    usual = ["learning_rate", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"]
+    length = "max_steps" if "max_steps" in out.values else "num_train_epochs"
+    usual = ["learning_rate", length, "per_device_train_batch_size", "gradient_accumulation_steps"]
     usual += ["warmup_steps"] + ["lora_r", "lora_alpha", "lora_target_modules"] * bool(out.values.get("use_peft"))
     if lacking := [name for name in usual if name not in out.values]:
         out.note("defaults", NEEDS_YOU, ", ".join(lacking), "not in this file: here TRL's defaults count")
@@ -210,6 +211,8 @@ def _of_table(given: dict[str, Any], out: Converted, folder: Path) -> list[dict[
                 out.note(f"dataset {name}", NEEDS_YOU, name, reason)
             if "images" in str(about.get("columns")):
                 given.setdefault("freeze_vision_tower", True)
+                given.setdefault("media_dir", place)
+                out.note(f"dataset {name} images", NEEDS_YOU, "<image>", "take it out of the text: TRL adds it")
             if "num_samples" in about:
                 out.note(f"dataset {name} num_samples", NEEDS_YOU, about["num_samples"], "name a split: train[:N]")
             path = str(table.parent / about["file_name"]) if "file_name" in about else about.get("hf_hub_url", name)

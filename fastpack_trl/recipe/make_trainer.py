@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import getfullargspec, isfunction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _OVERLONG = "get_soft_overlong_punishment"
 _REWARDS_OF_TRL = f"accuracy_reward, reasoning_accuracy_reward, think_format_reward, {_OVERLONG}"
+_TRL_GIVES = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"}
 _REPORTERS = {"clearml", "codecarbon", "comet_ml", "dvclive", "mlflow", "neptune", "swanlab", "trackio", "wandb"}
 """Targets of `report_to` that are names of packages."""
 _HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -71,6 +73,11 @@ def make_trainer(
     roles = ("train",) if training.eval_strategy == "no" else ("train", "eval")
     with naming_data(name):
         data = {role: _take_split(splits, role, arguments) for role in roles}
+        for reward in filter(isfunction, of_method.get("reward_funcs", ())):
+            own, row = getfullargspec(reward), next(iter(data["train"]))
+            needs = own.args[: len(own.args) - len(own.defaults or ())]
+            if lacking := [column for column in needs if column not in row.keys() | _TRL_GIVES]:
+                raise DataError(f"reward {reward.__name__} needs a column {lacking[0]!r}: there are {', '.join(row)}")
     given = dict(training.model_init_kwargs or {})
     training.model_init_kwargs = {
         "revision": model.model_revision, "trust_remote_code": training.trust_remote_code,
@@ -169,7 +176,8 @@ def _take_split(splits: Mapping[str, Any], role: str, arguments: Arguments) -> A
     field = f"dataset_{role.replace('eval', 'test')}_split"
     name, training, method = getattr(arguments.script, field), arguments.training, arguments.method
     if name not in splits:
-        raise UserError(f"{field}={short_repr(name)}: no such split: set it to one of {', '.join(splits)}")
+        why = ", or eval_strategy: no (evaluation needs rows of its own)" * (role == "eval")
+        raise UserError(f"{field}={short_repr(name)}: no such split: set it to one of {', '.join(splits)}{why}")
     if next(iter(splits[name]), None) is None:
         raise UserError(f"{field}={short_repr(name)}: the split is empty: check the file, or choose another split")
     split = reshape(splits[name], role, arguments.data.dataset_format, method.command)

@@ -61,7 +61,7 @@ def load_config(path: str) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # e.g. a date in month 13, brackets without end
         mark = getattr(error, "problem_mark", None)
         place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = one_line(getattr(error, "problem", None) or error)
+        problem = one_line(getattr(error, "problem", None) or error).replace(r"character '\t'", "a tab (use spaces)")
         raise UserError(f"config file {path!r}{place} is not valid YAML: {problem}") from error
     if not isinstance(config, dict):
         content = "is empty" if config is None else f"holds a {type(config).__name__}"

@@ -132,6 +132,12 @@ WRONG: list[tuple[str, Mapping[str, object], Mapping[str, Any], str]] = [
     ("grpo", GRPO, {"reward_funcs": ...}, "no reward: set reward_funcs to some of accuracy_reward"),
     ("grpo", GRPO, {"reward_funcs": ["acuracy_reward"]}, "no attribute acuracy_reward: name some of accuracy_reward"),
     ("grpo", GRPO, {"reward_funcs": ["rewards_of_a_user.leters"]}, "has no attribute 'leters'"),
+    (
+        "grpo",
+        GRPO,
+        {"reward_funcs": ["accuracy_reward"]},
+        "accuracy_reward needs a column 'solution': there are prompt",
+    ),
     ("grpo", GRPO, {"reward_funcs": ["absent.letters"]}, "No module named 'absent': name some of accuracy_reward"),
     ("reward", PAIR, {"use_peft": True, "lora_task_type": "CAUSAL_LM"}, "a reward model needs SEQ_CLS"),
     ("dpo", PAIR, {"model_name_or_path": "classifier"}, "(DPO) needs a causal language model (...ForCausalLM)"),

@@ -142,6 +142,7 @@ def test_a_table_of_data_sets_that_names_no_data_or_a_sample_needs_the_user(tmp_
     assert [entry["path"] for entry in out.values["datasets"]] == ["a", "o/b", "o/c"]
     out = convert(BASES["LLaMA-Factory"] | {"dataset_dir": str(tmp_path), "dataset": "seen"}, tmp_path)
     assert "lora_target_modules" in out.notes["freeze_vision_tower"][1], "its default, which is not done here"
+    assert {out.notes[key][0] for key in ("freeze_vision_tower", "media_dir", "dataset seen images")} == {"needs you"}
 
 
 def test_a_single_target_module_is_trained(tmp_path: Path) -> None:
