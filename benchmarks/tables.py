@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[1]
 FIGURE = ROOT / "docs/figures/readme.svg"
 MARKS = "<!-- results -->", "<!-- /results -->"
 PITCH, TABLES = ("<!-- pitch -->", "<!-- /pitch -->"), ("<!-- tables -->", "<!-- /tables -->")
-OURS, SAME_MEMORY = "fastpack", "fastpack same memory"
+IMAGES = "<!-- images -->", "<!-- /images -->"
+OURS, SAME_MEMORY, EAGER = "fastpack", "fastpack same memory", "fastpack same memory eager"
 TUNED = {"trl flash-attn-4": "FlashAttention-4", "trl liger": "Liger", "trl compiled": "`torch_compile`"}
 KERNELS = "flash-attn-4", "flash-linear-attention"
 COMPARED = 24
@@ -106,6 +107,7 @@ README_ROWS = {
     "start qwen3-8b lora 4096, 100 steps": ("Qwen3-8B LoRA, a run of 100 steps", "8B, 100\nsteps"),
 }
 """Rows of the README: the title in its table, and in its figure."""
+FEW = "training | >speed over TRL | >speed, recom&shy;puting as TRL | >GiB: TRL / fastpack / recom&shy;puting"
 EXTREME, SHORT = "qwen3-0.6b lora 2x4", "start qwen3-0.6b lora 2048, 20 steps"
 COLORS = dict(zip(("trl", "trl compiled", OURS, SAME_MEMORY), PALETTE.values(), strict=True))
 INK = "#7D848F"
@@ -410,15 +412,10 @@ def pitch(records: Sequence[Run]) -> str:
 
 def readme(records: Sequence[Run]) -> str:
     """Return the results of the README: table, conditions, figure, and the extreme row with its reason."""
-    rows, lines = readme_rows(records), list[list[str]]()
+    rows = readme_rows(records)
     if not rows:
         return "Nothing is measured."
-    for row, sides in rows.items():
-        gib = {name: f"{side.peak:.0f}" for name, side in sides.items() if side.peak}
-        if row in README_ROWS:
-            speeds = [f"**{_speed(sides, OURS)}**", _speed(sides, SAME_MEMORY)]
-            memory = " / ".join(gib[name] for name in ("trl", OURS, SAME_MEMORY) if name in gib)
-            lines.append([README_ROWS[row][0], *speeds, memory])
+    lines = [_line(README_ROWS[row][0], sides) for row, sides in rows.items() if row in README_ROWS]
     first, sides = next(iter(rows.items()))
     beside = ", ".join(
         f"{sides[OURS].times(sides[other], whole=True):.1f}x ({name})"
@@ -436,8 +433,32 @@ def readme(records: Sequence[Run]) -> str:
         f"{_start(rows, records)}[All results](benchmarks/RESULTS.md)."
     )
     picture = f"![Speed and memory of TRL and fastpack](docs/figures/{FIGURE.name})"
-    columns = "training | >speed over TRL | >speed, recom&shy;puting as TRL | >GiB: TRL / fastpack / recom&shy;puting"
-    return "\n\n".join(filter(None, [grid(columns, lines), said, picture, _extreme(rows.get(EXTREME, {}))]))
+    return "\n\n".join(filter(None, [grid(FEW, lines), said, picture, _extreme(rows.get(EXTREME, {}))]))
+
+
+def _line(title: str, sides: Mapping[str, Side]) -> list[str]:
+    """Return a row of the tables of few columns: speeds over TRL, and the peaks of memory."""
+    gib = [f"{sides[name].peak:.0f}" for name in ("trl", OURS, SAME_MEMORY) if name in sides and sides[name].peak]
+    return [title, f"**{_speed(sides, OURS)}**", _speed(sides, SAME_MEMORY), " / ".join(gib)]
+
+
+def images(records: Sequence[Run]) -> str:
+    """Return speed and memory of runs on images, by model and batch size."""
+    runs = [run for run in newest(records) if run["case"] == "images" and run["machine"]["device"] == "cuda"]
+    rows = {row: sides for row, sides in sides_of(runs).items() if {"trl", OURS, SAME_MEMORY} <= sides.keys()}
+    if not rows:
+        return "Nothing is measured."
+    lines = []
+    for row, sides in rows.items():
+        _, model, kind, batch = row.split()
+        lines.append(_line(f"{model} {kind}, batch {batch}", sides))
+    peaks = [sides[EAGER].peak or 0.0 for sides in rows.values() if EAGER in sides]
+    graphs = f" Recomputing without CUDA graphs peaks at {min(peaks):.0f} to {max(peaks):.0f} GiB." if peaks else ""
+    return (
+        f"{grid(FEW, lines)}\n\nRuns of 500 steps on one {gpu_of(next(iter(rows.values()))['trl'])} "
+        "([results](../benchmarks/RESULTS.md)), TRL with sdpa; *lora* is on decoder and encoder, documents have 0 to 2 "
+        f"images.{graphs}"
+    )
 
 
 def _start(rows: Mapping[str, Mapping[str, Side]], records: Sequence[Run]) -> str:
@@ -483,11 +504,12 @@ def between(text: str, marks: tuple[str, str], new: str) -> str:
 
 def pages(records: Sequence[Run]) -> dict[Path, str]:
     """Return the pages that hold figures of records, as they should be."""
-    made = {MARKS: readme(records), PITCH: pitch(records), TABLES: page(records)}
+    made = {MARKS: readme(records), PITCH: pitch(records), TABLES: page(records), IMAGES: images(records)}
     found = {}
     for name, parts in {
         "README.md": (PITCH, MARKS),
         "docs/index.md": (PITCH,),
+        "docs/images.md": (IMAGES,),
         "benchmarks/RESULTS.md": (TABLES,),
     }.items():
         found[ROOT / name] = (ROOT / name).read_text(encoding="utf-8")

@@ -150,7 +150,7 @@ def test_a_new_record_replaces_those_of_its_row_and_device(tmp_path: Path) -> No
 def test_a_hash_marks_code(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "docs/figures").mkdir(parents=True)
     (tmp_path / "benchmarks").mkdir()
-    for name in ("README.md", "docs/index.md", "benchmarks/RESULTS.md"):
+    for name in ("README.md", "docs/index.md", "docs/images.md", "benchmarks/RESULTS.md"):
         shutil.copy(ROOT / name, tmp_path / name)
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     monkeypatch.setattr(kept, "RESULTS", tmp_path)
