@@ -47,6 +47,14 @@ collect_ignore = [
     if find_spec("hypothesis") is None and "from hypothesis import" in file.read_text(encoding="utf-8")
 ]
 
+if find_spec("hypothesis") is not None:
+    from hypothesis import settings
+
+    # The same examples in each run: only a change fails one. `pytest --hypothesis-profile=random` draws others.
+    settings.register_profile("same", derandomize=True)
+    settings.register_profile("random", derandomize=False)
+    settings.load_profile("same")
+
 
 def pytest_report_header() -> str | None:
     """Name what is left out: no test may be missing in silence."""
