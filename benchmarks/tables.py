@@ -373,10 +373,13 @@ def little(records: Iterable[Run]) -> Iterator[list[str]]:
                         yield [row, device, name, base, f"{times:.2f}"]
 
 
+def _on_gpus(records: Sequence[Run]) -> dict[str, dict[str, Side]]:
+    return sides_of(run for run in newest(records) if run["machine"]["device"] == "cuda")
+
+
 def readme_rows(records: Sequence[Run]) -> dict[str, dict[str, Side]]:
     """Return the sides of each row of the README that were measured on a GPU, the extreme one last."""
-    runs = [run for run in newest(records) if run["machine"]["device"] == "cuda"]
-    sides = sides_of(runs)
+    sides = _on_gpus(records)
     return {row: sides[row] for row in (*README_ROWS, EXTREME) if {"trl", OURS} <= sides.get(row, {}).keys()}
 
 
@@ -444,8 +447,8 @@ def _line(title: str, sides: Mapping[str, Side]) -> list[str]:
 
 def images(records: Sequence[Run]) -> str:
     """Return speed and memory of runs on images, by model and batch size."""
-    runs = [run for run in newest(records) if run["case"] == "images" and run["machine"]["device"] == "cuda"]
-    rows = {row: sides for row, sides in sides_of(runs).items() if {"trl", OURS, SAME_MEMORY} <= sides.keys()}
+    found = {row: sides for row, sides in _on_gpus(records).items() if row.startswith("images ")}
+    rows = {row: sides for row, sides in found.items() if {"trl", OURS, SAME_MEMORY} <= sides.keys()}
     if not rows:
         return "Nothing is measured."
     lines = []
@@ -469,7 +472,7 @@ def _start(rows: Mapping[str, Mapping[str, Side]], records: Sequence[Run]) -> st
     ]
     later = max(max(ours) - min(theirs) for ours, theirs in firsts)
     said = f"First steps take up to {later:.0f} s longer. "
-    if sides := sides_of(run for run in newest(records) if run["machine"]["device"] == "cuda").get(SHORT):
+    if sides := _on_gpus(records).get(SHORT):
         gains = [one.times(two, whole=True) for one, two in zip(sides[OURS].rounds, sides["trl"].rounds, strict=False)]
         said += f"20 steps of Qwen3-0.6B gain {min(gains):.1f}x to {max(gains):.1f}x ({gpu_of(sides[OURS])}). "
     return said
