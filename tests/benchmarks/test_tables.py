@@ -97,6 +97,14 @@ def test_no_speed_is_shown_if_losses_differ_early_unless_documents_leak() -> Non
     assert "losses differ" in tables.table("sft", pair({"1": 2.0, "2": float("nan")}, {"1": 2.0, "2": 1.9}))
     later = [*near, run_of("fastpack", 0.5, losses={"1": 2.5}, round=1)]
     assert "losses differ" in tables.table("sft", later), "in any round"
+    again = run_of("trl", losses={"1": 2.0, "2": 1.906}, round=1)
+    assert "losses differ" not in tables.table("sft", [*pair({"1": 2.0, "2": 1.91}, {"1": 2.0, "2": 1.9}), again]), (
+        "as TRL's"
+    )
+    assert "losses differ" in tables.table("sft", [*pair({"1": 2.0, "2": 1.913}, {"1": 2.0, "2": 1.9}), again])
+    assert "losses differ" in tables.table("sft", [*wrong, run_of("trl", losses={"1": 2.0, "2": 1.5}, round=1)]), (
+        "5e-3 at most"
+    )
     norms = [run_of(s, case="preference", grad_norms={"1": norm}) for s, norm in (("trl", 1.0), ("fastpack", 1.1))]
     assert "losses differ" in tables.table("preference", norms), "their losses hardly depend on the model"
     more = [run_of("fastpack same memory", losses={"1": 3.0}), run_of("trl flash-attn-4")]
