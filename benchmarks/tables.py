@@ -321,7 +321,7 @@ def page(records: Sequence[Run]) -> str:
             parts.append("<details><summary>All columns and the commands</summary>")
             parts += [table(case, found), "\n".join(_sources(found)), "</details>"]
     if losers := list(little(records)):
-        said = f"In these rows fastpack is less than {LITTLE} times as fast as TRL or as the side without the part."
+        said = f"In these rows fastpack is at most {LITTLE} times as fast as TRL or as the side without the part."
         parts += ["## Where it does not help", said, grid("row | device | side | other side | >times", losers)]
     others = json.loads(PUBLISHED.read_text(encoding="utf-8"))
     if beside := list(published(records, others["figures"])):
@@ -436,7 +436,7 @@ def readme(records: Sequence[Run]) -> str:
     said = (
         f"Measured on one {' or '.join(devices)} for {least} or more steps and extrapolated to 500 (last row: all 100 "
         "run), start-up included. A step is one row of 4,096 tokens or 8 documents with images; adapters have rank 16, "
-        f"weights are random and in bf16. TRL runs its default, sdpa, not FlashAttention.{beside} "
+        f"weights are random, in bf16 or NF4. TRL runs its default, sdpa, not FlashAttention.{beside} "
         f"{_start(rows, records)}[All results](benchmarks/RESULTS.md)."
     )
     picture = f"![Speed and memory of TRL and fastpack](docs/figures/{FIGURE.name})"
@@ -460,9 +460,9 @@ def images(records: Sequence[Run]) -> str:
         _, model, kind, batch = row.split()
         lines.append(_line(f"{model} {kind}, batch {batch}", sides))
     peaks = [sides[EAGER].peak or 0.0 for sides in rows.values() if EAGER in sides]
-    graphs = f" Recomputing without CUDA graphs peaks at {min(peaks):.0f} to {max(peaks):.0f} GiB." if peaks else ""
+    graphs = f" LoRA, recomputing without graphs, peaks at {min(peaks):.0f} to {max(peaks):.0f} GiB." if peaks else ""
     return (
-        f"{grid(FEW, lines)}\n\nRuns of 500 steps on one {gpu_of(next(iter(rows.values()))['trl'])} "
+        f"{grid(FEW, lines)}\n\nExtrapolated to 500 steps on one {gpu_of(next(iter(rows.values()))['trl'])} "
         "([results](../benchmarks/RESULTS.md)), TRL with sdpa; *lora* is on decoder and encoder, documents have 0 to 2 "
         f"images.{graphs}"
     )
@@ -490,7 +490,7 @@ def _extreme(sides: Mapping[str, Side]) -> str:
         return ""
     found = [one.times(two, whole=True) for one in sides[OURS].rounds for two in sides["trl"].rounds]
     return (
-        f"Small unpacked batches gain most. Qwen3-0.6B LoRA in 4 batches of 2 ({sides['trl'].tokens:,.0f} "
+        f"Unpacked batches gain most. Qwen3-0.6B LoRA in 4 batches of 2 ({sides['trl'].tokens:,.0f} "
         f"tokens a step) runs {_speed(sides, OURS)} as fast on one {gpu_of(sides[OURS])} ({min(found):.0f}x to "
         f"{max(found):.0f}x by round), because TRL leaves the GPU idle "
         f"{1 - profile['busy_seconds'] / sides['trl'].step:.0%} of the time. A faster host narrows the gap."
