@@ -61,17 +61,26 @@ def append(file: Path | None, run: Run) -> None:
 
 
 def line_of(run: Run) -> str:
-    """Return the line of a record in a file."""
-    return json.dumps(run, separators=(",", ":")) + "\n"
+    """Return the line of a record in a file, its floats with seven digits."""
+    few = json.loads(json.dumps(run), parse_float=lambda digits: short(float(digits)))
+    return json.dumps(few, separators=(",", ":")) + "\n"
 
 
 def add(records: Sequence[Run], folder: Path = RESULTS) -> None:
-    """Write records into the files of their cases, in place of older ones of the same rows; each one once."""
+    """Write records into the files of their cases, in place of older ones of the same rows; each one once.
+
+    A report that equals that of another round is left out of the later one.
+    """
     for case in dict.fromkeys(run["case"] for run in records):
         file = folder / f"{case}.jsonl"
         new = [run for run in records if run["case"] == case and "failed" not in run]
         kept = newest([*(read(file) if file.exists() else ()), *new])
-        file.write_text("".join(dict.fromkeys(map(line_of, kept))), encoding="utf-8")
+        lines, told = list[str](), set[tuple[str, ...]]()
+        for run in {line_of(run): run for run in kept}.values():
+            side = (*key_of(run), run["side"], _begun(run), json.dumps(run.get("report")))
+            lines.append(line_of({**run, "report": None} if run.get("report") and side in told else run))
+            told.add(side)
+        file.write_text("".join(dict.fromkeys(lines)), encoding="utf-8")
 
 
 def short(value: float | None, digits: int = 7) -> float | None:
@@ -88,7 +97,7 @@ def facts_of(args: Namespace, done: Sequence[Mapping[str, Any]]) -> dict[str, An
     return {
         "command": f"python -m benchmarks {shlex.join(words)}",
         "date": date_now(), **({"begun": _begun(done[-1])} if done else {}),
-        "commit": here["commit"] or "unknown", "tree": tree_now(), **edited, "versions": versions(),
+        "commit": (here["commit"] or "unknown")[:12], "tree": tree_now(), **edited, "versions": versions(),
         "machine": {**machine(device), "threads": args.threads},
     }  # fmt: skip
 

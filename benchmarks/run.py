@@ -238,9 +238,9 @@ def watch_of(row: Row, steps: int, ours: bool = True) -> Windows:
 
 
 def figures(result: Any, row: Row, window: int) -> dict[str, Any]:
-    """Return what a record has of a run: the mean seconds per step of each window, losses of the steps before them."""
+    """Return what a record has of a run: the mean seconds per step of each window, losses that are compared."""
     found = asdict(result)
-    first = found["warmup_steps"] if window > 1 else None
+    first = min(COMPARED, found["warmup_steps"]) if window > 1 else None
     warmup = {"steps": found["warmup_steps"], "first": found["first_step_seconds"], "seconds": found["warmup_seconds"]}
     by_step = {
         name: {str(step): short(one) for step, one in enumerate(found[name][:first], 1)}
