@@ -98,11 +98,11 @@ def test_no_speed_is_shown_if_losses_differ_early_unless_documents_leak() -> Non
     later = [*near, run_of("fastpack", 0.5, losses={"1": 2.5}, round=1)]
     assert "losses differ" in tables.table("sft", later), "in any round"
     full = [
-        run | {"case": "images", "row": "images gemma3-4b full 4"} for run in pair({"1": 2.0, "2": 1.917}, {"2": 1.9})
+        run | {"case": "images", "row": "images gemma3-4b full 4"} for run in pair({"1": 2.0, "2": 1.909}, {"2": 1.9})
     ]
-    assert "losses differ" not in tables.table("images", full), "rounding moves all weights: 1e-2"
+    assert "losses differ" not in tables.table("images", full), "rounding moves all weights: 5e-3"
     assert "losses differ" in tables.table("images", [run | {"row": "images gemma3-4b lora 4"} for run in full])
-    assert "losses differ" in tables.table("images", [*full, full[1] | {"losses": {"2": 1.93}, "round": 1}])
+    assert "losses differ" in tables.table("images", [*full, full[1] | {"losses": {"2": 1.912}, "round": 1}])
     norms = [run_of(s, case="preference", grad_norms={"1": norm}) for s, norm in (("trl", 1.0), ("fastpack", 1.1))]
     assert "losses differ" in tables.table("preference", norms), "their losses hardly depend on the model"
     more = [run_of("fastpack same memory", losses={"1": 3.0}), run_of("trl flash-attn-4")]
