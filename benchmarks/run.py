@@ -238,7 +238,10 @@ def watch_of(row: Row, steps: int, ours: bool = True) -> Windows:
 
 
 def figures(result: Any, row: Row, window: int) -> dict[str, Any]:
-    """Return what a record has of a run: the mean seconds per step of each window, losses that are compared."""
+    """Return what a record has of a run: the mean seconds per step of each window, losses that are compared.
+
+    All losses, where each step is timed by itself.
+    """
     found = asdict(result)
     first = min(COMPARED, found["warmup_steps"]) if window > 1 else None
     warmup = {"steps": found["warmup_steps"], "first": found["first_step_seconds"], "seconds": found["warmup_seconds"]}

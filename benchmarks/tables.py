@@ -64,7 +64,7 @@ _IMAGES = """Documents with 0, 1 and 2 images in turn; *lora* is on decoder and 
 side are timed, after 8 of TRL and 40 of fastpack, but for *fastpack image rows*.
 *fastpack same memory* recomputes as TRL, *eager* without graphs. Losses of *full* (all weights, in bf16) may differ by
 5e-3, since TRL's own rounds differ by up to 3.8e-3; this limit was set after the runs had been seen, and by the general
-one of 1e-3 most of these sides would show no speed. *fastpack image rows* trains one row of 8,192 tokens a step, packed
+one of 1e-3 none of these sides would show a speed. *fastpack image rows* trains one row of 8,192 tokens a step, packed
 across the data set, so compare its tokens/s; below the table is how long the data took to count."""
 _START = "Short runs, figures by round, caches empty or *warm*."
 _TEXT = "Code, one packed row a step; *2x4*: 4 batches of 2, not packed. *whole*: all layers; *experts*: LoRA on them."
