@@ -103,6 +103,8 @@ def image_material(name: str, kind: str, longest: int, device: str, seed: int) -
     with torch.device(device):
         weights = torch.bfloat16 if device == "cuda" else torch.float32
         model = transformers.AutoModelForImageTextToText.from_config(config, dtype=weights)
+    if shape.family == "gemma3":  # zeros at first: no image would reach the loss, nor a gradient the tower
+        torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.02)
     adapters = LoraConfig(r=RANK, task_type="CAUSAL_LM", target_modules="all-linear") if kind == "lora" else None
     return {
         "model": model, "processing_class": _processor(shape), "train_dataset": _documents(shape, longest, seed),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from benchmarks import models, rows, run, scaling, several_gpus
+from benchmarks import images, models, rows, run, scaling, several_gpus
 from benchmarks.__main__ import COMMANDS, main
 from benchmarks.images import IMAGE_MODELS
 from benchmarks.models import MODELS, build_model
@@ -62,6 +62,23 @@ def test_on_images_all_sides_time_the_same_documents_after_warm_ups_of_other_len
     timed = {ours: sides[ours][warmups[ours] :] for ours in (True, False)}
     assert timed[True] == timed[False]
     assert timed[True][:60] == [*range(160, 220)]
+
+
+def test_images_of_gemma_reach_the_loss_and_the_loss_reaches_the_tower(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "EXAMPLES", 2)
+    shape = IMAGE_MODELS["gemma3-4b"]
+    thin = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    text = shape.text | thin | {"num_key_value_heads": 1, "head_dim": 16, "vocab_size": 9000}
+    small = replace(
+        shape, text=text, tower=shape.tower | thin | {"image_size": 56},
+        more=shape.more | {"mm_tokens_per_image": 4}, pixels=56,
+    )  # fmt: skip
+    monkeypatch.setitem(IMAGE_MODELS, "gemma3-4b", small)
+    found = images.image_material("gemma3-4b", "full", 20, "cpu", seed=0)
+    example = found["train_dataset"][1]
+    batch = found["processing_class"](text=example["prompt"], images=example["images"], return_tensors="pt")
+    found["model"](**batch, labels=batch["input_ids"]).loss.backward()
+    assert found["model"].model.vision_tower.embeddings.patch_embedding.weight.grad.abs().max() > 1e-9
 
 
 @pytest.mark.slow
