@@ -16,8 +16,11 @@ from statistics import fmean, median, stdev
 from textwrap import fill
 from typing import Any
 
+from benchmarks.cases import SAME_MEMORY
+from benchmarks.figure import COLORS, INK, plain, save
 from benchmarks.records import RESULTS, Run, line_of, read, tree_now
-from benchmarks.tables import COLORS, INK, ROOT, SAME_MEMORY, between, grid, plain, save
+from benchmarks.results_page import grid
+from benchmarks.tables import ROOT, between
 
 RECORDS = RESULTS / "accuracy" / "real_weights.jsonl"
 PAGE, DETAILS = ROOT / "docs/accuracy.md", ROOT / "benchmarks/ACCURACY.md"

@@ -18,8 +18,8 @@ import torch
 
 from benchmarks import Parser, known_names
 from benchmarks.records import append, facts_of
+from benchmarks.results_page import shown
 from benchmarks.run import SIDES
-from benchmarks.tables import shown
 from fastpack_trl.bench.process import OwnProcess
 
 MODELS = {

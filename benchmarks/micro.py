@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from benchmarks import Parser, known_names
 from benchmarks.models import ALPHA, RANK, STACKS, build_model, random_ids, shape_of
 from benchmarks.records import append, facts_of
-from benchmarks.tables import shown
+from benchmarks.results_page import shown
 from fastpack_trl.attention.install import packed_attention
 from fastpack_trl.attention.reference import band_mask
 from fastpack_trl.errors import UserError

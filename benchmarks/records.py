@@ -18,6 +18,8 @@ from fastpack_trl.measure.record import date_now, machine, source, versions
 
 Run = Mapping[str, Any]
 RESULTS = Path(__file__).parent / "results"
+REFERENCE = "trl float32"
+"""Side whose losses alone are read, so it may be measured by a command of its own."""
 APART = {BENCHMARKS, "cli", "recipe", "quickstart.py"}  # no measured step runs them: they read commands and YAML
 
 
@@ -35,9 +37,14 @@ def read(*files: Path) -> list[dict[str, Any]]:
 
 
 def newest(records: Iterable[Run]) -> list[Run]:
-    """Return the records of the newest command that measured each row, on each device; under a cap, each side."""
+    """Return the records of the newest command that measured each row, on each device; `REFERENCE` counts by itself.
+
+    Under a cap each side does.
+    """
     last: dict[tuple[str, ...], str] = {}
-    found = [((*key_of(run), run["side"] if "cap_gib" in run else ""), run) for run in records]
+    found = [
+        ((*key_of(run), run["side"] if "cap_gib" in run or run["side"] == REFERENCE else ""), run) for run in records
+    ]
     for key, run in found:
         last[key] = max(last.get(key, ""), _begun(run))
     return [run for key, run in found if _begun(run) == last[key]]

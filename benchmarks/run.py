@@ -35,9 +35,10 @@ import torch
 from benchmarks import Parser, known_names
 from benchmarks.micro import ONE_SORT, metadata_per_layer, register_sorted_loop
 from benchmarks.models import PAD, TEXTS
-from benchmarks.records import append, facts_of, read, short
+from benchmarks.records import REFERENCE, append, facts_of, read, short
+from benchmarks.results_page import shown
 from benchmarks.rows import METHODS, ROWS, RUN, Row
-from benchmarks.tables import COMPARED, shown
+from benchmarks.sides import COMPARED
 from fastpack_trl.bench.learner import learner_alone
 from fastpack_trl.bench.process import OwnProcess
 from fastpack_trl.bench.sides import compiled_regions
@@ -134,6 +135,7 @@ SIDES = {
     "trl flash-attn-4": Side(around=with_flash_attn_4),
     "trl flash-linear-attention": Side(),
     "trl liger": Side(fields={"use_liger_kernel": True}),
+    REFERENCE: Side(fields={"bf16": False, "tf32": False}),
     "trl offload": Side(fields={"activation_offloading": True}),
     "fastpack same memory": Side(True, SAME_MEMORY),
     "fastpack same memory eager": Side(True, SAME_MEMORY | {"cuda_graph": "off"}),
@@ -208,6 +210,8 @@ def make_trainer(row: Row, ours: bool, fields: Mapping[str, Any], seed: int) -> 
     )
     args = config(**fields)
     material = row.material(args.device.type, seed)
+    if args.device.type == "cuda" and not args.bf16:  # weights as those of other sides, with more digits
+        material["model"].float()
     if row.case == "images" and "image_row_tokens" not in fields:
         material["train_dataset"] = documents_of(material["train_dataset"], row, ours)
     return kind(args=args, **material)

@@ -14,11 +14,12 @@ from datasets import Dataset
 
 from benchmarks import images, models, rows, run, scaling, several_gpus
 from benchmarks.__main__ import COMMANDS, main
+from benchmarks.cases import CASES, README_ROWS
 from benchmarks.images import IMAGE_MODELS
 from benchmarks.models import MODELS, build_model
+from benchmarks.results_page import PUBLISHED
 from benchmarks.rows import ROWS
 from benchmarks.run import SIDES, Windows, train, watch_of
-from benchmarks.tables import CASES, PUBLISHED, README_ROWS
 from fastpack_trl import FastSFTConfig
 
 TINY = {

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks import figure, first_pages, results_page, tables
 from benchmarks import records as kept
-from benchmarks import tables
-from benchmarks.records import RESULTS, add, newest, read, tree_now
-from benchmarks.tables import CASES, FIGURE, MARKS, ROOT, Side, sides_of
+from benchmarks.cases import CASES
+from benchmarks.records import REFERENCE, RESULTS, add, newest, read, tree_now
+from benchmarks.sides import Side, sides_of
+from benchmarks.tables import FIGURE, MARKS, ROOT
 from fastpack_trl.errors import UserError
 
 KEYS = {"case", "row", "side", "round", "steps", "seconds", "tokens", "peak_gib", "report", "command", "commit", "tree",
@@ -36,7 +38,7 @@ def test_the_pages_are_what_the_records_say() -> None:
     records = read()
     for file, text in tables.pages(records).items():
         assert file.read_text(encoding="utf-8") == text, "run: python -m benchmarks tables"
-    assert tables.drawn_from(records) in FIGURE.read_text(encoding="utf-8"), "run: python -m benchmarks tables"
+    assert figure.drawn_from(records) in FIGURE.read_text(encoding="utf-8"), "run: python -m benchmarks tables"
 
 
 def test_the_page_of_the_three_optimizations_has_the_figures_of_their_records() -> None:
@@ -86,43 +88,56 @@ def test_no_speed_is_shown_if_losses_differ_early_unless_documents_leak() -> Non
         return [run_of("trl", losses=losses, **more), run_of("fastpack", 0.5, losses=wrong, **more)]
 
     wrong = pair({"1": 2.0, "2": 2.5}, {"1": 2.0, "2": 1.9})
-    assert "2.00" not in tables.table("sft", wrong)
-    assert all("losses differ" in text for text in (tables.table("sft", wrong), tables.readme(wrong)))
-    assert "| 2.00 |" in tables.table("sft", pair({"1": 2.0, "30": 1.0}, {"1": 2.0, "30": 9.0}))
-    assert "| 2.00 |" in tables.table("sft", pair({"1": 2.5}, {"1": 2.0}, row="gpt-oss-20b experts 4096"))
+    assert "2.00" not in results_page.table("sft", wrong)
+    assert all("losses differ" in text for text in (results_page.table("sft", wrong), first_pages.readme(wrong)))
+    assert "| 2.00 |" in results_page.table("sft", pair({"1": 2.0, "30": 1.0}, {"1": 2.0, "30": 9.0}))
+    assert "| 2.00 |" in results_page.table("sft", pair({"1": 2.5}, {"1": 2.0}, row="gpt-oss-20b experts 4096"))
     compiled = run_of("trl compiled", 0.8, losses={"1": 2.0, "2": 1.8})
     near = [*pair({"1": 2.0, "2": 1.903}, {"1": 2.0, "2": 1.9}), compiled]
-    assert "losses differ" not in tables.table("sft", near), "nearer to TRL than its own compiled layers"
-    assert tables.table("sft", [*wrong, compiled]).count("losses differ") == 2, "to both: 2e-3 at most"
-    assert "losses differ" in tables.table("sft", pair({"1": 2.0, "2": float("nan")}, {"1": 2.0, "2": 1.9}))
+    assert "losses differ" not in results_page.table("sft", near), "nearer to TRL than its own compiled layers"
+    assert results_page.table("sft", [*wrong, compiled]).count("losses differ") == 2, "to both: 2e-3 at most"
+    assert "losses differ" in results_page.table("sft", pair({"1": 2.0, "2": float("nan")}, {"1": 2.0, "2": 1.9}))
     later = [*near, run_of("fastpack", 0.5, losses={"1": 2.5}, round=1)]
-    assert "losses differ" in tables.table("sft", later), "in any round"
+    assert "losses differ" in results_page.table("sft", later), "in any round"
     full = [
         run | {"case": "images", "row": "images gemma3-4b full 4"} for run in pair({"1": 2.0, "2": 1.909}, {"2": 1.9})
     ]
-    assert "losses differ" not in tables.table("images", full), "rounding moves all weights: 5e-3"
-    assert "losses differ" in tables.table("images", [run | {"row": "images gemma3-4b lora 4"} for run in full])
-    assert "losses differ" in tables.table("images", [*full, full[1] | {"losses": {"2": 1.912}, "round": 1}])
+    assert "losses differ" not in results_page.table("images", full), "rounding moves all weights: 5e-3"
+    assert "losses differ" in results_page.table("images", [run | {"row": "images gemma3-4b lora 4"} for run in full])
+    assert "losses differ" in results_page.table("images", [*full, full[1] | {"losses": {"2": 1.912}, "round": 1}])
     norms = [run_of(s, case="preference", grad_norms={"1": norm}) for s, norm in (("trl", 1.0), ("fastpack", 1.1))]
-    assert "losses differ" in tables.table("preference", norms), "their losses hardly depend on the model"
+    assert "losses differ" in results_page.table("preference", norms), "their losses hardly depend on the model"
     more = [run_of("fastpack same memory", losses={"1": 3.0}), run_of("trl flash-attn-4")]
-    assert tables.readme([*near, *more]).count("losses differ") == 1, "in its cell"
-    assert "Measured on one X for 16 or more steps" in tables.readme([*near, *more])
-    assert "Against tuned TRL, Qwen3-8B LoRA gains 1.9x (FlashAttention-4), " in tables.readme([*near, *more])
+    assert first_pages.readme([*near, *more]).count("losses differ") == 1, "in its cell"
+    assert "Measured on one X for 16 or more steps" in first_pages.readme([*near, *more])
+    assert "Against tuned TRL, Qwen3-8B LoRA gains 1.9x (FlashAttention-4), " in first_pages.readme([*near, *more])
+
+
+def test_with_losses_in_float32_ours_may_be_twice_as_far_from_them_as_those_of_trl() -> None:
+    exact = run_of(REFERENCE, 2.0, losses={"1": 2.0, "2": 1.9})
+    trl = run_of("trl", losses={"1": 2.0, "2": 1.92})
+    near, far = (run_of("fastpack", 0.5, losses={"1": 2.0, "2": loss}) for loss in (1.87, 1.85))
+    assert "losses differ" in results_page.table("sft", [trl, near])
+    assert "losses differ" in results_page.table("sft", [trl, exact, far])
+    head, _, *lines = results_page.table("sft", [trl, exact, near]).splitlines()
+    columns = [dict(zip(head.split(" | "), line.split(" | "), strict=True)) for line in lines]
+    assert [column["from float32"] for column in columns] == ["1.1e-02", "-", "1.6e-02"]
+    assert [column["times trl"] for column in columns] == ["-", "-", "2.00"], "float32 is not timed"
+    assert [*results_page.little([trl, exact, near])] == []
 
 
 def test_what_was_not_measured_or_failed_is_not_shown() -> None:
-    assert (tables.readme([]), "##" in tables.page([])) == ("Nothing is measured.", False)
+    assert (first_pages.readme([]), "##" in results_page.page([])) == ("Nothing is measured.", False)
     assert (
         "12,473 (H100, Llama 3 8B) | 2 x 4,096 full rows, mock data | 8,192 (qwen3-8b lora 4096, X) |"
-        in tables.page([run_of("trl"), run_of("fastpack", 0.5)])
+        in results_page.page([run_of("trl"), run_of("fastpack", 0.5)])
     ), "others' figures beside ours"
-    text = tables.table("sft", [run_of("fastpack", peak_gib=None), run_of("trl", peak_gib=None)])
+    text = results_page.table("sft", [run_of("fastpack", peak_gib=None), run_of("trl", peak_gib=None)])
     assert [line.split(" | ")[1] for line in text.splitlines()[2:]] == ["trl", "fastpack"], "in one order"
     assert "peak" not in text
     none = run_of("trl", case="memory_caps") | {"seconds": [], "largest": 0}
-    assert "| trl | no row fits |" in tables.table("memory_caps", [none, run_of("fastpack", case="memory_caps")])
-    assert [*tables.little([none, run_of("fastpack", case="memory_caps")])] == []
+    assert "| trl | no row fits |" in results_page.table("memory_caps", [none, run_of("fastpack", case="memory_caps")])
+    assert [*results_page.little([none, run_of("fastpack", case="memory_caps")])] == []
     assert sides_of([{key: value for key, value in run_of("trl").items() if key != "seconds"}]) == {}
     with pytest.raises(ValueError, match="the page has no"):
         tables.between("no marks", MARKS, "")
@@ -130,12 +145,12 @@ def test_what_was_not_measured_or_failed_is_not_shown() -> None:
 
 def test_rows_that_gain_little_are_listed() -> None:
     runs = [run_of("trl"), run_of("trl compiled", 0.62), run_of("fastpack", 0.6), run_of("fastpack same memory", 1.1)]
-    listed = [(side, other) for _, _, side, other, _ in tables.little(runs)]
+    listed = [(side, other) for _, _, side, other, _ in results_page.little(runs)]
     same = ("fastpack same memory", "trl")
     assert listed == [("fastpack", "trl compiled"), same, (same[0], "trl compiled")]
-    assert [*tables.little([run_of("trl"), run_of("fastpack", 0.9)])] == []
+    assert [*results_page.little([run_of("trl"), run_of("fastpack", 0.9)])] == []
     slow_start = {"warmup": {"steps": 12, "first": 3.0, "seconds": 100.0}}
-    assert [*tables.little([run_of("trl"), run_of("fastpack", 0.9, **slow_start)])], "whole runs count too"
+    assert [*results_page.little([run_of("trl"), run_of("fastpack", 0.9, **slow_start)])], "whole runs count too"
 
 
 def test_a_new_record_replaces_those_of_its_row_and_device(tmp_path: Path) -> None:
@@ -148,6 +163,9 @@ def test_a_new_record_replaces_those_of_its_row_and_device(tmp_path: Path) -> No
     assert [(run["row"][:5], run["side"][:4], run["date"][-1]) for run in read(tmp_path / "sft.jsonl")] == [
         ("other", "trl", "1"), ("cap", "trl", "1"), ("qwen3", "trl", "2"), ("qwen3", "trl", "3"), ("cap", "fast", "2"),
     ]  # fmt: skip
+    exact = run_of(REFERENCE, row="cap", date="2026-01-01")
+    add([exact], tmp_path)
+    assert exact in read(tmp_path / "sft.jsonl"), "losses in float32 may be of an older command"
     reports = [{"lora": "on"}, {"lora": "on"}, {"lora": "off"}]
     add([run_of("fastpack", round=n, report=one, case="micro") for n, one in enumerate(reports)], tmp_path)
     add([run_of("trl", 1 / 3, row="other", case="micro")], tmp_path)

@@ -20,7 +20,8 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.models import shape_of
-from benchmarks.tables import between, grid
+from benchmarks.results_page import grid
+from benchmarks.tables import between
 from fastpack_trl.attention.backends import BACKENDS, choose
 from fastpack_trl.cli.main import main
 from fastpack_trl.config import _CHOICES, Settings
