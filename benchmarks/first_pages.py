@@ -96,8 +96,8 @@ def images(records: Sequence[Run]) -> str:
         lines.append([model.removeprefix("images "), f"{four} ({lean})", f"{eight} ({leaner})", gib])
     return (
         f"{grid(BY_BATCH, lines)}\n\nExtrapolated to 500 steps on one {gpu_of(next(iter(rows.values()))['trl'])} "
-        "([results](../benchmarks/RESULTS.md)), TRL with sdpa; *lora* is on decoder and encoder, documents have 0 to 2 "
-        "images, *full* trains all weights in bf16. In brackets: `activation_memory: checkpoint`."
+        "([results](../benchmarks/RESULTS.md)) from random weights, TRL with sdpa; *lora* is on decoder and encoder, "
+        "documents have 0 to 2 images, *full* trains all weights in bf16. In brackets: `activation_memory: checkpoint`."
     )
 
 
