@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.cases import SAME_MEMORY
 from benchmarks.figure import COLORS, INK, plain, save
-from benchmarks.records import RESULTS, Run, line_of, read, tree_now
+from benchmarks.records import REFERENCE, RESULTS, Run, line_of, read, tree_now
 from benchmarks.results_page import grid
 from benchmarks.tables import ROOT, between
 
@@ -26,7 +26,7 @@ RECORDS = RESULTS / "accuracy" / "real_weights.jsonl"
 PAGE, DETAILS = ROOT / "docs/accuracy.md", ROOT / "benchmarks/ACCURACY.md"
 FIGURE, CURVES = ROOT / "docs/figures/accuracy.svg", ROOT / "docs/figures/accuracy-curves.png"
 MARKS = "<!-- accuracy -->", "<!-- /accuracy -->"
-TRL, AGAIN, FLOAT32, LIGER = "trl", "trl again", "trl float32", "trl liger"
+TRL, AGAIN, FLOAT32, LIGER = "trl", "trl again", REFERENCE, "trl liger"
 """The side that others are compared with; its seeds once more, as its own nondeterminism; in float32, as what both
 sides round; with other kernels, as the drift that other rounding makes."""
 DEFAULT, SDPA, FP8 = "fastpack", "fastpack sdpa", "fastpack fp8"

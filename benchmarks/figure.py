@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import OURS, README_ROWS, SAME_MEMORY
 from benchmarks.first_pages import readme_rows, speed_of
 from benchmarks.records import Run
+from benchmarks.sides import Side
 from fastpack_trl.bench.picture import COLORS as PALETTE
 from fastpack_trl.bench.picture import require_matplotlib
 
@@ -22,7 +23,9 @@ INK = "#7D848F"
 def drawn_from(records: Sequence[Run]) -> str:
     """Return a hash of the figures that the picture shows, which it holds as its text."""
     figures = [
-        (row, *sides, *((s.whole, s.peak) for s in sides.values())) for row, sides in readme_rows(records).items()
+        (row, name, sides[name].whole, sides[name].peak)
+        for row, sides in readme_rows(records).items()
+        for name in _drawn(sides)
     ]
     return hashlib.sha256(json.dumps(figures).encode()).hexdigest()[:16]
 
@@ -43,6 +46,10 @@ def plain(axes: Any, title: str) -> None:
     axes.spines["bottom"].set_color(INK)
 
 
+def _drawn(sides: Mapping[str, Side]) -> list[str]:
+    return [name for name in COLORS if name in sides and speed_of(sides, name) != "losses differ"]
+
+
 def draw(records: Sequence[Run], file: Path) -> None:
     """Draw README's rows: speed over TRL as bars that point up, and memory below them."""
     require_matplotlib()
@@ -52,7 +59,7 @@ def draw(records: Sequence[Run], file: Path) -> None:
     figure, bars = Figure(figsize=(5.2, 4.6), layout="constrained"), dict[str, Any]()
     speed, memory = figure.subplots(nrows=2)
     for place, sides in enumerate(rows.values()):
-        good = [name for name in COLORS if name in sides and speed_of(sides, name) != "losses differ"]
+        good = _drawn(sides)
         for axes, names in ((speed, good), (memory, [name for name in good if sides[name].peak])):
             for index, name in enumerate(names):
                 at = place + 0.21 * (index - (len(names) - 1) / 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from benchmarks.cases import CASES, OURS, README_ROWS, SAME_MEMORY
-from benchmarks.records import Run, newest
+from benchmarks.records import REFERENCE, Run, newest
 from benchmarks.results_page import grid
 from benchmarks.sides import Side, comparable, gpu_of, sides_of
 
@@ -17,7 +17,11 @@ EXTREME, SHORT = "qwen3-0.6b lora 2x4", "start qwen3-0.6b lora 2048, 20 steps"
 
 
 def _on_gpus(records: Sequence[Run]) -> dict[str, dict[str, Side]]:
-    return sides_of(run for run in newest(records) if run["machine"]["device"] == "cuda")
+    """Return the sides of each row on the GPU that measured it last."""
+    found = [run for run in newest(records) if run["machine"]["device"] == "cuda"]
+    timed = sorted((run for run in found if run["side"] != REFERENCE), key=lambda run: str(run["date"]))
+    last = {run["row"]: run["machine"]["gpu"] for run in timed}
+    return sides_of(run for run in found if run["machine"]["gpu"] == last.get(run["row"]))
 
 
 def readme_rows(records: Sequence[Run]) -> dict[str, dict[str, Side]]:
@@ -64,7 +68,8 @@ def readme(records: Sequence[Run]) -> str:
         if other in sides
     )
     beside = f" Against tuned TRL, {README_ROWS[first][0]} gains {beside}." if beside and first in README_ROWS else ""
-    runs = [run for row in rows.keys() & README_ROWS.keys() for side in rows[row].values() for run in side.runs]
+    drawn = [rows[row] for row in rows.keys() & README_ROWS.keys()]
+    runs = [run for sides in drawn for name, side in sides.items() if name != REFERENCE for run in side.runs]
     devices = sorted({run["machine"]["gpu"] for run in runs})
     least = min((run["warmup"]["steps"] + run["steps"] for run in runs), default=0)
     said = (
@@ -98,6 +103,7 @@ def images(records: Sequence[Run]) -> str:
         f"{grid(BY_BATCH, lines)}\n\nExtrapolated to 500 steps on one {gpu_of(next(iter(rows.values()))['trl'])} "
         "([results](../benchmarks/RESULTS.md)) from random weights, TRL with sdpa; *lora* is on decoder and encoder, "
         "documents have 0 to 2 images, *full* trains all weights in bf16. In brackets: `activation_memory: checkpoint`."
+        " *losses differ*: by more than its limit there."
     )
 
 

@@ -9,7 +9,7 @@ from statistics import median
 
 from benchmarks.cases import CASES, OURS, SAME_MEMORY
 from benchmarks.records import REFERENCE, Run, key_of, newest
-from benchmarks.sides import Side, comparable, gpu_of, sides_of
+from benchmarks.sides import Side, comparable, exact_of, gpu_of, sides_of
 
 KERNELS = "flash-attn-4", "flash-linear-attention"
 LITTLE = 1.05
@@ -72,6 +72,13 @@ def _cells(case: str, sides: Mapping[str, Side], name: str) -> Iterator[tuple[st
         return
     sides = {other: one for other, one in sides.items() if one.seconds}
     gate, good = sides.get(next(iter(what.over), "")), comparable(sides, what)
+    exact = exact_of(sides, gate, what) if gate else None
+    for column, other in {"loss apart": gate, "from float32": exact}.items():
+        apart = side.apart(other) if other and (other is not side or len(side.runs) > 1) else None
+        if apart is not None:
+            yield column, f"{apart:.1e}"
+    if name == REFERENCE:
+        return
     yield "ms a step", f"{side.step * 1e3:,.1f}"
     if len(side.seconds) > 2:
         yield "quartiles", " to ".join(f"{second * 1e3:,.1f}" for second in side.quartiles)
@@ -83,7 +90,7 @@ def _cells(case: str, sides: Mapping[str, Side], name: str) -> Iterator[tuple[st
             yield "did not fit", f"{min(failed):,}"
         yield "tokens/s", f"{side.tokens / side.step:,.0f}"
     for base in what.over:
-        if base in sides and base != name and name != REFERENCE:
+        if base in sides and base != name:
             times = f"{side.times(sides[base]):.2f}" if sides[base].is_steady else "unsteady"
             yield f"times {base}", times if {name, base} <= good else "losses differ"
     warmup = run.get("warmup", {})
@@ -94,10 +101,6 @@ def _cells(case: str, sides: Mapping[str, Side], name: str) -> Iterator[tuple[st
         if gate not in (None, side) and name in good:
             pairs = zip(rounds, theirs, strict=False)
             yield "whole run, times", ", ".join(f"{one.times(other, whole=True):.2f}" for one, other in pairs)
-    for column, other in {"loss apart": gate, "from float32": sides.get(REFERENCE)}.items():
-        apart = side.apart(other) if other and (other is not side or len(side.runs) > 1) else None
-        if apart is not None:
-            yield column, f"{apart:.1e}"
     yield from _load(case, side)
 
 

@@ -250,8 +250,8 @@ def figures(result: Any, row: Row, window: int) -> dict[str, Any]:
     first = min(COMPARED, found["warmup_steps"]) if window > 1 else None
     warmup = {"steps": found["warmup_steps"], "first": found["first_step_seconds"], "seconds": found["warmup_seconds"]}
     by_step = {
-        name: {str(step): short(one) for step, one in enumerate(found[name][:first], 1)}
-        for name in ("losses", "grad_norms")
+        name: {str(step): short(one, digits) for step, one in enumerate(found[name][:first], 1)}
+        for name, digits in {"losses": 7, "grad_norms": 4}.items()
     }
     known = found["report"]
     report = known and {name: "{status}: {path}; {reason}".format(**one) for name, one in known["features"].items()}
@@ -314,7 +314,8 @@ def measure(args: Namespace) -> Iterator[dict[str, Any]]:
     known = {
         (run["row"], run["side"], run["round"]) for run in done if run["tree"] == about["tree"] and "failed" not in run
     }
-    processes = {"processes": args.processes} if args.launcher == "accelerate" else {}
+    special = {"processes": args.processes} if args.launcher == "accelerate" else {}
+    special |= {"seed": args.seed} if args.seed else {}
     with tempfile.TemporaryDirectory(prefix="fastpack-bench-") as folder:
         for name in args.rows:
             row, caches = ROWS[name], ""
@@ -330,7 +331,7 @@ def measure(args: Namespace) -> Iterator[dict[str, Any]]:
                     options = {"steps": steps_of(row, args.steps), "profiled": int(looks or args.profile)}
                     start = partial(launcher, row, side, args, caches, **options)
                     found = run_once(name, side, args, start)
-                    yield {"case": row.case, "row": name, "side": side, "round": number, **processes, **found, **about}
+                    yield {"case": row.case, "row": name, "side": side, "round": number, **special, **found, **about}
 
 
 def run_once(name: str, side: str, args: Namespace, start: Callable[..., OwnProcess]) -> dict[str, Any]:
@@ -365,6 +366,8 @@ def parse(words: Sequence[str]) -> Namespace:
     for name in args.rows:
         if (args.launcher == "accelerate") != bool(ROWS[name].engine):
             raise UserError(f"--launcher {args.launcher} does not fit {name!r}: rows of ddp and fsdp2 need accelerate")
+        if REFERENCE in (args.sides or ()) and (ROWS[name].kind != "full" or ROWS[name].engine):
+            raise UserError(f"side {REFERENCE!r} does not fit {name!r}: it trains all weights, in one process")
     return args
 
 

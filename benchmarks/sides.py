@@ -18,6 +18,8 @@ ALL_WEIGHTS = 5e-3
 """Largest difference of a loss if all weights of images and text train: TRL's own rounds were 3.8e-3 apart."""
 FARTHER = 2.0
 """How many times as far as TRL's losses in bf16 ours may be from those in float32, if a row has `REFERENCE`."""
+FARTHEST = 2e-2
+"""Largest distance of TRL's losses in bf16 from those in float32: beyond it these are of another training."""
 LEAKS = "gpt-oss"
 """Model whose packed documents see each other under TRL, so its losses differ."""
 OTHER_BATCHES = "fastpack image rows"
@@ -118,21 +120,51 @@ def comparable(sides: Mapping[str, Side], case: Case) -> set[str]:
 
     TRL's own sides always qualify; ours if their losses are within the budget (`ALL_WEIGHTS` of images), or nearer to
     TRL's than those of TRL's compiled layers (`CEILING` at most), or if documents of the model leak in TRL. In a row
-    with losses in float32 ours qualify by these alone: within the budget, or `FARTHER` times as far from them as TRL's.
+    with losses in float32 these alone decide: ours must be within the budget of them, or `FARTHER` times as far as TRL.
     """
-    gate, compiled, exact = sides.get(next(iter(case.over), "")), sides.get("trl compiled"), sides.get(REFERENCE)
+    gate, compiled = sides.get(next(iter(case.over), "")), sides.get("trl compiled")
     if gate is None:
         return {*sides}
     row = gate.runs[0]["row"]
     budget = ALL_WEIGHTS if row.startswith("images") and " full " in row else case.budget
     budget = max(budget, min(CEILING, (compiled and compiled.apart(gate)) or 0.0))
+    exact = exact_of(sides, gate, case)
     if exact:
         budget = max(case.budget, FARTHER * (gate.apart(exact) or 0.0))
     return {
         name
         for name, side in sides.items()
-        if name.startswith("trl") or LEAKS in row or (side.apart(exact or gate) or 0.0) <= budget
+        if name.startswith("trl") or LEAKS in row or _distance(side, exact or gate, exact is not None) <= budget
     } - {REFERENCE}
+
+
+def _distance(side: Side, other: Side, needed: bool) -> float:
+    """Return how far losses are apart; without common steps 0, or inf if a loss is `needed`."""
+    apart = side.apart(other)
+    without = inf if needed and side.runs[0]["side"] != OTHER_BATCHES else 0.0
+    return without if apart is None else apart
+
+
+def exact_of(sides: Mapping[str, Side], gate: Side, case: Case) -> Side | None:
+    """Return the losses in float32 if they are of the same training as TRL's in bf16.
+
+    That is: code, versions and seed are the same, the losses before the first update are within the budget, and later
+    ones within `FARTHEST`.
+    """
+    exact = sides.get(REFERENCE)
+    if exact is None:
+        return None
+    same = all(
+        one.get(name) == other.get(name)
+        for one, other in ((exact.runs[0], gate.runs[0]),)
+        for name in ("tree", "versions", "seed")
+    )
+    first, apart = (one.apart(exact) for one in (Side([_until(run, 1) for run in gate.runs]), gate))
+    return exact if same and first is not None and first <= case.budget and (apart or 0.0) <= FARTHEST else None
+
+
+def _until(run: Run, last: int) -> Run:
+    return {**run, "losses": {step: loss for step, loss in (run.get("losses") or {}).items() if int(step) <= last}}
 
 
 def gpu_of(side: Side) -> str:

@@ -1,4 +1,4 @@
-"""README's table and figure and ``RESULTS.md`` from the records: ``python -m benchmarks tables``.
+"""Pages and README's figure from the records: ``python -m benchmarks tables``.
 
 A record is one JSON object per run, a line of ``results/CASE.jsonl``. What was not measured is not shown. A test fails
 if a page and its records disagree.
@@ -60,7 +60,7 @@ def parse(words: Sequence[str]) -> Namespace:
 
 
 def main(words: Sequence[str]) -> int:
-    """Write README's table and figure and RESULTS.md; say how many rows are of other code."""
+    """Write all pages and the figure; say how many rows are of other code."""
     args = parse(words)
     if args.add:
         add(read(*args.add))
@@ -68,7 +68,7 @@ def main(words: Sequence[str]) -> int:
     for file, text in pages(records).items():
         file.write_text(text, encoding="utf-8")
     draw(records, FIGURE)
-    rows = {key_of(run): run["tree"] for run in records}
-    old = sum(tree != tree_now() for tree in rows.values())
-    print(f"{old} of {len(rows)} rows were measured on other code of the package")
+    rows, now = {key_of(run) for run in records}, tree_now()
+    old = {key_of(run) for run in records if run["tree"] != now}
+    print(f"{len(old)} of {len(rows)} rows were measured on other code of the package")
     return 0

@@ -124,6 +124,29 @@ def test_with_losses_in_float32_ours_may_be_twice_as_far_from_them_as_those_of_t
     assert [column["from float32"] for column in columns] == ["1.1e-02", "-", "1.6e-02"]
     assert [column["times trl"] for column in columns] == ["-", "-", "2.00"], "float32 is not timed"
     assert [*results_page.little([trl, exact, near])] == []
+    assert "for 16 or more" in first_pages.readme(
+        [trl, exact | {"steps": 1, "machine": {"device": "cuda", "gpu": "Y"}}, near]
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"losses": {"1": 2.0, "2": float("nan")}}, {"losses": {}}, {"losses": {"30": 1.9}}, {"seed": 1}, {"tree": "bb"},
+        {"losses": {"1": 9.0, "2": 9.0}}, {"losses": {"1": 2.0, "2": 1.55}}, {"versions": {}},
+    ],
+)  # fmt: skip
+def test_losses_in_float32_of_another_training_do_not_decide(wrong: dict[str, Any]) -> None:
+    far = run_of("fastpack", 0.5, losses={"1": 2.0, "2": 1.2})
+    assert "losses differ" in results_page.table("sft", [run_of("trl"), run_of(REFERENCE) | wrong, far])
+    near = run_of("fastpack", 0.5)
+    assert "| 2.00 |" in results_page.table("sft", [run_of("trl"), run_of(REFERENCE) | wrong, near])
+
+
+def test_beside_losses_in_float32_those_of_fastpack_must_be_there_and_numbers() -> None:
+    for losses in ({"1": float("nan")}, {}, {"30": 1.9}):
+        runs = [run_of("trl"), run_of(REFERENCE), run_of("fastpack", 0.5, losses=losses)]
+        assert "losses differ" in results_page.table("sft", runs)
 
 
 def test_what_was_not_measured_or_failed_is_not_shown() -> None:
