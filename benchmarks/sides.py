@@ -86,8 +86,8 @@ class Side:
         share = self.tokens / other.tokens if self.tokens and other.tokens else 1.0
         return (other.whole / self.whole if whole else other.step / self.step) * share
 
-    def apart(self, other: Side) -> float | None:
-        """Return the largest relative difference of a loss of the same early step, in any round; inf with a NaN.
+    def apart(self, other: Side, last: int = COMPARED) -> float | None:
+        """Return the largest relative difference of a loss of the same step up to `last`, in any round; inf with a NaN.
 
         It counts from the nearest of the other's rounds; if `other` is this side, from its first round. None if none
         was logged by both, or steps hold other documents. For preference trainers of a gradient norm.
@@ -99,7 +99,7 @@ class Side:
         found = list[float]()
         for run in self.runs:
             for step, loss in (run.get(name) or {}).items():
-                theirs = [losses[step] for losses in rounds if step in losses and int(step) <= COMPARED]
+                theirs = [losses[step] for losses in rounds if step in losses and int(step) <= last]
                 apart = [abs(loss - one) / max(abs(one), 1e-2) for one in theirs]
                 found += [min(one if isfinite(one) else inf for one in apart)] if apart else []
         return max(found, default=None)
@@ -154,17 +154,10 @@ def exact_of(sides: Mapping[str, Side], gate: Side, case: Case) -> Side | None:
     exact = sides.get(REFERENCE)
     if exact is None:
         return None
-    same = all(
-        one.get(name) == other.get(name)
-        for one, other in ((exact.runs[0], gate.runs[0]),)
-        for name in ("tree", "versions", "seed")
-    )
-    first, apart = (one.apart(exact) for one in (Side([_until(run, 1) for run in gate.runs]), gate))
+    run, other = exact.runs[0], gate.runs[0]
+    same = all(run.get(name) == other.get(name) for name in ("tree", "versions", "seed"))
+    first, apart = gate.apart(exact, last=1), gate.apart(exact)
     return exact if same and first is not None and first <= case.budget and (apart or 0.0) <= FARTHEST else None
-
-
-def _until(run: Run, last: int) -> Run:
-    return {**run, "losses": {step: loss for step, loss in (run.get("losses") or {}).items() if int(step) <= last}}
 
 
 def gpu_of(side: Side) -> str:

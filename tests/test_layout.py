@@ -52,7 +52,7 @@ BUDGETS = {
     "vision": 750,
 }
 """Lines of Python that a room may have: what it has, to the next fifty. More needs a reader who would miss it."""
-TOTALS = {"fastpack_trl": 25477, "benchmarks": 3684, "tests": 29548}
+TOTALS = {"fastpack_trl": 25477, "benchmarks": 3677, "tests": 29548}
 
 
 @cache
